@@ -1,19 +1,17 @@
-"""Results are tested against their target, compared with earlier ones, and shown in a table."""
+"""Results are tested against their target, and shown in a table."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dtt.bench import history
+from dtt.bench import score_table
 from dtt.bench.bench_result import (
     BenchResult,
     DataFacts,
     RunResult,
     Spread,
-    compare,
     remarks,
     target_test,
 )
@@ -43,7 +41,7 @@ def result(values: list[float], rule: ScoreRule = BITS, **changes: Any) -> Bench
         "data": DataFacts(source="python-stdlib", revision=None, key="k", files=()),
         "seconds": Spread.of([100.0 * value for value in values]), "steps": Spread.of([100]),
         "tokens": Spread.of([10**6]), "beside": {}, "target_test": target_test(rule, values),
-        "compared": None, "resumed": False, "official": False,
+        "resumed": False, "official": False,
         "remarks": ("not an official record",),
     }  # fmt: skip
     return BenchResult(**(facts | changes))
@@ -70,7 +68,7 @@ def test_one_run_claims_no_significance() -> None:
     assert found.statistic == pytest.approx(0.08)
     assert found.significant is None
     assert Spread.of([3.2]).low is None
-    text = dict(history.summary(result([3.2])))
+    text = dict(score_table.summary(result([3.2])))
     assert "one run: no significance is claimed" in text["bits per byte"]
 
 
@@ -84,37 +82,6 @@ def test_without_a_margin_the_interval_of_the_mean_must_lie_beyond_the_target() 
     assert noisy is not None
     assert noisy.significant is False
     assert target_test(BITS, [1.0, 2.0]) is None
-
-
-def test_a_result_is_compared_with_the_newest_comparable_one() -> None:
-    now = result([1.0, 1.01, 0.99], version="2.0", config_sha256="2" * 64)
-    before = [
-        ("a", result([3.0, 3.0, 3.1])),
-        ("b", result([2.0, 2.01, 1.99])),
-        ("other data", result([9.0, 9.1], data=now.data.model_copy(update={"key": "x"}))),
-        ("other rules", result([9.0, 9.1], recipe_key="x")),
-        ("other settings", result([9.0, 9.1], changed={"train.budget": "9s"})),
-        ("other machine", result([9.0, 9.1], machine=H100)),
-        ("interrupted", result([9.0, 9.1], resumed=True)),
-        ("one run", result([9.0])),
-    ]
-    found = compare(now, before)
-    assert found is not None
-    assert (found.result, found.differs) == ("b", True)
-    assert found.difference == pytest.approx(-1.0)
-    assert compare(now, before[2:]) is None
-    assert compare(now.model_copy(update={"resumed": True}), before) is None
-    same = compare(now, [("c", result([1.0, 1.02, 0.98]))])
-    assert same is not None
-    assert not same.differs
-
-
-def test_times_are_compared_only_if_all_runs_have_reached_the_target() -> None:
-    now = result([3.27, 3.26], LOSS)
-    found = compare(now, [("a", result([3.2, 3.1], LOSS)), ("b", result([3.2, 3.3], LOSS))])
-    assert found is not None
-    assert found.result == "a"
-    assert found.difference == pytest.approx(11.5)
 
 
 def test_a_record_needs_the_hardware_the_recipe_and_all_runs() -> None:
@@ -131,26 +98,10 @@ def test_a_record_needs_the_hardware_the_recipe_and_all_runs() -> None:
     assert "runs were interrupted and resumed" in remarks(file, H100, again, {})
 
 
-def test_a_result_is_read_as_it_was_written_and_damage_is_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, one in (("2", result([1.0, 2.0])), ("1", result([3.0], LOSS))):
-        folder = tmp_path / "laptop" / name
-        folder.mkdir(parents=True)
-        (folder / "bench.json").write_text(one.dump())
-        assert BenchResult.read(folder) == one
-    broken = tmp_path / "laptop/3/bench.json"
-    broken.parent.mkdir()
-    broken.write_text("{")
-    assert len(history.results(tmp_path)) == 2
-    assert str(broken) in caplog.text
-    assert history.results(tmp_path, "other") == []
-
-
 def test_the_table_has_published_results_beside_ours() -> None:
     missed = result([3.27, 3.4], LOSS, recipe="fineweb-3.28", resumed=True)
     reached = result([3.27, 3.26], LOSS, recipe="fineweb-3.28", changed={"train.steps": 5})
-    rows = history.table(shipped(), [("a", missed), ("b", reached), ("c", result([1.0, 2.0]))])
+    rows = score_table.table(shipped(), missed, reached, result([1.0, 2.0]))
     by_recipe = [row for row in rows if row[0] == "fineweb-3.28"]
     assert [row[6] for row in by_recipe[:2]] == ["llm.c", "modded-nanogpt #89"]
     assert by_recipe[2][3] == "loss 3.3350 ± 0.0919"
@@ -158,7 +109,7 @@ def test_the_table_has_published_results_beside_ours() -> None:
     assert by_recipe[3][3].startswith("5.44 ± 0.01 min to loss 3.28; loss 3.2650")
     assert "significant; changed; not an official record" in by_recipe[3][8]
     assert [row[3] for row in rows if row[0] == "laptop"] == ["bits per byte 1.5000 ± 0.7071"]
-    assert all(len(row) == len(history.HEAD) for row in rows)
+    assert all(len(row) == len(score_table.HEAD) for row in rows)
 
 
 def test_runs_on_the_cpu_have_no_gpus() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtt.bench.significance import mean_interval, t_cdf, t_quantile, welch
+from dtt.bench.significance import mean_interval, t_cdf, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -25,23 +25,3 @@ def test_the_interval_of_a_mean() -> None:
     assert found.high - 2.0 == pytest.approx(4.3027 / 3**0.5, abs=1e-4)
     assert found.low + found.high == pytest.approx(4.0)
     assert mean_interval([1.0]) is None
-
-
-def test_welch_uses_both_variances_and_rounds_the_freedom_down() -> None:
-    """By hand: variances 1 and 4, error sqrt(1 / 3 + 4 / 3), freedom 2.94, rounded down to 2."""
-    found = welch([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
-    assert found is not None
-    assert found.value == pytest.approx(-2.0)
-    assert found.high - found.value == pytest.approx(4.3027 * (5 / 3) ** 0.5, abs=1e-3)
-    assert not found.excludes_zero
-    far = welch([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
-    assert far is not None
-    assert far.excludes_zero
-    assert welch([1.0], [1.0, 2.0]) is None
-
-
-def test_equal_values_have_an_interval_without_width() -> None:
-    found = welch([1.0, 1.0], [1.0, 1.0])
-    assert found is not None
-    assert (found.low, found.high) == (0.0, 0.0)
-    assert not found.excludes_zero

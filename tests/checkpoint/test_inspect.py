@@ -59,8 +59,8 @@ def test_verify_reports_damage_and_exits_with_65(dtt: Dtt) -> None:
     reported = dtt("ckpt", "verify", "jobs/t", expect=65)
     assert "state-00000.safetensors has 100 bytes" in reported.stdout
     assert "1 of 3 checkpoints" in reported.stderr
-    dtt("ckpt", "verify", "jobs/t", "--step", "12")
-    assert "there are: 4, 8, 12" in dtt("ckpt", "verify", "jobs/t", "--step", 5, expect=66).stderr
+    dtt("ckpt", "verify", "jobs/t@12")
+    assert "there are: 4, 8, 12" in dtt("ckpt", "verify", "jobs/t@5", expect=66).stderr
 
 
 def test_prune_follows_the_rules_but_keeps_the_newest_verified_checkpoint(dtt: Dtt) -> None:

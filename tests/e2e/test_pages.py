@@ -79,7 +79,7 @@ VERDICT = Case(
     },
     instead={
         "coord-check -c": "coord-check --widths 32,64 -c",
-        "transfer": "transfer --widths 16,32 --no-compare train.steps=4",
+        "transfer": "transfer --widths 16,32 train.steps=4",
         "train.steps=200": "",
     },
 )
@@ -130,7 +130,7 @@ CASES = {
     "dtt train -c run.yaml name=third init.from=hf:openai-community/gpt2": STOPPED,
     "dtt train --branch jobs/stories@3000 schedule.decay=10%": STOPPED,
     "dtt train --branch jobs/stories@3000 schedule.decay=500 train.steps=4000 name=longer": STOPPED,
-    "dtt train -c run.yaml name=night train.steps=1000000 train.finish_by=07:00": STOPPED,
+    "dtt train -c run.yaml name=night train.steps=1000000 train.budget=6h": STOPPED,
     "dtt train --branch jobs/run@3000 schedule.decay=500": STOPPED,
     "dtt mup coord-check -c run.yaml --widths 128,256,512 optim.type=adamw": Case(
         (0, 76), env=VERDICT.env

@@ -18,21 +18,21 @@ def test_options_choose_the_results_and_else_complete_ones_without_averages(
     job = write_job(tmp_path, seq_len=128)
     for step in (15, 20):
         write_checkpoint(job, step, average_says={1: 2})
-        for options in ([], ["--limit", "7"], ["--ema"], ["--shots", "1"]):
+        for options in ([], ["eval.limit=7"], ["--ema"], ["eval.shots=1"]):
             dtt("eval", f"jobs/tiny@{step}", "--tasks", "sums.yaml", *options)
     pair = "jobs/tiny@15", "jobs/tiny@20"
     for options, described in (
         ([], "{}"),
-        (["--limit", "7"], "{} (--limit 7)"),
+        (["eval.limit=7"], "{} (eval.limit=7)"),
         (["--ema"], "{} (--ema)"),
-        (["--shots", "1"], "{} (--shots 1)"),
+        (["eval.shots=1"], "{} (eval.shots=1)"),
     ):
-        shots = ["--shots", "0"] if not options or options[0] != "--shots" else []
+        shots = ["eval.shots=0"] if options != ["eval.shots=1"] else []
         shown = dtt("eval", "compare", *pair, *options, *shots).stdout
-        n = 7 if "--limit" in options else 30
+        n = 7 if options == ["eval.limit=7"] else 30
         one, other = map(described.format, pair)
         assert f"sums: {other} minus {one}, {n} questions\n" in shown
-    done = dtt("eval", "compare", *pair, "--limit", "8", expect=66)
+    done = dtt("eval", "compare", *pair, "eval.limit=8", expect=66)
     assert "no results to compare" in done.stderr
 
 

@@ -117,8 +117,8 @@ def test_a_result_belongs_to_its_model_its_task_and_its_options(dtt: Dtt, job: P
     names = [
         file(),
         file(source=f"{job}@5"),
-        file("--shots", 2),
-        file("--limit", 7),
+        file("eval.shots=2"),
+        file("eval.limit=7"),
         file("eval.bos=always"),
     ]
     rows = dtt.folder / "sums.jsonl"
@@ -169,7 +169,7 @@ def test_keys_of_the_job_are_defaults_of_the_options(dtt: Dtt, job: Path) -> Non
     assert (line["task"], line["n"], line["shots"], line["limit"]) == ("sums", 9, 1, 9)
     prompts = [record["contexts"][0] for record in records(Dtt(dtt.folder / "jobs"), line)]
     assert all(prompt.count("Q: ") == 2 for prompt in prompts)
-    [line] = evaluated(dtt, job, "--limit", 4)
+    [line] = evaluated(dtt, job, "eval.limit=4")
     assert (line["n"], line["shots"]) == (4, 1)
 
 
@@ -260,15 +260,12 @@ MISTAKES = [
     (["jobs/tiny", "eval.bus=always"], 2, "eval.bos"),
     (["jobs/tiny", "eval.every=5"], 2, "does not read eval.every"),
     (["jobs/tiny", "train.steps=5"], 2, "does not read train.steps"),
-    (["jobs/tiny", "--limit", "3", "eval.limit=4"], 2, "--limit and eval.limit are both given"),
+    (["jobs/tiny", "--tasks", "x", "eval.tasks=[y]"], 2, "--tasks and eval.tasks are both given"),
 ]
 
 
 def test_a_key_may_remove_what_the_configuration_of_the_job_sets() -> None:
-    assert with_keys(["jobs/a", "eval.limit=null"], {"limit": None}) == (
-        ["jobs/a"],
-        {"limit": None},
-    )
+    assert with_keys(["jobs/a", "eval.limit=null"], ()) == (["jobs/a"], {"limit": None})
 
 
 @pytest.mark.parametrize(("arguments", "code", "why"), MISTAKES, ids=lambda value: str(value)[:40])

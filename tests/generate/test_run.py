@@ -48,9 +48,7 @@ def ids(text: str) -> list[int]:
 def test_job_export_and_transformers_generate_the_same_text(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export.run(
-        str(job), ["export.dtype=fp32"], step=None, out=tmp_path / "out", upload=None, private=False
-    )
+    export.run(str(job), ["export.dtype=fp32"], out=tmp_path / "out", upload=None, private=False)
     said(capsys)
     run_generate(job, "def f", max_new_tokens=20)
     from_job = said(capsys)
@@ -225,7 +223,7 @@ def test_a_step_of_a_job_and_a_folder_with_the_prefix_of_init_from_are_sources(
     a, b, c = ids("abc")
     write_checkpoint(job, 20, says={a: b, b: END_OF_DOCUMENT})
     write_checkpoint(job, 30, says={a: c, c: END_OF_DOCUMENT})
-    export.run(str(job), [], step=20, out=tmp_path / "out", upload=None, private=False)
+    export.run(f"{job}@20", [], out=tmp_path / "out", upload=None, private=False)
     said(capsys)
     for source, text in (
         (job, "ac"), (f"{job}@20", "ab"), (tmp_path / "out", "ab"), (f"hf:{tmp_path}/out", "ab")

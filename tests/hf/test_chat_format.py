@@ -30,7 +30,7 @@ from dtt.hf.verify import CONVERSATIONS
 
 
 def export_job(job: Path, out: Path) -> Path:
-    export.run(str(job), ["export.dtype=fp32"], step=None, out=out, upload=None, private=False)
+    export.run(str(job), ["export.dtype=fp32"], out=out, upload=None, private=False)
     return out
 
 

@@ -37,7 +37,7 @@ def test_a_probe_under_mup_has_the_losses_of_the_run_whose_export_transformers_a
     assert losses == [record["loss"] for record in jsonl.read(job / "metrics.jsonl", "train")]
 
     export.run(
-        str(job), ["export.dtype=fp32"], step=None, ema=False, out=Path("out"), upload=None,
+        str(job), ["export.dtype=fp32"], ema=False, out=Path("out"), upload=None,
         private=False,
     )  # fmt: skip
     exported = load_file("out/model.safetensors")["model.norm.weight"]

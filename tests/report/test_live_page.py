@@ -20,8 +20,8 @@ from running import Dtt
 from dtt.artifacts.jobdir import JobDir
 from dtt.track.jsonl import JsonlTracker
 
-LIVE_MS = 5000
-"""Milliseconds within which a page must show what has changed."""
+LIVE_MS = 30_000
+"""Milliseconds within which a page must show what has changed, on a busy machine."""
 CHARTS = ("Loss", "Gradient norm", "Tokens per second", "Validation, bits per byte", "hellaswag")
 
 
@@ -88,7 +88,7 @@ def tables(page: Page, charts: Sequence[str] = CHARTS) -> dict[str, list[str]]:
 def test_a_page_shows_new_points_within_seconds_and_what_a_new_page_shows(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
-    # It grows beyond 2,000 steps, at which the page merges its buckets in pairs.
+    # It grows beyond 2,000 steps, so that buckets have more than one.
     job = start(tmp_path, SyntheticRun(steps=4000, eval_every=500, spike=2157), 1990)
     with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
         page = opened.page
@@ -122,31 +122,12 @@ def test_a_page_shows_how_its_job_ends_and_new_samples(
         why = "training diverged at step 210: loss is nan\n  next:  lower optim.lr"
         job.job.end_attempt(76, why, 0, attempt=1)  # type: ignore[arg-type]
         verdict = page.locator(".verdict")
-        expect(verdict).to_contain_text("diverged", timeout=3 * LIVE_MS)
+        expect(verdict).to_contain_text("diverged", timeout=LIVE_MS)
         expect(verdict).to_contain_text("lower optim.lr")
         assert opened.problems == []
 
 
-def test_a_hidden_page_lets_go_of_its_connection_and_catches_up(
-    address: str, tmp_path: Path, chromium: Browser
-) -> None:
-    set_hidden = """hidden => {
-        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
-        document.dispatchEvent(new Event("visibilitychange"));
-    }"""
-    job = start(tmp_path, SyntheticRun(), 190)
-    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
-        page = opened.page
-        expect(page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
-        with page.expect_event("requestfailed"):  # the page ends the stream
-            page.evaluate(set_hidden, True)
-        job.train(30)
-        page.evaluate(set_hidden, False)
-        expect(page.locator(".tiles")).to_contain_text("220 of 400", timeout=LIVE_MS)
-        assert opened.problems == []
-
-
-def test_a_page_that_was_opened_before_the_first_step_shows_the_run_and_reloads_once(
+def test_a_page_that_was_opened_before_the_first_step_shows_the_run(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
     job = start(tmp_path, SyntheticRun(eval_every=10), 0)
@@ -155,8 +136,6 @@ def test_a_page_that_was_opened_before_the_first_step_shows_the_run_and_reloads_
         page = opened.page
         expect(page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
         assert page.locator("figure").count() == 0
-        loads: list[str] = []
-        page.on("load", lambda _: loads.append("load"))
         job.train(5)
         expect(page.locator("h3", has_text="Loss").first).to_be_visible(timeout=LIVE_MS)
         job.train(5)  # the first evaluation: its charts and the samples are new
@@ -164,7 +143,6 @@ def test_a_page_that_was_opened_before_the_first_step_shows_the_run_and_reloads_
         expect(page.locator("h3", has_text="hellaswag")).to_be_visible()
         job.train(20)
         expect(page.locator(".tiles")).to_contain_text("30 of 400", timeout=LIVE_MS)
-        assert len(loads) == 1
         assert opened.problems == []
 
 
@@ -186,7 +164,7 @@ def test_a_redraw_keeps_the_sample_the_axis_and_the_cursor(
         assert page.locator(".hair").first.is_visible()
 
 
-def test_a_page_starts_anew_when_its_job_resumes_from_an_earlier_step(
+def test_a_page_follows_a_job_that_resumes_from_an_earlier_step(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
     job = start(tmp_path, SyntheticRun(), 190)
@@ -195,8 +173,7 @@ def test_a_page_starts_anew_when_its_job_resumes_from_an_earlier_step(
         expect(page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
         JsonlTracker(job.job.metrics, 100).close()
         job.step = 100
-        with page.expect_navigation(timeout=3 * LIVE_MS):
-            job.train(10)
+        job.train(10)
         expect(page.locator(".tiles")).to_contain_text("110 of 400", timeout=LIVE_MS)
 
 
@@ -212,9 +189,9 @@ def test_the_list_shows_all_jobs_with_their_states_and_opens_several_of_them(
         expect(rows.nth(0)).to_contain_text("running")
         expect(rows.nth(1)).to_contain_text("done")
         running.train(30)
-        expect(rows.nth(0)).to_contain_text("220 of 400", timeout=3 * LIVE_MS)
+        expect(rows.nth(0)).to_contain_text("220 of 400", timeout=LIVE_MS)
         write_finished_job(tmp_path, "third")
-        expect(rows).to_have_count(3, timeout=3 * LIVE_MS)
+        expect(rows).to_have_count(3, timeout=LIVE_MS)
         assert opened.axe() == []
         assert opened.problems == []
         page.get_by_label("Compare jobs/first").check()
@@ -235,4 +212,4 @@ def test_a_server_that_went_away_is_reported_on_the_page(tmp_path: Path, chromiu
         expect(opened.page.locator("#connection")).to_have_text("live", timeout=LIVE_MS)
         process.terminate()
         process.wait(30)
-        expect(opened.page.locator("#connection")).to_contain_text("not connected")
+        expect(opened.page.locator("#connection")).to_contain_text("not connected", timeout=LIVE_MS)

@@ -315,7 +315,7 @@ def test_a_limit_of_one_trial_of_an_array_leaves_the_others_alone(
     overrides = [key for key in settings(launch__nodes=1) if not key.startswith("name=")]
     sweep = {"base": {}, "overrides": overrides, "parameters": {"seed": [1, 2]}}
     (dtt.folder / "two.json").write_text(json.dumps(sweep))
-    dtt("sweep", "submit", "two.json", "--array")
+    dtt("sweep", "submit", "two.json")
     paths = sorted(path.parent for path in (dtt.folder / "jobs/two").glob("*/config.yaml"))
     array = cluster.run("squeue", "-h", "-o", "%F").split()[0]
     first, last = (

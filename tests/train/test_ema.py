@@ -60,7 +60,7 @@ def test_a_resumed_run_keeps_it_bit_for_bit(job: Path, tmp_path: Path) -> None:
 
 def exported(job: Path, out: Path, *, ema: bool) -> dict[str, torch.Tensor]:
     manifest = export.run(
-        str(job), ["export.dtype=fp32"], step=None, out=out, upload=None, private=False, ema=ema
+        str(job), ["export.dtype=fp32"], out=out, upload=None, private=False, ema=ema
     )
     assert manifest.ema == ema
     assert ("moving average" in (out / "README.md").read_text()) == ema

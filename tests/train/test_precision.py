@@ -80,9 +80,7 @@ def test_an_export_of_pure_bf16_gives_the_same_logits(
     pure: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with in_this_process(tmp_path):
-        made = export.run(
-            str(pure[0]), [], step=None, out=tmp_path / "out", upload=None, private=False
-        )
+        made = export.run(str(pure[0]), [], out=tmp_path / "out", upload=None, private=False)
         generate.run(str(pure[0]), ["one two"], generate.Sampling(max_tokens=4, temperature=0))
     assert made.max_logit_difference < 1e-4
     assert "one two" in capsys.readouterr().out

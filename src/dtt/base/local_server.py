@@ -73,6 +73,17 @@ class LocalServer:
         self._lock = threading.Lock()
         self._serving = self._closed = False
 
+    def serve(self) -> None:
+        """Print the address, and answer requests until the user interrupts the server."""
+        try:
+            log.info("from another machine: ssh -L %d:127.0.0.1:%d HOST", self.port, self.port)
+            print(self.url, flush=True)
+            self.serve_forever()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.close()
+
     def serve_forever(self) -> None:
         """Answer requests until `close` is called or an exception such as KeyboardInterrupt."""
         with self._lock:
@@ -212,12 +223,12 @@ class Connection(BaseHTTPRequestHandler):
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode(), self.server.token.encode())
 
-    def gone(self, milliseconds: float = 0.0) -> bool:
-        """Wait for the client to go away, at most so long; return True if it has."""
+    def gone(self) -> bool:
+        """Return True if the client has gone away."""
         # A client has nothing more to send: its socket becomes readable when it goes away.
         poller = select.poll()  # unlike select, for any number of open files
         poller.register(self.connection, select.POLLIN)
-        return bool(poller.poll(milliseconds))
+        return bool(poller.poll(0))
 
     def send(self, status: HTTPStatus, text: str = "", kind: str = "text/plain") -> None:
         """Send a complete response."""

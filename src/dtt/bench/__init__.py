@@ -1,1 +1,1 @@
-"""Recipes of `dtt bench`: their files, their data, the scores of their runs, and their history."""
+"""Recipes of `dtt bench`: their files, their data, and the scores of their runs."""

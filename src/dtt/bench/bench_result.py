@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from dtt.artifacts.manifest import FileRecord, Manifest, Record
 from dtt.bench.machine import MachineFacts
 from dtt.bench.recipe import RecipeFile, ScoreRule
-from dtt.bench.significance import mean_interval, welch
+from dtt.bench.significance import mean_interval
 
 UNOFFICIAL = "not an official record"
 
@@ -65,20 +65,8 @@ class TargetTest(Record):
     """None with one run, of which no significance is claimed."""
 
 
-class EarlierResult(Record):
-    """Welch's test of the difference from an earlier result of the same recipe."""
-
-    result: str
-    """Folder of the earlier result."""
-    difference: float
-    low: float
-    high: float
-    differs: bool
-    """True if the 95 % confidence interval of the difference excludes 0."""
-
-
 class DataFacts(Record):
-    """The data of a recipe: rows with other data are not compared."""
+    """The data of a recipe."""
 
     source: str
     revision: str | None
@@ -119,7 +107,6 @@ class BenchResult(Manifest):
     tokens: Spread
     beside: dict[str, Spread | None]
     target_test: TargetTest | None
-    compared: EarlierResult | None
     resumed: bool
     official: bool
     remarks: tuple[str, ...]
@@ -129,24 +116,6 @@ class BenchResult(Manifest):
     def reached(self) -> int:
         """Number of runs that reached the target."""
         return sum(bool(run.reached) for run in self.runs)
-
-    @property
-    def comparable(self) -> tuple[Any, ...]:
-        """Facts that must be equal to compare results; version and defaults of dtt may differ."""
-        return self.recipe, self.recipe_key, self.data.key, self.changed, self.machine.hardware
-
-    def scores(self) -> list[float] | None:
-        """Return what is compared: seconds to the target, or values where there is none.
-
-        None if a run was interrupted, which costs time, or has missed the target: the mean over
-        the others would be too good.
-        """
-        if self.resumed:
-            return None
-        if self.score.target is None:
-            return [run.value for run in self.runs]
-        seconds = [run.seconds for run in self.runs if run.reached and run.seconds is not None]
-        return seconds if len(seconds) == len(self.runs) else None
 
 
 def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
@@ -175,28 +144,6 @@ def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
         statistic=bound,
         significant=None if bound is None else all_reached and rule.reached(bound),
     )
-
-
-def compare(result: BenchResult, others: Sequence[tuple[str, BenchResult]]) -> EarlierResult | None:
-    """Compare a result with the newest comparable one of `others` (folder, result), oldest first.
-
-    Both need at least two runs. Return None if there is no such result.
-    """
-    own = result.scores()
-    for folder, other in reversed(others):
-        theirs = other.scores()
-        if own is None or theirs is None or other.comparable != result.comparable:
-            continue
-        found = welch(own, theirs)
-        if found is not None:
-            return EarlierResult(
-                result=folder,
-                difference=found.value,
-                low=found.low,
-                high=found.high,
-                differs=found.excludes_zero,
-            )
-    return None
 
 
 def remarks(

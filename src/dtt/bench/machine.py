@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from importlib import metadata
-from typing import Any
 
 import psutil
 
@@ -35,11 +34,6 @@ class MachineFacts(Record):
         """Return True if these are the GPUs of a published result, such as `8 x H100`."""
         count, _, model = hardware.partition(" x ")
         return [str(n) for name, n in self.gpus.items() if model in name] == [count]
-
-    @property
-    def hardware(self) -> tuple[Any, ...]:
-        """Facts that must be equal to compare the results of two machines."""
-        return self.cpu, self.cores, tuple(sorted(self.gpus.items()))
 
 
 def this_machine(device: str, processes: int) -> MachineFacts:

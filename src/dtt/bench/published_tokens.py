@@ -111,7 +111,6 @@ def _check_names(tokens: PublishedTokens) -> None:
             "the folder has token files that the recipe does not name",
             where=tokens.folder,
             why=f"runs would train on {others[0].name} ({len(others)} such files)",
-            next="move them to another folder",
         )
 
 

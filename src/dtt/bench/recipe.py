@@ -146,7 +146,7 @@ class RecipeFile:
 
     @property
     def key(self) -> str:
-        """Hash of what is trained and how it is scored; results with another are not compared."""
+        """Hash of what is trained and how it is scored."""
         rules = {"config", "overrides", "tokens", "score"}
         return fingerprint(self.recipe.model_dump(mode="json", include=rules))
 
@@ -169,7 +169,7 @@ def read(path: Path) -> RecipeFile:
     """Read a recipe file. Raises ConfigError, which lists every mistake with its line."""
     extends, layer = source.read_file(path, explain.texts(Recipe))
     if extends:
-        raise ConfigError("a recipe cannot extend another file", where=path, next="use `config`")
+        raise ConfigError("a recipe cannot extend another file", where=path)
     recipe, problems = validation.validate(Recipe, source.nested(layer))
     if recipe is None:
         raise load.Mistakes(problems, layer, "the recipe", next="docs/bench.md shows each key")

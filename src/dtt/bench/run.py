@@ -20,14 +20,13 @@ from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.files import exclusive, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_record
-from dtt.bench import history, published_tokens, target_watch
+from dtt.bench import published_tokens, score_table, target_watch
 from dtt.bench import recipe as recipes
 from dtt.bench.bench_result import (
     BenchResult,
     DataFacts,
     RunResult,
     Spread,
-    compare,
     remarks,
     target_test,
 )
@@ -44,6 +43,7 @@ from dtt.launch import pipeline
 from dtt.launch.pipeline import PipelineRun, Step
 from dtt.launch.sweep.run import columns
 
+FOLDER = Path("jobs/bench")
 START = "start.json"
 """File that records, before the first run, what an interrupted bench must share to be continued."""
 NOT_COMPARED = {"name", "seed"}
@@ -88,38 +88,32 @@ class Bench:
         return fingerprint(content)
 
 
-def run(name: str | None, overrides: Sequence[str], *, runs: int | None, new: bool) -> None:
-    """Run the recipe `name` and print its result; without a name, list recipes and results.
+def run(name: str | None, overrides: Sequence[str], *, runs: int | None) -> None:
+    """Run the recipe `name` and print its result; without a name, list recipes.
 
-    `runs` replaces the recipe's number of runs. Unless `new`, continues an interrupted bench of
-    the same recipe, settings, code and machine. If a run fails or is stopped, exits with its code.
+    `runs` replaces the recipe's number of runs. Continues an interrupted bench of the same recipe,
+    settings, code and machine. If a run fails or is stopped, exits with its code.
     """
     if name is None:
-        if runs is not None or new:
-            raise ConfigError("--runs and --new need a recipe", next="dtt bench laptop")
-        _list()
+        if runs is not None:
+            raise ConfigError("--runs needs a recipe", next="dtt bench laptop")
+        files = recipes.shipped()
+        rows = [("recipe", "runs", "what", "needs")]
+        rows += [(f.name, str(f.recipe.runs), f.recipe.description, f.recipe.needs) for f in files]
+        print("\n".join(columns(rows)), end="\n\n")
+        print("\n".join(columns(score_table.table(files))))
         return
     bench = _prepare(recipes.find(name), overrides, runs)
-    with exclusive(history.FOLDER, "dtt bench"):  # two at once would slow each other down
+    with exclusive(FOLDER, "dtt bench"):  # two at once would slow each other down
         if bench.file.recipe.tokens is not None:
             published_tokens.fetch(bench.file.recipe.tokens)
-        folder = _folder(bench, new=new)
+        folder = _folder(bench)
         _train(bench, folder)
         result = _result(bench, folder)
         write_atomically(folder / BenchResult.filename, result.dump())
     print(f"\n{bench.file.name}: {folder / BenchResult.filename}\n")
-    print("\n".join(columns(list(history.summary(result)))), end="\n\n")
-    found = history.results(recipe=bench.file.name)
-    print("\n".join(columns(history.table([bench.file], found))))
-
-
-def _list() -> None:
-    """Print the shipped recipes, and the results of this folder beside published ones."""
-    files = recipes.shipped()
-    rows = [("recipe", "runs", "what", "needs")]
-    rows += [(f.name, str(f.recipe.runs), f.recipe.description, f.recipe.needs) for f in files]
-    print("\n".join(columns(rows)), end="\n\n")
-    print("\n".join(columns(history.table(files, history.results()))))
+    print("\n".join(columns(list(score_table.summary(result)))), end="\n\n")
+    print("\n".join(columns(score_table.table([bench.file], result))))
 
 
 def _prepare(file: RecipeFile, overrides: Sequence[str], runs: int | None) -> Bench:
@@ -161,12 +155,12 @@ def _prepare(file: RecipeFile, overrides: Sequence[str], runs: int | None) -> Be
     return bench
 
 
-def _folder(bench: Bench, *, new: bool) -> Path:
+def _folder(bench: Bench) -> Path:
     """Return the folder of an interrupted bench that can be continued, or of a new one."""
-    root, identity = history.FOLDER / bench.file.name, bench.identity()
+    root, identity = FOLDER / bench.file.name, bench.identity()
     for folder in sorted(root.glob("*"), reverse=True):
         started = read_record(folder / START, {"recipe_key": str})
-        if new or started is None or (folder / BenchResult.filename).exists():
+        if started is None or (folder / BenchResult.filename).exists():
             continue
         if started == identity:
             done = sum(_finished(bench, _job(folder, seed)) for seed in range(bench.runs))
@@ -241,7 +235,7 @@ def _result(bench: Bench, folder: Path) -> BenchResult:
     values, seconds = [run.value for run in runs], [run.seconds for run in runs]
     beside = {name: [run.beside[name] for run in runs] for name in rule.beside}
     start = datetime.strptime(folder.name, "%Y%m%d-%H%M%S").astimezone()
-    result = BenchResult(
+    return BenchResult(
         recipe=file.name,
         recipe_key=file.key,
         started=start.isoformat(),
@@ -260,13 +254,10 @@ def _result(bench: Bench, folder: Path) -> BenchResult:
         tokens=Spread.of([run.tokens for run in runs]),
         beside={name: _spread(column) for name, column in beside.items()},
         target_test=target_test(rule, values),
-        compared=None,
         resumed=any(run.attempts > 1 for run in runs),
         official=not against,
         remarks=against,
     )
-    earlier = history.results(recipe=file.name)
-    return result.model_copy(update={"compared": compare(result, earlier)})
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:

@@ -1,4 +1,4 @@
-"""Statistics of repeated runs: confidence intervals of Student's t, and Welch's test.
+"""Statistics of repeated runs: confidence intervals of Student's t.
 
 Only the standard library is used: dtt does not depend on scipy.
 """
@@ -15,16 +15,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean, or a difference of means, with its two-sided 95 % confidence interval."""
+    """A mean with its two-sided 95 % confidence interval."""
 
     value: float
     low: float
     high: float
-
-    @property
-    def excludes_zero(self) -> bool:
-        """True if 0 lies outside the interval."""
-        return not self.low <= 0 <= self.high
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
@@ -35,30 +30,9 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     if len(values) < 2:
         return None
     error = statistics.stdev(values) / math.sqrt(len(values))
-    return _interval(statistics.fmean(values), error, len(values) - 1)
-
-
-def welch(values: Sequence[float], baseline: Sequence[float]) -> Interval | None:
-    """Return the mean of `values` minus that of `baseline`; None with fewer than two of either.
-
-    Welch, The generalization of "Student's" problem, Biometrika 34 (1947): the variances may
-    differ. The degrees of freedom are rounded down to an integer, which widens the interval.
-    """
-    if len(values) < 2 or len(baseline) < 2:
-        return None
-    parts = [statistics.variance(one) / len(one) for one in (values, baseline)]
-    total = sum(parts)
-    freedom = 1
-    if total > 0:
-        divisor = parts[0] ** 2 / (len(values) - 1) + parts[1] ** 2 / (len(baseline) - 1)
-        freedom = max(1, math.floor(total**2 / divisor + 1e-9))
-    difference = statistics.fmean(values) - statistics.fmean(baseline)
-    return _interval(difference, math.sqrt(total), freedom)
-
-
-def _interval(value: float, error: float, freedom: int) -> Interval:
-    half = t_quantile((1 + CONFIDENCE) / 2, freedom) * error
-    return Interval(value, value - half, value + half)
+    half = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * error
+    mean = statistics.fmean(values)
+    return Interval(mean, mean - half, mean + half)
 
 
 def t_cdf(t: float, freedom: int) -> float:

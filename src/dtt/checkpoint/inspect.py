@@ -61,13 +61,13 @@ def _facts(path: Path) -> dict[str, Any]:
     }
 
 
-def verify(source: str, step: int | None, *, as_json: bool) -> None:
+def verify(source: str, *, as_json: bool) -> None:
     """Verify all files of all checkpoints, or of that of a step, against their manifests.
 
-    The step is that of `JOB@STEP`, or `step` if `source` is `JOB`. Raises DamagedError, after
-    printing the results, if any file differs.
+    `source` is `JOB` or `JOB@STEP`. Raises DamagedError, after printing the results, if any file
+    differs.
     """
-    folder, step = store.parse(source, step)
+    folder, step = store.parse(source)
     load_job(folder.parent)
     steps = store.steps(folder)
     if step is not None and step not in steps:

@@ -13,7 +13,7 @@ from dtt.mesh.process import command
 
 @cli.command(
     epilog=examples(
-        "dtt bench                      # list recipes, and the results of this folder",
+        "dtt bench                      # list recipes and published results",
         "dtt bench laptop",
         "dtt bench fineweb-3.28 --runs 2",
     )
@@ -28,17 +28,14 @@ def bench(
         int | None,
         typer.Option(min=1, metavar="N", help="Number of runs, each with its own seed."),
     ] = None,
-    new: Annotated[
-        bool, typer.Option("--new", help="Start a new result instead of continuing one.")
-    ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a recipe several times, score it, and compare it with earlier and published results.
+    """Train a recipe several times, score it, and print it beside published results.
 
     Downloads the data, writes jobs/bench/<name>/<start>/ with a job per seed and bench.json. The
-    same command continues after an interruption. Without RECIPE, lists recipes and results.
+    same command continues after an interruption. Without RECIPE, lists the recipes.
     """
     with command("finished runs are kept; run the same command to continue"):
         from dtt.bench import run as bench
 
-        bench.run(name, overrides or [], runs=runs, new=new)
+        bench.run(name, overrides or [], runs=runs)

@@ -32,9 +32,6 @@ def ckpt_verify(
     source: Annotated[
         str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default: all of the job.")
     ],
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Step to verify, as in JOB@STEP.")
-    ] = None,
     json: Json = False,
 ) -> None:
     """Verify checkpoints against their manifests.
@@ -44,7 +41,7 @@ def ckpt_verify(
     with command():
         from dtt.checkpoint import inspect as ckpt
 
-        ckpt.verify(source, step, as_json=json)
+        ckpt.verify(source, as_json=json)
 
 
 @ckpt_cli.command(

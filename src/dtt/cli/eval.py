@@ -17,7 +17,7 @@ Source = Annotated[
     typer.Argument(
         metavar="SOURCE [KEY=VALUE]…",
         help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two of "
-        "these. Config keys, such as eval.bos=always.",
+        "these. Config keys, such as eval.limit=500.",
     ),
 ]
 
@@ -37,16 +37,6 @@ Step = Annotated[
 
 
 Chat = Annotated[bool, typer.Option("--chat", help="Ask in the model's conversation format.")]
-
-
-Shots = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="Number of examples in each prompt.")
-]
-
-
-Limit = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Maximum number of questions of a task.")
-]
 
 
 HarnessTasks = Annotated[
@@ -72,7 +62,7 @@ Watch = Annotated[
     name="eval",
     epilog=examples(
         "dtt eval jobs/run --tasks hellaswag,lambada_openai",
-        "dtt eval jobs/run --step all --tasks arc_easy --limit 500",
+        "dtt eval jobs/run --step all --tasks arc_easy eval.limit=500",
         "torchrun --nproc_per_node 8 -m dtt.main eval exports/run --tasks arc_easy --json",
         "dtt eval compare jobs/run@500 jobs/run@1000               # paired differences",
         "dtt eval jobs/run --tasks arc_easy --watch                # while it trains",
@@ -84,8 +74,6 @@ def eval_(
     step: Step = None,
     ema: Ema = False,
     chat: Chat = False,
-    shots: Shots = None,
-    limit: Limit = None,
     harness: HarnessTasks = "",
     out: Out = None,
     watch: Watch = False,
@@ -104,8 +92,7 @@ def eval_(
 
         if watch and harness:
             raise ConfigError("--watch evaluates tasks of dtt only", next="omit --harness")
-        named = {"tasks": _names(tasks) or None, "shots": shots, "limit": limit}
-        sources, keys = evaluation.with_keys(arguments, named)
+        sources, keys = evaluation.with_keys(arguments, _names(tasks))
         if harness:
             keys["harness"] = _names(harness)
         start = eval_watch.run if watch else evaluation.run

@@ -13,6 +13,7 @@ from dtt.cli.options import (
     Json,
     MaxNewTokens,
     Model,
+    Port,
     Seed,
     Temperature,
     TopK,
@@ -105,10 +106,7 @@ def chat(
     web: Annotated[
         bool, typer.Option("--web", help="Serve a page and OpenAI's API on 127.0.0.1 instead.")
     ] = False,
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, metavar="N", help="Port for --web; 0 chooses a free one."),
-    ] = 0,
+    port: Port = 0,
 ) -> None:
     """Converse with a model that was trained on conversations.
 

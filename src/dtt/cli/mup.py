@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,16 +14,6 @@ from dtt.mesh.process import command
 mup_cli = Commands(help="Check that hyperparameters transfer across model widths (muP).")
 cli.add_typer(mup_cli, name="mup")
 
-Compare = Annotated[
-    bool, typer.Option(help="Also run the standard parametrization, for comparison.")
-]
-
-
-Tolerance = Annotated[
-    float,
-    typer.Option(min=0.0, help="Largest exponent of the width that passes; without muP it is 0.5."),
-]
-
 
 def _take_steps(overrides: list[str], default: int) -> tuple[list[str], int]:
     """Return the other overrides, and `train.steps` if the command line sets it, or the default.
@@ -36,9 +25,6 @@ def _take_steps(overrides: list[str], default: int) -> tuple[list[str], int]:
     if not given:
         return others, default
     return others, resolve(None, [*given, "schedule.warmup=0"], {}).train.steps
-
-
-MupOut = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the results to.")]
 
 
 @mup_cli.command(
@@ -55,16 +41,12 @@ def mup_coord_check(
         str, typer.Option(help="Comma-separated values of model.dim.")
     ] = "64,128,256,512",
     stage: Stage = None,
-    tolerance: Tolerance = 0.35,
-    compare: Compare = True,
-    out: MupOut = Path("mup"),
     json: Json = False,
 ) -> None:
     """Check that the size of activations does not depend on the model width.
 
     Trains small models of several widths for train.steps, by default 5. Reads the token files of
-    the run, writes mup/coord-check.png and .json. Exits with 76 if the check fails. The base width
-    is scaling.base_dim, or the smallest of --widths.
+    the run. Exits with 76 if the check fails. The base is scaling.base_dim, or the smallest width.
     """
     with command():
         from dtt.mup import run as mup
@@ -73,14 +55,14 @@ def mup_coord_check(
         others, steps = _take_steps(overrides or [], 5)
         options = {"train.steps": steps, "schedule.warmup": 0}
         cfg = resolve(config, others, options, stage=stage)
-        mup.coord_check(cfg, widths, tolerance=tolerance, compare=compare, out=out, as_json=json)
+        mup.coord_check(cfg, widths, as_json=json)
 
 
 @mup_cli.command(
     "transfer",
     epilog=examples(
         "dtt mup transfer -c run.yaml",
-        "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3 --runs 3 train.steps=200",
+        "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3 train.steps=200",
     ),
 )
 def mup_transfer(
@@ -96,19 +78,13 @@ def mup_transfer(
         ),
     ] = None,
     stage: Stage = None,
-    runs: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of runs per width and rate.")
-    ] = 1,
-    tolerance: Tolerance = 0.35,
-    compare: Compare = True,
-    out: MupOut = Path("mup"),
     json: Json = False,
 ) -> None:
     """Check that the best learning rate does not depend on the model width.
 
     Trains a small model for each width and rate, one after the other, for train.steps, by default
-    60; all other learning rates are scaled in proportion. Reads the token files of the run, writes
-    mup/transfer.png and .json. Exits with 76 if the check fails.
+    60; all other learning rates are scaled in proportion. Reads the token files of the run. Exits
+    with 76 if the check fails.
     """
     with command():
         from dtt.mup import run as mup
@@ -116,13 +92,5 @@ def mup_transfer(
         others, steps = _take_steps(overrides or [], 60)
         options: dict[str, object] = {"train.steps": steps}
         options |= mup.short_warmup(resolve(config, others, {}, stage=stage), steps)
-        mup.transfer(
-            resolve(config, others, options, stage=stage),
-            widths,
-            lrs,
-            seeds=runs,
-            tolerance=tolerance,
-            compare=compare,
-            out=out,
-            as_json=json,
-        )
+        cfg = resolve(config, others, options, stage=stage)
+        mup.transfer(cfg, widths, lrs, as_json=json)

@@ -113,6 +113,12 @@ TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: t
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Random seed, for reproducible text.")]
 
 
+Port = Annotated[
+    int,
+    typer.Option(min=0, max=65535, metavar="N", help="Port of the server; 0 chooses a free one."),
+]
+
+
 Ema = Annotated[bool, typer.Option("--ema", help="Use the averaged weights (train.ema_decay).")]
 
 

@@ -20,10 +20,15 @@ RENAMED = {
     "data at-step": {"--limit": "--samples"},
     "data mix": DATASET,
     "download": {"--name": "download.name="},
-    "eval": {"--batch-tokens": "eval.batch_tokens=", "--bos": "eval.bos="},
+    "eval": {
+        "--batch-tokens": "eval.batch_tokens=",
+        "--bos": "eval.bos=",
+        "--limit": "eval.limit=",
+        "--shots": "eval.shots=",
+    },
     "generate": {"--max-tokens": "--max-new-tokens"},
     "mup coord-check": DATASET | {"--steps": "train.steps="},
-    "mup transfer": DATASET | {"--steps": "train.steps=", "--seeds": "--runs"},
+    "mup transfer": DATASET | {"--steps": "train.steps="},
     "plan": {"--gpus-per-node": "launch.gpus_per_node=", "--nodes": "launch.nodes="},
     "tokenize": {"--explain": "--dry-run"},
 }

@@ -153,9 +153,6 @@ def train(
 def export(
     source: Checkpoint,
     overrides: Overrides = None,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Step to export, as in JOB@STEP.")
-    ] = None,
     ema: Ema = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write to.")] = None,
     upload: Annotated[
@@ -184,7 +181,6 @@ def export(
         export.run(
             source,
             overrides or [],
-            step=step,
             ema=ema,
             out=out,
             upload=upload,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import examples
+from dtt.cli.options import Port, examples
 from dtt.mesh.process import command
 
 
@@ -34,10 +34,7 @@ def report(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve live pages on 127.0.0.1 instead.")
     ] = False,
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, metavar="N", help="Port for --serve; 0 chooses a free one."),
-    ] = 0,
+    port: Port = 0,
 ) -> None:
     """Write a report: curves, tasks, time, interruptions, samples, configuration.
 

@@ -28,25 +28,11 @@ Local = Annotated[
 ]
 
 
-Array = Annotated[
-    bool, typer.Option("--array", help="Submit one Slurm array; default if Slurm is available.")
-]
-
-
-Separate = Annotated[bool, typer.Option("--separate", help="Submit one Slurm job per trial.")]
-
-
-Cap = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Maximum number of array tasks at a time.")
-]
-
-
 @sweep_cli.command(
     name="submit",
     epilog=examples(
         "dtt sweep submit lr.yaml --dry-run      # print the plan",
         "dtt sweep submit lr.yaml --local 2      # on this machine, two at a time",
-        "dtt sweep submit lr.yaml --cap 4        # as a Slurm array, four at a time",
         "dtt sweep submit lr.yaml --cluster generic",
     ),
 )
@@ -59,9 +45,6 @@ def sweep_submit(
         ),
     ],
     local: Local = None,
-    array: Array = False,
-    separate: Separate = False,
-    cap: Cap = None,
     cluster: Cluster = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     dry_run: Annotated[
@@ -71,14 +54,14 @@ def sweep_submit(
 ) -> None:
     """Create the trials of a sweep and start the new ones.
 
-    Writes jobs/<sweep>/<trial>/ and jobs/<sweep>/manifest.json. Without Slurm, or with --local,
-    trains on this machine and waits; Ctrl-C saves and stops all trials.
+    Writes jobs/<sweep>/<trial>/ and jobs/<sweep>/manifest.json. With Slurm, submits an array, or
+    separate jobs if the trials request different resources. Without Slurm, or with --local, trains
+    on this machine and waits; Ctrl-C saves and stops all trials.
     """
     with command():
         from dtt.launch.sweep import run as sweep
 
-        method = sweep.LaunchMethod.from_options(local, array, separate, cap)
-        sweep.submit(file, method, cluster=cluster, yes=yes, dry_run=dry_run, as_json=json)
+        sweep.submit(file, local, cluster=cluster, yes=yes, dry_run=dry_run, as_json=json)
 
 
 @sweep_cli.command(name="status")
@@ -107,17 +90,13 @@ def sweep_retry(
     name: SweepName,
     trials: Trials = None,
     local: Local = None,
-    array: Array = False,
-    separate: Separate = False,
-    cap: Cap = None,
     json: Json = False,
 ) -> None:
     """Restart trials that are neither done nor active; each resumes from its checkpoint."""
     with command():
         from dtt.launch.sweep import run as sweep
 
-        method = sweep.LaunchMethod.from_options(local, array, separate, cap)
-        sweep.retry(name, trials or [], method, as_json=json)
+        sweep.retry(name, trials or [], local, as_json=json)
 
 
 @sweep_cli.command(name="results")
@@ -134,19 +113,12 @@ def sweep_results(
 
 
 @sweep_cli.command(name="plot")
-def sweep_plot(
-    name: SweepName,
-    key: Annotated[str | None, typer.Option(help="Plot against this key only.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder to write to; default: jobs/<sweep>/plots."),
-    ] = None,
-) -> None:
+def sweep_plot(name: SweepName) -> None:
     """Plot the metric against each key, and the curves of all trials.
 
-    Reads metrics.jsonl of the trials, writes PNG files.
+    Reads metrics.jsonl of the trials, writes PNG files to jobs/<sweep>/plots/.
     """
     with command():
         from dtt.launch.sweep import run as sweep
 
-        sweep.plot(name, key, out)
+        sweep.plot(name)

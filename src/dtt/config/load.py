@@ -129,7 +129,7 @@ def _layers(
 
 def _resolve_one(layers: Sequence[Layer], own: int, model_of: ModelOf | None) -> Resolved:
     """Merge and check the layers of one job, of which the first `own` are its own or defaults."""
-    layers = without_removed([_without_empty_sections(layer) for layer in layers], own)
+    layers = without_removed([_without_empty_sections(layer) for layer in layers])
     if model_of is not None:
         layers = _with_model_of_source(layers, own, model_of)
     layers.append(length_layer(layers))

@@ -101,9 +101,8 @@ class RunConfig(Section):
         """Yield problems that involve several sections."""
         train, model = self.train, self.model
         if train.timed and self.schedule.type != "wsd":
-            key = "train.budget" if train.budget is not None else "train.finish_by"
             yield (
-                key,
+                "train.budget",
                 f"needs schedule.type=wsd, not {self.schedule.type}: only its decay can be timed",
             )
         if train.timed and measure(self.schedule.warmup)[0] == "share":
@@ -121,7 +120,7 @@ class RunConfig(Section):
         if own_decays(self.optim) and self.schedule.type != "wsd":
             yield "optim.groups", f"decay needs schedule.type=wsd, not {self.schedule.type}"
         elif own_decays(self.optim) and train.timed:
-            why = "decay needs a run of known length, without train.budget and train.finish_by"
+            why = "decay needs a run of known length, without train.budget"
             yield "optim.groups", why
         unit, warmup = measure(self.schedule.warmup)
         most = {"steps": train.steps, "tokens": train.steps * train.global_batch_tokens}

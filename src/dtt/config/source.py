@@ -174,7 +174,6 @@ def _twice(key: Key, here: str, first: str) -> ConfigError:
         f"{'.'.join(key)} appears twice",
         where=here,
         why=f"it is also set at {first}" if first != here else None,
-        next="delete one of the two",
     )
 
 

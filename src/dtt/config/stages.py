@@ -92,12 +92,7 @@ def _entries(leaf: Leaf) -> dict[str, Layer]:
         # The name becomes a folder below that of the job.
         if name.value in entries or name.value in RESERVED:
             taken = "two stages have it" if name.value in entries else "a job uses that folder"
-            raise ConfigError(
-                f"no stage can be named {name.value}",
-                where=name.origin,
-                why=taken,
-                next="give it another name",
-            )
+            raise ConfigError(f"no stage can be named {name.value}", where=name.origin, why=taken)
         # Nested stages have no meaning, and a file can be extended at the top only.
         for key, inner in entry.items():
             if key[0] in ("stages", "extends"):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from dtt.base.errors import ConfigError, InputError
-from dtt.config import explain, filters, load, source, validation
+from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
@@ -25,7 +25,7 @@ from dtt.config.source import Layer, Leaf
 Number = int | FiniteFloat
 
 TOO_MANY = 10_000
-"""Maximum number of combinations of a sweep before filters are applied."""
+"""Maximum number of combinations of a sweep, excluded ones included."""
 
 Amount = Annotated[int, Field(gt=0, le=TOO_MANY)]
 
@@ -157,8 +157,8 @@ class SweepConfig(Section):
     """Random seed of all values that are drawn."""
     seeds: tuple[NonNegativeInt, ...] = ()
     """Values of `seed` with which every combination is trained."""
-    filters: tuple[str, ...] = ()
-    """Expressions over the swept keys; a combination is kept if all hold."""
+    exclude: tuple[dict[str, Any], ...] = ()
+    """Combinations to leave out: keys with a value, or a list of values, that they have in them."""
     max_trials: PositiveInt = 100
     """Maximum number of trials; a sweep with more is refused."""
     metric: str = Field(default="eval.loss", pattern=r"^[a-z]+\.[a-z_]+$")
@@ -187,6 +187,11 @@ class SweepConfig(Section):
             yield "samples", "mode: random needs it, and no other mode takes it"
         if self.seeds and "seed" in self.parameters:
             yield "seeds", "the parameters already contain a seed"
+        for i, excluded in enumerate(self.exclude):
+            if unknown := sorted(excluded.keys() - set(self.keys)):
+                yield f"exclude.{i}", f"{unknown[0]} is not a key of this sweep"
+            elif not excluded:
+                yield f"exclude.{i}", "names no key, and would exclude every combination"
         if not self.seeds and not self.parameters:
             yield "parameters", "nothing varies: add a key here, or some seeds"
 
@@ -197,7 +202,7 @@ class SweepConfig(Section):
 
 
 def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
-    """Return the swept values of each combination, in order, before filters are applied.
+    """Return the swept values of each combination, in order, excluded ones included.
 
     Raises ConfigError if there are more than TOO_MANY, or if the lengths do not match with
     `mode: zip`.
@@ -223,7 +228,6 @@ def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{rows * len(seeds):,} combinations are too many",
             why=", ".join(f"{n} values of {key}" for key, n in lengths.items()),
-            next="mode: random draws some of them",
         )
     combine = zip if together else product
     return [
@@ -263,9 +267,16 @@ class SweepFile:
         leaf = Leaf([str(profile), *names], "--cluster")
         return replace(self, base={**base, ("extends",): leaf})
 
-    def keeps(self, values: Mapping[str, Any]) -> str | None:
-        """Return the first filter that does not hold for these values; None if all hold."""
-        return next((text for text in self.sweep.filters if not filters.keeps(text, values)), None)
+    def exclusion(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the first entry of `exclude` that these values match; None if there is none."""
+
+        def matches(key: str, wanted: Any) -> bool:
+            # A value may itself be a list, such as the betas of AdamW.
+            return values[key] == wanted or (isinstance(wanted, list) and values[key] in wanted)
+
+        return next(
+            (e for e in self.sweep.exclude if all(matches(*one) for one in e.items())), None
+        )
 
 
 def read(path: Path) -> SweepFile:

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from dtt.config.averaging import Averaged
 from dtt.config.base import MAX_INT, Processes, Section, Tokens32, resumable
 from dtt.config.batch import BatchSchedule, ConstantBatch, Sizes, batch_problems, stage_problems
-from dtt.config.budget import Moment, Stretch
+from dtt.config.budget import Stretch
 
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
@@ -32,16 +32,13 @@ class TrainConfig(Section):
     many times the samples of all sources have been trained on. The job records the number of steps
     as `steps`. null: `steps` determines the length."""
     steps: NonNegativeInt = 1000
-    """Optimizer steps of the whole run; with `budget` or `finish_by` an upper bound. 0: the number
-    that `epochs` resolves to."""
+    """Optimizer steps of the whole run; with `budget` an upper bound. 0: the number that `epochs`
+    resolves to."""
     budget: Stretch | None = None
     """Time budget within which the run decays the learning rate, validates and saves: `6h`,
     `1h 30m`. Only the run time of attempts counts, each from the start of its first process, not
     the time between them. The decay of `schedule.type: wsd` starts as late as the measured speed
     allows. Its length may be a share of the run; other shares refer to `steps`."""
-    finish_by: Moment | None = None
-    """The same as `budget` as a point in time: `07:00`, the next one after the first start of the
-    job, or `2026-11-22 07:00`."""
     seq_len: Tokens32 = 1024
     """Tokens in one training sequence."""
     context_schedule: Sizes = ()
@@ -124,7 +121,7 @@ class TrainConfig(Section):
     @property
     def timed(self) -> bool:
         """True if the end of the run is determined by time rather than by `steps`."""
-        return self.budget is not None or self.finish_by is not None
+        return self.budget is not None
 
     @field_validator("steps")
     @classmethod

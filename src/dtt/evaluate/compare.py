@@ -132,7 +132,6 @@ def _comparable(
         f"the two models were asked different questions of {a.header['task']}",
         where=f"{a.path}, {b.path}",
         why=f"{name} differs: {a.header.get(name)}, {b.header.get(name)}",
-        next="evaluate both again, with the same data and options",
     )
 
 
@@ -157,7 +156,7 @@ def _described(source: str, sealed: SealedResult) -> str:
     """Return the name of a model, with the options of its result."""
     header = sealed.header
     options = [f"--{name}" for name in ("ema", "chat") if header[name]]
-    options += [f"--{name} {header[name]}" for name in ("shots", "limit") if header[name]]
+    options += [f"eval.{name}={header[name]}" for name in ("shots", "limit") if header[name]]
     return f"{source} ({' '.join(options)})" if options else source
 
 
@@ -175,7 +174,6 @@ def _compared(first: SealedResult, second: SealedResult) -> Mapping[str, PairedD
         raise InputError(
             f"no question of {header['task']} was asked to both models",
             where=f"{first.path}, {second.path}",
-            next="evaluate both with the same --limit",
         )
     return found
 

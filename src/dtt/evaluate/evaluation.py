@@ -226,9 +226,7 @@ def _chat_prompt(encoder: ChatEncoder) -> Callable[[str], list[int]]:
             return encoder.prompt_ids(Conversation(({"role": "user", "content": text},)))
         except RefusedRow as refused:
             raise ConfigError(
-                "a question cannot be rendered with the chat template",
-                why=refused.why,
-                next="omit --chat",
+                "a question cannot be rendered with the chat template", why=refused.why
             ) from None
 
     return render

@@ -1,14 +1,19 @@
-"""`dtt eval --harness`: tasks of lm-evaluation-harness on a model of dtt."""
+"""`dtt eval --harness`: tasks of lm-evaluation-harness, run by its own `hf` model.
+
+A checkpoint is exported to a temporary folder beside its results; a Hugging Face folder is read as
+it is. lm-eval's model computes each option with its complete context, so it takes longer than the
+tasks of dtt; in exchange nothing of lm-eval is implemented twice.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,31 +21,26 @@ from typing import TYPE_CHECKING, Any
 import dtt
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
-from dtt.base.files import sha256_file, write_atomically
+from dtt.base.files import remove, sha256_file, write_atomically
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.evaluate.evaluation import (
-    Evaluation,
     choose_models,
     configured,
     evaluate_each,
-    from_rank_0,
-    load_verified,
-    lost_peers_reported,
-    on_rank_0_first,
 )
-from dtt.evaluate.harness_model import language_model
 from dtt.evaluate.models import ALL, EvaluatedModel
 from dtt.mesh.environment import install
 
 if TYPE_CHECKING:
     from dtt.config.evaluation import EvalConfig
     from dtt.hf.chat_format import ChatFormat
-    from dtt.mesh.dist import World
 
 SUFFIXES = (".yaml", ".yml")
 SEED, SEED_OF_PYTHON = 1234, 0
 """Seeds of lm-eval's command line."""
+ADD_BOS = {"tokenizer": None, "always": True, "never": False}
+"""`add_bos_token` of lm-eval's model by `eval.bos`."""
 
 
 def run(
@@ -61,33 +61,29 @@ def run(
     `evaluation.evaluate`; `limit` and `shots` are lm-eval's: the first questions, and the number of
     examples in front of each. Raises EnvironmentUnfit if lm-eval is not installed.
     """
-    from dtt.jobs.attempt import after_rank_0
     from dtt.jobs.stop import Requests
-    from dtt.mesh import dist
 
-    if tasks:
-        raise ConfigError("--tasks and --harness are both given", next="run dtt eval twice")
     requests, ranks = Requests(), Ranks.detect()
+    if tasks:
+        raise ConfigError("--tasks and --harness are both given")
+    if ranks.size > 1:
+        raise ConfigError(
+            f"--harness runs in one process, not in {ranks.size}",
+            why="lm-eval's model computes on one device",
+        )
     requests.act_at_once(ranks)  # lm-eval cannot be interrupted and continued
-    with after_rank_0(ranks, requests), lost_peers_reported(ranks):
-        cfg = configured(source, options)
-        chat_format = None
-        if chat:
-            from dtt.hf.model_source import find_chat_format
+    cfg = configured(source, options)
+    chat_format = None
+    if chat:
+        from dtt.hf.model_source import find_chat_format
 
-            chat_format, _ = find_chat_format(source, None)
-        log.warning("tasks of lm-eval may run Python code of their own, and use the network")
-        world = dist.start(ranks, "auto")
-        try:
-            index = on_rank_0_first(world, lambda: _task_index(harness))
-            models = choose_models(source, step, world, ema=ema, out=out)
-            evaluation = Harness(cfg, tuple(harness), index, chat_format)
-            evaluate = partial(evaluation.evaluate, world=world)
-            for model, record in evaluate_each(models, world, evaluate, every=step == ALL):
-                if world.first:
-                    print(json.dumps(record) if as_json else _table(model, record), flush=True)
-        finally:
-            dist.stop()
+        chat_format, _ = find_chat_format(source, None)
+    log.warning("tasks of lm-eval may run Python code of their own, and use the network")
+    index = _task_index(harness)
+    models = choose_models(source, step, None, ema=ema, out=out)
+    evaluation = Harness(cfg, tuple(harness), index, chat_format)
+    for model, record in evaluate_each(models, None, evaluation.evaluate, every=step == ALL):
+        print(json.dumps(record) if as_json else _table(model, record), flush=True)
 
 
 def _task_index(tasks: Sequence[str]) -> Any:
@@ -96,10 +92,11 @@ def _task_index(tasks: Sequence[str]) -> Any:
     Reading the index takes 10 s, so YAML files are evaluated without it.
     """
     try:
+        import accelerate  # noqa: F401  lm-eval's `hf` model needs it
         from lm_eval.tasks import TaskManager
-    except ImportError:
+    except ImportError as error:
         raise EnvironmentUnfit(
-            "--harness requires lm-eval, which is not installed", next=install("harness")
+            "--harness requires lm-eval and accelerate", why=str(error), next=install("harness")
         ) from None
     files = [task for task in tasks if Path(task).suffix in SUFFIXES]
     for file in files:
@@ -127,18 +124,18 @@ class Harness:
     chat: ChatFormat | None
     """Conversation format of the prompts; None: plain text."""
 
-    def evaluate(self, model: EvaluatedModel, world: World) -> dict[str, Any]:
-        """Return the record of a model's results, and write it on rank 0; collective.
+    def evaluate(self, model: EvaluatedModel) -> dict[str, Any]:
+        """Return the record of a model's results, and write it.
 
         Tasks are loaded first: without network, this fails before any weights are read.
         """
         from lm_eval.utils import handle_non_serializable
 
-        loaded = on_rank_0_first(world, self._load)
+        loaded = self._load()
         identity = {
             "model": model.name,
             "step": model.step,
-            "weights": from_rank_0(world, model.identity),
+            "weights": model.identity(),
             "ema": model.ema,
             "tokenizer": sha256_file(model.tokenizer),
             "precision": "fp32",
@@ -149,22 +146,55 @@ class Harness:
             "tasks": list(self.tasks),
             "lm_eval": metadata.version("lm_eval"),
         }
-        runner = Evaluation(self.cfg, ()).runner(load_verified(model, world), world)
-        lm = language_model(runner, self.chat, str(identity["tokenizer"]))
         found = {"format": "dtt-harness-1", "dtt": dtt.__version__, **identity}
-        found |= self._evaluate(lm, loaded)
+        with self._hf_folder(model) as folder:
+            found |= self._evaluate(self._open(folder), loaded)
         # The configurations of tasks may contain functions and classes.
         record: dict[str, Any] = json.loads(json.dumps(found, default=handle_non_serializable))
-        if world.first:
-            name = f"harness-{fingerprint(identity)[:12]}.json"
-            text = json.dumps(record, indent=1, ensure_ascii=False)
-            write_atomically(model.results / name, text + "\n")
+        name = f"harness-{fingerprint(identity)[:12]}.json"
+        text = json.dumps(record, indent=1, ensure_ascii=False)
+        write_atomically(model.results / name, text + "\n")
         return record
+
+    @contextmanager
+    def _hf_folder(self, model: EvaluatedModel) -> Iterator[Path]:
+        """Yield the Hugging Face folder of a model, which is temporary for a checkpoint."""
+        if model.step is None:
+            yield model.path
+            return
+        from dtt.hf import hf
+
+        model.verify()
+        # Beside the results: /tmp is often too small. The same name replaces what a kill left.
+        folder = model.results / ".harness"
+        origin = hf.Origin(model.name, model.step, model.identity(), model.ema)
+        try:
+            hf.export(
+                model.load(), origin, folder, dtype="fp32", max_shard_size="5GB", card="",
+                chat=self.chat,
+            )  # fmt: skip
+            yield folder
+        finally:
+            remove(folder)
+
+    def _open(self, folder: Path) -> Any:
+        """Return lm-eval's own model of a Hugging Face folder, on the GPU if there is one."""
+        import torch
+        from lm_eval.models.huggingface import HFLM
+
+        # It would log a warning for each request that is longer than the context.
+        logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
+        add_bos, device = ADD_BOS[self.cfg.bos], "cuda" if torch.cuda.is_available() else "cpu"
+        lm = HFLM(str(folder), device=device, dtype="float32", add_bos_token=add_bos)
+        lm.batch_size_per_gpu = max(1, self.cfg.batch_tokens // lm.max_length)
+        return lm
 
     def _load(self) -> Any:
         """Return lm-eval's tasks, with the seeds and numbers of examples of its command line."""
         import numpy as np
+        import torch
 
+        torch.manual_seed(SEED)  # of tasks that draw their answers
         random.seed(SEED_OF_PYTHON)
         np.random.seed(SEED)  # noqa: NPY002  tasks use the global generator
         with self._failures():
@@ -208,8 +238,8 @@ class Harness:
         return InputError(
             f"lm-eval cannot evaluate {', '.join(self.tasks)}",
             why=f"{type(error).__name__}: {error}".splitlines()[0],
-            next="if it is the network: evaluate once where there is one, with --limit 1 and the "
-            "same HF_HOME; then set HF_HUB_OFFLINE=1"
+            next="if it is the network: evaluate once where there is one, with eval.limit=1 and "
+            "the same HF_HOME; then set HF_HUB_OFFLINE=1"
             if isinstance(error, OSError)
             else "DTT_DEBUG=1 shows where",
         )

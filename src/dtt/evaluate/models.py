@@ -84,7 +84,7 @@ def find_steps(source: str, step: str | None, *, ema: bool = False) -> list[int]
         number = int(step)
     folder, at = store.parse(source, number)
     if at is not None and step == ALL:
-        raise ConfigError(f"{source} and --step all contradict each other", next="give one of them")
+        raise ConfigError(f"{source} and --step all contradict each other")
     if at is not None:
         store.existing(folder, at)
         return [at]

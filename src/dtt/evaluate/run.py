@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,21 @@ def _meant(arguments: Sequence[str]) -> str:
     return f"dtt eval {source} --tasks {','.join(rest)}"
 
 
-def with_keys(
-    arguments: Sequence[str], named: Mapping[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
+def with_keys(arguments: Sequence[str], tasks: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Split arguments into models and `eval.KEY=VALUE`; return the models, and the values by key.
 
-    The values include those of the options `named` that are not None. Raises ConfigError for keys
-    of other sections, which do not affect an evaluation, and for keys that are given twice.
+    The values include `tasks`, if there are any. Raises ConfigError for keys of other sections,
+    which do not affect an evaluation, and for tasks that are given twice.
     """
     given = [one for one in arguments if re.match(r"[a-z_.]+=", one) and not Path(one).exists()]
     sources = [one for one in arguments if one not in given]
-    options = {key: value for key, value in named.items() if value is not None}
-    if not given:
-        return sources, options
+    options: dict[str, Any] = {"tasks": tasks} if tasks else {}
     section = resolve(None, given).config.eval
     for key in dict.fromkeys(one.partition("=")[0] for one in given):
         name = key.removeprefix("eval.")
         if name == key or name == "every":
             raise ConfigError(f"dtt eval does not read {key}", next="dtt config explain eval")
         if name in options:
-            raise ConfigError(f"--{name} and {key} are both given", next="give one of them")
+            raise ConfigError(f"--{name} and {key} are both given")
         options[name] = getattr(section, name)
     return sources, options

@@ -202,7 +202,6 @@ class ChatSession:
         raise ConfigError(
             f"the message is too long: {len(prompt_ids)} tokens with the template",
             why=f"system prompt, message and answer must fit into {self._context} tokens",
-            next="send a shorter message, or shorten the system prompt",
         )
 
     def _prompt_ids(self, conversation: Conversation) -> list[int]:
@@ -210,8 +209,7 @@ class ChatSession:
         last = conversation.messages[-1]
         if last["role"] == "assistant":
             raise ConfigError(
-                "the last message has the role assistant, so there is nothing to answer",
-                next="end the conversation with a message of the role user",
+                "the last message has the role assistant, so there is nothing to answer"
             )
         try:
             json.dumps(conversation.messages, ensure_ascii=False).encode()

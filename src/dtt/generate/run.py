@@ -160,7 +160,7 @@ def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
             next="use a text file with one prompt per line",
         ) from None
     if not texts:
-        raise InputError(f"{file} has no prompts", next="write one prompt per line")
+        raise InputError(f"{file} has no prompts")
     return texts
 
 
@@ -184,7 +184,6 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
         raise ConfigError(
             f"{name} is too long: {len(ids)} tokens",
             why=f"prompt and continuation must fit into {trained.arch.max_seq_len} tokens",
-            next="use a shorter prompt",
         )
     if ids:
         return ids
@@ -192,7 +191,6 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
         raise ConfigError(
             f"{name} is empty",
             why="the model has no end-of-document token with which to start a new document",
-            next="pass a prompt with -p",
         )
     return [trained.end_of_document]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -22,6 +22,7 @@ from dtt.base.log import log
 from dtt.base.secrets import redacted
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
+from dtt.generate.api_request import Fields, Options, Refused, read_body, take_prompts
 from dtt.generate.chat import open_session
 from dtt.generate.chat_session import ChatSession, StreamedAnswer, generated
 from dtt.generate.run import Sampling, encode_prompt
@@ -36,17 +37,6 @@ if TYPE_CHECKING:
 
 ANSWERS_AT_ONCE = 4
 """Further requests wait. Each of these keeps the memory of a KV cache until the server ends."""
-LONGEST_BODY = 2**24
-"""Bytes of a request."""
-MOST_STOPS = 16
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,), "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
-    "logit_bias": ({},), "suffix": ("",), "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
-}  # fmt: skip
-"""Parameters that dtt does not have, and their values that ask for nothing."""
-LABELS = ("user", "metadata", "safety_identifier", "store")
-"""Parameters that describe a request without changing the answer."""
 
 Answers = list[tuple[StreamedAnswer, Generator[str]]]
 """Answers, each with the iterator that generates its text."""
@@ -101,99 +91,9 @@ def run(
         raise ConfigError(f"--system requires a chat template, and {source} has none")
     served = Served(source, trained, trained.open_tokenizer(), generators, session, sampling)
     server = LocalServer(Api(served), port)
-    try:
-        log.info(
-            "OpenAI API: base_url http://127.0.0.1:%d/v1, api_key %s", server.port, server.token
-        )
-        log.info("from another machine: ssh -L %d:127.0.0.1:%d HOST", server.port, server.port)
-        print(server.url, flush=True)
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.close()
-
-
-class Refused(ConfigError):
-    """A parameter of a request that is invalid, or that dtt does not have."""
-
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"parameter {name!r}: {why}")
-        self.name = name
-
-
-class Fields:
-    """The parameters of a request; each is taken once, and none may be left."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        # Clients send null for a parameter that is not set.
-        self._left = {name: value for name, value in body.items() if value is not None}
-        for name in LABELS:
-            self._left.pop(name, None)
-        for name, values in NEUTRAL.items():
-            if self._left.get(name) in values:
-                del self._left[name]
-
-    def take(self, name: str, default: Any, *kinds: type) -> Any:
-        """Return a parameter; raise Refused if it has another type."""
-        value = self._left.pop(name, default)
-        # True is an int for Python, and 1 is no float for JSON's users.
-        valid = type(value) in kinds or (float in kinds and type(value) is int)
-        if value is not default and not valid:
-            raise Refused(name, f"it must be of type {' or '.join(k.__name__ for k in kinds)}")
-        return value
-
-    def number(self, name: str, default: Any, low: float, high: float, kind: type) -> Any:
-        """Return a number in [low, high]; raise Refused for another one."""
-        value = self.take(name, default, kind)
-        if value is not default and not low <= value <= high:  # NaN is in no interval
-            raise Refused(name, f"{value} is not between {low} and {high}")
-        return value
-
-    def end(self) -> None:
-        """Raise Refused for a parameter that was not taken."""
-        if self._left:
-            raise Refused(next(iter(self._left)), "dtt does not have it; leave it out")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a request for a chat and for a continuation have in common."""
-
-    sampling: Sampling
-    stop_texts: tuple[str, ...]
-    stream: bool
-    with_usage: bool
-
-    @classmethod
-    def take(cls, fields: Fields, served: Served, *, fewest: int = 1) -> Options:
-        """Take the options of a request; `fewest` is the lowest limit of new tokens."""
-        name = fields.take("model", served.name, str)
-        if name != served.name:
-            raise Refused("model", f"this server has {served.name!r} only, not {name!r}")
-        own = served.sampling
-        most = fields.number("max_tokens", None, fewest, 2**31, int)
-        most = fields.number("max_completion_tokens", most, fewest, 2**31, int)
-        stop = fields.take("stop", [], str, list)
-        texts = [stop] if isinstance(stop, str) else stop
-        if len(texts) > MOST_STOPS or not all(isinstance(text, str) and text for text in texts):
-            raise Refused("stop", f"it must be one to {MOST_STOPS} texts that are not empty")
-        stream = fields.take("stream", False, bool)
-        stream_options = fields.take("stream_options", {}, dict)
-        if stream_options.keys() - {"include_usage"}:
-            raise Refused("stream_options", "dtt has only include_usage")
-        return cls(
-            Sampling(
-                max_tokens=own.max_tokens if most is None else most,
-                temperature=fields.number("temperature", own.temperature, 0.0, 100.0, float),
-                top_k=fields.number("top_k", own.top_k, 1, 2**31, int),
-                top_p=fields.number("top_p", own.top_p, 1e-6, 1.0, float),
-                seed=fields.number("seed", own.seed, -(2**63), 2**63 - 1, int),
-            ),
-            tuple(texts),
-            stream,
-            stream_options.get("include_usage") is True,
-        )
+    api = f"http://127.0.0.1:{server.port}/v1"
+    log.info("OpenAI API: base_url %s, api_key %s", api, server.token)
+    server.serve()
 
 
 class Api:
@@ -218,7 +118,7 @@ class Api:
             _send(connection, {"object": "list", "data": [model | {"owned_by": "dtt"}]})
         else:
             try:
-                posts[path](connection, Fields(_body(connection)))
+                posts[path](connection, Fields(read_body(connection)))
             except DttError as error:
                 _fail(connection, HTTPStatus.BAD_REQUEST, error)
 
@@ -239,7 +139,7 @@ class Api:
             raise ConfigError(
                 f"{served.name} has no chat template", next="use /v1/completions, or --template"
             )
-        options = Options.take(fields, served)
+        options = Options.take(fields, served.name, served.sampling)
         row = {"messages": fields.take("messages", None, list)}
         if tools := fields.take("tools", [], list):
             row["tools"] = tools
@@ -264,12 +164,12 @@ class Api:
         served = self._served
         echo = fields.take("echo", False, bool)
         logprobs = fields.number("logprobs", None, 0, 100, int)
-        options = Options.take(fields, served, fewest=0 if echo else 1)
+        options = Options.take(fields, served.name, served.sampling, fewest=0 if echo else 1)
         prompts = fields.take("prompt", None, str, list)
         fields.end()
         if options.stream and logprobs is not None:
             raise Refused("logprobs", "they are not streamed; leave out stream")
-        encoded = [self._ids(prompt) for prompt in _prompts(prompts)]
+        encoded = [self._ids(prompt) for prompt in take_prompts(prompts)]
         ends = () if served.trained.end_of_document is None else (served.trained.end_of_document,)
         answers: Answers = []
         for ids in encoded:
@@ -400,31 +300,6 @@ def _usage(answers: Answers) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a, _ in answers)},
         "dropped_messages": sum(answer.dropped_messages for answer, _ in answers),
     }
-
-
-def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """Return the prompts of a request: texts, or lists of token ids."""
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if prompts and (all(isinstance(p, str) for p in prompts) or all(map(_is_ids, prompts))):
-        return prompts
-    raise Refused("prompt", "it must be a text, token ids, or a list of either")
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _body(connection: Connection) -> dict[str, Any]:
-    content = connection.read_body(LONGEST_BODY)
-    if content is None:
-        raise ConfigError(f"the request has no Content-Length, or more than {LONGEST_BODY} bytes")
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise ConfigError("the request is not a JSON object")
-    return body
 
 
 def _send(connection: Connection, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:

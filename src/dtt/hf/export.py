@@ -28,7 +28,6 @@ def run(
     source: str,
     overrides: Sequence[str],
     *,
-    step: int | None,
     out: Path | None,
     upload: str | None,
     private: bool,
@@ -38,7 +37,7 @@ def run(
 ) -> ExportManifest:
     """Export a checkpoint, unless it is exported already.
 
-    `source` is `JOB`, whose checkpoint of `step` (default: the newest) is exported, or `JOB@STEP`.
+    `source` is `JOB`, whose newest checkpoint is exported, or `JOB@STEP`.
     With `ema`, exports the exponential moving average of the weights. Replaces an earlier export of
     the same job. Prints the folder and the largest difference between the logits of `transformers`
     and of dtt, or the manifest if `as_json` is set. `upload` names a Hub repository to upload the
@@ -46,7 +45,7 @@ def run(
     """
     if revision is not None and upload is None:
         raise ConfigError("--revision is a branch of the repository that --upload names")
-    checkpoints, step = store.parse(source, step)
+    checkpoints, step = store.parse(source)
     job = checkpoints.parent
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
     from dtt.hf import hf

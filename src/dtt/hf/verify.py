@@ -161,7 +161,7 @@ def _difference(expected: Tensor, got: Tensor, what: str) -> float:
         raise Diverged(
             "the logits of the model are not finite; nothing was published",
             why="training has diverged, or the weights are too large for export.dtype",
-            next="--step STEP for an earlier checkpoint, or export.dtype=fp32",
+            next="JOB@STEP for an earlier checkpoint, or export.dtype=fp32",
         )
     difference = (expected - got).abs().max().item()
     # `not <=` also catches NaN of the other model.

@@ -28,7 +28,7 @@ from dtt.jobs.job_paths import enter
 from dtt.optim import schedule
 from dtt.optim.schedule import DECAY, Decay, Schedule
 
-OWN_KEYS = {"name", "train.steps", "train.epochs", "train.budget", "train.finish_by"}
+OWN_KEYS = {"name", "train.steps", "train.epochs", "train.budget"}
 """Keys that a branch may set differently from its parent, besides `schedule.*` and the keys that
 may change whenever a job resumes."""
 LONGEST = 2**40
@@ -194,12 +194,11 @@ def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Res
     configured = resolve(None, arguments, job_config=branch.parent.config)
     # Resolved twice: the defaults of the name and the length depend on the arguments.
     cfg, lengths = configured.config, {"train.steps", "train.epochs"}
-    keys = {"name", *lengths, "train.budget", "train.finish_by"}
+    keys = {"name", *lengths, "train.budget"}
     given = {key for key in keys if configured.origin(key).startswith(("argument", "environment"))}
     options: dict[str, Any] = {}
-    if "train.budget" not in given and "train.finish_by" not in given:
-        # The time limit of the parent is for the parent.
-        options |= {"train.budget": None, "train.finish_by": None}
+    if "train.budget" not in given:
+        options["train.budget"] = None  # the time limit of the parent is for the parent
         if not given & lengths and isinstance(cfg.schedule, WsdConfig):
             options["train.steps"] = _shortest_run(cfg, cfg.schedule, branch.step)
     if "name" not in given:

@@ -12,10 +12,8 @@ from typing import Any
 import psutil
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError
 from dtt.base.reading import Kind, read_record
-from dtt.config import budget
-from dtt.config.train import TrainConfig
+from dtt.config.budget import seconds
 from dtt.jobs.phase_timer import process_age
 
 INTERVAL = 5.0
@@ -50,9 +48,8 @@ class Clock:
         self._began = psutil.Process().create_time()
         # Elapsed time must not change when the wall clock is set.
         self._start = time.monotonic() - process_age()
-        earlier = list(records(job, range(1, attempt)))
+        earlier = records(job, range(1, attempt))
         self._before: float = sum(record["seconds"] for record in earlier)
-        self._first_began = min([self._began, *(record["began"] for record in earlier)])
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="clock", daemon=True)
         self._thread.start()
@@ -61,24 +58,9 @@ class Clock:
         """Return the seconds since this attempt started."""
         return time.monotonic() - self._start
 
-    def left(self, train: TrainConfig) -> float:
-        """Return the seconds until this attempt must have ended, negative after that.
-
-        With both `train.budget` and `train.finish_by`, the earlier limit counts. Raise ConfigError
-        if `train.finish_by` was over before the job was first started.
-        """
-        limits = []
-        if train.budget is not None:
-            limits.append(budget.seconds(train.budget) - self._before - self.ran())
-        if train.finish_by is not None:
-            end = budget.moment(train.finish_by, self._first_began)
-            if end <= self._first_began:
-                raise ConfigError(
-                    f"train.finish_by={train.finish_by} had passed before the job was started",
-                    next="set a time in the future, such as 07:00 (the next one)",
-                )
-            limits.append(end - time.time())
-        return min(limits)
+    def left(self, budget: str) -> float:
+        """Return the seconds of `train.budget` that all attempts have left, negative after it."""
+        return seconds(budget) - self._before - self.ran()
 
     def set_fields(self, **facts: Any) -> None:
         """Set the fields written along with the time: the breakdown that `goodput` reads."""
@@ -106,10 +88,10 @@ class Clock:
         aside.replace(self._path)
 
 
-def in_words(seconds: float) -> str:
+def in_words(duration: float) -> str:
     """Return a duration in words, such as `1 h 20 min` or `3 min 5 s`."""
     hours, rest = divmod(
-        round(min(max(0.0, seconds), MOST)), 3600
+        round(min(max(0.0, duration), MOST)), 3600
     )  # below 0: the clock was set back
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 

@@ -151,8 +151,8 @@ def _existing_manifest(root: Path) -> SweepManifest | None:
 def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = None) -> SweepPlan:
     """Plan the trials of a sweep file, on the cluster of `profile`; writes nothing.
 
-    `model_of` has the same meaning as for `resolve`. A combination is dropped with a reason if a
-    filter excludes it, its configuration is invalid, or it equals another one. Raises ConfigError
+    `model_of` has the same meaning as for `resolve`. A combination is dropped with a reason if it
+    is excluded, its configuration is invalid, or it equals another one. Raises ConfigError
     if no trial is left, if there are more than `max_trials`, or if the folder contains another
     sweep.
     """
@@ -173,9 +173,8 @@ def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = Non
     trials: dict[str, Trial] = {}
     dropped: list[DroppedCombination] = []
     for values in combinations(file.sweep):
-        excluded = file.keeps(values)
-        if excluded is not None:
-            dropped.append(DroppedCombination(values, f"excluded by {excluded}"))
+        if (excluded := file.exclusion(values)) is not None:
+            dropped.append(DroppedCombination(values, f"excluded: {dict(excluded)}"))
             continue
         try:
             resolved = file.resolve(values, f"{file.sweep.name}/trial", model_of)
@@ -244,12 +243,12 @@ def _check_number(sweep: SweepConfig, number: int, dropped: list[DroppedCombinat
         raise ConfigError(
             f"all {len(dropped)} combinations are dropped",
             why="\n         ".join(reasons),
-            next="fix the base, the parameters or the filters",
+            next="fix the base, the parameters or exclude",
         )
     if number > sweep.max_trials:
         raise ConfigError(
             f"{number} trials exceed max_trials = {sweep.max_trials}",
-            next=f"set max_trials: {number}, or reduce them with filters, zip or random",
+            next=f"set max_trials: {number}, or reduce them with exclude, zip or random",
         )
 
 

@@ -187,9 +187,7 @@ def rm(path: Path, *, yes: bool) -> None:
     (status,) = job_state.examine([job])
     status.check_idle()
     if status.state is State.UNKNOWN:
-        raise ConfigError(
-            f"{job.root} may be running or queued", why=status.detail, next="try again later"
-        )
+        raise ConfigError(f"{job.root} may be running or queued", why=status.detail)
     folder = job.root.resolve()  # it may be a link to another disk
     size = sum(path.lstat().st_size for path in folder.rglob("*")) / 1e9
     steps = len(list(job.checkpoints.glob("step-*")))

@@ -295,7 +295,7 @@ def sample(
         raise Diverged(
             "the model's logits are not finite",
             why=f"its largest logit is {highest.item()}",
-            next="use weights from before training diverged: dtt export JOB --step STEP",
+            next="use weights from before training diverged: dtt export JOB@STEP",
         )
     if temperature == 0:
         return int(logits_V.argmax())

@@ -1,8 +1,8 @@
 """Curves for plots: minimum, mean and maximum of a metric in buckets of steps.
 
 A plot has room for about two thousand points. Sampling a longer curve would hide spikes, so each
-bucket of consecutive steps keeps its extremes. The width of a bucket is a power of two: when a
-live curve outgrows its buckets, the page merges them in pairs and gets what this module computes.
+bucket of consecutive steps keeps its extremes. The width of a bucket is a power of two, so that the
+buckets of a growing curve rarely change.
 """
 
 from __future__ import annotations

@@ -34,19 +34,15 @@ class MetricsHistory:
     """Time at which the record of a step was written, in Unix seconds."""
     listed: dict[str, list[Record]] = field(default_factory=lambda: defaultdict(list))
     last_step: int = 0
-    offset: int = 0
-    """Number of bytes that were read, up to the end of the last complete line."""
     _columns: dict[str, dict[str, Series]] = field(
         default_factory=lambda: {kind: defaultdict(Series) for kind in CURVES}
     )
 
     @classmethod
     def read(cls, path: Path) -> MetricsHistory:
-        """Read a file; an empty history if it does not exist. Lines that are no records count as
-        read, but are skipped."""
+        """Read a file; an empty history if it does not exist. Skips lines that are no records."""
         history = cls()
         for _, line in read_lines(path):
-            history.offset += len(line)
             try:
                 record = parse(line)
             except ValueError:

@@ -1,4 +1,4 @@
-"""The pages of `dtt report`: a report of some jobs, and the list of jobs of a live server."""
+"""The data of the pages of `dtt report`: a report of jobs, and the list of jobs of a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dtt.jobs.job_state import Status
 from dtt.jobs.sweep_trials import Sweep
 from dtt.report.configuration import differences
 from dtt.report.curves import MAX_BUCKETS
-from dtt.report.page import render
 from dtt.report.run_data import configuration_of, read_run, verdict
 from dtt.report.sweep_data import of_sweep
 
@@ -25,13 +24,14 @@ Home = Callable[[Path], Path]
 """Returns the folder that the relative paths in the configuration of a job start from."""
 
 
-def report_page(
+def report_data(
     statuses: Sequence[Status], home: Home, *, sweep: Sweep | None = None, live: bool = False
-) -> str:
-    """Return the report of some jobs.
+) -> dict[str, Any]:
+    """Return the data of the report of some jobs, for `render`.
 
-    Many jobs share the number of points of ten, and only a few jobs are shown with samples,
-    checkpoints and complete configurations: the page stays small enough to open at once.
+    A page with more than ten jobs shows as many points in total as a page with ten, and only a few
+    jobs are shown with samples, checkpoints and complete configurations: the page stays small
+    enough to open at once.
     """
     configs = [configuration_of(status.job) for status in statuses]
     detailed = len(statuses) <= MAX_DETAILED and sweep is None
@@ -42,24 +42,20 @@ def report_page(
     ]
     for run, label in zip(runs, _labels(runs, sweep), strict=True):
         run["label"] = label
-    return render(
-        _common(_title(runs, sweep), "report", live=live)
-        | {
-            "runs": runs,
-            "sweep": None if sweep is None else of_sweep(sweep),
-            "differences": differences(configs) if len(runs) > 1 and sweep is None else [],
-        }
-    )
+    return _common(_title(runs, sweep), "report", live=live) | {
+        "runs": runs,
+        "sweep": None if sweep is None else of_sweep(sweep),
+        "differences": differences(configs) if len(runs) > 1 and sweep is None else [],
+    }
 
 
-def jobs_page(statuses: Sequence[Status]) -> str:
-    """Return the list of all jobs of a live server."""
-    rows = [job_row(status) for status in statuses]
-    return render(_common("Jobs", "jobs", live=True) | {"jobs": rows})
+def jobs_data(statuses: Sequence[Status]) -> dict[str, Any]:
+    """Return the data of the list of all jobs of a live server, for `render`."""
+    rows = [_job_row(status) for status in statuses]
+    return _common("Jobs", "jobs", live=True) | {"jobs": rows}
 
 
-def job_row(status: Status) -> dict[str, Any]:
-    """Return what the list of jobs, and the head of a live report, show of a job's state."""
+def _job_row(status: Status) -> dict[str, Any]:
     measured = status.files.measured()
     return {
         "job": str(status.job.root),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import write_atomically
+from dtt.base.local_server import LocalServer
 from dtt.base.log import log
 from dtt.jobs import job_paths, job_state
 from dtt.jobs.sweep_trials import Sweep, SweepManifest
@@ -23,14 +25,15 @@ def write(paths: Sequence[Path], out: Path | None) -> None:
     The page is `report.html` in their folder, or in the working directory for several; `out`
     replaces this. Prints its path. Raises InputError if there is no such job.
     """
-    from dtt.report.report_pages import report_page  # slow to import: numpy, pyarrow
+    from dtt.report.page import render
+    from dtt.report.report_pages import report_data  # slow to import: numpy, pyarrow
 
     if not paths:
         raise ConfigError("no job is named", next="dtt report jobs/quickstart, or add --serve")
     sweep = _sweep(paths[0]) if len(paths) == 1 else None
     target = out or JobDir(paths[0] if len(paths) == 1 else Path()).report
     statuses = job_state.examine(find_jobs(paths))
-    write_atomically(target, report_page(statuses, _home, sweep=sweep))
+    write_atomically(target, render(report_data(statuses, _home, sweep=sweep)))
     print(target)
 
 
@@ -47,9 +50,11 @@ def write_at_end(jobs: Sequence[JobDir], folder: Path, sweep: Sweep | None = Non
         if size > MAX_AT_END:  # nodes would wait for the page
             log.info("dtt report %s writes the report, which takes a while", folder)
             return None
-        from dtt.report.report_pages import report_page
+        from dtt.report.page import render
+        from dtt.report.report_pages import report_data
 
-        write_atomically(target, report_page(job_state.examine(jobs), _home, sweep=sweep))
+        data = report_data(job_state.examine(jobs), _home, sweep=sweep)
+        write_atomically(target, render(data))
     except Exception as error:  # noqa: BLE001  a page must not turn a finished run into a failed one
         log.warning("the report could not be written: %s; try dtt report %s", error, folder)
         return None
@@ -58,28 +63,15 @@ def write_at_end(jobs: Sequence[JobDir], folder: Path, sweep: Sweep | None = Non
 
 def serve(paths: Sequence[Path], port: int) -> None:
     """Serve live pages of jobs, by default of all jobs in `jobs/`, until the user interrupts it."""
-    from dtt.report.live_server import LiveServer
-    from dtt.report.report_pages import job_row, jobs_page, report_page
+    from dtt.report.live_server import Pages
+    from dtt.report.report_pages import jobs_data, report_data
 
     def find() -> list[JobDir]:
         return find_jobs(paths) if paths else job_state.find(Path("jobs"))
 
     find()  # an error before the server starts
-    server = LiveServer(
-        find,
-        jobs_page,
-        lambda statuses: report_page(statuses, _home, live=True),
-        job_row,
-        port=port,
-    )
-    try:
-        log.info("from another machine: ssh -L %d:127.0.0.1:%d HOST", server.port, server.port)
-        print(server.url, flush=True)
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.close()
+    report = partial(report_data, home=_home, live=True)
+    LocalServer(Pages(find, jobs_data, report), port).serve()
 
 
 def find_jobs(paths: Sequence[Path]) -> list[JobDir]:

@@ -79,12 +79,10 @@ def read_run(
             "time": history.times.last(most),
         },
         "curves": curves(history.series, most),
-        "most": most,
         "speed": _median(history, "perf/tokens_per_second"),
         "tasks": task_results.of_job(job, history.listed["task"]),
         "clock": attempts.of_job(status),
         "guard": _guard(history),
-        "offset": history.offset,
     }
     if cfg is not None:
         run |= _of_configuration(job, cfg, history)

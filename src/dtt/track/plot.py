@@ -32,7 +32,9 @@ def figure(
     curves: Sequence[Curve], x_label: str, y_label: str, *, log_x: bool, log_y: bool
 ) -> Figure:
     """Draw curves into one plot; EnvironmentUnfit without matplotlib."""
-    drawing = empty(8, 5, dpi=150)
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axes = drawing.add_subplot(
         xlabel=x_label,
         ylabel=y_label,
@@ -41,53 +43,6 @@ def figure(
     )
     _draw(axes, curves)
     return drawing
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot of a grid; all x values are positive numbers."""
-
-    title: str
-    curves: Sequence[Curve]
-
-
-def grid(
-    rows: Sequence[Sequence[Panel]],
-    x_label: str,
-    y_label: str,
-    *,
-    log_y: bool,
-    panel_width: float = 2.4,
-) -> Figure:
-    """Draw a grid of panels with logarithmic x axes; the panels of a column share the y axis.
-
-    Raises the same errors as `figure`.
-    """
-    columns = len(rows[0])
-    drawing = empty(panel_width * columns + 1.0, 2.6 * len(rows) + 0.5, dpi=80)
-    all_axes = drawing.subplots(len(rows), columns, sharex=True, sharey="col", squeeze=False)
-    for axes_of_row, row in zip(all_axes, rows, strict=True):
-        for axes, panel in zip(axes_of_row, row, strict=True):
-            axes.set(title=_plain(panel.title), xscale="log", yscale="log" if log_y else "linear")
-            _draw(axes, panel.curves)
-            x = sorted({x for x in panel.curves[0].x if isinstance(x, int | float)})
-            axes.set_xticks(x, [f"{value:.3g}" for value in x], rotation=45, fontsize="small")
-            axes.minorticks_off()
-    if log_y:
-        for axes in all_axes[0]:
-            low, high = axes.get_ylim()  # at least a decade: small changes must look small
-            wider = max(1.0, (10.0 * low / high) ** 0.5)
-            axes.set_ylim(low / wider, high * wider)
-    drawing.supxlabel(x_label)
-    drawing.supylabel(y_label)
-    return drawing
-
-
-def empty(width: float, height: float, dpi: int) -> Figure:
-    """Return an empty figure of `width` × `height` inches."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 
 def _draw(axes: Axes, curves: Sequence[Curve]) -> None:

@@ -162,9 +162,7 @@ class WandbHistory:
         """
         self.check_server()
         if source == target:
-            raise ConfigError(
-                f"{source} is the run to copy", next="name another --project or --entity"
-            )
+            raise ConfigError(f"{source} is the run to copy")
         facts, file = self._read(source)
 
         def rows() -> Iterator[Row]:

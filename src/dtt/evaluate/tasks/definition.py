@@ -358,7 +358,6 @@ def _bad_name(name: str, where: str) -> ConfigError:
         f"{name!r} cannot be the name of a task",
         where=where,
         why="result files carry it: letters, digits, _ and -",
-        next="rename it",
     )
 
 
@@ -377,9 +376,9 @@ def _read(path: Path) -> Layer:
     except OSError as error:
         raise InputError(f"cannot read {path}", why=error.strerror) from None
     except ValueError as error:  # text that is not UTF-8, or a lone surrogate
-        raise ConfigError(f"cannot read {path}", why=str(error), next="write plain text") from None
+        raise ConfigError(f"cannot read {path}", why=str(error)) from None
     if extends:
-        raise ConfigError(f"{path}: a task cannot extend a file", next="write its keys out")
+        raise ConfigError(f"{path}: a task cannot extend a file")
     return layer
 
 
@@ -389,11 +388,11 @@ def _check_events(text: str, path: Path) -> None:
         for event in yaml.parse(text, yaml.SafeLoader):
             where = f"{path}:{event.start_mark.line + 1 if event.start_mark else 1}"
             if isinstance(event, yaml.AliasEvent):
-                raise ConfigError("YAML aliases are not supported", where=where, next="repeat it")
+                raise ConfigError("YAML aliases are not supported", where=where)
             if isinstance(event, yaml.ScalarEvent):
                 event.value.encode()  # an escape can yield a lone surrogate
             if getattr(event, "tag", None) not in (None, "!"):
-                raise ConfigError("YAML tags are not supported", where=where, next="remove the tag")
+                raise ConfigError("YAML tags are not supported", where=where)
             if isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
             elif isinstance(event, yaml.CollectionEndEvent):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dtt.artifacts.manifest import fingerprint
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 MAX_CHOICES = 1000
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Question:
     """A question of a task as text.
 
@@ -35,16 +35,6 @@ class Question:
     words and bytes are counted, as lm-evaluation-harness does."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The rendered texts of a row."""
-
-    contexts: tuple[str, ...]
-    continuations: tuple[str, ...]
-    gold: int
-    answers: tuple[str, ...] = ()
-
-
 def question_of(task: Task, row: Row, id: str, examples: str) -> Question:
     """Return the question of a row; `examples` is the text in front of it.
 
@@ -53,21 +43,21 @@ def question_of(task: Task, row: Row, id: str, examples: str) -> Question:
     if task.type == "rolling":
         raw = render(task.answer, row, task.map)
         return Question(id, ("",), (_rewritten(task, raw),), 0, (raw,))
-    parts = _parts(task, row)
-    if not all(parts.continuations) or not all(answer.strip() for answer in parts.answers):
+    question = _rendered(task, row, id)
+    if not all(question.continuations) or not all(answer.strip() for answer in question.answers):
         raise ValueError("an answer is empty")
-    contexts = tuple(f"{task.description}{examples}{context}" for context in parts.contexts)
-    return Question(id, contexts, parts.continuations, parts.gold, parts.answers)
+    contexts = tuple(f"{task.description}{examples}{context}" for context in question.contexts)
+    return dataclasses.replace(question, contexts=contexts)
 
 
 def example_of(task: Task, row: Row) -> str:
     """Return a row as a few-shot example, with its answer and the separator."""
-    parts = _parts(task, row)
-    context = parts.contexts[parts.gold if task.type == "schema" else 0]
+    question = _rendered(task, row, "")
+    context = question.contexts[question.gold if task.type == "schema" else 0]
     if task.type == "generation":
-        answer = f"{task.delimiter}{parts.answers[0]}"
+        answer = f"{task.delimiter}{question.answers[0]}"
     else:
-        answer = parts.continuations[0 if task.type == "schema" else parts.gold]
+        answer = question.continuations[0 if task.type == "schema" else question.gold]
     return f"{context}{answer}{task.shots.separator}"
 
 
@@ -78,7 +68,9 @@ def question_id(task: Task, row: Row) -> str:
     return fingerprint(_plain(row))[:16]
 
 
-def _parts(task: Task, row: Row) -> Parts:
+def _rendered(task: Task, row: Row, id: str) -> Question:
+    """Return the question of a row, without a description and examples in front of it."""
+
     def text(template: str) -> str:
         return _rewritten(task, render(template, row, task.map))
 
@@ -89,14 +81,16 @@ def _parts(task: Task, row: Row) -> Parts:
         return tuple(_rewritten(task, one) for one in rendered)
 
     if task.type == "cloze":
-        return Parts((text(task.prompt),), (task.delimiter + text(task.answer),), 0)
+        return Question(id, (text(task.prompt),), (task.delimiter + text(task.answer),), 0)
     if task.type == "generation":
-        return Parts((text(task.prompt),), (), 0, texts(task.answer))
+        return Question(id, (text(task.prompt),), (), 0, texts(task.answer))
     choices = texts(task.choices)
     gold = _gold(task, row, choices)
     if task.type == "schema":
-        return Parts(choices, (task.delimiter + text(task.answer),), gold)
-    return Parts((text(task.prompt),), tuple(task.delimiter + choice for choice in choices), gold)
+        return Question(id, choices, (task.delimiter + text(task.answer),), gold)
+    return Question(
+        id, (text(task.prompt),), tuple(task.delimiter + choice for choice in choices), gold
+    )
 
 
 def _rewritten(task: Task, text: str) -> str:

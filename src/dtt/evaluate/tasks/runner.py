@@ -243,9 +243,7 @@ def _rounded(question: Question, log_likelihood: float) -> float:
     # Before it is written: JSON, and so a result file, has no NaN.
     if not math.isfinite(log_likelihood):
         raise Diverged(
-            "the model's log-probabilities are not finite",
-            where=f"question {question.id}",
-            next="evaluate an earlier checkpoint",
+            "the model's log-probabilities are not finite", where=f"question {question.id}"
         )
     return round(log_likelihood, DECIMALS) + 0.0  # no -0.0
 

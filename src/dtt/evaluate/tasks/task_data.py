@@ -86,7 +86,6 @@ class Examples:
             raise ConfigError(
                 f"{task.name} has {available} examples, fewer than {count}",
                 where=split.files[0] if split is not None else None,
-                next="set fewer shots",
             )
 
     def text(self, question: str, row_id: str) -> str:
@@ -201,10 +200,7 @@ def _located(task: Task, split: Split, row: int) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError(
-            f"a row does not fit the task {task.name}",
-            where=split.where(row),
-            why=str(error),
-            next="fix the definition of the task, or the file",
+            f"a row does not fit the task {task.name}", where=split.where(row), why=str(error)
         ) from None
 
 
@@ -297,10 +293,7 @@ def _rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise DamagedError(
-            "cannot read the rows of a task",
-            where=path,
-            why=str(error).splitlines()[0],
-            next="fetch or write the file again",
+            "cannot read the rows of a task", where=path, why=str(error).splitlines()[0]
         ) from None
     raise InputError("dtt cannot read this file", where=path, next="use JSON lines, Parquet or CSV")
 
@@ -361,5 +354,4 @@ def _too_large(path: Path) -> InputError:
         "the rows of a task are too large",
         where=path,
         why=f"at most {MAX_BYTES // 2**30} GiB, and {MAX_DOCUMENT_BYTES // 2**20} MiB for a row",
-        next="use a smaller split",
     )

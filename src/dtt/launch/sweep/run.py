@@ -9,13 +9,13 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError, DttError, ExitCode, InputError
+from dtt.base.errors import ConfigError, DttError, ExitCode
 from dtt.base.files import exclusive, write_atomically
 from dtt.base.log import log
 from dtt.jobs import sweep_results
@@ -35,39 +35,17 @@ MAX_DROPPED_SHOWN = 20
 """Maximum number of dropped combinations that the plan lists; the others are counted."""
 
 
-@dataclass(frozen=True)
-class LaunchMethod:
-    """Launch method of trials: local processes, a Slurm array, or separate Slurm jobs."""
+def _trials_at_a_time(local: int | None) -> int | None:
+    """Return the number of trials to run at a time on this machine; None: submit them to Slurm.
 
-    kind: Literal["local", "array", "separate"]
-    concurrency: int | None
-    """Maximum number of concurrent trials; None: the value of the sweep file. Without that either,
-    local trials run one at a time, and a Slurm array has no limit."""
-
-    @classmethod
-    def from_options(
-        cls, local: int | None, array: bool, separate: bool, cap: int | None
-    ) -> LaunchMethod:
-        """Return the method that the options select; default: a Slurm array, or local processes.
-
-        Raises ConfigError for options that are mutually exclusive.
-        """
-        if (local is not None) + array + separate > 1:
-            raise ConfigError("--local, --array and --separate are mutually exclusive")
-        if local is not None and cap is not None:
-            raise ConfigError("--cap requires Slurm", next=f"use --local {cap}")
-        if separate and cap is not None:
-            raise ConfigError("--cap and --separate are mutually exclusive", next="omit --separate")
-        if local is not None:
-            return cls("local", local)
-        if separate:
-            return cls("separate", None)
-        return cls("array" if array or shutil.which("sbatch") else "local", cap)
+    `local` is the option. Without it and without Slurm, 0: the number in the sweep file, or one.
+    """
+    return local if local is not None or shutil.which("sbatch") else 0
 
 
 def submit(
     file: Path,
-    method: LaunchMethod,
+    local: int | None,
     *,
     cluster: str | None,
     yes: bool,
@@ -75,29 +53,28 @@ def submit(
     as_json: bool,
 ) -> None:
     """Plan a sweep, show it, create the job directories, and start the trials that are new."""
+    local = _trials_at_a_time(local)
     cluster_profile = None if cluster is None else profile(cluster)
-    plan = _drop_invalid(planning.plan(file, cache(model_of), cluster_profile), method)
+    plan = _drop_invalid(planning.plan(file, cache(model_of), cluster_profile), local)
     if not as_json:
         print("\n".join(_plan_lines(plan)))
     if dry_run:
         if as_json:
             _print_json(_planned(plan))
         return
-    if method.kind != "local":
-        raise_all(list(checks.sbatch_problems()))
     if not yes and not confirmed(f"start {len(plan.trials)} trials in {plan.root}?"):
         print("nothing was started", file=sys.stderr)
         return
     new = not plan.root.exists()
     try:
-        _start(plan.write(), lambda one: one.state == State.NEW, method, as_json=as_json)
+        _start(plan.write(), lambda one: one.state == State.NEW, local, as_json=as_json)
     except DttError:
-        if new and method.kind != "local" and not any(plan.root.glob("*/submissions.jsonl")):
+        if new and local is None and not any(plan.root.glob("*/submissions.jsonl")):
             shutil.rmtree(plan.root)  # so that a corrected file need not match it
         raise
 
 
-def retry(name: str, chosen: list[str], method: LaunchMethod, *, as_json: bool) -> None:
+def retry(name: str, chosen: list[str], local: int | None, *, as_json: bool) -> None:
     """Restart trials that are neither done nor active; each resumes from its checkpoint.
 
     `chosen` names trials; none: all.
@@ -110,13 +87,13 @@ def retry(name: str, chosen: list[str], method: LaunchMethod, *, as_json: bool) 
     _start(
         sweep,
         lambda one: one.trial in ids and not one.active and one.state not in settled,
-        method,
+        _trials_at_a_time(local),
         as_json=as_json,
     )
 
 
 def _start(
-    sweep: Sweep, wanted: Callable[[TrialProgress], bool], method: LaunchMethod, *, as_json: bool
+    sweep: Sweep, wanted: Callable[[TrialProgress], bool], local: int | None, *, as_json: bool
 ) -> None:
     """Start the trials that are `wanted`, and print the progress of the sweep.
 
@@ -130,27 +107,24 @@ def _start(
             log.info("%s: %d %s, not started", sweep.root, number, state)
         jobs = [sweep.job(trial) for trial in ids]
         if jobs:
-            _run_or_submit(sweep, jobs, method)
+            _run_or_submit(sweep, jobs, local)
     after = sweep_results.progress(sweep)
     _print_progress(sweep, after, as_json=as_json)
-    if method.kind == "local":
+    if local is not None:
         trials = [sweep.job(one.trial) for one in after]
         if (page := report.write_at_end(trials, sweep.root, sweep)) is not None:
             log.info("report: %s", page)
         sys.exit(next((one.code for one in after if one.trial in ids and one.code), ExitCode.DONE))
 
 
-def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], method: LaunchMethod) -> None:
-    concurrency = method.concurrency or sweep.manifest.concurrency
-    match method.kind:
-        case "local":
-            for job in jobs:
-                job.stop.unlink(missing_ok=True)  # left by `dtt sweep cancel`
-            local_trials.run(jobs, concurrency or 1, local_trials.visible_gpus())
-        case "array":
-            slurm_trials.submit(sweep, jobs, concurrency)
-        case "separate":
-            slurm_trials.submit_each(jobs)
+def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], local: int | None) -> None:
+    concurrency = sweep.manifest.concurrency
+    if local is None:
+        slurm_trials.submit(sweep, jobs, concurrency)
+        return
+    for job in jobs:
+        job.stop.unlink(missing_ok=True)  # left by `dtt sweep cancel`
+    local_trials.run(jobs, local or concurrency or 1, local_trials.visible_gpus())
 
 
 def status(name: str, *, as_json: bool) -> None:
@@ -210,20 +184,14 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
         print("\n".join(columns([head, *lines])))
 
 
-def plot(name: str, key: str | None, out: Path | None) -> None:
-    """Plot the metric against each varied key and the curves of all trials, as PNG files.
-
-    With `key`, plots the metric against that key only.
-    """
+def plot(name: str) -> None:
+    """Plot the metric against each varied key and the curves of all trials, as PNG files."""
     from dtt.track import plot as draw
 
     sweep = planning.find(name)
     rows, metric = sweep_results.table(sweep), sweep.manifest.metric
-    keys = sweep_results.varied(sweep)
-    if key is not None and key not in keys:
-        raise InputError(f"{sweep.root} does not vary {key}", next=f"use --key {' or '.join(keys)}")
-    folder = out or sweep.root / "plots"
-    for one in [key] if key else keys:
+    folder = sweep.root / "plots"
+    for one in sweep_results.varied(sweep):
         curves = sweep_results.against(sweep, rows, one)
         figure = draw.figure(
             curves, one, metric,
@@ -231,7 +199,7 @@ def plot(name: str, key: str | None, out: Path | None) -> None:
             log_y=draw.spread(c.y for c in curves),
         )  # fmt: skip
         print(draw.save(figure, folder / f"{one}.png"))
-    for one in [] if key else dict.fromkeys((metric, "train.loss")):
+    for one in dict.fromkeys((metric, "train.loss")):
         curves = sweep_results.histories(sweep, one)
         figure = draw.figure(
             curves, "step", one, log_x=False, log_y=draw.spread(c.y for c in curves)
@@ -239,13 +207,13 @@ def plot(name: str, key: str | None, out: Path | None) -> None:
         print(draw.save(figure, folder / f"curves-{one}.png"))
 
 
-def _drop_invalid(plan: SweepPlan, method: LaunchMethod) -> SweepPlan:
+def _drop_invalid(plan: SweepPlan, local: int | None) -> SweepPlan:
     """Drop trials whose configuration has errors; raise the errors that all trials share.
 
     Also raises the errors of the first trial if no trial is left.
     """
     errors = {
-        trial.id: {str(error): error for error in _problems(trial, method)} for trial in plan.trials
+        trial.id: {str(error): error for error in _problems(trial, local)} for trial in plan.trials
     }
     first, *others = errors.values()
     raise_all([error for text, error in first.items() if all(text in other for other in others)])
@@ -260,10 +228,10 @@ def _drop_invalid(plan: SweepPlan, method: LaunchMethod) -> SweepPlan:
     return SweepPlan(plan.file, trials, (*plan.dropped, *dropped))
 
 
-def _problems(trial: Trial, method: LaunchMethod) -> Iterator[DttError]:
+def _problems(trial: Trial, local: int | None) -> Iterator[DttError]:
     config = trial.resolved.config
     yield from checks.problems("train", config, JobDir(config.job_dir))
-    if method.kind != "local":
+    if local is None:
         yield from checks.launch_problems("train", config)
         yield from checks.time_problems(JobDir(config.job_dir), config.launch)
 

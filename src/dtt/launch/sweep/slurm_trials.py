@@ -18,23 +18,26 @@ from dtt.jobs.sweep_trials import Sweep
 def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:
     """Submit all jobs as one Slurm array, at most `cap` at a time.
 
-    Raises ConfigError if their `launch` sections differ, because the tasks of an array share
-    resources.
+    The tasks of an array share their resources, so jobs whose `launch` sections differ are
+    submitted separately; raises ConfigError for these if there is a `cap`.
     """
     launch, *others = [load_job(job.root).launch for job in jobs]
     if any(other != launch for other in others):
-        raise ConfigError(
-            "all tasks of an array request the same resources",
-            why="these trials differ in their `launch` section",
-            next="submit separate jobs with --separate",
-        )
+        if cap is not None:
+            raise ConfigError(
+                f"{sweep.manifest.name} cannot limit its concurrency",
+                why="the trials differ in their `launch` section, so they are separate Slurm jobs",
+                next="omit `concurrency` in the sweep file",
+            )
+        _submit_each(jobs)
+        return
     array = Array(tuple(job.root for job in jobs), cap)
     lead = max(job_script.lead(job, launch) for job in jobs)
     number = submissions.submit(_script(sweep.manifest.name, sweep.root, launch, lead, array))
     log.info("%s: Slurm job %s, an array of %d", sweep.root, number, len(jobs))
 
 
-def submit_each(jobs: Sequence[JobDir]) -> None:
+def _submit_each(jobs: Sequence[JobDir]) -> None:
     """Submit every job to Slurm as a separate job."""
     for job in jobs:
         config = load_job(job.root)

@@ -11,7 +11,7 @@ function liveBar(data) {
   return el(
     "p",
     { class: "live" },
-    el("span", { id: "connection", role: "status" }, "connecting"),
+    el("span", { id: "connection", role: "status" }, "live"),
     data.view === "report" && el("a", { href: "./" }, "All jobs"),
   );
 }
@@ -30,8 +30,15 @@ function grid(report, charts) {
     : null;
 }
 
-/** Sections that a live page draws again when such a record arrives. */
-const LIVE_SECTIONS = { samples: "sample", mixture: "data", anomalies: "guard" };
+/** Sections that a live page draws again when such data of a run changes. */
+const LIVE_SECTIONS = {
+  time: "clock",
+  attempts: "clock",
+  samples: "samples",
+  mixture: "mixture",
+  checkpoints: "checkpoints",
+  anomalies: "guard",
+};
 
 class ReportPage {
   constructor(data) {
@@ -43,11 +50,7 @@ class ReportPage {
     const charts = (action) => this.charts.forEach(action);
     new ResizeObserver(() => charts((chart) => chart.resize())).observe(page);
     onThemeChange(() => charts((chart) => chart.update({ rebuild: true })));
-    if (data.live)
-      follow(
-        this.runs,
-        atMostEvery(500, () => this.refresh()),
-      );
+    if (data.live) poll(`report.json${location.search}`, (fresh) => this.take(fresh));
   }
 
   /** Return each section after the curves, by its id, in order; null if it has no content. */
@@ -102,10 +105,11 @@ class ReportPage {
     for (const chart of this.charts) chart.update();
   }
 
-  /** Show the records that have arrived. */
-  refresh() {
-    const kinds = new Set(this.runs.flatMap((run) => [...run.changed]));
-    this.runs.forEach((run) => run.changed.clear());
+  /** Show newer data: what has not changed stays, so that the focus and a selection do. */
+  take(data) {
+    this.data = data;
+    const changed = new Set(this.runs.flatMap((run, i) => run.take(data.runs[i])));
+    if (!changed.size) return;
     if (this.contents !== this.runs.map((run) => run.contents).join()) {
       this.draw(); // there is a metric, a task or a section that the page did not have
       return;
@@ -116,13 +120,14 @@ class ReportPage {
       this.head = fresh;
     }
     const sections = this.sections();
-    for (const [name, kind] of Object.entries(LIVE_SECTIONS)) {
-      if (!this.drawn[name] || !kinds.has(kind)) continue;
-      const again = sections[name]();
+    for (const [name, part] of Object.entries(LIVE_SECTIONS)) {
+      if (!this.drawn[name] || !changed.has(part)) continue;
+      const again = drawn(sections[name]);
+      if (!again) continue;
       this.drawn[name].replaceWith(again);
       this.drawn[name] = again;
     }
-    if (kinds.has("task")) this.scores.replaceChildren(taskTable(this.runs));
+    if (changed.has("tasks")) this.scores.replaceChildren(taskTable(this.runs));
     this.view.update();
   }
 }
@@ -150,7 +155,7 @@ function onThemeChange(redraw) {
 }
 
 function drawJobs(data) {
-  const rows = new Map(data.jobs.map((row) => [row.job, row]));
+  let rows = data.jobs;
   const chosen = new Set();
   const host = el("div");
   const compare = el(
@@ -191,23 +196,21 @@ function drawJobs(data) {
       "Why",
     ];
     host.replaceChildren(
-      rows.size
+      rows.length
         ? table(
             "Jobs",
             columns,
-            [...rows.values()]
-              .filter(matches)
-              .map((row) => [
-                choose(row.job),
-                el("th", { scope: "row" }, el("a", { href: address([row.job]) }, row.job)),
-                pill(row.verdict),
-                progress(row),
-                num(row.loss),
-                si(row.tokens),
-                si(row.tokens_per_second),
-                duration(row.seconds_left),
-                row.verdict.text,
-              ]),
+            rows.filter(matches).map((row) => [
+              choose(row.job),
+              el("th", { scope: "row" }, el("a", { href: address([row.job]) }, row.job)),
+              pill(row.verdict),
+              progress(row),
+              num(row.loss),
+              si(row.tokens),
+              si(row.tokens_per_second),
+              duration(row.seconds_left),
+              row.verdict.text,
+            ]),
           )
         : el("p", null, "There are no jobs yet."),
     );
@@ -221,7 +224,11 @@ function drawJobs(data) {
     footer(data),
   );
   draw();
-  followJobs(rows, atMostEvery(500, draw));
+  poll("jobs.json", (fresh) => {
+    const same = JSON.stringify(fresh.jobs) === JSON.stringify(rows);
+    rows = fresh.jobs;
+    if (!same) draw();
+  });
 }
 
 {

@@ -83,8 +83,9 @@ class TimeBudget:
     """Steps of this attempt."""
 
     def left(self) -> float:
-        """Return the seconds until the run must have ended; raise ConfigError as `Clock.left`."""
-        return self.clock.left(self.train)
+        """Return the seconds until the run must have ended."""
+        assert self.train.budget is not None
+        return self.clock.left(self.train.budget)
 
     def describe(self) -> str:
         """Return the time at which the run ends, as wall-clock time, formatted for messages."""

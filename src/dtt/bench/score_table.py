@@ -1,47 +1,21 @@
-"""The results of all benchmarks in a folder, as rows of a table beside published results."""
+"""The result of a benchmark as a row of a table beside published results, and as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 
-from dtt.base.errors import DttError
-from dtt.base.log import log
 from dtt.bench.bench_result import BenchResult, Spread
 from dtt.bench.recipe import RecipeFile, ReferencePoint
 
-FOLDER = Path("jobs/bench")
 HEAD = ("recipe", "date", "runs", "score", "steps", "tokens", "by", "hardware", "remarks")
 Row = tuple[str, ...]
 
 
-def results(folder: Path = FOLDER, recipe: str = "*") -> list[tuple[str, BenchResult]]:
-    """Return the results in `folder` as (folder of the result, result), oldest first.
-
-    Damaged ones are left out, with a warning.
-    """
-    found: list[tuple[str, BenchResult]] = []
-    for path in folder.glob(f"{recipe}/*/{BenchResult.filename}"):
-        try:
-            found.append((str(path.parent), BenchResult.read(path.parent)))
-        except DttError as error:
-            log.warning("%s", error)
-    return sorted(found, key=lambda pair: datetime.fromisoformat(pair[1].started))
-
-
-def table(files: Sequence[RecipeFile], found: Sequence[tuple[str, BenchResult]]) -> list[Row]:
-    """Return the rows of a table with its head: for each recipe, published results and ours.
-
-    Results of recipes that are not among `files` come last.
-    """
-    rows: list[Row] = [HEAD]
-    names = dict.fromkeys([*(file.name for file in files), *(one.recipe for _, one in found)])
-    points = {file.name: file.recipe.references for file in files}
-    for name in names:
-        rows += (_published(name, point) for point in points.get(name, ()))
-        rows += (row(result) for _, result in found if result.recipe == name)
-    return rows
+def table(files: Sequence[RecipeFile], *results: BenchResult) -> list[Row]:
+    """Return the rows of a table with its head: published results, then `results`."""
+    published = [_published(file.name, point) for file in files for point in file.recipe.references]
+    return [HEAD, *published, *map(row, results)]
 
 
 def _published(recipe: str, point: ReferencePoint) -> Row:
@@ -112,7 +86,7 @@ def in_time(spread: Spread) -> str:
 
 
 def summary(result: BenchResult) -> Iterator[tuple[str, str]]:
-    """Yield facts about a result as (name, text): value, interval, test, comparison, remarks."""
+    """Yield facts about a result as (name, text): value, interval, test, remarks."""
     score, value = result.score, result.value
     if value.low is not None and value.high is not None:
         interval = f"95 % interval of the mean {value.low:.4f} to {value.high:.4f}"
@@ -125,11 +99,5 @@ def summary(result: BenchResult) -> Iterator[tuple[str, str]]:
         verdict = {True: ", holds", False: ", does not hold", None: ""}
         number = "" if test.statistic is None else f": {test.statistic:.4f}"
         yield "significance", f"{test.rule}{number}{verdict[test.significant]}"
-    if (one := result.compared) is not None:
-        unit = score.label if score.target is None else "seconds"
-        interval = f"95 % interval {one.low:+.4f} to {one.high:+.4f}"
-        outcome = "differs" if one.differs else "no difference is shown"
-        text = f"{one.difference:+.4f} {unit}, {interval}: {outcome}"
-        yield f"since {one.result.rpartition('/')[2]}", text
     for remark in result.remarks:
         yield "remark", remark
