@@ -115,18 +115,15 @@ def test_llama_3_8b_with_fp32_masters_takes_128_gb_of_state(
             assert f"{part:<28}{facts['memory'][part] / 2**30:>10.2f}" in screen
 
 
-def test_the_report_names_the_published_speed(
+def test_the_report_names_the_measured_speed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     facts, screen = planned(capsys)
-    assert facts["achieved"] == 0.454
-    assert (
-        "assumed: 45.4% of 989 TFLOP/s, from published measurements:\n  torchtitan for Llama 3.1 8B"
-        in screen
-    )
+    assert facts["achieved"] == 0.72
+    assert "assumed: 72.0% of 989 TFLOP/s, measured by\n  dtt on one H200" in screen
     assert facts["achieved_source"] in screen
-    assert "45.4%" not in planned(capsys, "train.compile=false")[1]
+    assert "72.0%" not in planned(capsys, "train.compile=false")[1]
     facts, screen = planned(capsys, gpu="cpu", gpus_per_node=1)
     assert facts["achieved_source"] is None
     assert "TFLOP/s, a guess" in screen
