@@ -1,20 +1,13 @@
-"""Check CUDA paths on fake tensors: read names from stdin, write what was found to stdout as JSON.
-
-A name is that of a case below or of a planted fault.
-"""
+"""Answers with what is wrong with CUDA paths on fake tensors; see `check`."""
 
 from __future__ import annotations
-
-import contextlib
-import json
-import os
-import sys
 
 import fake_gpu  # before torch
 
 import torch  # isort: skip
 from fake_run import make, on_fake_gpu, training
 from faults import FAULTS, planted
+from serving import serve
 from watch import Watch, uncompiled
 
 from dtt.base.ranks import Ranks
@@ -88,7 +81,7 @@ def check_generation(name: str) -> list[str]:
     return [f"{count} x {what}" for what, count in watch.found.items()]
 
 
-def check_scoring(_: str) -> list[str]:
+def check_scoring() -> list[str]:
     """Return the host waits of a batch of options to score."""
     options = [[Option((1, 2, 3), (4, 5)), Option((1, 2, 3), (6, 7))]]
     with on_fake_gpu(uncompiled), Watch(read=True) as watch:
@@ -97,17 +90,14 @@ def check_scoring(_: str) -> list[str]:
     return [f"{count} x {what}" for what, count in watch.found.items()]
 
 
-def main() -> None:
-    """Answer one line for each line."""
-    answers, sys.stdout = sys.stdout, sys.stderr
-    checks = dict.fromkeys(CASES, check_step) | dict.fromkeys(FAULTS, check_fault)
-    checks |= {"greedy": check_generation, "sampled": check_generation, "scoring": check_scoring}
-    for line in sys.stdin:
-        with contextlib.redirect_stdout(sys.stderr):
-            found = checks[line.strip()](line.strip())
-        print(json.dumps(found), file=answers, flush=True)
+def check(name: str) -> list[str]:
+    """Return what is found for a name."""
+    if name in CASES:
+        return check_step(name)
+    if name in FAULTS:
+        return check_fault(name)
+    return check_scoring() if name == "scoring" else check_generation(name)
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    main()
+    serve(check)

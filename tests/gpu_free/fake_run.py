@@ -20,8 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtt.base.ranks import Ranks
-from dtt.config.load import resolve, shipped_configs
-from dtt.config.source import read_file
+from dtt.config.load import resolve
 from dtt.data.samples.loader import Batch, MicroBatch
 from dtt.estimate import gpus, measurement
 from dtt.estimate.case import Case, make_case
@@ -48,18 +47,17 @@ def make(*keys: str, model: str = "", gpu: str = "H100", ranks: int = 1) -> Case
 
     The global batch is a micro-batch for each replica, unless a key says otherwise.
     """
-    layer = [*SMALL, "model.family=llama"]
-    if model:
-        _, leaves = read_file(shipped_configs() / "models" / f"{model}.yaml")
-        layer = [f"{'.'.join(key)}={leaf.value}" for key, leaf in leaves.items()]
-    given = dict(key.split("=", 1) for key in [*layer, "train.precision=bf16", *keys])
+    given = dict(key.split("=", 1) for key in ("train.precision=bf16", *keys))
+    if not model:
+        given = dict(key.split("=", 1) for key in (*SMALL, "model.family=llama")) | given
     tokens = int(given["train.micro_batch"]) * int(given["train.seq_len"])
     replicas = ranks // int(given.get("parallel.tensor", 1))
     given.setdefault("train.global_batch_tokens", str(tokens * replicas))
     if ranks > 1:
         given.setdefault("parallel.replicate", "1")
         given.setdefault("parallel.shard", str(replicas))
-    cfg = resolve(None, [f"{key}={value}" for key, value in given.items()]).config
+    named = f"models/{model}" if model else None
+    cfg = resolve(named, [f"{key}={value}" for key, value in given.items()]).config
     assert cfg.model.vocab_size
     return make_case(cfg, gpus.find(gpu, ranks), 1, ranks, cfg.model.vocab_size, 1000)
 

@@ -6,66 +6,47 @@ faults prove that the checks find such mistakes.
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
 from faults import FAULTS
+from serving import Ask, asking
 
 CASES = ["gpt2", "llama", "documents", "muon", "fsdp2", "tensor"]
 FIRST = ["host-item-in-mean", "mixed-add-in-loss", "float64-ones-in-loss", "break-print-in-block"]
 """One fault of each kind, found in every run of the tests."""
-Check = Callable[[str], list[str]]
 
 
 @pytest.fixture(scope="module")
-def check() -> Iterator[Check]:
-    """Check a case or a fault by its name, in a process that has imported torch after the hooks."""
+def check() -> Iterator[Ask]:
+    """Check a case or a fault by its name."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile the hooks of fake CUDA tensors")
-    program = Path(__file__).with_name("check.py")
-    with subprocess.Popen(
-        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def ask(name: str) -> list[str]:
-            print(name, file=process.stdin, flush=True)
-            answer = process.stdout.readline()
-            assert answer, "the checking process has ended; its error is above"
-            return list(json.loads(answer))
-
+    with asking("check.py") as ask:
         yield ask
-        process.stdin.close()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_in_a_step_slows_a_gpu_down(check: Check, case: str) -> None:
+def test_nothing_in_a_step_slows_a_gpu_down(check: Ask, case: str) -> None:
     assert check(case) == []
 
 
 @pytest.mark.slow(except_for=FIRST)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(check: Check, name: str) -> None:
+def test_a_planted_fault_is_found(check: Ask, name: str) -> None:
     kind = FAULTS[name].kind
     assert any(found.startswith(kind) for found in check(name)), f"no {kind} found"
 
 
 @pytest.mark.parametrize("how", ["greedy", "sampled"])
-def test_a_generated_token_of_a_batch_waits_once(check: Check, how: str) -> None:
+def test_a_generated_token_of_a_batch_waits_once(check: Ask, how: str) -> None:
     assert check(how) == [
         "1 x host waits: aten.to.dtype_layout in model/generate.py, _start_reading"
     ]
 
 
-def test_scoring_waits_only_for_inputs_lengths_and_results(check: Check) -> None:
+def test_scoring_waits_only_for_inputs_lengths_and_results(check: Ask) -> None:
     assert check("scoring") == [
         # ids, targets and positions of a batch, and its scores
         "4 x host waits: aten._to_copy.default in evaluate/tasks/scorer.py, _token_scores",
