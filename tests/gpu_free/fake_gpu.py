@@ -103,12 +103,15 @@ class Generator(torch.Generator):
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, **_: object,
+    is_causal: bool = False, scale: float | None = None, **named: Any,
 ) -> Tensor:  # fmt: skip
     """Call the kernel that a CUDA build uses here: cuDNN in bf16, `efficient` otherwise.
 
     A CPU build has only `math`, whose scores would take another order of memory.
     """
+    if q.device.type == "cpu":
+        how = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
+        return _real_attention(q, k, v, **how, **named)
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     aten = torch.ops.aten
@@ -118,6 +121,7 @@ def _attention(
     return aten._scaled_dot_product_cudnn_attention(*given, False, scale=scale)[0]
 
 
+_real_attention = F.scaled_dot_product_attention
 _STREAM = Stream()
 ANSWERS: dict[str, Any] = {
     "is_available": True, "is_initialized": True, "init": None, "_lazy_init": None,

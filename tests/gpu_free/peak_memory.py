@@ -11,7 +11,6 @@ from __future__ import annotations
 import inductor  # before torch  # noqa: F401
 
 import sys  # isort: skip
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from fake_run import make, training
+from serving import serve
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.utils._pytree import tree_leaves
@@ -114,22 +114,33 @@ def planned(case: Case) -> int:
     return estimate.total - estimate.parts["framework"] - estimate.parts["batches"]
 
 
-def main() -> None:
+def case_of(model: str, rows: str, length: str, gpus: str, *keys: str) -> Case:
+    """Return the case of a shipped model on H100s."""
+    keys += (f"train.micro_batch={rows}", f"train.seq_len={length}")
+    return make(*keys, model=model, gpu="H100", ranks=int(gpus))
+
+
+def main(arguments: list[str]) -> None:
     """Compare one case."""
-    model, rows, length, gpus, *keys = (a for a in sys.argv[1:] if a != "--parts")
-    keys += [f"train.micro_batch={rows}", f"train.seq_len={length}"]
-    case = make(*keys, model=model, gpu="H100", ranks=int(gpus))
-    start = time.perf_counter()
-    trace, estimate = traced(case, parts="--parts" in sys.argv), memory(case)
-    total = planned(case)
-    print(f"{' '.join(sys.argv[1:])}: traced {trace.peak / 1e9:.2f}, planned {total / 1e9:.2f} "
-          f"({total / trace.peak - 1:+.1%}) at {estimate.moment}; "
-          f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
-    if trace.parts:
+    parts = "--parts" in arguments
+    case = case_of(*(a for a in arguments if a != "--parts"))
+    trace, estimate, total = traced(case, parts=parts), memory(case), planned(case)
+    print(f"traced {trace.peak / 1e9:.2f}, planned {total / 1e9:.2f} "
+          f"({total / trace.peak - 1:+.1%}) at {estimate.moment}")  # fmt: skip
+    if parts:
         print("   ", {name: round(size / 1e9, 2) for name, size in estimate.parts.items()})
         for name, size in trace.at_peak.most_common(16):
             print(f"    {size / 1e9:7.3f}  {name}")
 
 
+def ratio(question: str) -> float:
+    """Return planned by traced bytes; the question has the arguments of a case."""
+    case = case_of(*question.split())
+    return planned(case) / traced(case).peak
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        main(sys.argv[1:])
+    else:
+        serve(ratio)

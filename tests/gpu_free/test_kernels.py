@@ -1,4 +1,4 @@
-"""Every Triton kernel of a step compiles for an H100, and fits it."""
+"""Kernels of the compiled step compile for an H100 and fit it; `dtt plan` estimates its memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
 from serving import Ask, asking
 
 if importlib.util.find_spec("triton") is None or shutil.which("g++") is None:
@@ -36,3 +34,22 @@ def test_kernels_compile_fit_and_hardly_spill(resources: Ask, case: str) -> None
         assert kernel["shared"] <= SHARED_MEMORY, kernel
         allowed = STACK.get(case, 300) if "flex" in kernel["kernel"] else 0
         assert kernel["stack"] <= allowed, kernel
+
+
+@pytest.fixture(scope="module")
+def ratio() -> Iterator[Ask]:
+    with asking("peak_memory.py") as ask:
+        yield ask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt2-124m 32 1024 1 optim.type=adamw train.remat=full",
+        "llama3.2-1b 8 2048 8 optim.type=muon train.remat=selective",
+        "llama3-8b 1 4096 1 optim.type=adamw train.remat=none",
+    ],
+)
+def test_the_plan_of_a_step_is_near_its_traced_peak(ratio: Ask, case: str) -> None:
+    assert ratio(case) == pytest.approx(1, abs=0.03)
