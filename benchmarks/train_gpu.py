@@ -10,12 +10,15 @@ figures are medians of the logged values over the second half of the steps. A st
 profiled if its trace is small enough. `--peer` trains the same shape with the model of transformers
 in a plain loop: autocast, SDPA, fused AdamW, compiled. MFU is computed by the convention of the
 peers: 6 N + 12 L d S FLOPs per token, against the dense bf16 peak of the data sheet.
+
+A run is killed after its last measured step: the save that ends a run of 8B would write 64 GB.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -91,10 +94,10 @@ def train(
     step_tokens = shape["batch"] * shape["seq_len"] * case.accumulation * processes
     sizes = [f"model.{key}={shape[key]}" for key in SIZES]
     keys = [
-        f"name={name}", f"data.tokens={tokens}", f"optim.type={optimizer}", f"train.steps={steps}",
+        f"name={name}", f"data.tokens={tokens}", f"optim.type={optimizer}", "train.steps=1000",
         f"train.seq_len={shape['seq_len']}", f"train.micro_batch={shape['batch']}",
         f"train.global_batch_tokens={step_tokens}", "train.log_every=1", "train.eval_every=0",
-        "train.eval_tokens=1024", "train.sample_tokens=0", f"checkpoint.every={steps + 1}",
+        "train.eval_tokens=1024", "train.sample_tokens=0", "checkpoint.every=1000",
         *sizes, *case.keys,
     ]  # fmt: skip
     if case.profiled:
@@ -104,19 +107,33 @@ def train(
         keys += ["parallel.shard=-1", "parallel.replicate=1"]
         command = local.torchrun_argv(processes, ["train", *keys])
     env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, check=False)
-    (folder / f"{name}.log").write_text(run.stdout + run.stderr)
     metrics = folder / "jobs" / name / "metrics.jsonl"
-    records = (
-        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    )
-    perf = [record for record in records if record["kind"] == "perf"]
-    perf = perf[steps // 2 : -3 if case.profiled else None]
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        run = subprocess.Popen(
+            command, cwd=folder, stdout=output, stderr=output, env=env, start_new_session=True
+        )
+        perf: list[dict[str, Any]] = []
+        while run.poll() is None and (not perf or perf[-1]["step"] < steps):
+            time.sleep(0.5)
+            perf = _perf(metrics)
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)  # torchrun's workers are in the same group
+        run.wait()
+    # The first half has compilation and warm-up; one step has the writing of the profile.
+    perf = [one for one in _perf(metrics)[steps // 2 :] if "profile" not in one["seconds"]]
     if not perf:
-        messages = (line for line in run.stderr.splitlines() if "dtt:" in line)
+        messages = (line for line in log.read_text().splitlines() if "dtt:" in line)
         return {"error": next(messages, f"too few steps: see {name}.log")}
     numbers = [key for key, value in perf[0].items() if isinstance(value, int | float)]
     return {key: statistics.median(record[key] for record in perf) for key in numbers}
+
+
+def _perf(metrics: Path) -> list[dict[str, Any]]:
+    """Return the complete `perf` records of a job so far."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    records = (json.loads(line) for line in lines if line.endswith("\n"))
+    return [record for record in records if record["kind"] == "perf"]
 
 
 def peer(shape: Shape, steps: int) -> tuple[float, float]:

@@ -288,7 +288,7 @@ def test_two_clients_are_answered_at_the_same_time(endless: Served) -> None:
 
 
 def test_three_turns_in_a_browser(chat: Served, chromium: Browser) -> None:
-    with OpenPage(chromium, chat.url) as opened:
+    with OpenPage(chromium, chat.url, height=500) as opened:
         page = opened.page
         for turn in range(1, 4):
             page.fill("#message", f"question {turn} {HOSTILE}")
@@ -296,6 +296,8 @@ def test_three_turns_in_a_browser(chat: Served, chromium: Browser) -> None:
             expect(page.locator(".message.assistant")).to_have_text(["Hi wörld🙂!"] * turn)
             page.wait_for_selector("button[type=submit]:not([disabled])")
         assert page.locator(".message.user").first.inner_text() == f"question 1 {HOSTILE}"
+        answer, form = (page.locator(it).last.bounding_box() for it in (".message", "form"))
+        assert answer["y"] + answer["height"] <= form["y"]  # the form covers no part of it
         assert opened.pwned is None
         assert opened.axe() == []
         page.click("text=Reset")

@@ -114,7 +114,8 @@ class Profiler:
         self._began = step
         match self._kind:
             case "torch":
-                self._trace = torch.profiler.profile()
+                # There is one cycle only: this keeps torch from warning that cycles lose events.
+                self._trace = torch.profiler.profile(acc_events=True)
                 self._trace.start()
             case "memory":
                 torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)  # noqa: SLF001

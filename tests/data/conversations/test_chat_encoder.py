@@ -105,10 +105,11 @@ def test_ids_of_a_sample_of_real_conversations_equal_those_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("name", "every"), [("gpt2", 1), ("mistral-v1", 8)])
-def test_ids_of_all_real_conversations_equal_those_of_transformers(
+@pytest.mark.parametrize(("name", "every"), [("gpt2", 7), ("mistral-v1", 41)])
+def test_ids_of_many_real_conversations_equal_those_of_transformers(
     name: str, every: int, shared: Path, rows: dict[str, list[Conversation]]
 ) -> None:
+    """All of them, which took nine minutes, were equal on 2026-11-26: docs/results.md."""
     content = with_tokens(shared / "data/tokenizers" / name)
     assert_equal_on([one for part in rows.values() for one in part[::every]], content, CHATML)
 

@@ -20,8 +20,17 @@ limit.value = data.max_tokens;
 function add(kind, text) {
   const element = el("div", { class: `message ${kind}` }, text);
   log.append(element);
-  element.scrollIntoView({ block: "nearest" });
+  // Not scrollIntoView: a message behind the form, which sticks to the bottom, counts as visible.
+  scrollTo(0, document.documentElement.scrollHeight);
   return element;
+}
+
+/** Show the text of an answer so far, and follow it unless the reader has scrolled up. */
+function show(element, text) {
+  const page = document.documentElement;
+  const following = scrollY + innerHeight > page.scrollHeight - 50;
+  element.textContent = text;
+  if (following) scrollTo(0, page.scrollHeight);
 }
 
 function abort() {
@@ -69,7 +78,7 @@ async function answer(question) {
   const shown = add("assistant busy", "…");
   let text = "";
   const keep = () => {
-    shown.textContent = text;
+    show(shown, text);
     shown.classList.remove("busy");
     if (text) conversation.push({ role: "assistant", content: text });
     else shown.remove();
@@ -84,7 +93,7 @@ async function answer(question) {
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       for (const choice of event.choices) text += choice.delta?.content ?? choice.text ?? "";
-      if (text) shown.textContent = text;
+      if (text) show(shown, text);
       const dropped = event.usage?.dropped_messages;
       if (dropped) add("notice", `The context is full: the model did not see ${dropped} messages.`);
       if (event.choices[0]?.finish_reason === "length")
