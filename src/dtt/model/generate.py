@@ -61,15 +61,13 @@ def generate_batch(
     `max_new_tokens`, until one of `stop_ids` (which is not yielded), or until it fills the model's
     context (`max_seq_len`). Temperature 0 selects the most likely token. Otherwise the token is
     drawn from the smallest set of the `top_k` most likely tokens whose probability reaches `top_p`,
-    with the prompt's own generator, which must be on the model's device. The model is in evaluation
-    mode until the iterator ends.
+    with the prompt's own generator, on the model's device. Meanwhile the model is in eval mode.
 
     Prompts are prefilled one by one, so that none needs padding; then each step decodes one token
     of every sequence.
     """
-    context = model.arch.max_seq_len
     # The context includes the prompt. A learned position table has no row beyond it.
-    remaining = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+    remaining = [min(max_new_tokens, model.arch.max_seq_len - len(prompt)) for prompt in prompts]
     active = [i for i in range(len(prompts)) if remaining[i] > 0]
     capacity = max((len(prompts[i]) + remaining[i] for i in active), default=0)
     weight = model.embed.weight
@@ -82,36 +80,28 @@ def generate_batch(
         while active:
             drawn_B = draw(logits_BV, temperature, top_k, top_p, [generators[i] for i in active])
             read = _start_reading(drawn_B)
-            following_BV: Tensor | None = None
-            # A row with its last token leaves now: the forward pass that follows would be for
-            # nothing.
+            # A row with its last token leaves now, before a forward pass that would be for nothing.
             rows = [row for row, i in enumerate(active) if remaining[i] > 1]
-            if rows and _asynchronous(weight.device):
-                # Started before the tokens are known to the host, so that the GPU is not idle
-                # meanwhile. For a row that stops, this pass is for nothing; on a CPU, nothing would
-                # run meanwhile.
-                following_BV = _decode(model, cache, drawn_B, rows)
+            # Started before the host knows the tokens, so that the GPU is not idle meanwhile. A row
+            # that stops costs one pass too many.
+            ahead = bool(rows) and _asynchronous(weight.device)
+            following_BV = _decode(model, cache, drawn_B, rows) if ahead else None
             going = []
-            for row, (i, token) in enumerate(zip(list(active), read(), strict=True)):
+            for row, (i, token) in enumerate(zip(active, read(), strict=True)):
                 if token == NOT_FINITE:
                     raise _diverged(logits_BV[row])
                 if token in stop_ids:
                     continue
-                # The consumer may abandon the iterator here; `finally` then restores the mode of
-                # the model.
+                # The consumer may abandon the iterator here: hence `finally`.
                 yield i, token
                 remaining[i] -= 1
                 if remaining[i] > 0:
                     going.append(row)
             active = [active[row] for row in going]
-            if following_BV is None:
-                logits_BV = _decode(model, cache, drawn_B, going) if going else logits_BV
-            elif len(going) < len(rows):
-                computed = [rows.index(row) for row in going]
-                cache.keep(computed)
-                logits_BV = following_BV[computed]
-            else:
-                logits_BV = following_BV
+            if active and following_BV is None:
+                logits_BV = _decode(model, cache, drawn_B, going)
+            elif following_BV is not None:
+                logits_BV = _keep(following_BV, cache, [rows.index(row) for row in going])
     finally:
         model.train(was_training)
 
@@ -294,6 +284,14 @@ def _decode(model: Decoder, cache: KVCache, tokens_B: Tensor, rows: Sequence[int
     # NOT_FINITE is no id: embedding it would end the CUDA context before the host can report it.
     logits_BV: Tensor = model(tokens_B[:, None].clamp(min=0), cache=cache)[:, -1]
     return logits_BV
+
+
+def _keep(logits_BV: Tensor, cache: KVCache, rows: Sequence[int]) -> Tensor:
+    """Drop all rows except `rows` from the cache; return their logits [B, V]."""
+    if len(rows) == len(logits_BV):
+        return logits_BV
+    cache.keep(rows)
+    return logits_BV[rows]
 
 
 def _asynchronous(device: torch.device) -> bool:
