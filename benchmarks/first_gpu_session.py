@@ -15,8 +15,7 @@ torch, transformers, typer, pyarrow and jinja2, download
     pip download -d wheels --only-binary :all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --no-deps \
         pydantic pydantic-core annotated-types typing-inspection gigatoken datasets dill \
-        multiprocess xxhash psutil pytest pytest-timeout pluggy iniconfig hypothesis \
-        sortedcontainers
+        multiprocess xxhash psutil pytest pytest-timeout pluggy iniconfig
 
 with pydantic-core in the version that pydantic requires (`pip download pydantic` without
 `--no-deps` prints it), then run on the machine
@@ -25,7 +24,7 @@ with pydantic-core in the version that pydantic requires (`pip download pydantic
     export PYTHONPATH=$PWD/src:$PWD/benchmarks
 
 pyarrow may be needed as well (50 MB); wandb is not. The tests that need a GPU:
-`python -m pytest -m gpu --maxfail 20`.
+`python -m pytest tests/gpu --maxfail 20`.
 """
 
 from __future__ import annotations

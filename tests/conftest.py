@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from forked import PACKAGE
-from hypothesis import settings
 from running import ROOT, Dtt, write_documents
 
 if TYPE_CHECKING:  # keeps playwright out of tests that open no page
@@ -31,8 +30,10 @@ os.environ.update(
     PYTHONDONTWRITEBYTECODE="1",
 )
 # What must pass before a merge tries the same examples every time; others try new ones.
-settings.register_profile("same", derandomize=True)
 if os.environ.get("DTT_NO_SKIP") == "1":
+    from hypothesis import settings
+
+    settings.register_profile("same", derandomize=True)
     settings.load_profile("same")
 # A shell starts background commands with SIGINT ignored, nohup with SIGHUP ignored, and children
 # inherit that; processes of tests must receive both.

@@ -262,18 +262,3 @@ def test_at_most_one_save_is_in_flight(
     assert [save.step for save in saver.finished()] == [1]
     saver.wait()
     assert store.steps(tmp_path / "checkpoints") == [1, 2]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_the_copy_is_made_before_training_continues(tmp_path: Path) -> None:
-    world = start(Ranks(), "cuda")
-    saver = make(tmp_path, world, keep_last=3)
-    for step in (1, 2, 3):
-        weight = torch.full((4096, 4096), float(step), device="cuda")
-        saver.begin(step, on_every_rank({"w": weight}), {}, {})
-        weight.fill_(99.0)
-    saver.wait()
-    for step in (1, 2, 3):
-        held = store.at_step(tmp_path / "checkpoints", step).tensors(store.MODEL)
-        assert torch.equal(held["w"], torch.full((4096, 4096), float(step)))

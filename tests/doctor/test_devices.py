@@ -27,14 +27,6 @@ def test_a_working_cpu_is_reported_with_its_memory_and_speed() -> None:
     assert list(devices.faults([(0, "n1", found)])) == []
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_gpu_multiplies_correctly_in_both_dtypes() -> None:
-    found = devices.examine(torch.device("cuda", 0))
-    assert set(found.tflops) == {"float32", "bfloat16"}
-    assert found.wrong == ()
-
-
 def test_one_wrong_number_in_a_product_is_found_and_the_node_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

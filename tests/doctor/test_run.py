@@ -96,14 +96,3 @@ def test_processes_option_is_refused_under_a_launcher(dtt: Dtt) -> None:
 def test_an_unknown_device_is_refused(dtt: Dtt) -> None:
     done = dtt("doctor", "--device=gpu", expect=ExitCode.USAGE)
     assert "--device gpu is not one of auto, cpu, cuda" in done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_gpus_run_collectives_over_nccl(dtt: Dtt) -> None:
-    count = str(min(2, torch.cuda.device_count()))
-    done = dtt.wait(dtt.start("doctor", "--processes", count, "--json"))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["processes"][0]["environment"]["nccl"] != "none"
-    assert len(found["exchanges"]) == (45 if count == "2" else 0)

@@ -82,6 +82,57 @@ def test_after_one_failure_nothing_is_compiled_any_more(monkeypatch: pytest.Monk
         assert second(torch.zeros(1)) == 1.0
 
 
+def at_launch(error: Exception) -> Any:
+    """Return a back end whose kernels compile, and raise `error` when they run."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def launch(*_: object) -> None:
+            raise error
+
+        return launch
+
+    return backend
+
+
+def test_a_kernel_that_does_not_fit_the_device_is_replaced_at_its_first_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OutOfResources(Exception):
+        """Stands for the error of triton, which CPU builds of torch do not install."""
+
+    OutOfResources.__module__ = "triton.runtime.errors"
+    use(monkeypatch, at_launch(OutOfResources("out of resource: shared memory")))
+    compiler = Compiler()
+    assert compiler.compiled(torch.cos)(torch.zeros(1)) == 1.0
+    assert compiler.failure == "out of resource: shared memory"
+
+
+def test_an_error_of_the_function_itself_reaches_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, at_launch(RuntimeError("an illegal memory access was encountered")))
+    compiler = Compiler()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        compiler.compiled(torch.cos)(torch.zeros(1))
+    assert not compiler.failure
+
+
+def test_a_device_without_memory_left_is_not_taken_for_a_failed_compilation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compiling(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for backend in (compiling, at_launch(torch.OutOfMemoryError("CUDA out of memory"))):
+        torch.compiler.reset()
+        with monkeypatch.context() as patched:
+            use(patched, backend)
+            compiler = Compiler()
+            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+                compiler.compiled(torch.cos)(torch.zeros(1))
+            assert not compiler.failure
+
+
 ON_RANK_1 = """
 import os, sys, torch
 real = torch.compile

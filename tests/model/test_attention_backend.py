@@ -10,6 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from dense_attention import (
+    SCALE,
+    assert_the_same,
+    chunks_of,
+    dense,
+    documents_of,
+    heads,
+    may_attend,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,46 +35,6 @@ from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SCALE = 0.3
-
-
-def heads(
-    rows: int, length: int, n_heads: int, n_kv_heads: int, width: int = 8
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as projections give them, with the heads of a token together."""
-    shapes = [(rows, length, n, width) for n in (n_heads, n_kv_heads, n_kv_heads)]
-    q, k, v = (torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes)
-    return q, k, v
-
-
-def documents_of(rows: int, length: int, share: float) -> Tensor:
-    """Numbers of documents, a new one beginning at about `share` of the tokens."""
-    return (torch.rand(rows, length) < share).cumsum(1)
-
-
-def may_attend(length: int, documents: Tensor | None, window: int | None) -> Tensor:
-    """[B or 1, 1, T, T]."""
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = (distance >= 0) & (distance < (window or length))
-    if documents is None:
-        return seen[None, None]
-    return seen & (documents[:, None, :, None] == documents[:, None, None, :])
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (SCALE * q @ k.transpose(2, 3)).masked_fill(~mask.to(q.device), float("-inf"))
-    return scores.softmax(-1) @ v
-
-
-def assert_the_same(
-    got: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], tolerance: float
-) -> None:
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    weights = torch.randn_like(got)
-    grads = torch.autograd.grad((got * weights).sum(), inputs)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
-    torch.testing.assert_close(grads, expected_grads, rtol=tolerance, atol=tolerance)
 
 
 @given(
@@ -91,12 +60,6 @@ def test_tiles_equal_a_dense_mask_in_output_and_gradients(
     got = tiled_attention(q, k, v, documents, window, SCALE)
     expected = dense(q, k, v, may_attend(length, documents, window))
     assert_the_same(got, expected, (q, k, v), 1e-5)
-
-
-def chunks_of(rank: int, ranks: int, length: int) -> list[range]:
-    """One from either end, as `length` tokens are shared by processes."""
-    starts = rank * length, (2 * ranks - 1 - rank) * length
-    return [range(start, start + length) for start in starts]
 
 
 @given(
@@ -219,45 +182,6 @@ def test_flex_attention_of_some_queries_equals_tiles(
     starts = [chunk.start for chunk in chunks]
     expected = tiled_attention(some, k, v, documents, window, SCALE, starts)
     torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("window", "share"), [(None, None), (30, None), (None, 0.03), (30, 0.03)])
-def test_on_a_gpu_some_queries_give_their_rows_of_a_dense_mask(
-    window: int | None, share: float | None, rank: int
-) -> None:
-    torch.manual_seed(1)
-    arch = dataclasses.replace(windowed(window), attn_scale=SCALE)
-    q, k, v = (x.detach().cuda().requires_grad_() for x in heads(2, 800, 4, 2, 64))
-    documents = None if share is None else documents_of(2, 800, share)
-    chunks = chunks_of(rank, 2, 200)
-    tokens = torch.zeros(2, 800, device="cuda")
-    on_gpu = None if documents is None else documents.cuda()
-    (made,) = attention_backend.make_context_attention_fns(
-        arch, tokens, on_gpu, chunks, lambda x: x
-    )
-    places = [place for chunk in chunks for place in chunk]
-    got = made(q[:, :, places], k, v)
-    expected = dense(q, k, v, may_attend(800, documents, window))[:, :, places]
-    assert_the_same(got, expected, (q, k, v), 1e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("width", [8, 64])
-@pytest.mark.parametrize(("window", "share"), [(30, None), (None, 0.03), (30, 0.03)])
-def test_on_a_gpu_documents_and_windows_are_those_of_a_dense_mask(
-    window: int | None, share: float | None, width: int
-) -> None:
-    torch.manual_seed(1)
-    q, k, v = (x.detach().cuda().requires_grad_() for x in heads(2, 200, 4, 2, width))
-    documents = None if share is None else documents_of(2, 200, share)
-    tokens = torch.zeros(2, 200, device="cuda")
-    on_gpu = None if documents is None else documents.cuda()
-    got = attention_backend.flex(SCALE, tokens, on_gpu, window)(q, k, v)
-    assert_the_same(got, dense(q, k, v, may_attend(200, documents, window)), (q, k, v), 1e-3)
 
 
 @pytest.fixture

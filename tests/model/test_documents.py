@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-import pytest
 import torch
 import transformers
-from torch import Tensor
+from tiny_architectures import DOCUMENTS, LENGTHS, alone, make
 
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
-from dtt.model.decoder import Decoder, document_positions
-from dtt.model.init import initialize
-
-LENGTHS = [[5, 1, 11, 7], [24], [1, 1, 22]]
-DOCUMENTS = torch.tensor(
-    [[n for n, length in enumerate(r) for _ in range(length)] for r in LENGTHS]
-)
-
-
-def make(arch: Architecture) -> tuple[Decoder, Tensor]:
-    model = Decoder(arch)
-    initialize(model, seed=1)
-    tokens = torch.randint(100, (3, 24), generator=torch.Generator().manual_seed(0))
-    return model, tokens
-
-
-def alone(model: Any, tokens: Tensor) -> Tensor:
-    """The logits of each document by itself, put together again."""
-    parts = [row.split(lengths) for row, lengths in zip(tokens, LENGTHS, strict=True)]
-    return torch.stack([torch.cat([model(part[None])[0] for part in row]) for row in parts])
+from dtt.model.decoder import document_positions
 
 
 def test_positions_restart_with_each_document() -> None:
@@ -93,12 +70,3 @@ def test_one_document_is_what_a_plain_sequence_is(arch: Architecture) -> None:
     model, tokens = make(arch)
     masked = model(tokens, doc_ids_BT=torch.zeros_like(tokens))
     torch.testing.assert_close(masked, model(tokens), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@torch.no_grad()
-def test_on_a_gpu_logits_are_those_of_each_document_alone(arch: Architecture) -> None:
-    model, tokens = make(dataclasses.replace(arch, dropout=0.0))
-    on_gpu = model.cuda()(tokens.cuda(), doc_ids_BT=DOCUMENTS.cuda()).cpu()
-    torch.testing.assert_close(on_gpu, alone(model.cpu(), tokens), rtol=1e-3, atol=1e-3)

@@ -185,6 +185,14 @@ def one_by_one(model: Decoder, seed: int | None, **options: Any) -> list[list[in
     ]
 
 
+@pytest.fixture(params=["read first", "read later"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode as on a CPU, and as on a GPU: before the host has read the last tokens."""
+    later = request.param == "read later"
+    monkeypatch.setattr("dtt.model.generate._asynchronous", lambda _: later)
+
+
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize(
     ("seed", "options"),
     [(None, {"temperature": 0}), (4, {"temperature": 0.9, "top_k": 20, "top_p": 0.95}), (4, {})],
@@ -197,6 +205,7 @@ def test_prompts_in_a_batch_get_what_each_gets_alone(
     assert [len(answer) for answer in answers] == [12, 12, 4, 12]
 
 
+@pytest.mark.usefixtures("order")
 def test_each_prompt_of_a_batch_ends_by_itself(model: Decoder) -> None:
     whole = in_a_batch(model, None, max_new_tokens=100, temperature=0)
     assert [len(a) + len(p) for a, p in zip(whole, PROMPTS, strict=True)] == 4 * [24]
@@ -257,3 +266,13 @@ def test_a_text_that_outgrows_short_longrope_is_computed_again() -> None:
         list(
             generate_batch(model, [[1, 2, 3, 4]], max_new_tokens=6, generators=[random], **options)
         )  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("order")
+def test_non_finite_logits_of_a_batch_are_refused(model: Decoder) -> None:
+    tokens = generate_batch(model, PROMPTS, max_new_tokens=3, generators=[None] * len(PROMPTS))
+    next(tokens)
+    with torch.no_grad():
+        model.embed.weight.fill_(torch.nan)
+    with pytest.raises(Diverged, match="its largest logit is nan"):
+        list(tokens)

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -22,57 +21,27 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from guarded_runs import STEPS, build, one_step
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import Diverged, ExitCode
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.config.guard import GuardConfig
-from dtt.config.load import resolve
-from dtt.data.samples.dataset import open_dataset
-from dtt.jobs.attempt import Attempt
-from dtt.jobs.stop import Requests
 from dtt.mesh.dist import World
 from dtt.model.output import Output
-from dtt.optim.groups import set_learning_rate
 from dtt.track import jsonl
 from dtt.train import anomaly_guard as guard_module
 from dtt.train.anomaly_guard import FINE, NON_FINITE, SPIKE, WINDOW, Guard
-from dtt.train.build import build as wire
-from dtt.train.run_plan import make_plan
 from dtt.train.state import AnomalousStep, Position, optimizer_tensors
-from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.trainer import Trainer
 
 ALONE = World(Ranks(), torch.device("cpu"), None)
 BAD = 10
-STEPS = 12
 Poison = Mapping[int, str]
 """What is spoilt, by step."""
-
-
-def build(world: World, folder: Path, tokens: Path, *settings: str) -> Trainer:
-    """A run in `folder`, made as `dtt train` makes it."""
-    os.chdir(folder)
-    cfg = resolve(None, [
-        f"data.tokens={tokens}", "model.dim=16", "model.n_layers=1", "model.n_heads=2",
-        "train.precision=fp32", f"train.steps={STEPS}", "train.seq_len=32", "train.micro_batch=4",
-        "train.global_batch_tokens=256", "train.eval_every=0", "train.eval_tokens=64",
-        "train.log_every=3", "train.ema_decay=0.9", "train.sample_tokens=0", "train.hang_seconds=0",
-        "checkpoint.every=4", "checkpoint.keep_last=9", "schedule.type=constant",
-        "guard.rewind_around=1", *settings,
-    ]).config  # fmt: skip
-    job = JobDir(cfg.job_dir)
-    number = world.from_first(job.begin_attempt() if world.first else 0)
-    dataset = open_dataset(cfg)
-    plan = make_plan(cfg, dataset, world)
-    watchdog = Watchdog(job, world.ranks, plan.steps, attempt=number)
-    attempt = Attempt(job, Requests(), number)
-    resume = world.from_first(store.newest(job.checkpoints) if world.first else None)
-    return wire(cfg, plan, attempt, world, dataset, watchdog, resume, None)
 
 
 def poison(trainer: Trainer, at: Poison, rank: int | None = None) -> None:
@@ -486,17 +455,6 @@ class Fetches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def one_step(trainer: Trainer) -> Callable[[], None]:
-    """Two steps are made; the next is ready."""
-    trainer.restore(None)
-    batches = trainer.data.batches_from(0)
-    set_learning_rate(trainer.state.optimizers, 1.0)
-    ready = list(itertools.islice(batches, 3))
-    for batch in ready[:2]:
-        trainer.step(batch, 1.0)
-    return lambda: trainer.step(ready[2], 1.0)
-
-
 def test_host_synchronisations_are_counted() -> None:
     with Fetches() as fetches:
         torch.ones(()).item()
@@ -507,17 +465,3 @@ def test_host_synchronisations_are_counted() -> None:
 @pytest.mark.parametrize("ranks", [1, on_two()])
 def test_a_guarded_step_does_not_synchronise_with_the_device(found: Found, ranks: int) -> None:
     assert found(ranks)["one step"] == {"fetches": 0}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_a_guarded_step_never_synchronises(tokens: Path, tmp_path: Path) -> None:
-    world = World(Ranks(), torch.device("cuda", 0), None)
-    step = one_step(build(world, tmp_path, tokens, *SKIP, "train.compile=false"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            torch.ones(1, device="cuda").item()  # this is how a wait would fail
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -196,6 +196,7 @@ def _kept_again(case: Case) -> int:
     Full remat keeps the input of the block. Selective remat also keeps the outputs of attention, of
     every second matrix product (q, v, gate or up, down) and of collectives: tokens all-gathered
     twice and reduce-scattered twice (tensor parallelism), keys and values (context parallelism).
+    The compiler drops the output of down, which no gradient needs.
     """
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
     kept = n * case.stream_bytes * arch.dim // t
@@ -203,7 +204,7 @@ def _kept_again(case: Case) -> int:
         return kept
     q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
     gated = arch.mlp != "gelu"
-    products = q + k + arch.ffn_dim // t + (arch.dim if gated else 0)
+    products = q + k + arch.ffn_dim // t + (arch.dim if gated and not case.compiled else 0)
     exchanged = 2 * (arch.dim + arch.dim // t) if t > 1 else 0
     if case.sizes.context > 1:
         exchanged += 2 * k * case.sizes.context
@@ -213,16 +214,17 @@ def _kept_again(case: Case) -> int:
 def _kept_both_times(case: Case) -> int:
     """Return the bytes counted both by `kept_by_block` and `_kept_again`.
 
-    When selective remat recomputes a block, it has kept v, gate or up, the output of attention and
-    the all-gathered tokens all along.
+    When remat recomputes a block, it has kept the block's input all along; selective remat also v,
+    gate or up, the output of attention and the all-gathered tokens.
     """
-    if case.cfg.train.remat != "selective":
-        return 0
     arch, t = case.arch, case.sizes.tensor
+    both = case.tokens * case.stream_bytes * arch.dim // t if case.compiled else 0
+    if case.cfg.train.remat != "selective":
+        return both
     widths = (arch.n_heads + arch.n_kv_heads) * arch.head_dim + arch.ffn_dim
     whole = 2 * arch.dim if t > 1 else 0
     own = (case.product_bytes * widths + FP32 * arch.n_heads) // t
-    return case.tokens * (own + case.product_bytes * whole)
+    return both + case.tokens * (own + case.product_bytes * whole)
 
 
 def activations(case: Case, blocks: int) -> int:
@@ -230,7 +232,7 @@ def activations(case: Case, blocks: int) -> int:
     kept = kept_by_block(case)
     if case.cfg.train.remat == "none":
         return blocks * kept
-    again = -(-blocks // case.cfg.train.remat_every)
+    again = _with_remat(case, blocks)
     return (blocks - again) * kept + again * min(kept, _kept_again(case))
 
 
@@ -256,17 +258,25 @@ def _loss(case: Case) -> tuple[int, int]:
     return left, hidden + e * logits + max(wide, narrow)
 
 
-def _casts(case: Case) -> int:
-    """Return the bytes of weights in the compute dtype that autocast keeps until the backward pass.
+def _casts(case: Case, done: int) -> int:
+    """Return the bytes of blocks' weights in the compute dtype that autocast keeps.
 
-    None with FSDP2, which all-gathers weights in that dtype. Compiled blocks cast again instead of
-    keeping the casts.
+    The graph keeps them: of compiled blocks until their backward pass, which `done` blocks have
+    finished; uncompiled, one cast may belong to several graphs, and all are kept to the end. With
+    remat, compiled blocks cast again. FSDP2 all-gathers weights in that dtype, and casts nothing.
     """
     if not case.autocast or case.sizes.sharded:
         return 0
-    head = case.arch.vocab_size * case.arch.dim
-    blocks = sum(prod(w.part) for w in case.weights if w.in_block and len(w.part) > 1)
-    return case.product_bytes * (head + (0 if case.compiled else blocks))
+    block = case.product_bytes * sum(prod(w.part) for w in case.block if len(w.part) > 1)
+    if not case.compiled:
+        return block * case.arch.n_layers
+    left = case.arch.n_layers - done
+    return block * (left if case.cfg.train.remat == "none" else left - _with_remat(case, left))
+
+
+def _with_remat(case: Case, blocks: int) -> int:
+    """Return how many of the first `blocks` blocks use remat."""
+    return -(-blocks // case.cfg.train.remat_every)
 
 
 def _gathered(case: Case, blocks: int) -> int:
@@ -299,8 +309,11 @@ def _kept_gradients(case: Case) -> int:
 
 def _at_the_loss(case: Case) -> dict[str, int]:
     left, meanwhile = _loss(case)
+    # The loss casts the head itself, and keeps its gradient in place of the cast.
+    cast = case.autocast and not case.sizes.sharded
+    head = case.product_bytes * case.arch.vocab_size * case.arch.dim if cast else 0
     return {
-        "gathered parameters": _gathered(case, 1) + _casts(case),
+        "gathered parameters": _gathered(case, 1) + _casts(case, 0) + head,
         "gradients": _kept_gradients(case),
         "activations": activations(case, case.arch.n_layers)
         + case.tokens * _norm(case, case.arch.dim) // case.sizes.tensor,
@@ -312,19 +325,22 @@ def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
     """Return the memory in the backward pass of a block, when `done` blocks are finished.
 
     The working memory is the gradients of the residual stream, of the MLP's product and of its two
-    factors and, with remat, the recomputed activations of the block. FSDP2 has prefetched the
-    next block in backward order, and reduce-scatters the gradients of the previous one, in fp32.
+    factors (compiled, that of gelu is computed in place) and, with remat, the recomputed
+    activations of the block. FSDP2 has prefetched the next block in backward order, and
+    reduce-scatters the gradients of the previous one, in fp32.
     """
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
     kept = activations(case, case.arch.n_layers - done)
-    working = n * (case.stream_bytes * arch.dim + 3 * e * arch.ffn_dim) // t
+    factors = 1 if case.compiled and arch.mlp == "gelu" else 3
+    working = n * (case.stream_bytes * arch.dim + factors * e * arch.ffn_dim) // t
     if case.cfg.train.remat != "none":
         working += kept_by_block(case) - _kept_both_times(case)
-    head = (case.product_bytes if case.sizes.sharded else FP32) * arch.vocab_size // t * arch.dim
+    size = case.product_bytes if case.sizes.sharded else case.weight_bytes
+    head = size * arch.vocab_size // t * arch.dim
     sent = FP32 * numbers(case.block) if case.sizes.sharded and done else 0
-    new = done * FP32 * case.held(case.block)
+    new = done * case.weight_bytes * case.held(case.block)
     return {
-        "gathered parameters": _gathered(case, 2) + _casts(case),
+        "gathered parameters": _gathered(case, 2) + _casts(case, done),
         "gradients": max(_kept_gradients(case), new) + head,
         "activations": kept + working,
         "exchange buffers": sent,
@@ -374,9 +390,9 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
         outside = numbers(case.outside)
         new = 0 if case.keeps_whole_gradients else case.product_bytes * outside
         return {"gradients": _of_blocks(case) + new, "exchange buffers": FP32 * outside}
-    again = FP32 * arch.vocab_size * arch.dim if arch.tie_embeddings else 0
+    again = case.weight_bytes * arch.vocab_size * arch.dim if arch.tie_embeddings else 0
     return {
-        "gathered parameters": _casts(case),
+        "gathered parameters": _casts(case, arch.n_layers),
         "gradients": case.weight_bytes * numbers(case.weights) + again,
     }
 

@@ -20,7 +20,7 @@ from dtt.data.text.tokenizer import find_tokenizer
 from dtt.estimate import advice, gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import LINK
-from dtt.estimate.duration import SOURCE, Run, StepEstimate, achieved, run_of, step_of
+from dtt.estimate.duration import LIMITED, SOURCE, Run, StepEstimate, achieved, run_of, step_of
 from dtt.estimate.measurement import Measurement
 from dtt.estimate.measurement import probe as measure
 from dtt.estimate.memory import (
@@ -416,13 +416,13 @@ def _assumptions(estimate: Estimate) -> Iterator[str]:
     case = estimate.case
     gpu = case.gpu
     peak = (gpu.fp32 if case.product_bytes == 4 else gpu.bf16) / 1e12
-    source = f"from published measurements:\n  {SOURCE}" if gpu.kind == "cuda" else "a guess"
+    source = f"measured by\n  {SOURCE};\n  {LIMITED}" if gpu.kind == "cuda" else "a guess"
     yield f"assumed: {achieved(case):.1%} of {peak:.3g} TFLOP/s, {source};"
     yield (
         f"{LINK:.0%} of {gpu.within / 1e9:.3g} GB/s within a node, {gpu.between / 1e9:.3g} between "
         f"nodes; {SPARE[gpu.kind]:.0%} of the memory stays free."
     )
-    yield "Times are estimates, too short for models below 1B parameters: measure a few steps."
+    yield "Times are estimates: measure a few steps."
 
 
 def _number(value: float) -> str:

@@ -124,10 +124,7 @@ class Evaluator:
         stacked = torch.stack([torch.stack([total[name] for name in names]) for total in sums])
         return [
             # A mean over terms, not of batch means: batches have different numbers of them.
-            {
-                name: value / part.terms
-                for name, value in zip(names, row, strict=True)
-            }
+            {name: value / part.terms for name, value in zip(names, row, strict=True)}
             for part, row in zip(self.parts, self.mesh.sum(stacked, LOSS).tolist(), strict=True)
         ]
 

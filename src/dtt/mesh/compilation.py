@@ -1,4 +1,8 @@
-"""torch.compile with a fallback: if compilation fails, the run continues uncompiled."""
+"""torch.compile with a fallback: if compilation fails, the run continues uncompiled.
+
+It does not cover a kernel of a backward pass that compiles and then does not fit the device: the
+forward pass cannot be repeated uncompiled from there.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +44,12 @@ class Compiler:
             if not self.failure:
                 try:
                     return fast(*inputs, **named)
-                # Dynamo's errors mean that compilation failed. Other errors come from the function
-                # itself and must reach the caller.
-                except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
+                except Exception as error:
+                    if (full := _out_of_memory(error)) is not None:
+                        # Uncompiled, the run would need more memory, and run out of it again.
+                        raise full from None
+                    if not _of_compiler(error):
+                        raise
                     self.failure = _reason(error)
                     log.warning("training continues uncompiled: %s", self.failure)
             return slow(*inputs, **named)
@@ -61,6 +68,32 @@ class Compiler:
 
 compiler = Compiler()
 """The compiler that this process uses for blocks, attention kernels and the loss."""
+
+
+def _of_compiler(error: Exception) -> bool:
+    """Return True if compilation failed, or a compiled kernel cannot run on this device.
+
+    Dynamo wraps what a back end raises. A kernel that does not fit the device raises an error of
+    Triton or Inductor at its first launch. Other errors come from the compiled function itself and
+    must reach the caller, as must a RuntimeError of a launch: CUDA is unusable after it.
+    """
+    import torch
+
+    module = type(error).__module__
+    wrapped = isinstance(error, torch._dynamo.exc.TorchDynamoException)  # noqa: SLF001
+    return wrapped or module.startswith(("triton.", "torch._inductor."))
+
+
+def _out_of_memory(error: BaseException) -> BaseException | None:
+    """Return the error of the device's memory that `error` is or wraps; None if there is none."""
+    import torch
+
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, torch.OutOfMemoryError):
+            return inner
+        inner = getattr(inner, "inner_exception", None) or inner.__cause__
+    return None
 
 
 def _reason(error: Exception) -> str:

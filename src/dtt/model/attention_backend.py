@@ -35,6 +35,11 @@ EAGER_MASK = 128
 """Sequence length in tokens up to which the block mask is created uncompiled: it is at most one
 block."""
 
+WIDE_HEADS = {"fwd_num_stages": 1}
+"""Options of FlexAttention's kernels for heads above 256, which they compute as if of 512. With
+torch's three stages, a tile of queries and three of keys and values take 263,168 bytes of shared
+memory, and a block of an H100 has 232,448: the kernel would fail at its first launch."""
+
 
 def choose(
     device: torch.device,
@@ -226,6 +231,7 @@ class Flex:
             block_mask=self.block_mask,
             scale=self.scale,
             enable_gqa=grouped_heads(q_BHTK, k_BGTK),
+            kernel_options=WIDE_HEADS if width > 256 else None,
         )
         if out_BHTK is None:  # compilation failed in this call
             out_BHTK = self.dense(q_BHTK, k_BGTK, v_BGTK)

@@ -61,15 +61,13 @@ def generate_batch(
     `max_new_tokens`, until one of `stop_ids` (which is not yielded), or until it fills the model's
     context (`max_seq_len`). Temperature 0 selects the most likely token. Otherwise the token is
     drawn from the smallest set of the `top_k` most likely tokens whose probability reaches `top_p`,
-    with the prompt's own generator, which must be on the model's device. The model is in evaluation
-    mode until the iterator ends.
+    with the prompt's own generator, on the model's device. Meanwhile the model is in eval mode.
 
     Prompts are prefilled one by one, so that none needs padding; then each step decodes one token
     of every sequence.
     """
-    context = model.arch.max_seq_len
     # The context includes the prompt. A learned position table has no row beyond it.
-    remaining = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+    remaining = [min(max_new_tokens, model.arch.max_seq_len - len(prompt)) for prompt in prompts]
     active = [i for i in range(len(prompts)) if remaining[i] > 0]
     capacity = max((len(prompts[i]) + remaining[i] for i in active), default=0)
     weight = model.embed.weight
@@ -78,28 +76,32 @@ def generate_batch(
     model.eval()
     try:
         logits = [_prefill(model, cache, row, prompts[i]) for row, i in enumerate(active)]
+        logits_BV = torch.stack(logits) if logits else weight
         while active:
-            rows, tokens = [], []
-            for row, i in enumerate(active):
-                token = sample(logits[row].float(), temperature, top_k, top_p, generators[i])
+            drawn_B = draw(logits_BV, temperature, top_k, top_p, [generators[i] for i in active])
+            read = _start_reading(drawn_B)
+            # A row with its last token leaves now, before a forward pass that would be for nothing.
+            rows = [row for row, i in enumerate(active) if remaining[i] > 1]
+            # Started before the host knows the tokens, so that the GPU is not idle meanwhile. A row
+            # that stops costs one pass too many.
+            ahead = bool(rows) and _asynchronous(weight.device)
+            following_BV = _decode(model, cache, drawn_B, rows) if ahead else None
+            going = []
+            for row, (i, token) in enumerate(zip(active, read(), strict=True)):
+                if token == NOT_FINITE:
+                    raise _diverged(logits_BV[row])
                 if token in stop_ids:
                     continue
-                # The consumer may abandon the iterator here; `finally` then restores the mode of
-                # the model.
+                # The consumer may abandon the iterator here: hence `finally`.
                 yield i, token
                 remaining[i] -= 1
-                # A row with its last token leaves now: the forward pass that follows would be for
-                # nothing.
                 if remaining[i] > 0:
-                    rows.append(row)
-                    tokens.append(token)
-            if len(rows) < len(active):
-                active = [active[row] for row in rows]
-                cache.keep(rows)
-            if active:
-                tokens_B1 = torch.tensor(tokens, device=weight.device)[:, None]
-                # One row of logits per remaining sequence, in the order of `active`.
-                logits = list(model(tokens_B1, cache=cache)[:, -1])
+                    going.append(row)
+            active = [active[row] for row in going]
+            if active and following_BV is None:
+                logits_BV = _decode(model, cache, drawn_B, going)
+            elif following_BV is not None:
+                logits_BV = _keep(following_BV, cache, [rows.index(row) for row in going])
     finally:
         model.train(was_training)
 
@@ -165,7 +167,7 @@ class PrefixCachedGenerator:
         for start in range(len(first), len(new), self.CHUNK):
             logits_V = self._append(new[start : start + self.CHUNK])
         while remaining > 0:
-            token = sample(logits_V.float(), temperature, top_k, top_p, generator)
+            token = sample(logits_V, temperature, top_k, top_p, generator)
             yield token
             remaining -= 1
             # Nobody asks for the token after the last one, so its forward pass is saved.
@@ -259,7 +261,7 @@ def generate_uncached(
             logits = module(padded.to(generator.device))[0, len(ids) - 1]
             # All ranks must call this in the same iteration: it is a collective, and so is the
             # forward pass.
-            token = broadcast(sample(logits.float(), temperature, None, top_p, generator))
+            token = broadcast(sample(logits, temperature, None, top_p, generator))
             if token in stop_ids:
                 return
             yield token
@@ -278,6 +280,90 @@ def _prefill(model: Decoder, cache: KVCache, row: int, prompt: Sequence[int]) ->
     return logits
 
 
+def _decode(model: Decoder, cache: KVCache, tokens_B: Tensor, rows: Sequence[int]) -> Tensor:
+    """Compute one more token of `rows`, which stay in the cache; return their logits [B, V]."""
+    if len(rows) < len(tokens_B):
+        cache.keep(rows)
+        tokens_B = tokens_B[rows]
+    # NOT_FINITE is no id: embedding it would end the CUDA context before the host can report it.
+    logits_BV: Tensor = model(tokens_B[:, None].clamp(min=0), cache=cache)[:, -1]
+    return logits_BV
+
+
+def _keep(logits_BV: Tensor, cache: KVCache, rows: Sequence[int]) -> Tensor:
+    """Drop all rows except `rows` from the cache; return their logits [B, V]."""
+    if len(rows) == len(logits_BV):
+        return logits_BV
+    cache.keep(rows)
+    return logits_BV[rows]
+
+
+def _asynchronous(device: torch.device) -> bool:
+    """Return True if the host may go on while the device computes."""
+    return device.type == "cuda"
+
+
+def _start_reading(x: Tensor) -> Callable[[], list[int]]:
+    """Start to copy `x` to the host; return a function that waits for the copy and returns it.
+
+    It does not wait for kernels that are started in between.
+    """
+    copy = x.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
+    if not x.is_cuda:
+        return copy.tolist
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return read
+
+
+NOT_FINITE = -1
+"""What `draw` returns in place of a token if a logit is NaN or +inf."""
+
+
+def draw(
+    logits_BV: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    generators: Sequence[torch.Generator | None],
+) -> Tensor:
+    """Draw a token id for each row, [B], or NOT_FINITE; see `generate_batch` for the options.
+
+    Nothing here waits for the device. Each row has its own generator, so that its text does not
+    depend on the other rows.
+    """
+    logits_BV = logits_BV.float()
+    highest_B1 = logits_BV.amax(dim=-1, keepdim=True)
+    finite_B1 = highest_B1.isfinite()  # the maximum is NaN if any logit is
+    if temperature == 0:
+        token_B1 = logits_BV.argmax(dim=-1, keepdim=True)
+    else:
+        # Finite at any temperature, except for -inf. On a GPU, multinomial answers NaN with a
+        # device-side assertion, after which CUDA is unusable.
+        logits_BV = ((logits_BV - highest_B1) / temperature).where(finite_B1, 0.0)
+        ids_BV = None
+        if top_k is not None or top_p < 1.0:  # sorting takes longer than drawing
+            vocabulary = logits_BV.shape[-1]
+            logits_BV, ids_BV = logits_BV.topk(min(top_k or vocabulary, vocabulary))
+        weights_BV = logits_BV.softmax(dim=-1)
+        if ids_BV is not None:
+            # Probability of all tokens before this one. So the token with which the sum reaches
+            # top_p is kept, and the most likely one always is.
+            before_BV = weights_BV.cumsum(dim=-1) - weights_BV
+            weights_BV = weights_BV.masked_fill(before_BV > top_p, 0.0)
+        # multinomial scales the weights to a sum of 1 by itself.
+        rows = zip(weights_BV, generators, strict=True)
+        token_B1 = torch.stack([torch.multinomial(row, 1, generator=own) for row, own in rows])
+        if ids_BV is not None:
+            token_B1 = ids_BV.gather(1, token_B1)
+    return token_B1.where(finite_B1, NOT_FINITE)[:, 0]
+
+
 def sample(
     logits_V: Tensor,
     temperature: float,
@@ -285,28 +371,19 @@ def sample(
     top_p: float,
     generator: torch.Generator | None,
 ) -> int:
-    """Draw one token id; see `generate_batch` for the options.
+    """Draw one token id, and wait for it; see `generate_batch` for the options.
 
     Raises Diverged if a logit is NaN or +inf.
     """
-    # On a GPU, multinomial answers NaN with a device-side assertion, and CUDA is unusable after it.
-    highest = logits_V.max()
-    if not highest.isfinite():  # max() is NaN if any logit is
-        raise Diverged(
-            "the model's logits are not finite",
-            why=f"its largest logit is {highest.item()}",
-            next="use weights from before training diverged: dtt export JOB@STEP",
-        )
-    if temperature == 0:
-        return int(logits_V.argmax())
-    logits_V = (logits_V - highest) / temperature  # finite at any temperature, except for -inf
-    if top_k is None and top_p == 1.0:  # sorting takes longer than drawing
-        return int(torch.multinomial(logits_V.softmax(dim=-1), 1, generator=generator))
-    ordered, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
-    probabilities = ordered.softmax(dim=-1)
-    # Probability of all tokens before this one. So the token with which the sum reaches top_p is
-    # kept, and the most likely one always is.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    probabilities = probabilities.masked_fill(before > top_p, 0.0)
-    # multinomial scales the weights to a sum of 1 by itself.
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+    token = int(draw(logits_V[None], temperature, top_k, top_p, [generator]))
+    if token == NOT_FINITE:
+        raise _diverged(logits_V)
+    return token
+
+
+def _diverged(logits_V: Tensor) -> Diverged:
+    return Diverged(
+        "the model's logits are not finite",
+        why=f"its largest logit is {logits_V.max().item()}",
+        next="use weights from before training diverged: dtt export JOB@STEP",
+    )

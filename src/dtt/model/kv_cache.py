@@ -35,6 +35,8 @@ class KVCache:
         """Keys and values, [2, n_layers, B, G, S, K]."""
         self.lengths = [0] * batch
         """Number of cached tokens of each sequence."""
+        self._lengths_B: tuple[list[int], Tensor] | None = None
+        """The lengths that are on the device, and their tensor."""
 
     @property
     def device(self) -> torch.device:
@@ -43,8 +45,7 @@ class KVCache:
 
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next `count` tokens of each sequence, [B, count]."""
-        ahead = torch.arange(count, device=self.device)
-        return torch.tensor(self.lengths, device=self.device)[:, None] + ahead
+        return self._on_device()[:, None] + torch.arange(count, device=self.device)
 
     def row(self, index: int) -> KVCache:
         """Return a cache of one sequence that shares this memory but has its own length."""
@@ -80,12 +81,22 @@ class KVCache:
             k_BGSK[:, :, positions], v_BGSK[:, :, positions] = k_BGTK, v_BGTK
         else:
             # Every row has its own end, so one slice is not enough. Indexing pairs row i with its
-            # length.
-            rows = range(len(self.lengths))
-            k_BGSK[rows, :, self.lengths] = k_BGTK.squeeze(2)
-            v_BGSK[rows, :, self.lengths] = v_BGTK.squeeze(2)
+            # length. Lists would be copied to the device four times a layer, and each copy waits
+            # for all kernels before it.
+            rows_B = torch.arange(len(self.lengths), device=self.device)
+            k_BGSK[rows_B, :, self._on_device()] = k_BGTK.squeeze(2)
+            v_BGSK[rows_B, :, self._on_device()] = v_BGTK.squeeze(2)
         return k_BGSK, v_BGSK
 
     def advance(self, count: int) -> None:
         """Record that `count` tokens of each sequence have been written in every layer."""
+        lengths_B = self._on_device() + count
         self.lengths = [length + count for length in self.lengths]
+        self._lengths_B = list(self.lengths), lengths_B
+
+    def _on_device(self) -> Tensor:
+        """Return the lengths as a tensor; copied from the host only if `advance` did not set it."""
+        if self._lengths_B is None or self._lengths_B[0] != self.lengths:
+            copied = torch.tensor(self.lengths, device=self.device)
+            self._lengths_B = list(self.lengths), copied
+        return self._lengths_B[1]

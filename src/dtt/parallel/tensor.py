@@ -182,8 +182,9 @@ def overlap(mesh: DeviceMesh, world: World) -> str:
     """Enable async tensor parallelism if the GPUs of `mesh` can access each other's memory.
 
     Return a log line that reports the outcome. All ranks call this together: it must be enabled
-    on all or none, as its collectives are incompatible with ordinary ones. torch then splits matrix
-    multiplications and overlaps them with the communication of their slices.
+    on all or none, as its collectives are incompatible with ordinary ones. torch may then split
+    matrix multiplications and overlap them with the communication of their slices; a profile
+    (`dtt job profile JOB`) shows whether it does.
     """
     from torch._inductor import config
     from torch.distributed import _symmetric_memory as symmetric
@@ -209,7 +210,8 @@ def overlap(mesh: DeviceMesh, world: World) -> str:
         if world.agree(int(failed)):
             return f"tensor parallelism: collectives do not overlap with matrix products: {reason}"
     config._micro_pipeline_tp = True  # noqa: SLF001  (it has no public name)
-    return "tensor parallelism: collectives overlap with matrix products"
+    # A permission, and not yet a fact: Inductor decides for each product when it compiles a block.
+    return "tensor parallelism: the compiler may overlap collectives with matrix products"
 
 
 class VocabularyPart:
