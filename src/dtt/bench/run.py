@@ -40,7 +40,7 @@ from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.evaluate.tasks.definition import load_tasks
 from dtt.launch import pipeline
-from dtt.launch.pipeline import PipelineRun, Step
+from dtt.launch.pipeline import PipelineRun, PipelineStep
 from dtt.launch.sweep.run import columns
 
 FOLDER = Path("jobs/bench")
@@ -201,7 +201,7 @@ def _train(bench: Bench, folder: Path) -> None:
         _run_step(bench, step, f"{number}/{len(todo)}")
 
 
-def _run_step(bench: Bench, step: Step, place: str) -> None:
+def _run_step(bench: Bench, step: PipelineStep, place: str) -> None:
     """Run a step as a process, and stop it at the target; exit with its exit code if it fails."""
     job = step.run.job
     before = job.attempt()

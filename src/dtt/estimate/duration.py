@@ -136,7 +136,7 @@ def _optimizer(case: Case, peak: float) -> float:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunEstimate:
     """The estimated duration of the whole run."""
 
     seconds: float
@@ -146,7 +146,7 @@ class Run:
     if the limit leaves no time to train."""
 
 
-def run_of(case: Case, one: StepEstimate) -> Run:
+def run_of(case: Case, one: StepEstimate) -> RunEstimate:
     """Return the estimate of the run, given that of a step at its end.
 
     Evaluations are forward passes, with a third of the FLOPs of a step. Saves overlap with
@@ -159,6 +159,6 @@ def run_of(case: Case, one: StepEstimate) -> Run:
     seconds = per_token * (tokens + (often + 1) * train.eval_tokens / 3)
     limit = case.cfg.launch.time_limit
     if limit is None:
-        return Run(seconds, None)
+        return RunEstimate(seconds, None)
     usable = limit - (case.cfg.launch.lead_seconds or LEAD_SECONDS) - START_SECONDS
-    return Run(seconds, math.ceil(seconds / usable) if usable > 0 else None)
+    return RunEstimate(seconds, math.ceil(seconds / usable) if usable > 0 else None)

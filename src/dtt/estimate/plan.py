@@ -20,7 +20,15 @@ from dtt.data.text.tokenizer import find_tokenizer
 from dtt.estimate import advice, gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import LINK
-from dtt.estimate.duration import LIMITED, SOURCE, Run, StepEstimate, achieved, run_of, step_of
+from dtt.estimate.duration import (
+    LIMITED,
+    SOURCE,
+    RunEstimate,
+    StepEstimate,
+    achieved,
+    run_of,
+    step_of,
+)
 from dtt.estimate.measurement import Measurement
 from dtt.estimate.measurement import probe as measure
 from dtt.estimate.memory import (
@@ -43,7 +51,7 @@ class Estimate:
     case: Case
     memory: MemoryEstimate
     step: StepEstimate
-    run: Run
+    run: RunEstimate
     change: advice.Change | None
     """Change that makes the run fit into memory; None if it fits or no such change was found."""
     price: float | None

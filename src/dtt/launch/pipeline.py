@@ -48,7 +48,7 @@ class PipelineRun:
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """A command of the pipeline, for one of its runs."""
 
     command: Command
@@ -101,7 +101,7 @@ def run(
         if missing and not CorpusManifest.exists(one.cfg.corpus_dir):
             raise _no_dataset(one.stage)
     start = time.monotonic()
-    run_steps([*steps(waiting), Step("export", runs[-1])], as_json=as_json, redo=redo_from)
+    run_steps([*steps(waiting), PipelineStep("export", runs[-1])], as_json=as_json, redo=redo_from)
     seconds = time.monotonic() - start
     last = runs[-1].job
     folder = last.root if runs[-1].stage is None else last.root.parent
@@ -143,7 +143,7 @@ def find_runs(
     return runs, [one for one, final in zip(runs, finals, strict=True) if final is None]
 
 
-def steps(runs: Sequence[PipelineRun]) -> Iterator[Step]:
+def steps(runs: Sequence[PipelineRun]) -> Iterator[PipelineStep]:
     """Yield the steps that these runs need: the data of all of them, then the training of each.
 
     So an error in the data of a late stage is reported before hours of training. Runs share corpora
@@ -155,14 +155,14 @@ def steps(runs: Sequence[PipelineRun]) -> Iterator[Step]:
         if not cfg.reads_corpus:
             continue
         if cfg.download.dataset is not None and cfg.corpus_dir not in seen:
-            yield Step("download", one)
+            yield PipelineStep("download", one)
         if cfg.data.reads_token_files and cfg.tokenize_dir not in seen:
-            yield Step("tokenize", one)
+            yield PipelineStep("tokenize", one)
         seen |= {cfg.corpus_dir, cfg.tokenize_dir}
-    yield from (Step("train", one) for one in runs)
+    yield from (PipelineStep("train", one) for one in runs)
 
 
-def run_steps(todo: Sequence[Step], *, as_json: bool, redo: str | None) -> None:
+def run_steps(todo: Sequence[PipelineStep], *, as_json: bool, redo: str | None) -> None:
     """Run each step as a process; exit with the code of the first that fails."""
     quiet = not log.isEnabledFor(logging.INFO)
     stdout = None if not as_json else subprocess.DEVNULL if quiet else sys.stderr
@@ -174,7 +174,7 @@ def run_steps(todo: Sequence[Step], *, as_json: bool, redo: str | None) -> None:
             sys.exit(report_stop(step.title, code, job, started=job.attempt() > before, redo=redo))
 
 
-def run_step(step: Step, place: str, *, stdout: IO[str] | int | None = None) -> int:
+def run_step(step: PipelineStep, place: str, *, stdout: IO[str] | int | None = None) -> int:
     """Print the command of a step and run it as a process; return its exit code.
 
     `place` is the position of the step among all steps, such as `2/4`.
