@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +15,16 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
+from dtt.jobs.clock import Clock
+from dtt.jobs.phase_timer import PhaseTimer
 from dtt.mesh.dist import World, start
 from dtt.model import count, families
 from dtt.model.architecture import Architecture
 from dtt.train import throughput
+from dtt.train.supervise.time_breakdown import TimeBreakdown
 from dtt.train.throughput import RankSpeed, ThroughputMeter, slow_devices
 
 SEQ_LEN = 32
@@ -48,6 +54,29 @@ def make(compute_dtype: torch.dtype = torch.bfloat16) -> ThroughputMeter:
 def one_step(meter: ThroughputMeter, tokens: int) -> None:
     with meter.step(tokens, SEQ_LEN):
         pass
+
+
+def test_a_first_step_that_is_slow_in_the_optimizer_leaves_no_negative_time(
+    clock: SimpleNamespace, tmp_path: Path
+) -> None:
+    job, speed = JobDir(tmp_path), make()
+    job.begin_attempt()
+    ran = Clock(job, 1)
+    breakdown = TimeBreakdown(PhaseTimer(), ran)
+    breakdown.start(0, speed)
+    for seconds in (9.0, 1.0, 1.0):
+        with speed.step(100, SEQ_LEN):
+            clock.now += 1
+            speed.end_phase("forward_backward")
+            clock.now += seconds
+            speed.end_phase("optimizer")
+    breakdown.startup_record(speed)
+    breakdown.finish(3, speed)
+    ran.close()
+    parts = json.loads(job.clock(1).read_text())["parts"]
+    assert parts["forward_backward"] == 0
+    assert parts["optimizer"] == 11
+    assert parts["start"] > 0
 
 
 def test_every_moment_belongs_to_one_part(clock: SimpleNamespace) -> None:

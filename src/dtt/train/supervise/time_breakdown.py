@@ -62,9 +62,11 @@ class TimeBreakdown:
         if self._clock is None:
             return
         parts: defaultdict[str, float] = defaultdict(float, meter.totals)
-        # The first step compiles: its excess over a usual step counts as part of the start.
-        parts["start"] = sum(self._start.seconds.values()) + self._compiling
-        # Moved, not added: the sum of all parts stays the time of the attempt.
-        parts["forward_backward"] -= self._compiling
+        # The first step compiles: its excess over a usual step counts as part of the start. Moved,
+        # not added: the sum of all parts stays the time of the attempt. Not more than there is: on
+        # a GPU, part of the excess is the optimizer's, whose kernels are loaded at its first step.
+        compiling = min(self._compiling, parts["forward_backward"])
+        parts["start"] = sum(self._start.seconds.values()) + compiling
+        parts["forward_backward"] -= compiling
         rounded = {part: round(seconds, 3) for part, seconds in parts.items()}
         self._clock.set_fields(first=self._first, step=step, steps=meter.steps, parts=rounded)
