@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], shadow.Spoil]] = {
     "gelu": ("gpt2", lambda: _scaled(layers.GeluMLP, "forward", 1.001), str),
     "rsqrt": ("llama", contextlib.nullcontext, lambda s: s.replace("rsqrt(", "sqrt(")),
     "sum": ("llama", contextlib.nullcontext, lambda s: s.replace("tl.sum(", "0.999 * tl.sum(")),
-    "exp": ("llama", contextlib.nullcontext, lambda s: s.replace("tl_math.exp(", "tl.exp2(")),
+    "residual": ("llama", lambda: _scaled(layers.Block, "add", 1.001), str),
 }
 """Case, planted mistake, and change of the kernels' source, by name."""
 
