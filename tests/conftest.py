@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from forked import PACKAGE
-from running import ROOT, Dtt, write_documents
+from support.forked import PACKAGE
+from support.running import ROOT, Dtt, write_documents
 
 if TYPE_CHECKING:  # keeps playwright out of tests that open no page
     from playwright.sync_api import Browser
@@ -76,7 +76,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chromium() -> Iterator[Browser]:
     """A browser for `browser.OpenPage`. It ends with the module, because playwright keeps an event
     loop running in this thread, which asyncio.run refuses to share."""
-    from browser import launched
+    from support.browser import launched
 
     with launched() as browser:
         yield browser

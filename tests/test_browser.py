@@ -9,8 +9,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from browser import OpenPage
 from playwright.sync_api import Browser
+from support.browser import OpenPage
 
 PAGE = """<!doctype html>
 <html lang="en" data-ready="1"><head><meta charset="utf-8"><title>t</title>{head}</head>

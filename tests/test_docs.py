@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import typer
-from running import ROOT
+from support.running import ROOT
 
 from dtt.config import explain
 from dtt.config.load import resolve, stage_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 PROMISES = {
     "An interrupted run resumes bit for bit.":

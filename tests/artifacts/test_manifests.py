@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.base.errors import DamagedError, ExitCode
 from dtt.base.safe_names import checked_file, checked_name

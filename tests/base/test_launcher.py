@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.base.files import exclusive
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.base.secrets import holds_secret, named_secret, redacted
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback_hub import LoopbackHub
-from published_files import REPO, TOKENIZER, learnable, publish, token_file
-from script_process import ScriptProcess
+from support.loopback_hub import LoopbackHub
+from support.published_files import REPO, TOKENIZER, learnable, publish, token_file
+from support.script_process import ScriptProcess
 
 SCRIPT = """
 import json, sys

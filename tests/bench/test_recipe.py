@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.bench.recipe import RecipeFile, ScoreRule, find, read, shipped

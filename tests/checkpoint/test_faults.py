@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
 

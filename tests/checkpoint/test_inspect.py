@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from running import Dtt
+from support.running import Dtt
 
 Settings = Any
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import Dtt, in_this_process
+from support.running import Dtt, in_this_process
 
 from dtt.artifacts.manifest import FileRecord
 from dtt.artifacts.manifests import CheckpointManifest, sealed

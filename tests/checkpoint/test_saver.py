@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import files, reading

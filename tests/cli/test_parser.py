@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from running import Dtt
+from support.running import Dtt
 
 from dtt.base.errors import ExitCode
 from dtt.cli.parser import RENAMED, _translated

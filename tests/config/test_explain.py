@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 from pydantic import Field
-from running import ROOT, Dtt
+from support.running import ROOT, Dtt
 
 from dtt.config import explain, reference
 from dtt.config.base import Section, field_docs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

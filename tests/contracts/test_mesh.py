@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import numpy as np
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World

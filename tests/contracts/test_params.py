@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import on_ranks
-from tables import table
+from support.ranks import on_ranks
+from support.tables import table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard

@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import on_ranks
-from running import Dtt, in_this_process
+from support.ranks import on_ranks
+from support.running import Dtt, in_this_process
 
 from dtt.config import load
 from dtt.config.load import resolve

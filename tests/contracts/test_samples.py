@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from token_files import random_documents, row, write_conversations, write_folder
+from support.token_files import random_documents, row, write_conversations, write_folder
 from torch import Tensor
 
 from dtt.base.targets import IGNORE_INDEX

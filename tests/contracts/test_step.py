@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from preference_pairs import VOCAB_SIZE, decoder, gradients, make_pairs, packed, split
+from support.preference_pairs import VOCAB_SIZE, decoder, gradients, make_pairs, packed, split
 from torch import Tensor, nn
 
 import dtt
@@ -108,7 +108,7 @@ def pairs() -> list[MicroBatch]:
     batch = packed(make_pairs(13))
     chance = torch.rand(batch.targets.shape, generator=torch.Generator().manual_seed(1))
     reference = torch.where(batch.targets != IGNORE_INDEX, chance.log(), 0.0)
-    return split(MicroBatch(batch.tokens, batch.targets, batch.doc_ids, reference), 2)
+    return split(replace(batch, extra={"reference_logprobs": reference}), 2)
 
 
 CASES = {

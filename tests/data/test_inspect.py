@@ -17,8 +17,8 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_job import make_tokenizer
-from token_files import END, random_documents, write_folder, write_pair
+from support.tiny_job import make_tokenizer
+from support.token_files import END, random_documents, write_folder, write_pair
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.data.inspect import raw_text, token_ids

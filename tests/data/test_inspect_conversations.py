@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conversation_files import conversation, jsonl, write_tokenizer
-from running import Dtt
+from support.conversation_files import conversation, jsonl, write_tokenizer
+from support.running import Dtt
 
 from dtt.data.conversations.template import CHATML
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 
 @pytest.mark.slow

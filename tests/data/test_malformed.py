@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from malformed import FAULTS, GOOD, GOOD_FILES, LONG, Fault, parquet
-from running import ROOT, Dtt
+from support.malformed import FAULTS, GOOD, GOOD_FILES, LONG, Fault, parquet
+from support.running import ROOT, Dtt
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, DttError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.doctor import collectives

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.base.ranks import Ranks

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import Dtt
+from support.running import Dtt
 
 from dtt import __version__
 from dtt.base.errors import ExitCode

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loopback_hub import LoopbackHub
-from published_files import VOCAB_SIZE, learnable, publish, random
-from running import Dtt
+from support.loopback_hub import LoopbackHub
+from support.published_files import VOCAB_SIZE, learnable, publish, random
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 

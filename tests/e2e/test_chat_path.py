@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from running import Dtt
-from tiny_job import END_OF_DOCUMENT, IM_END, make_tokenizer
+from support.running import Dtt
+from support.tiny_job import END_OF_DOCUMENT, IM_END, make_tokenizer
 
 from dtt.artifacts.manifests import DataManifest
 

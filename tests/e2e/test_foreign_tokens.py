@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.data.token_file import TokenFile

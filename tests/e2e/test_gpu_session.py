@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 SCRIPT = ROOT / "benchmarks/first_gpu_session.py"
 BLOCKS = (

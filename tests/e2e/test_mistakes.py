@@ -17,7 +17,7 @@ from pathlib import Path
 
 import filelock
 import pytest
-from running import ROOT, Dtt, write_documents
+from support.running import ROOT, Dtt, write_documents
 
 from dtt.base.errors import ExitCode
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import sandbox
-from forked import can_fork, run_dtt
-from loopback_hub import LoopbackHub
-from running import ROOT
+from support import sandbox
+from support.forked import can_fork, run_dtt
+from support.loopback_hub import LoopbackHub
+from support.running import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.name != "errors.md"}

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 pytestmark = pytest.mark.timeout(600)  # each test runs several pipelines, perhaps on busy cores
 SMALL = (

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dtt, write_documents
 from safetensors.numpy import load_file
+from support.running import Dtt, write_documents
 
 from dtt.track import jsonl
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import filelock
 import pytest
-from fake_slurm import FakeSlurm
-from running import Dtt, write_documents
+from support.fake_slurm import FakeSlurm
+from support.running import Dtt, write_documents
 
 from dtt.base.errors import ExitCode
 from dtt.base.files import exclusive

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import Tensor
 
 from dtt.base.errors import ConfigError
@@ -369,7 +369,7 @@ def test_muon_sends_as_much_as_real_ranks_do() -> None:
 
 
 def _step_peaks(pipe: object) -> None:
-    from simulated_ranks import Trace
+    from support.simulated_ranks import Trace
 
     found = []
     for settings in STEPS:
@@ -432,7 +432,7 @@ def test_a_step_holds_what_the_formulas_say_of_the_variants_of_its_optimizer() -
 def _simulate(pipe: object) -> None:
     import sys
 
-    from simulated_ranks import case_of, parse_arguments, simulate
+    from support.simulated_ranks import case_of, parse_arguments, simulate
 
     arguments = "gpt2-124m --ranks 8 --shard 4 --context 2 --seq-len 1024 --layers 3"
     sys.argv = ["simulated_ranks", *arguments.split(), "--optimizer", "muon"]

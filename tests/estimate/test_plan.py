@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError

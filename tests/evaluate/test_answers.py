@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from local_tasks import write_tasks
-from running import Dtt
-from tiny_job import write_checkpoint, write_job
+from support.local_tasks import write_tasks
+from support.running import Dtt
+from support.tiny_job import write_checkpoint, write_job
 
 
 def test_options_choose_the_results_and_else_complete_ones_without_averages(

@@ -12,21 +12,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-import forked_runs
 import pytest
-import tiny_job
 import torch
-from forked import CONTEXT
-from local_tasks import (
+from support import forked_runs, tiny_job
+from support.forked import CONTEXT
+from support.local_tasks import (
     ALL_TASKS,
     DEFINITIONS,
     evaluate_alone,
     evaluate_in_small_blocks,
     write_tasks,
 )
-from ranks import on_ranks
-from running import Dtt
-from tiny_job import make_model, make_tokenizer, write_chat_job, write_checkpoint, write_job
+from support.ranks import on_ranks
+from support.running import Dtt
+from support.tiny_job import make_model, make_tokenizer, write_chat_job, write_checkpoint, write_job
 
 from dtt.evaluate.run import with_keys
 from dtt.evaluate.tasks.result_files import read

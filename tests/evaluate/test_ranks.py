@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forked_runs
 import pytest
 import torch
-from local_tasks import write_tasks
-from ranks import on_ranks
-from running import Dtt
-from tiny_job import IM_END, write_chat_job, write_job
+from support import forked_runs
+from support.local_tasks import write_tasks
+from support.ranks import on_ranks
+from support.running import Dtt
+from support.tiny_job import IM_END, write_chat_job, write_job
 
 from dtt.artifacts.manifests import DataManifest
 from dtt.base.errors import DttError, InputError

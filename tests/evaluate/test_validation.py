@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running import Dtt
+from support.running import Dtt
 from tokenizers import Tokenizer
 
 from dtt.config.load import load_job

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from loopback_wandb import KEY, LoopbackWandb
-from running import Dtt
-from tiny_job import write_checkpoint, write_job
+from support.loopback_wandb import KEY, LoopbackWandb
+from support.running import Dtt
+from support.tiny_job import write_checkpoint, write_job
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DamagedError, EnvironmentUnfit, ExitCode, Preempted

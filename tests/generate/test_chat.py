@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from running import Dtt
-from tiny_job import (
+from support.running import Dtt
+from support.tiny_job import (
     END_OF_DOCUMENT,
     IM_END,
     IM_START,

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 import transformers
-from running import Dtt
-from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_data, write_job
+from support.running import Dtt
+from support.tiny_job import (
+    END_OF_DOCUMENT,
+    make_tokenizer,
+    write_checkpoint,
+    write_data,
+    write_job,
+)
 from tokenizers import processors
 
 from dtt.base.errors import ConfigError, InputError

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import torch
-from browser import OpenPage
 from openai import OpenAI
 from playwright.sync_api import Browser, expect
-from running import Dtt
-from tiny_job import make_tokenizer, write_chat_job, write_checkpoint, write_job
+from support.browser import OpenPage
+from support.running import Dtt
+from support.tiny_job import make_tokenizer, write_chat_job, write_checkpoint, write_job
 
 from dtt.generate.chat_session import StreamedAnswer
 from dtt.hf.model_source import load_model, on_device

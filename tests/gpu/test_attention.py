@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from dense_attention import (
+from support.dense_attention import (
     SCALE,
     assert_the_same,
     chunks_of,
@@ -15,8 +15,8 @@ from dense_attention import (
     heads,
     may_attend,
 )
-from sdpa_kernels import arch, kernels_run
-from tiny_architectures import DOCUMENTS, VARIANTS, alone, make, tiny_architecture
+from support.sdpa_kernels import arch, kernels_run
+from support.tiny_architectures import DOCUMENTS, VARIANTS, alone, make, tiny_architecture
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.config.train import AttentionKernel

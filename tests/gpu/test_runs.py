@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from guarded_runs import build, one_step
-from running import Dtt
+from support.guarded_runs import build, one_step
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import EnvironmentUnfit

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import transformers
-from tiny_job import (
+from support.tiny_job import (
     END_OF_DOCUMENT,
     IM_END,
     make_tokenizer,

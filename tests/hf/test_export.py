@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import transformers
-from loopback_hub import LoopbackHub
-from running import Dtt
-from tiny_job import write_job
+from support.loopback_hub import LoopbackHub
+from support.running import Dtt
+from support.tiny_job import write_job
 
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.jobdir import JobDir

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from running import Dtt
 from safetensors.torch import load_file, save_file
+from support.running import Dtt
 
 from dtt.base.errors import DamagedError, DttError, InputError
 from dtt.config.model import LinearRopeScaling

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from loopback_hub import LoopbackHub
+from support.loopback_hub import LoopbackHub
 
 UPLOAD = """
 import sys

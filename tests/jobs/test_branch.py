@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import in_this_process
+from support.running import in_this_process
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, DamagedError, InputError, Preempted

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import Dtt, in_this_process
+from support.running import Dtt, in_this_process
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest

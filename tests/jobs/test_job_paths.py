@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.artifacts.manifests import CheckpointManifest
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FORGOTTEN, NO_ACCOUNTING, NO_CONTROLLER, SACCT, SQUEUE, FakeSlurm
+from support.fake_slurm import FORGOTTEN, NO_ACCOUNTING, NO_CONTROLLER, SACCT, SQUEUE, FakeSlurm
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, InputError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import Settings
-from running import Dtt, in_this_process
+from support.running import Dtt, in_this_process
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.config import explain, source

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import files, reading

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import NO_CONTROLLER, SQUEUE, FakeSlurm
-from running import Dtt
+from support.fake_slurm import NO_CONTROLLER, SQUEUE, FakeSlurm
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_slurm import SQUEUE
-from running import Dtt
+from support.fake_slurm import SQUEUE
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest

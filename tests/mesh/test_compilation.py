@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from running import Dtt
+from support.running import Dtt
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
-from running import Dtt
+from support.ranks import on_ranks
+from support.running import Dtt
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.base.ranks import Ranks

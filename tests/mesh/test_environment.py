@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import ROOT
+from support.running import ROOT
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.mesh import environment

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Done, Dtt
+from support.running import Done, Dtt
 
 from dtt.base.errors import ExitCode
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_architectures import VARIANTS, tiny_architecture
+from support.tiny_architectures import VARIANTS, tiny_architecture
 
 from dtt.model.architecture import Architecture
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from dense_attention import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.dense_attention import (
     SCALE,
     assert_the_same,
     chunks_of,
@@ -19,8 +21,6 @@ from dense_attention import (
     heads,
     may_attend,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

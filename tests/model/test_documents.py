@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
-from tiny_architectures import DOCUMENTS, LENGTHS, alone, make
+from support.tiny_architectures import DOCUMENTS, LENGTHS, alone, make
 
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.hf.weights import from_hf

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import table
+from support.tables import table
 from torch import nn
 
 from dtt.base.errors import ConfigError

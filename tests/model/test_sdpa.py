@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from running import Dtt
-from sdpa_kernels import arch, heads, kernels_run
+from support.running import Dtt
+from support.sdpa_kernels import arch, heads, kernels_run
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.base.errors import ConfigError, Diverged, ExitCode
 from dtt.config.load import resolve

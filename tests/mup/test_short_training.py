@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from running import Dtt
 from safetensors.torch import load_file
+from support.running import Dtt
 
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store

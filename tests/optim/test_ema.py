@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tables import table
+from support.tables import table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

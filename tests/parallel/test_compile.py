@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import Dtt
+from support.running import Dtt
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

@@ -13,9 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import forked_runs
 import pytest
-from running import Dtt, write_documents
+from support import forked_runs
+from support.running import Dtt, write_documents
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.track import jsonl

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

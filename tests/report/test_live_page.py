@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from browser import OpenPage
 from playwright.sync_api import Browser, Page, expect
-from report_jobs import START, SyntheticRun, WrittenJob, write_finished_job, write_new_job
-from running import Dtt
+from support.browser import OpenPage
+from support.report_jobs import START, SyntheticRun, WrittenJob, write_finished_job, write_new_job
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.track.jsonl import JsonlTracker

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hostile_jobs import HOSTILE, write_hostile_job, write_hostile_sweep
-from planted_secrets import ENVIRONMENT, SECRETS, phrase, write_job_with_secrets
-from report_jobs import write_finished_job, write_interrupted_job, write_sweep
+from support.hostile_jobs import HOSTILE, write_hostile_job, write_hostile_sweep
+from support.planted_secrets import ENVIRONMENT, SECRETS, phrase, write_job_with_secrets
+from support.report_jobs import write_finished_job, write_interrupted_job, write_sweep
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest

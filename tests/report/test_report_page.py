@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from browser import OpenPage
-from hostile_jobs import HOSTILE, write_hostile_job, write_hostile_sweep
-from planted_secrets import ENVIRONMENT, SECRETS, write_job_with_secrets
 from playwright.sync_api import Browser, Locator, Page, expect
-from report_jobs import (
+from support.browser import OpenPage
+from support.hostile_jobs import HOSTILE, write_hostile_job, write_hostile_sweep
+from support.planted_secrets import ENVIRONMENT, SECRETS, write_job_with_secrets
+from support.report_jobs import (
     SyntheticRun,
     write_finished_job,
     write_interrupted_job,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Settings
-from report_jobs import write_finished_job, write_interrupted_job, write_sweep
-from running import Dtt
+from support.report_jobs import write_finished_job, write_interrupted_job, write_sweep
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from report_jobs import (
+from support.report_jobs import (
     SyntheticRun,
     resolved_settings,
     settings,
@@ -16,8 +16,8 @@ from report_jobs import (
     write_new_job,
     write_sweep,
 )
-from tokenized_conversations import conversations as rows
-from tokenized_conversations import write_conversations
+from support.tokenized_conversations import conversations as rows
+from support.tokenized_conversations import write_conversations
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import ExportManifest

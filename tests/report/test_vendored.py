@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 ASSETS = ROOT / "src/dtt/report/assets"
 VENDORED = (ASSETS / "VENDORED.md").read_text()

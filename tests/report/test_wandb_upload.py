@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from loopback_wandb import KEY, LoopbackWandb
-from running import Dtt
+from support.loopback_wandb import KEY, LoopbackWandb
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import EnvironmentUnfit

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.track import jsonl
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import fake_slurm
 import pytest
+from support import fake_slurm
 
 from dtt.jobs.slurm import squeue
 

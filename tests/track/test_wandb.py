@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from loopback_wandb import KEY, LoopbackWandb
+from support.loopback_wandb import KEY, LoopbackWandb
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.config.train import WandbConfig

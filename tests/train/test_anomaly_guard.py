@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from guarded_runs import STEPS, build, one_step
-from ranks import on_ranks
+from support.guarded_runs import STEPS, build, one_step
+from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

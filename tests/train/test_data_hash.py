@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.base.errors import DamagedError
 from dtt.mesh.dist import World

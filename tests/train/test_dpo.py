@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from preference_pairs import (
+from support.preference_pairs import (
     SEQ_LEN,
     VOCAB_SIZE,
     Answered,
@@ -21,7 +21,7 @@ from preference_pairs import (
     split,
     with_reference,
 )
-from tiny_job import make_tokenizer
+from support.tiny_job import make_tokenizer
 from torch import Tensor
 
 from dtt.config.objective import DpoConfig

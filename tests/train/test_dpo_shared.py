@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from preference_pairs import gradients
-from running import Dtt
-from tiny_job import make_tokenizer
+from support.preference_pairs import gradients
+from support.running import Dtt
+from support.tiny_job import make_tokenizer
 
 from dtt.base.ranks import Ranks
 from dtt.config.load import resolve

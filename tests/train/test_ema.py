@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import Dtt
-from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_job
+from support.running import Dtt
+from support.tiny_job import END_OF_DOCUMENT, make_tokenizer, write_checkpoint, write_job
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.checkpoint import store

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Dtt
+from support.running import Dtt
 
 from dtt.base.errors import ConfigError
 from dtt.config.load import load_job

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forked_runs import run
-from running import Dtt
-from tokenized_conversations import write_conversations
+from support.forked_runs import run
+from support.running import Dtt
+from support.tokenized_conversations import write_conversations
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.targets import IGNORE_INDEX

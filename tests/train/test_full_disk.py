@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import Dtt, in_this_process
+from support.running import Dtt, in_this_process
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import reading

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
-from loopback_hub import LoopbackHub
-from running import ROOT, Dtt
-from tiny_job import make_tokenizer, write_job
+from support.loopback_hub import LoopbackHub
+from support.running import ROOT, Dtt
+from support.tiny_job import make_tokenizer, write_job
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, DataManifest
 from dtt.base import host_memory

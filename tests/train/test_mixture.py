@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_runs import run
-from running import Dtt
-from tiny_job import END_OF_DOCUMENT, make_tokenizer
-from token_files import write_folder
+from support.forked_runs import run
+from support.running import Dtt
+from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
+from support.token_files import write_folder
 
 from dtt.base.errors import ExitCode
 from dtt.base.files import sha256_file

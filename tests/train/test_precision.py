@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import Dtt, in_this_process
+from support.running import Dtt, in_this_process
 from torch import nn
 
 from dtt.base.errors import EnvironmentUnfit

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked_runs import run
-from preference_pairs import prepare, settings
-from running import Dtt
+from support.forked_runs import run
+from support.preference_pairs import prepare, settings
+from support.running import Dtt
 from torch import Tensor
 
 from dtt.checkpoint import store

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_runs import run, start
-from running import Dtt
+from support.forked_runs import run, start
+from support.running import Dtt
 
 from dtt.checkpoint import store
 from dtt.config.load import load_job, resolve, shipped_configs

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from preference_pairs import settings, write_rows
-from running import Dtt
-from tiny_job import make_tokenizer
+from support.preference_pairs import settings, write_rows
+from support.running import Dtt
+from support.tiny_job import make_tokenizer
 
 from dtt.base.ranks import Ranks
 from dtt.base.targets import IGNORE_INDEX

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import Tensor
 
 from dtt.config.model import ModelConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.base.errors import DamagedError
 from dtt.checkpoint import store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tables import table
+from support.tables import table
 from torch import Tensor
 from torch.optim import Optimizer
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_runs import run
-from running import Dtt
+from support.forked_runs import run
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

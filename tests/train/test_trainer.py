@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from forked_runs import run, start
-from running import Dtt
 from safetensors.torch import load_file
+from support.forked_runs import run, start
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_shapes import NAMED, SHAPES, answer, system, templates, user, with_tokens
+from support.chat_shapes import NAMED, SHAPES, answer, system, templates, user, with_tokens
 from tokenizers import AddedToken, Tokenizer
 
 from dtt.base.errors import ConfigError

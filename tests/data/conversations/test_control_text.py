@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_shapes import NAMED, answer, hostile_rows, templates, user, with_tokens
+from support.chat_shapes import NAMED, answer, hostile_rows, templates, user, with_tokens
 from tokenizers import Tokenizer
 
 from dtt.config.chat import ChatConfig

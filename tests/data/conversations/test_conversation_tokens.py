@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_shapes import NAMED, SHAPES, answer, hostile_rows, templates, user, with_tokens
+from support.chat_shapes import NAMED, SHAPES, answer, hostile_rows, templates, user, with_tokens
 from tokenizers import AddedToken, Tokenizer
 
 from dtt.config.chat import ChatConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_shapes import NAMED, SHAPES, templates, with_tokens
+from support.chat_shapes import NAMED, SHAPES, templates, with_tokens
 from tokenizers import Tokenizer
 
 from dtt.config.chat import ChatConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_shapes import NAMED, SHAPES, templates, user
+from support.chat_shapes import NAMED, SHAPES, templates, user
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.dialects import parse_row

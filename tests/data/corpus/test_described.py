@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from running import Dtt, write_documents
+from support.running import Dtt, write_documents
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifests import TokensManifest

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import ConfigError, InputError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import ConfigError, InputError

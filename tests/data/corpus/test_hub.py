@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from script_process import ScriptProcess
+from support.script_process import ScriptProcess
 
 from dtt.data.corpus.hub import MODEL_FILES
 

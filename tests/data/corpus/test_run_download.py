@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from running import Done, Dtt
+from support.running import Done, Dtt
 
 
 def dtt(folder: Path, *arguments: str, code: int = 0) -> Done:

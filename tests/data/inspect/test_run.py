@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import Dtt
-from token_files import END, write_folder
+from support.running import Dtt
+from support.token_files import END, write_folder
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.data.token_file import TokenFile

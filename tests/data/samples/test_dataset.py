@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_job import make_tokenizer
-from token_files import read_doc_ids
+from support.tiny_job import make_tokenizer
+from support.token_files import read_doc_ids
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest

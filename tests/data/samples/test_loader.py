@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import read_doc_ids
+from support.token_files import read_doc_ids
 from torch import Tensor
 
 from dtt.artifacts.manifests import TokensManifest

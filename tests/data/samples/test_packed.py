@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from token_files import Document, random_documents, row, write_folder, write_pair
+from support.token_files import Document, random_documents, row, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
 from dtt.base.targets import IGNORE_INDEX

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conversation_files import conversation, jsonl, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Dtt
-from token_files import FACTS, Conversation
-from token_files import write_conversations as write
+from support.conversation_files import conversation, jsonl, write_tokenizer
+from support.running import Dtt
+from support.token_files import FACTS, Conversation
+from support.token_files import write_conversations as write
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from token_files import END, read_doc_ids
+from support.token_files import END, read_doc_ids
 
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.config.data import SourceConfig

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from running import Dtt
+from support.running import Dtt
 
 from dtt.data.samples.synthetic_source import SyntheticSource
 from dtt.track import jsonl

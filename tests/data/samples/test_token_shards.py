@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from token_files import END, random_documents, read_doc_ids, row, write_folder, write_pair
+from support.token_files import END, random_documents, read_doc_ids, row, write_folder, write_pair
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError

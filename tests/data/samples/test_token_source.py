@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import END, random_documents, read_doc_ids, write_folder, write_pair
+from support.token_files import END, random_documents, read_doc_ids, write_folder, write_pair
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError

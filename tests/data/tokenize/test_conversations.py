@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conversation_files import conversation, jsonl, write_tokenizer
-from running import Dtt
+from support.conversation_files import conversation, jsonl, write_tokenizer
+from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from running import Done, Dtt
+from support.running import Done, Dtt
 
 
 def dtt(folder: Path, *arguments: str, code: int = 0) -> Done:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running import ROOT
+from support.running import ROOT
 
 from dtt.base.errors import ConfigError, DttError, InputError
 from dtt.config.load import Mistakes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_job import END_OF_DOCUMENT, make_tokenizer
+from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from dtt.base.errors import ConfigError, InputError

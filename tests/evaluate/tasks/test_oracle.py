@@ -1,5 +1,5 @@
 """`dtt eval` and lm-evaluation-harness: same log-likelihoods and metrics, and its tasks on a model
-of dtt. `tests/lm_eval_oracle.py` compares every question of four tasks."""
+of dtt. `tests/support/lm_eval_oracle.py` compares every question of four tasks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lm_eval_oracle as oracle
 import pytest
 import yaml
-from forked import run_dtt
-from tiny_job import write_chat_job, write_job
+from support import lm_eval_oracle as oracle
+from support.forked import run_dtt
+from support.tiny_job import write_chat_job, write_job
 from tokenizers import processors
 
 from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError

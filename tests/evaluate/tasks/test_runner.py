@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny_job import END_OF_DOCUMENT, make_tokenizer
+from support.ranks import on_ranks
+from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
 
 from dtt.base.errors import ConfigError, Diverged, EnvironmentUnfit
 from dtt.base.files import exclusive

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.base.errors import Diverged
 from dtt.base.ranks import Ranks

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from loopback_hub import LoopbackHub
-from script_process import ScriptProcess
+from support.loopback_hub import LoopbackHub
+from support.script_process import ScriptProcess
 
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.evaluate.tasks import task_data

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from running import ROOT
+from support.running import ROOT
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError

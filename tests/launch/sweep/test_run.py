@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 Settings = Callable[..., list[str]]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode, PeerLost

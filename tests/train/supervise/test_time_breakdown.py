@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from running import Dtt
+from support.running import Dtt
 
 from dtt.track import jsonl
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import in_this_process
+from support.running import in_this_process
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import Preempted

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.ranks import Ranks

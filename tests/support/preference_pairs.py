@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from running import Dtt
-from tiny_job import make_tokenizer, write_chat_job, write_checkpoint
 from torch import Tensor, nn
 
 from dtt.base.targets import IGNORE_INDEX
@@ -19,6 +17,8 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from support.running import Dtt
+from support.tiny_job import make_tokenizer, write_chat_job, write_checkpoint
 
 VOCAB_SIZE, SEQ_LEN = 300, 64
 

@@ -1,8 +1,8 @@
 """Simulate a thousand ranks, and compare memory and communication with `dtt plan`.
 
-    python tests/simulated_ranks.py [MODEL] [--ranks N] [--shard N] [--context N] [--tensor N]
-                                    [--seq-len T] [--micro-batch B] [--accumulation A]
-                                    [--remat KIND] [--layers L] [--optimizer NAME]
+    python tests/support/simulated_ranks.py [MODEL] [--ranks N] [--shard N] [--context N]
+        [--tensor N] [--seq-len T] [--micro-batch B] [--accumulation A]
+        [--remat KIND] [--layers L] [--optimizer NAME]
 
 dtt's own code builds the model, applies it to a mesh and trains it for two steps, with a fake
 process group, which sends nothing, and fake tensors, which have a shape but no memory. The trace

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from loopback_hub import LoopbackHub
-from tiny_job import make_tokenizer
+
+from support.loopback_hub import LoopbackHub
+from support.tiny_job import make_tokenizer
 
 REPO, TOKENIZER = "kjj0/fineweb10B-gpt2", "openai-community/gpt2"
 VOCAB_SIZE = 257

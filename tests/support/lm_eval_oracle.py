@@ -1,7 +1,7 @@
 """Compare the scores of `dtt eval` with those of lm-evaluation-harness, question by question.
 
-    python tests/lm_eval_oracle.py                       every question, every family
-    python tests/lm_eval_oracle.py --families gpt2 --questions 100
+    python tests/support/lm_eval_oracle.py                       every question, every family
+    python tests/support/lm_eval_oracle.py --families gpt2 --questions 100
 
 Tiny models, trained for 40 steps (`--steps`), fp32, on a CPU. Their context is 128 tokens, so that
 some questions are truncated; attention windows are 32 tokens. dtt and lm-eval's `hf` backend read
@@ -49,7 +49,7 @@ from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 
-SHARED_DATA = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[2] / "shared")) / "data"
+SHARED_DATA = Path(os.environ.get("DTT_SHARED", Path(__file__).parents[3] / "shared")) / "data"
 CONTEXT, STEPS = 128, 40
 GROUPED: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {

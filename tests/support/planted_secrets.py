@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from report_jobs import START, SyntheticRun, write_new_job
-
 from dtt.base.errors import ExitCode
+from support.report_jobs import START, SyntheticRun, write_new_job
 
 BODY = "0123456789abcdefABCDEF0123456789wxyzWXYZ"
 ENVIRONMENT = {

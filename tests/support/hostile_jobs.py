@@ -12,7 +12,12 @@ from typing import Any
 from unicodedata import category
 
 import yaml
-from report_jobs import (
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ExitCode
+from dtt.config.explain import show
+from dtt.jobs import sweep_trials as trials
+from support.report_jobs import (
     START,
     SyntheticRun,
     WrittenJob,
@@ -22,11 +27,6 @@ from report_jobs import (
     write_new_job,
     write_surroundings,
 )
-
-from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ExitCode
-from dtt.config.explain import show
-from dtt.jobs import sweep_trials as trials
 
 SET = "window.pwned={n}"
 ELSEWHERE = "https://pwned.example/{n}"

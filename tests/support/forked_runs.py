@@ -14,8 +14,8 @@ import tempfile
 from multiprocessing import connection, process
 from pathlib import Path
 
-import forked
-from running import TIMEOUT, Done, Dtt
+from support import forked
+from support.running import TIMEOUT, Done, Dtt
 
 
 class ForkedRun:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from running import Dtt
-from tiny_job import make_tokenizer
+from support.running import Dtt
+from support.tiny_job import make_tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 CHAT_TOKENS = ["<|im_start|>", "<|im_end|>"]

@@ -17,13 +17,6 @@ from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from conversation_files import conversation, jsonl
-from loopback_hub import LoopbackHub
-from published_files import REPO as PUBLISHED
-from published_files import learnable, token_file
-from running import ROOT, Dtt, write_documents
-from tiny_job import END_OF_DOCUMENT, make_tokenizer, write_chat_job
-from token_files import write_pair
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from dtt.artifacts.jobdir import JobDir
@@ -33,6 +26,13 @@ from dtt.config.load import load_job
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
 from dtt.jobs import sweep_trials as trials
+from support.conversation_files import conversation, jsonl
+from support.loopback_hub import LoopbackHub
+from support.published_files import REPO as PUBLISHED
+from support.published_files import learnable, token_file
+from support.running import ROOT, Dtt, write_documents
+from support.tiny_job import END_OF_DOCUMENT, make_tokenizer, write_chat_job
+from support.token_files import write_pair
 
 STORIES, EDU = "roneneldan/TinyStories", "HuggingFaceFW/fineweb-edu"
 GPT2 = "openai-community/gpt2"

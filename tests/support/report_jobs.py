@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_job import KEY, make_tokenizer
 
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.jobdir import JobDir
@@ -33,6 +32,7 @@ from dtt.jobs import sweep_trials as trials
 from dtt.mesh.sharding import on_every_rank
 from dtt.track.base import Record
 from dtt.track.jsonl import JsonlTracker
+from support.tiny_job import KEY, make_tokenizer
 
 START = 1_700_000_000.0
 """Unix time at which the first attempt of every job starts."""

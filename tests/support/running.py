@@ -12,9 +12,9 @@ from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forked import ForkedDtt, can_fork, run_dtt
+from support.forked import ForkedDtt, can_fork, run_dtt
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 TIMEOUT = 150.0
 Done = subprocess.CompletedProcess[str]

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from forked import CONTEXT
-
 from dtt.base.ranks import Ranks
 from dtt.mesh.dist import World, start, stop
+from support.forked import CONTEXT
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:

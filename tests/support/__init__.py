@@ -1,0 +1,1 @@
+"""What several tests use: real servers on this machine, hostile files, processes, a browser."""
