@@ -1,4 +1,4 @@
-"""Values of weight decay: a number or a horizon, of all weights or of those that shrink anyway."""
+"""Values of weight decay: a number or a horizon, plain or cautious."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
     OpenAI's API writes text and Hugging Face's documentation an object. Most templates print
     `arguments | tojson`, which would put quotes around text, so that the model would learn to
-    call tools with a string. Text that is no JSON object stays as it is: models do write such.
+    call tools with a string. Text that is no JSON object stays as it is, since models do write it.
     """
     function = call.get("function", call)
     arguments = function.get("arguments")

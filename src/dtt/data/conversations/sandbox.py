@@ -325,7 +325,7 @@ def _begin(context: Context, direct: bool, *variables: Any) -> str:
 
 @pass_context
 def _end(context: Context, _: object) -> str:
-    """Trace the end of the current loop body if its start was that of a message."""
+    """Trace the end of the current loop body if the body began with a message."""
     state: RenderState = context.parent[STATE]
     if not state.open:
         state.captured = True

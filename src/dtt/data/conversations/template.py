@@ -319,7 +319,7 @@ SPECIAL_TOKENS = (
 
 
 def special_tokens_beside(tokenizer: Path) -> dict[str, str]:
-    """Return the special tokens that the files next to a tokenizer.json name, by variable.
+    """Return the special tokens in files next to a tokenizer.json, such as `eos_token`, by name.
 
     tokenizer_config.json takes precedence over special_tokens_map.json.
     """
