@@ -83,7 +83,7 @@ class State:
         self.ema = Ema(self.params, decay=0.9)
         for step in range(2):
             ids = torch.arange(4 * 17).view(4, 17) * (step + 3) % self.vocabulary
-            (self.model(ids[:, :-1], ids[:, 1:]) / 64).backward()
+            (self.model(ids[:, :-1], ids[:, 1:]).loss / 64).backward()
             for optimizer in self.optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()

@@ -27,13 +27,13 @@ from dtt.estimate.case import Case, make_case
 from dtt.mesh import sharding
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
+from dtt.mesh.mesh import Mesh
 from dtt.model import attention_backend
 from dtt.model.decoder import Decoder
 from dtt.optim.muon import optimizer as muon
-from dtt.train import assemble
+from dtt.train import assemble, step
 from dtt.train.anomaly_guard import Guard
 from dtt.train.components import TrainState
-from dtt.train.step import next_token
 from dtt.train.trainer import Trainer
 
 SMALL = [
@@ -71,16 +71,18 @@ class Step:
         self.case, self.device, self.documents = case, world.device, documents
         self.assembled = parts = assemble.assemble(case.cfg, plan, world)
         state = TrainState(
-            parts.layout, parts.model, parts.module, parts.parameters,
+            parts.layout, parts.model,
+            step.Step(parts.module, case.precision, parts.layout.gradient_replicas), parts.params,
             assemble.make_optimizers(case.cfg, plan, parts, None),
             Guard(case.cfg.guard, world, Path()), rounding=None, ema=None,
         )  # fmt: skip
         unused: Any = None
         meter = SimpleNamespace(end_phase=lambda _: None)
         self.trainer = Trainer(
-            case.cfg, world, unused, "", case.precision, next_token(case.cfg.train.z_loss), state,
-            data=unused, schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
-            observers=SimpleNamespace(meter=meter), control=unused,  # type: ignore[arg-type]
+            cfg=case.cfg, world=world, job=unused, run_id="", state=state, data=unused, actions=[],
+            objective=step.next_token(case.cfg.train.z_loss), control=unused,
+            schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
+            observers=SimpleNamespace(meter=meter),  # type: ignore[arg-type]
         )  # fmt: skip
 
     @property
@@ -121,12 +123,13 @@ def on_fake_gpu(backend: Callable[..., Any] | str, ranks: int = 1) -> Iterator[W
         for owner, name, new in (
             (torch, "compile", functools.partial(torch.compile, backend=backend)),
             (assemble, "initialize", lambda *_: None),
-            (assemble, "make_layout", _on_real_tensors(assemble.make_layout)),
+            (assemble, "make_mesh", _on_real_tensors(assemble.make_mesh)),
+            (Mesh, "group", _on_real_tensors(Mesh.group)),
             (DeviceMesh, "__init__", _on_real_tensors(DeviceMesh.__init__)),
             (Decoder, "to", _to),
             (attention_backend, "running_kernel", lambda *_: "cudnn"),  # asks the driver
             (muon, "plan", _on_real_tensors(muon.plan)),  # reads the mesh
-            (sharding, "_ranks", _on_real_tensors(sharding._ranks)),
+            (sharding, "_on_mesh", _on_real_tensors(sharding._on_mesh)),
             (World, "agree_all", lambda _, *values: list(values)),
         ):
             stack.enter_context(patch.object(owner, name, new))

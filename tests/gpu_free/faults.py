@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 DECODER = "dtt.model.decoder:Decoder"
-TRAINER = "dtt.train.trainer"
 
 
 class Fault(NamedTuple):
@@ -56,8 +55,8 @@ FAULTS = {
         f"host-{way}-in-{name}": Fault("host waits", place, WAITS[way], case)
         for name, place, case, ways in (
             ("loss", f"{DECODER}._output", "llama", ("item", "cpu")),
-            ("clipping", f"{TRAINER}:clip_gradients", "fsdp2", ("bool", "tolist")),
-            ("mean", "dtt.mesh.mesh:Layout.mean", "llama", ("item", "mask", "list")),
+            ("clipping", "dtt.params.table:Params.clip", "fsdp2", ("bool", "tolist")),
+            ("mean", "dtt.mesh.mesh:Mesh.mean", "llama", ("item", "mask", "list")),
             ("positions", "dtt.model.decoder:rotations", "documents", ("list", "cpu")),
             ("momentum", "dtt.optim.muon.optimizer:Muon._averaged", "muon", ("bool", "mask")),
             ("update", "dtt.optim.muon.optimizer:orthogonalize", "fsdp2", ("item", "cpu")),
@@ -68,8 +67,8 @@ FAULTS = {
         f"mixed-{way}-in-{name}": Fault("mixed devices", place, MIXED[way], case)
         for name, place, case, ways in (
             ("loss", f"{DECODER}._output", "gpt2", ("add", "where")),
-            ("mean", "dtt.mesh.mesh:Layout.mean", "fsdp2", ("add",)),
-            ("clipping", f"{TRAINER}:clip_gradients", "llama", ("add", "where")),
+            ("mean", "dtt.mesh.mesh:Mesh.mean", "fsdp2", ("add",)),
+            ("clipping", "dtt.params.table:Params.clip", "llama", ("add", "where")),
             ("update", "dtt.optim.muon.optimizer:orthogonalize", "muon", ("add",)),
         )
         for way in ways
@@ -79,7 +78,7 @@ FAULTS = {
         for name, place, case, ways in (
             ("loss", f"{DECODER}._output", "llama", ("double", "ones")),
             ("positions", "dtt.model.decoder:rotations", "documents", ("double",)),
-            ("clipping", f"{TRAINER}:clip_gradients", "gpt2", ("ones",)),
+            ("clipping", "dtt.params.table:Params.clip", "gpt2", ("ones",)),
             ("update", "dtt.optim.muon.optimizer:orthogonalize", "muon", ("double",)),
         )
         for way in ways

@@ -103,7 +103,7 @@ def compare(name: str) -> dict[str, float]:
     batch: list[Tensor | None] = []
     found: dict[str, Tensor] = {}
     with plant(), shadow.Shadow(spoil) as numbers, training(case, documents=documents) as step:
-        named = step.assembled.parameters
+        named = {name: param.tensor for name, param in step.assembled.params.items()}
         with _disable_current_modes():
             weights = {
                 n: numbers.of(p.detach()).normal_(0, 0.3, generator=draw).clone()

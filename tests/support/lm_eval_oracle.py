@@ -183,7 +183,7 @@ def train(model: Decoder, ids: Sequence[int], steps: int) -> None:
     for _ in range(steps):
         batch = rows[torch.randint(len(rows), (8,), generator=generator)]
         optimizer.zero_grad()
-        (model(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()).backward()
+        (model(batch[:, :-1], batch[:, 1:]).loss / batch[:, 1:].numel()).backward()
         optimizer.step()
 
 
