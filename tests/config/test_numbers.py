@@ -17,7 +17,12 @@ EXTREMES = (
 NEEDED = {
     "objective": ["data.type=preference"],
     "scaling": ["scaling.base_dim=64"],
+    "longrope": [
+        "model.family=phi3",
+        *(f"model.rope_scaling.{name}_factor={[1] * 32}" for name in ("short", "long")),
+    ],
 }
+"""Arguments that a section or a variant needs beside its numbers."""
 
 
 def _numeric_keys() -> list[tuple[str, tuple[str, ...]]]:
@@ -28,7 +33,8 @@ def _numeric_keys() -> list[tuple[str, tuple[str, ...]]]:
         if "integer" in words or "number" in words:
             kind = cls.model_fields.get("type")
             chosen = [] if kind is None else [f"{'.'.join(key[:-1])}.type={kind.default}"]
-            found[".".join(key), (*NEEDED.get(key[0], []), *chosen)] = None
+            needed = NEEDED.get(key[0], []) + NEEDED.get(getattr(kind, "default", ""), [])
+            found[".".join(key), (*needed, *chosen)] = None
     return list(found)
 
 

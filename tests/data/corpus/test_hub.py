@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,14 +18,7 @@ from dtt.data.corpus.hub import MODEL_FILES
 
 
 def loopback_hub() -> ModuleType:
-    path = Path(__file__).parents[2] / "loopback_hub.py"
-    spec = importlib.util.spec_from_file_location("loopback_hub", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["loopback_hub"] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("support.loopback_hub")
 
 
 def parquet(texts: list[str]) -> bytes:
