@@ -1,4 +1,8 @@
-"""Kernels of the compiled step compile for an H100 and fit it; `dtt plan` estimates its memory."""
+"""Kernels of the compiled step compile for an H100 and fit it; `dtt plan` estimates its memory.
+
+Takes minutes, and needs Triton, so pytest runs it only when it is named:
+`./env.sh pytest tests/gpu_free/nightly_kernels.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,6 @@ def resources() -> Iterator[Ask]:
         yield ask
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2", "llama", "qwen3", "windows", *STACK])
 def test_kernels_compile_fit_and_hardly_spill(resources: Ask, case: str) -> None:
     kernels = resources(case)
@@ -42,7 +45,6 @@ def ratio() -> Iterator[Ask]:
         yield ask
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
