@@ -112,9 +112,9 @@ class State:
         """Names of what is not as it is in `truth`."""
         return [
             f"{kind} {name}"
-            for kind, named in self.tensors().items()
+            for kind, named in ((store.MODEL, self.params), (store.STATE, self.tensors()))
             for name in named.keys() | truth[kind].keys()
-            if name not in named or not same(named[name], truth[kind][name])
+            if name not in named or not same(named[name].tensor, truth[kind][name])
         ]
 
 
