@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtt.artifacts.jobdir import JobDir
@@ -42,7 +42,7 @@ from dtt.config.load import resolve
 from dtt.config.train import CheckpointConfig
 from dtt.mesh import dist as dtt_dist
 from dtt.mesh.dist import World
-from dtt.mesh.sharding import on_every_rank, on_this_rank
+from dtt.mesh.sharding import Placed, TensorLayout, on_every_rank, on_this_rank
 from dtt.model import families
 from dtt.model.architecture import fit_context, fit_vocabulary
 from dtt.model.decoder import Decoder, params_of
@@ -138,7 +138,10 @@ class Dtt:
         model = {name: t for name, t in state.items() if "." not in name and name != "step"}
         optimizer = {name: t for name, t in state.items() if "." in name}
         rank_state = {f"rng.{rank}": torch.arange(16, dtype=torch.uint8)}
-        both = on_every_rank(optimizer, size) | on_this_rank(rank_state)
+        # Not on_this_rank, which asks the process group: there is none.
+        alone = (1,), (rank,), (Replicate(),)
+        own = {n: Placed(t, TensorLayout(tuple(t.shape), *alone)) for n, t in rank_state.items()}
+        both = on_every_rank(optimizer, size) | own
         saver.begin(step, on_every_rank(model, size), both, {"step": step})
         saver.wait()
 
