@@ -105,7 +105,7 @@ def test_ids_of_a_sample_of_real_conversations_equal_those_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("name", "every"), [("gpt2", 7), ("mistral-v1", 41)])
+@pytest.mark.parametrize(("name", "every"), [("gpt2", 19), ("mistral-v1", 97)])
 def test_ids_of_many_real_conversations_equal_those_of_transformers(
     name: str, every: int, shared: Path, rows: dict[str, list[Conversation]]
 ) -> None:
