@@ -346,7 +346,9 @@ def muon_step(world: World, mesh: str) -> tuple[int, int]:
         received += new.nbytes - new.itemsize * expected[world.rank]
         return exchange(new, old, expected, counts, **how)
 
-    muon = groups.build(one.cfg.optim, params_of(model, layout), one.precision.compute_dtype)["muon"]
+    muon = groups.build(one.cfg.optim, params_of(model, layout), one.precision.compute_dtype)[
+        "muon"
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_to_all_single", counted)
         muon.step()
