@@ -72,6 +72,7 @@ def test_errors_warnings_and_interruptions_are_problems(
 ) -> None:
     with OpenPage(chromium, write(tmp_path, body), ready=False) as open_page:
         open_page.wait_for_problem(problem)
+        assert any(problem in found for found in open_page.problems)
 
 
 def test_violations_of_the_content_security_policy_are_problems(
