@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_ranks
+from support.tiny_architectures import penalise
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +38,7 @@ VARIANTS = {
     "phi3": ModelConfig(family="phi3", n_kv_heads=2, **SIZES),
     "gemma3": ModelConfig(n_kv_heads=2, logit_softcap=3.0, **GEMMA),
     "gemma3-untied": ModelConfig(tie_embeddings=False, **GEMMA),
+    "llama-penalised": ModelConfig(family="llama", **SIZES),
 }
 CASES = [(False, 0.0), (True, 0.1)]
 """Whether documents are masked, and the z-loss."""
@@ -44,10 +46,15 @@ CASES = [(False, 0.0), (True, 0.1)]
 Outcome = dict[str, Tensor]
 
 
-def make_model(variant: str) -> Decoder:
-    """With weights in which nothing is the identity: norms and biases too are drawn."""
+def empty(variant: str) -> Decoder:
     config = VARIANTS[variant]
     model = Decoder(families.get(config.family).architecture(config, 128, SEQ_LEN))
+    return penalise(model) if variant.endswith("penalised") else model
+
+
+def make_model(variant: str) -> Decoder:
+    """With weights in which nothing is the identity: norms and biases too are drawn."""
+    model = empty(variant)
     initialize(model, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -61,7 +68,7 @@ def divided(variant: str, world: World, sizes: Sizes, compile_blocks: bool = Fal
     torch.set_num_threads(1)
     whole = make_model(variant)
     with torch.device("meta"):
-        model = Decoder(whole.arch)
+        model = empty(variant)
     module = apply(model, world, make_mesh(sizes, world), compile_blocks=compile_blocks)
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -90,7 +97,7 @@ def outcome(
     rows: slice = slice(None),
     copies: int = 1,
 ) -> Outcome:
-    """Logits, loss, and gradients times `copies`, over which FSDP2 has averaged them."""
+    """Logits, losses, and gradients of the total times `copies`, over which FSDP2 has averaged."""
     tokens, targets, documents = (x[rows] for x in batch())
     options = {"doc_ids_BT": documents} if masked else {}
     model.zero_grad()
@@ -98,9 +105,9 @@ def outcome(
         found = {"logits": model(tokens, **options)}
         found["evaluated"] = model(tokens, targets, **options).loss
     with autocast(torch.device("cpu"), precision):
-        loss = model(tokens, targets, z_loss=z_loss, **options).loss
-    (loss * copies).backward()
-    found["loss"] = loss.detach()
+        output = model(tokens, targets, z_loss=z_loss, **options)
+    (sum(output.aux.values(), output.loss) * copies).backward()
+    found |= {name: value.detach() for name, value in output.named().items()}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         assert grad is not None, name

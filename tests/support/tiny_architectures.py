@@ -12,6 +12,7 @@ from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from dtt.model.layers import Block
 
 VARIANTS = {
     "gpt2": ModelConfig(family="gpt2", dim=32, n_layers=2, n_heads=4),
@@ -77,6 +78,20 @@ def tiny_architecture(variant: str) -> Architecture:
     """Return one with 2 layers, a vocabulary of 128, and a context of 24."""
     cfg = VARIANTS[variant]
     return families.get(cfg.family).architecture(cfg, 100, 24)
+
+
+class Penalised(Block):
+    """A block with an auxiliary loss: the squares of what it returns."""
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        x_BTD, _ = super().forward(*inputs)
+        return x_BTD, {"squares": 0.01 * x_BTD.float().square().sum()}
+
+
+def penalise(model: Decoder) -> Decoder:
+    for block in model.layers:
+        block.__class__ = Penalised
+    return model
 
 
 def make(arch: Architecture) -> tuple[Decoder, Tensor]:
