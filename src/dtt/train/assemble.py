@@ -10,12 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtt.base.log import log
+from dtt.config.adapter import LoraConfig
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, params_of
 from dtt.model.init import initialize
+from dtt.model.lora import attach
 from dtt.optim import groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
@@ -56,13 +58,18 @@ def make_optimizers(
 def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
     """Create the model and wrap it for the run's parallelism; all ranks call it together.
 
-    A sharded model is created on the meta device, so that no rank ever holds all of it.
+    A sharded model has no memory before it is sharded, so that no rank ever holds all of it.
     """
     layout = make_mesh(plan.sizes, world)
-    # DDP holds all of it in any case, so it is created on its device at once.
-    with torch.device("meta") if layout.sharded else world.device:
+    with torch.device("meta"):
         # Pure bf16 has bf16 weights, mixed precision fp32 ones.
         model = Decoder(plan.arch).to(plan.precision.weights)
+    if isinstance(cfg.adapter, LoraConfig):
+        # Frozen weights need no fp32 copy: bf16 is what autocast would make of it in every step.
+        attach(model, cfg.adapter, plan.precision.compute_dtype)
+    if not layout.sharded:
+        # DDP holds all of it in any case, and copies it when it wraps the model.
+        model.to_empty(device=world.device)
     model.attention = cfg.train.attention
     if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", doubt)
