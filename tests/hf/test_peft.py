@@ -24,10 +24,11 @@ from dtt.hf import peft as ours
 from dtt.hf.read import read_hf_architecture
 from dtt.hf.weights import from_hf, to_hf
 from dtt.model import families
+from dtt.model.adapted_layers import adapted_layers
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.model.lora import adapted_layers, attach, merged
+from dtt.model.lora import attach, merged
 
 FAMILIES = [name for name in VARIANTS if name != "gemma3"] + ["gemma3"]
 

@@ -25,7 +25,7 @@ from dtt.config.adapter import LoraConfig
 from dtt.data.samples.reference import ReferenceManifest
 from dtt.hf.read import read_hf_folder
 from dtt.hf.read_checkpoint import checkpoint_weights
-from dtt.model.lora import adapted_layers
+from dtt.model.adapted_layers import adapted_layers
 from dtt.track import jsonl
 
 STEPS = 8

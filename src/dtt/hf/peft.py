@@ -25,11 +25,12 @@ from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
 from dtt.hf.read import load_tensors
 from dtt.model import families
+from dtt.model.adapted_layers import Adapted, adapted_layers, inner
 from dtt.model.architecture import Architecture
 from dtt.model.count import layer_shapes
 from dtt.model.families import multimodal
 from dtt.model.families.base import WeightRule
-from dtt.model.lora import LORA_A, LORA_B, Adapted, adapted_layers
+from dtt.model.lora import LORA_A, LORA_B
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -134,8 +135,8 @@ def linear_rules(arch: Architecture) -> Iterator[WeightRule]:
 
 def _shape(weight: str, arch: Architecture) -> tuple[int, ...] | None:
     """Return the shape of a matrix in a layer; None for any other parameter."""
-    inner = re.sub(r"^layers\.\d+\.", "", weight)
-    shape = layer_shapes(arch).get(inner) if inner != weight else None
+    name = inner(weight)
+    shape = layer_shapes(arch).get(name) if name != weight else None
     return shape if shape is not None and len(shape) > 1 else None
 
 

@@ -25,7 +25,8 @@ from dtt.data.samples import compatibility
 from dtt.hf.peft import Adapter
 from dtt.hf.read import Trained, read_hf_folder, weight_files
 from dtt.mesh.sharding import FullTensor
-from dtt.model.lora import adapted_layers, merged
+from dtt.model.adapted_layers import adapted_layers
+from dtt.model.lora import merged
 from dtt.model.scaling import scaled
 from dtt.optim.ema import BlendedTensor, averages
 

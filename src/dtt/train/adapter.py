@@ -18,8 +18,9 @@ from dtt.hf.verify import check_adapter
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import fill
 from dtt.model import count
+from dtt.model.adapted_layers import adapted_layers
 from dtt.model.decoder import Decoder
-from dtt.model.lora import adapted_layers, merged
+from dtt.model.lora import merged
 from dtt.train.warm_start import take_base
 
 

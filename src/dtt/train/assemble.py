@@ -28,6 +28,15 @@ from dtt.train.precision import Precision, warning
 from dtt.train.run_plan import RunPlan
 
 
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give each parameter on the meta device memory on `device`, without values."""
+    # Not `to_empty`: it swaps tensors, which fake tensors do not allow.
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            memory = torch.empty_like(parameter, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+
+
 @dataclass(frozen=True)
 class Assembled:
     """A model on its devices."""
@@ -68,8 +77,8 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
         # Frozen weights need no fp32 copy: bf16 is what autocast would make of it in every step.
         attach(model, cfg.adapter, plan.precision.compute_dtype)
     if not layout.sharded:
-        # DDP holds all of it in any case, and copies it when it wraps the model.
-        model.to_empty(device=world.device)
+        # Now, because DDP looks at the values when it wraps the model.
+        _allocate(model, world.device)
     model.attention = cfg.train.attention
     if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", doubt)

@@ -222,6 +222,7 @@ def initial_weights(
 
 def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:
     """Return the measurements and the trackers of a run."""
+    from dtt.model.adapted_layers import adapter_weights
     from dtt.track.trackers import make_trackers
     from dtt.train.components import Observers
     from dtt.train.profiler import Profiler
@@ -231,7 +232,10 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action])
 
     cfg, plan, attempt, world = inputs.cfg, inputs.plan, inputs.attempt, inputs.world
     optimizers = list(state.optimizers.values())
-    meter = ThroughputMeter(plan.arch, plan.precision.compute_dtype, world, optimizers)
+    adapter = adapter_weights(cfg.adapter, plan.arch)
+    meter = ThroughputMeter(
+        plan.arch, plan.precision.compute_dtype, world, optimizers, adapter=adapter
+    )
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
         meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)
