@@ -72,7 +72,8 @@ def initialise_from(
 
         checkpoint = world.from_first(store.find(source) if world.first else None)
         assert checkpoint is not None
-        state, where = checkpoint_weights(checkpoint, average=average), checkpoint.path
+        state = checkpoint_weights(checkpoint, average=average, check=world.first)
+        where = checkpoint.path
         job = JobDir(where.parents[1])
         theirs = job.tokenizer
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
