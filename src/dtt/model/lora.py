@@ -97,7 +97,8 @@ class MergedTensor:
         # Only the parts of A and B that this part of the product needs. Whoever stores the result
         # rounds it: once, as W is not rounded before.
         product = self.b[rows, :].float() @ self.a[:, columns].float()
-        return self.weight[index].float().add_(product, alpha=self.scale)
+        # Not in place: `weight` may be in memory, and would be merged again by the next reader.
+        return torch.add(self.weight[index].float(), product, alpha=self.scale)
 
 
 def merged(
