@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtt.config.model import LinearRopeScaling, LongRopeScaling, ModelConfig, YarnRopeScaling
+from dtt.mesh.dtypes import wide
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
@@ -85,7 +86,7 @@ class Penalised(Block):
 
     def forward(self, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         x_BTD, _ = super().forward(*inputs)
-        return x_BTD, {"squares": 0.01 * x_BTD.float().square().sum()}
+        return x_BTD, {"squares": 0.01 * wide(x_BTD).square().sum()}
 
 
 def penalise(model: Decoder) -> Decoder:
