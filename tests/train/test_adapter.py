@@ -25,7 +25,8 @@ from dtt.config.adapter import LoraConfig
 from dtt.data.samples.reference import ReferenceManifest
 from dtt.hf.read import read_hf_folder
 from dtt.hf.read_checkpoint import checkpoint_weights
-from dtt.model.adapted_layers import adapted_layers
+from dtt.model.adapted_layers import Adapted, adapted_layers
+from dtt.model.lora import LoraLinear
 from dtt.track import jsonl
 
 STEPS = 8
@@ -317,6 +318,21 @@ def test_what_cannot_be_adapted_is_refused(trained: Path, case: str) -> None:
     values = {**lora, **keys, "name": "refused"}
     assert said in Dtt(trained)("train", *arguments(values), expect=2).stderr
     assert not (trained / "jobs/refused/checkpoints").exists()
+
+
+def test_dropout_acts_on_the_input_of_a_alone() -> None:
+    torch.manual_seed(0)
+    layer = LoraLinear(torch.nn.Linear(12, 8), Adapted(3, 6.0, rslora=False), dropout=0.5)
+    torch.nn.init.normal_(layer.lora_a)
+    torch.nn.init.normal_(layer.lora_b)
+    x = torch.randn(5, 12)
+    torch.manual_seed(1)
+    out = layer(x)
+    torch.manual_seed(1)
+    dropped = torch.nn.functional.dropout(x, 0.5)
+    expected = x @ layer.weight.T + layer.bias + 2 * dropped @ layer.lora_a.T @ layer.lora_b.T
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(layer.eval()(x) - layer(x), torch.zeros(5, 8))
 
 
 def test_targets_and_patterns_choose_the_layers(trained: Path) -> None:

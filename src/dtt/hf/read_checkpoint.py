@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
-from dtt.artifacts.manifests import DataManifest, Reference
+from dtt.artifacts.manifests import CheckpointManifest, DataManifest, Reference
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import sha256_file
 from dtt.checkpoint import store
@@ -71,11 +71,14 @@ def read_checkpoint(
     )
 
 
-def checkpoint_weights(checkpoint: Checkpoint, *, average: bool = False) -> dict[str, FullTensor]:
+def checkpoint_weights(
+    checkpoint: Checkpoint, *, average: bool = False, check: bool = True
+) -> dict[str, FullTensor]:
     """Return all weights of a checkpoint in a job directory, by name; they are read when indexed.
 
     With `average`, trained weights are their moving average, blended with them as
-    `train.ema_decay` says. Raises InputError if the job keeps none, or if the frozen weights of an
+    `train.ema_decay` says. `check` hashes the frozen weights of an adapter: of several ranks, one
+    does it for all. Raises InputError if the job keeps none, or if the frozen weights of an
     adapter are not there, and DamagedError if they are others than at the time of the save.
     """
     job = JobDir(checkpoint.path.parents[1])
@@ -87,7 +90,8 @@ def checkpoint_weights(checkpoint: Checkpoint, *, average: bool = False) -> dict
         return own
     assert isinstance(cfg.adapter, LoraConfig), "only an adapter has a base"
     arch = scaled(cfg, DataManifest.read(job.root).vocab_size).arch
-    return merged(base_weights(checkpoint), own, adapted_layers(cfg.adapter, arch))
+    base = base_weights(checkpoint, check=check)
+    return merged(base, own, adapted_layers(cfg.adapter, arch))
 
 
 def read_adapter(cfg: RunConfig, checkpoint: Checkpoint, *, average: bool = False) -> Adapter:
@@ -125,7 +129,7 @@ def read_adapter(cfg: RunConfig, checkpoint: Checkpoint, *, average: bool = Fals
     )
 
 
-def base_weights(checkpoint: Checkpoint) -> Mapping[str, FullTensor]:
+def base_weights(checkpoint: Checkpoint, *, check: bool = True) -> Mapping[str, FullTensor]:
     """Return the frozen weights below the adapter in `checkpoint`, by name; errors as above."""
     reference = checkpoint.manifest.base
     assert reference is not None
@@ -138,11 +142,12 @@ def base_weights(checkpoint: Checkpoint) -> Mapping[str, FullTensor]:
             next="restore that folder, or put a link to it there",
         )
     if not (folder / "config.json").is_file():
-        base = checkpoint.base()
+        base = checkpoint.base() if check else Checkpoint(folder, CheckpointManifest.read(folder))
         assert base is not None
         # The average if the adapter was trained on it: the same weights as then.
-        return checkpoint_weights(base, average=load_job(checkpoint.path.parents[1]).init.average)
-    if hf_reference(folder).sha256 != reference.sha256:
+        average = load_job(checkpoint.path.parents[1]).init.average
+        return checkpoint_weights(base, average=average, check=check)
+    if check and hf_reference(folder).sha256 != reference.sha256:
         raise DamagedError(
             f"the weights in {folder} are not those that {checkpoint.path} was trained on",
             next="restore the old ones from a backup",

@@ -24,15 +24,19 @@ from dtt.model.lora import merged
 from dtt.train.warm_start import take_base
 
 
-def restore_base(resume: Checkpoint, model: Decoder) -> Reference:
+def restore_base(resume: Checkpoint, model: Decoder, world: World) -> Reference:
     """Load the frozen weights below the adapter in `resume`; return the reference to them.
 
     Raises InputError if they are missing, and DamagedError if they have changed.
     """
     reference = resume.manifest.base
     assert reference is not None, "the configuration of a job keeps its adapter"
+    # Rank 0 hashes the weights for all: they may have hundreds of gigabytes.
+    if world.first:
+        base_weights(resume)
+    world.barrier()
     # Not from `init.from`: it may name the newest checkpoint of a job, which is another one by now.
-    take_base(model, base_weights(resume), reference.folder)
+    log.info("%s", take_base(model, base_weights(resume, check=False), reference.folder))
     return reference
 
 

@@ -205,7 +205,7 @@ def initial_weights(
     if inputs.resume is not None:
         if cfg.objective.type == "dpo":
             check_reference(inputs)
-        return None, restore_base(inputs.resume, model) if adapted else None
+        return None, restore_base(inputs.resume, model, inputs.world) if adapted else None
     if reference is not None:
         checkpoint = initialise_from(reference, model, *data)
         write_reference(inputs, assembled, reader, reference, checkpoint)
