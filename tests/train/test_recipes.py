@@ -57,8 +57,8 @@ def test_a_recipe_trains(recipe: str, folder: Path) -> None:
     here = [
         "-c", recipe, "init.from=hf:model", "tokenizer.path=model", f"name={stage}",
         f"download.dataset={stage}.jsonl", "train.seq_len=512", "train.global_batch_tokens=1024",
-        "train.steps=2", "train.micro_batch=1", "train.sample_tokens=0", "train.eval_answers=0",
-        "train.log_every=1",
+        "train.steps=2", "train.micro_batch=1", "train.log_every=1", "train.precision=bf16",
+        "train.sample_tokens=2", "train.eval_answers=2", "train.eval_answer_tokens=2",
     ]  # fmt: skip
     for command in ("download", "tokenize", "train"):
         dtt(command, *here)
