@@ -20,10 +20,9 @@ from dtt.config.data import TrainedTokenizerConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus
-from dtt.data.samples import encoded_documents, text_stream
-from dtt.data.samples.encoded_documents import DocumentMasks, Documents
-from dtt.data.samples.held_out import HeldOutText
-from dtt.data.samples.text_source import TextSource
+from dtt.data.samples import encoded_documents, text_source
+from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.text_source import HeldOutText, TextSource
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import train_tokenizer
 
@@ -76,7 +75,7 @@ def encoder(content: bytes) -> Encoder:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, and files that take several parts."""
     monkeypatch.setattr(encoded_documents, "UNIT_BYTES", 8_000)
-    monkeypatch.setattr(text_stream, "PART_BYTES", 10_000)
+    monkeypatch.setattr(text_source, "PART_BYTES", 10_000)
 
 
 @pytest.fixture(params=FILES)
@@ -94,8 +93,7 @@ def open_source(encoder: Encoder) -> Open:
 
     def open_(corpus: Corpus, **changes: Any) -> TextSource:
         options: dict[str, Any] = {
-            "name": "text", "seq_len": SEQ_LEN, "seed": 1, "validation_fraction": FRACTION,
-            "masks": DocumentMasks(encoder.end_of_document, True, False),
+            "seq_len": SEQ_LEN, "seed": 1, "validation_fraction": FRACTION
         } | changes  # fmt: skip
         return TextSource(Documents(corpus), encoder, **options)
 
@@ -233,11 +231,10 @@ def test_a_few_integers_suffice_to_resume_at_any_position(
 def test_held_out_documents_are_never_trained_on(
     corpus: Corpus, encoder: Encoder, open_source: Open
 ) -> None:
-    documents, masks = Documents(corpus), DocumentMasks(encoder.end_of_document, True, False)
+    documents = Documents(corpus)
     held = HeldOutText(
-        documents, encoder, name="text", seq_len=SEQ_LEN, validation_fraction=FRACTION,
-        text_bytes=10**9, masks=masks,
-    )  # fmt: skip
+        documents, encoder, seq_len=SEQ_LEN, validation_fraction=FRACTION, text_bytes=10**9
+    )
     samples = held.order(0, len(held))
     ids = held.read(samples).ids
     row_ids = [*ids[:, :-1].ravel().tolist(), ids[-1, -1]]
@@ -246,9 +243,8 @@ def test_held_out_documents_are_never_trained_on(
     assert [i for i in row_ids if i != IGNORE_INDEX] == encoder.encode(expected)[0].tolist()
     assert held.counts(samples).targets == held.tokens - 1
     some = HeldOutText(
-        documents, encoder, name="text", seq_len=SEQ_LEN, validation_fraction=FRACTION,
-        text_bytes=1000, masks=masks,
-    )  # fmt: skip
+        documents, encoder, seq_len=SEQ_LEN, validation_fraction=FRACTION, text_bytes=1000
+    )
     assert some.read(some.order(0, 5)).ids.tolist() == ids[:5].tolist()
     assert 0 < len(some) < len(held)
 

@@ -257,8 +257,8 @@ def test_bad_documents_are_counted_or_stop(corpora: Any, tmp_path: Path) -> None
         (b'{"text": ""}\n{"text": "\\n"}\n', "1 are empty; 1 contain only", "text_column=NAME"),
         (b'{"text": 1}\n{"text": 2}\n', "2 could not be used.*the text is int", "text_column=NAME"),
         (b'{"body": "x"}\n', "1 could not be used.*no key 'text'", "text_column=NAME"),
-        (b'{"text": "x\n', "1 could not be used.*not JSON", "write the files again"),
-        (b'{"text": "\xff"}\n', "1 could not be used.*not UTF-8", "iconv"),
+        (b'{"text": "x\n', "1 could not be used.*not JSON", "text_column=NAME"),
+        (b'{"text": "\xff"}\n', "1 could not be used.*not UTF-8", "text_column=NAME"),
     ],
 )
 def test_a_corpus_without_documents_is_reported_before_a_tokenizer_is_trained(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 
@@ -35,6 +35,7 @@ SECTION_BYTES = 4096
 """Approximate size of a section, where documents are sections (runs of paragraphs)."""
 BATCH_BYTES = 2**21
 """Default size of a batch of documents: about what the processor's cache holds."""
+T = TypeVar("T")
 TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
 
 
@@ -67,13 +68,17 @@ def read_batches(
             yield from batches(_documents(corpus, span, bad), size)
 
 
-def batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
-    """Group documents into lists of about `size` bytes."""
-    batch: list[bytes] = []
+def batches(
+    documents: Iterable[T],
+    size: int,
+    length: Callable[[T], int] = len,  # type: ignore[assignment]
+) -> Iterator[list[T]]:
+    """Group documents into lists of about `size` bytes; `length` returns the bytes of one."""
+    batch: list[T] = []
     room = size
     for document in documents:
         batch.append(document)
-        room -= len(document) + 1
+        room -= length(document) + 1
         if room <= 0:
             yield batch
             batch, room = [], size
