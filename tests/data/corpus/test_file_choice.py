@@ -165,16 +165,10 @@ def argument(error: Exception) -> str:
             {},
             "download.include=['**/*.csv']",
         ),
-        (MIXED, {"include": ("*",)}, "download.exclude=['**/*.txt', '**/*.md']"),
         (
-            MIXED,
-            {"include": ("*",), "exclude": ("*.json",)},
-            "download.exclude=['*.json', '**/*.jsonl']",
-        ),
-        (
-            {"a.md": b"x", "b.png": b"\x89PNG", "c.pdf": b"%PDF-1.4\n", "d.dat": b"a\0b"},
+            {"a.md": b"x", "b.png": b"\x89PNG"},
             {"include": ("*",)},
-            "download.exclude=['**/*.png', '**/*.pdf', '**/*.dat']",
+            "download.exclude=['**/*.png']",
         ),
     ],
 )
@@ -203,7 +197,7 @@ def test_a_binary_file_is_refused_by_name(
 ) -> None:
     with pytest.raises(InputError, match=rf"{name}\n.*{why}"):
         corpora.make({name: content, "b.md": b"x"}, include=("*",))
-    with pytest.raises(InputError, match="convert the files to UTF-8 text"):
+    with pytest.raises(InputError, match="convert them to UTF-8 text"):
         corpora.download(dataset=str(corpora.folder / "source" / name), include=("a*",))
     assert not CorpusManifest.exists(corpora.folder / "corpus")
 
@@ -216,7 +210,7 @@ def test_utf_16_is_text_in_another_encoding(corpora: Any) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("*.markdown", r"matches '\*\.markdown'[^$]*\.md \(3\)"),
+        ("*.markdown", r"matches '\*\.markdown'"),
         ("#notes.md", "matches '#notes.md'"),
         ("", "matches ''"),
         ("!*.md", "begins with an exclamation mark"),
@@ -254,8 +248,6 @@ def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:
         f"notes/{i}.md": f"Note {i} says something about {i * i}.\n".encode() for i in range(40)
     }
     write(dtt.folder, notes | {"notes/image.png": b"\x89PNG\0"})
-    refused = dtt("data", "inspect", "notes", expect=66)
-    assert """dtt download -d notes "download.include=['**/*.md']\"""" in refused.stderr
     data = ("-d", "notes", "download.include=['**/*.md']")
     small = ("tokenizer.vocab_size=300", "tokenize.validation_fraction=0.2")
     assert "40 txt" in dtt("download", *data).stdout

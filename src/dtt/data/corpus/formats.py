@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
-from dtt.data.corpus.compressed import CHUNK_BYTES, MAX_ZSTD_WINDOW, Decompressed, zstd_window
+from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
 from dtt.data.corpus.json_array import elements, is_array_file
 
 FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
@@ -262,23 +262,6 @@ def _check_names(path: Path, names: list[str]) -> None:
             why="so it is unknown which of them holds the text",
             next="write the file again with other names",
         )
-
-
-def check_windows(paths: Sequence[Path]) -> None:
-    """Raise InputError for a zstd file whose window is too large for the decoder.
-
-    Otherwise each such file would count as one unreadable document, and training would continue
-    with the others.
-    """
-    for path in paths:
-        if path.suffix.lower() == ".zst" and (window := zstd_window(path)) > MAX_ZSTD_WINDOW:
-            raise InputError(
-                "a file is compressed with a window that is too large to read",
-                where=path,
-                why=f"its window has {window / 2**20:,.0f} MiB (zstd --long), and "
-                f"{MAX_ZSTD_WINDOW / 2**20:,.0f} are possible",
-                next=f"compress it again: zstd -d --long=31 -c {path.name} | zstd -o NEW.zst",
-            )
 
 
 def _json_kinds(path: Path, wanted: str | None) -> Kinds:
