@@ -123,7 +123,7 @@ def test_explain_reports_what_a_run_would_do_and_changes_nothing(
     report = "\n".join(ask(corpus, out).lines())
     assert "train-00001.bin is damaged: its sha256" in report
     assert "validation-00002.idx is missing" in report
-    assert "2 units would be created" in report
+    assert "units that would be created: 2" in report
     assert contents(out) == before
     assert run(corpus, out).units == 2
     assert damaged.read_bytes() == content

@@ -44,11 +44,14 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     keep()
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # before slow imports
     from dtt.data.corpus.described import read_corpus
+    from dtt.data.text.tokenizer import find_tokenizer
     from dtt.data.tokenize.distributed import tokenize
 
     read_corpus(cfg)
     compare = cfg.tokenize.compare
-    other = _find_tokenizer(compare) if compare and comm.rank == 0 else None
+    other = None
+    if compare and comm.rank == 0:  # a mistake is reported before the work
+        other = find_tokenizer(GivenTokenizerConfig(path=compare))
     result = tokenize(
         cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, kind=_kind(cfg), overwrite=overwrite
     )
@@ -64,11 +67,17 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
             log.warning("replaced lone surrogates by U+FFFD in %d documents", replaced)
         if nulls := result.manifest.nulls:
             log.warning("%d %s", nulls, NULLS)
-        compared = _compare(out, str(compare), other) if other else None
+        compared = _compared(out, str(compare), other) if other else None
         if as_json:
             print(json.dumps(_facts(out, result) | {"compared": compared}))
-        else:
-            print("\n".join([_report(out, result), *_comparison_lines(compared)]))
+            return
+        print(_report(out, result))
+        if compared is not None:
+            print(
+                f"compared    {compared['bytes_per_token']:.2f} bytes per token, "
+                f"{compared['other_bytes_per_token']:.2f} with {compared['with']}, "
+                f"on {compared['text_bytes'] / 1e6:.2f} MB of held-out text"
+            )
 
 
 def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
@@ -156,40 +165,23 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
     }
 
 
-def _find_tokenizer(name: str) -> Path:
-    from dtt.data.text.tokenizer import find_tokenizer
-
-    return find_tokenizer(GivenTokenizerConfig(path=name))
-
-
-def _compare(out: Path, name: str, other: Path) -> dict[str, Any] | None:
+def _compared(out: Path, name: str, other: Path) -> dict[str, Any] | None:
     """Compare bytes per token on held-out text with those of the tokenizer `other`, called `name`.
 
     Returns None, with a warning, if this node has no held-out text.
     """
     from dtt.data.tokenize.comparison import compare
 
-    result = compare(out, other)
-    if not result.text_bytes:
+    text_bytes, tokens, other_tokens = compare(out, other)
+    if not text_bytes:
         log.warning("not compared with %s: this node has no held-out text", name)
         return None
     return {
         "with": name,
-        "text_bytes": result.text_bytes,
-        "bytes_per_token": round(result.text_bytes / result.tokens, 3),
-        "other_bytes_per_token": round(result.text_bytes / result.other_tokens, 3),
+        "text_bytes": text_bytes,
+        "bytes_per_token": round(text_bytes / tokens, 3),
+        "other_bytes_per_token": round(text_bytes / other_tokens, 3),
     }
-
-
-def _comparison_lines(compared: dict[str, Any] | None) -> list[str]:
-    if compared is None:
-        return []
-    line = (
-        f"compared    {compared['bytes_per_token']:.2f} bytes per token, "
-        f"{compared['other_bytes_per_token']:.2f} with {compared['with']}, "
-        f"on {compared['text_bytes'] / 1e6:.2f} MB of held-out text"
-    )
-    return [line]
 
 
 def _rate(text_bytes: int, seconds: float) -> float | None:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from dtt.artifacts.manifests import SplitCounts, TokenShard
 from dtt.base.files import fsync_folder
+from dtt.base.log import Advance
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus, Unit
@@ -54,12 +55,14 @@ def encode_units(
     validation_fraction: float,
     stop_at_bad: bool,
     cores: int,
+    advance: Advance,
 ) -> Work:
     """Write the shards of each unit into `place`, then its marker into `out`.
 
     `place` is `out`, or a folder on this node's local disk. `cores` is the number of cores of this
     rank alone. With more than one, documents are read and decoded ahead in a second thread; on a
-    single core the threads would only alternate. Shards are written by another thread.
+    single core the threads would only alternate. Shards are written by another thread. `advance`
+    is called with the bytes of each batch.
 
     The content of the shards depends only on the unit, the tokenizer and `validation_fraction`.
     Memory use is a few batches, regardless of the size of files and units.
@@ -96,6 +99,7 @@ def encode_units(
                 )
                 total += counts
                 behind.do(shards.append, split, part, counts)
+            advance(sum(map(len, contents)))
             shards.empty += contents.count(b"")
             shards.blank += sum(map(bytes.isspace, contents))
     seconds = time.monotonic() - start
