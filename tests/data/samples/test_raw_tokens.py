@@ -208,27 +208,18 @@ def test_ids_read_with_too_narrow_a_dtype_are_refused(
     tmp_path: Path, written: str, read: str, vocab_size: int | None
 ) -> None:
     some_ids(vocab_size=vocab_size or 128_256).astype(written).tofile(tmp_path / "a.bin")
-    named = np.dtype(written).name
-    convert = "astype" if written[0] == ">" else f"dtype: {named}"
-    with pytest.raises(
-        ConfigError, match=rf"like (big-endian )?{named}[\s\S]*a\.bin[\s\S]*{convert}"
-    ):
+    with pytest.raises(ConfigError, match=r"a wider type[\s\S]*a\.bin[\s\S]*dtype: uint32"):
         opened(tmp_path, dtype=read, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize(
-    ("written", "read", "remedy"),
-    [
-        ("<u2", "uint32", "dtype: uint16"), ("<u2", "int32", "dtype: uint16"),
-        ("<u2", "int64", "dtype: uint16"), ("<u4", "int64", "dtype: uint32"),
-        (">u2", "uint16", "'>u2'"), (">u4", "uint32", "'>u4'"), (">i8", "int64", "'>i8'"),
-    ],
-)  # fmt: skip
-def test_first_ids_outside_the_vocabulary_are_refused_with_the_likely_dtype(
-    tmp_path: Path, written: str, read: str, remedy: str
+    ("written", "read"), [("<u2", "uint32"), ("<u4", "int64"), (">u2", "uint16"), (">i8", "int64")]
+)
+def test_first_ids_outside_the_vocabulary_are_refused(
+    tmp_path: Path, written: str, read: str
 ) -> None:
     some_ids().astype(written).tofile(tmp_path / "a.bin")
-    with pytest.raises(DamagedError, match=rf"vocabulary of 50257[\s\S]*a\.bin[\s\S]*{remedy}"):
+    with pytest.raises(DamagedError, match=r"vocabulary of 50257[\s\S]*a\.bin"):
         opened(tmp_path, dtype=read)
 
 

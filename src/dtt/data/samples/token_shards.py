@@ -367,17 +367,16 @@ def _checked(shard: Shard, vocab_size: int | None) -> Shard:
     if vocab_size is not None:
         dtype = np.dtype(shard.dtype)
         ids = np.fromfile(shard.path, dtype, HEAD_BYTES // dtype.itemsize)
-        check_vocabulary(shard.path, ids, vocab_size, raw=False)
+        check_vocabulary(shard.path, ids, vocab_size)
     return shard
 
 
 def _raw(path: Path, dtype: str, end_of_document: int | None, vocab_size: int | None) -> Shard:
     header, ids = read_header(path, dtype)
-    raw = header.format == "raw"
-    if raw:
+    if header.format == "raw":
         check_width(path, ids, vocab_size)
     if vocab_size is not None:
-        check_vocabulary(path, ids, vocab_size, raw=raw)
+        check_vocabulary(path, ids, vocab_size)
     return Shard(
         path,
         header.tokens,
