@@ -10,30 +10,6 @@ from dtt.data.corpus.json_rows import without_nulls
 
 QUESTION = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
-EXPECTED = Conversation((QUESTION, ANSWER), trained=(True, True))
-
-
-@pytest.mark.parametrize(
-    ("row", "trained"),
-    [
-        ({"messages": [QUESTION, ANSWER]}, (True, True)),
-        ({"messages": [QUESTION | {"name": None}, ANSWER], "tools": None}, (True, True)),
-        ({"prompt": "Hi", "completion": "Hello"}, (False, True)),
-        ({"prompt": [QUESTION], "completion": [ANSWER]}, (False, True)),
-        (
-            {
-                "conversations": [
-                    {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"},
-                ]
-            },
-            (True, True),
-        ),
-        ({"conversations": [QUESTION, ANSWER]}, (True, True)),
-        ({"instruction": "Hi", "input": "", "output": "Hello"}, (True, True)),
-    ],
-)  # fmt: skip
-def test_every_format_yields_the_same_messages(row: Any, trained: tuple[bool, ...]) -> None:
-    assert parse_row(row) == Conversation((QUESTION, ANSWER), trained=trained)
 
 
 def test_an_instruction_and_its_input_are_one_question_after_the_system_prompt() -> None:
@@ -41,12 +17,6 @@ def test_an_instruction_and_its_input_are_one_question_after_the_system_prompt()
     assert [message["content"] for message in parse_row(row).messages] == [
         "Be exact.", "Add.\n\n1 1", "2",
     ]  # fmt: skip
-
-
-def test_a_message_with_train_false_is_marked_and_the_key_is_not_rendered() -> None:
-    conversation = parse_row({"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER]})
-    assert conversation.trained == (True, False, True, True)
-    assert all("train" not in message for message in conversation.messages)
 
 
 def test_nulls_that_parquet_pads_with_are_dropped_at_any_depth_only_where_rows_are_padded() -> None:

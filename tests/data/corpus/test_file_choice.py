@@ -202,11 +202,6 @@ def test_a_binary_file_is_refused_by_name(
     assert not CorpusManifest.exists(corpora.folder / "corpus")
 
 
-def test_utf_16_is_text_in_another_encoding(corpora: Any) -> None:
-    with pytest.raises(InputError, match=r"iconv -f UTF-16 -t UTF-8 a\.md > NEW\.md"):
-        corpora.make({"a.md": "some text".encode("utf-16"), "b.md": b"x"}, include=("*.md",))
-
-
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
@@ -235,12 +230,6 @@ def test_an_excluded_folder_is_not_listed(tmp_path: Path) -> None:
         assert chosen(tmp_path, [], ["closed/"]) == {"a.txt"}
     finally:
         (tmp_path / "closed").chmod(0o755)
-
-
-@pytest.mark.parametrize("key", ["include", "exclude"])
-def test_the_standard_library_has_no_files_to_choose(corpora: Any, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"download\.{key}=\[\]"):
-        corpora.download(dataset="python-stdlib", **{key: ("*.py",)})
 
 
 def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:

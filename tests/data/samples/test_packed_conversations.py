@@ -120,22 +120,6 @@ def test_whole_turns_cuts_after_the_last_answer_that_fits(
     assert source.packing_counts.cut == cut
 
 
-LENGTHS = st.lists(st.integers(1, 40), max_size=80)
-
-
-@settings(max_examples=400, deadline=None)
-@given(lengths=LENGTHS, capacity=st.integers(40, 90))
-def test_least_slack_places_every_item_once_in_bins_that_hold_it(
-    lengths: list[int], capacity: int
-) -> None:
-    items = np.array(lengths, dtype=np.int64)
-    bins = least_slack(items, capacity)
-    sums = np.bincount(bins, weights=items)
-    assert len(bins) == len(items)
-    assert (sums <= capacity).all()
-    assert (sums > 0).all()  # no bin is empty
-
-
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), capacity=st.integers(30, 60))
 def test_least_slack_fills_the_first_bin_as_well_as_any_choice_of_items(
@@ -282,18 +266,6 @@ def test_different_templates_are_not_mixed(tmp_path: Path) -> None:
     sources = f"[{{path: {tmp_path}/a}}, {{path: {tmp_path}/b}}]"
     with pytest.raises(ConfigError, match="a and b have different chat templates or stop tokens"):
         run_of("data.type=chat", f"data.sources={sources}")
-
-
-def test_plan_and_train_refuse_a_run_in_which_no_conversation_fits(folder: Path) -> None:
-    keys = [
-        "data.type=chat", f"data.tokens={folder}/one", "train.seq_len=4", "name=t",
-        "train.global_batch_tokens=16",
-    ]  # fmt: skip
-    for command in ("plan", "train"):
-        done = Dtt(folder)(command, *keys, expect=2)
-        assert "no conversation of tokens can be used" in done.stderr
-        assert "are longer than train.seq_len = 4: left out" in done.stderr
-        assert "train.seq_len=" in done.stderr
 
 
 def test_a_job_keeps_the_template_and_logs_omitted_conversations(folder: Path) -> None:

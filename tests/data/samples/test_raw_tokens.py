@@ -15,9 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 from support.token_files import END, read_doc_ids
 
-from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.data import SourceConfig
-from dtt.data.samples.token_shards import open_files
 from dtt.data.samples.token_source import TokenSource, open_tokens
 
 BY_OTHERS = Path(__file__).with_name("written_by_others")
@@ -144,12 +143,6 @@ def test_a_truncated_array_is_refused(tmp_path: Path) -> None:
             opened(tmp_path / "a.npy")
 
 
-def test_int64_ids_are_read(tmp_path: Path) -> None:
-    ids = some_ids()
-    ids.astype(np.int64).tofile(tmp_path / "a.bin")
-    assert stream(opened(tmp_path / "a.bin", dtype="int64")) == ids[: 9 * 333 + 1].tolist()
-
-
 def test_a_folder_of_several_formats_is_refused(tmp_path: Path) -> None:
     """A file that lost its header is not read as ids among those that have one."""
     write_llm_c(tmp_path / "a.bin", some_ids())
@@ -223,13 +216,6 @@ def test_first_ids_outside_the_vocabulary_are_refused(
         opened(tmp_path, dtype=read)
 
 
-def test_every_file_is_checked_not_only_the_first(tmp_path: Path) -> None:
-    some_ids().astype("<u2").tofile(tmp_path / "train-0.bin")
-    some_ids().astype("<u4").tofile(tmp_path / "train-1.bin")
-    with pytest.raises(ConfigError, match=r"train-1\.bin"):
-        opened(tmp_path)
-
-
 def _with_sparse_ids() -> Any:
     ids = some_ids()
     ids[::2] = 0
@@ -254,24 +240,3 @@ def test_correct_ids_are_accepted(tmp_path: Path, ids: Any, vocab_size: int | No
         found = opened(tmp_path, dtype=dtype, vocab_size=vocab_size)
         assert found.files.format == "raw"
         assert found.tokens == len(ids)
-
-
-def test_random_ids_are_never_taken_for_another_format(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        size = int(rng.integers(1, 5000))
-        limit = int(rng.choice([5, 50, 300, 5000, 65_536]))
-        for dtype in ("uint16", "uint32", "int64"):
-            rng.integers(0, limit, size).astype(dtype).tofile(tmp_path / "a.bin")
-            files = open_files(
-                tmp_path / "a.bin", "train", raw_dtype=dtype, end_of_document=0, vocab_size=limit
-            )
-            assert files.format == "raw"
-
-
-def test_inspection_collects_what_is_refused(tmp_path: Path) -> None:
-    some_ids().astype("<u2").tofile(tmp_path / "train-0.bin")
-    some_ids().astype("<u4").tofile(tmp_path / "train-1.bin")
-    broken: dict[Path, DttError] = {}
-    open_files(tmp_path, None, raw_dtype="uint16", end_of_document=None, broken=broken)
-    assert [path.name for path in broken] == ["train-1.bin"]

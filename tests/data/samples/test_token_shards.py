@@ -182,25 +182,6 @@ def test_files_on_a_nodes_own_disk_are_found(tmp_path: Path) -> None:
     assert documents(opened(tmp_path / "t", seq_len=1)) == written
 
 
-def test_the_key_depends_on_the_content_not_the_path(tmp_path: Path) -> None:
-    keys = []
-    for name, count in (("a", 10), ("b", 10), ("c", 11)):
-        (tmp_path / name).mkdir()
-        write_pair(tmp_path / name / "x", random_documents(count, 9))
-        keys.append(opened(tmp_path / name).files.key)
-    assert keys[0] == keys[1] != keys[2]
-
-
-def test_a_file_that_is_not_a_token_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no token files[\s\S]*nothing"):
-        opened(tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"folder without a manifest of token files, and"):
-        opened(tmp_path)
-    (tmp_path / "a.bin").write_bytes(b"123")
-    with pytest.raises(DamagedError, match=r"a\.bin[\s\S]*3 bytes, ids of 2"):
-        opened(tmp_path / "a.bin")
-
-
 def test_a_datatrove_file_must_fit_its_index(tmp_path: Path) -> None:
     ids, index = tmp_path / "a.ds", tmp_path / "a.ds.index"
     ids.write_bytes(bytes(20))

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import (
     GivenTokenizerConfig,
     TokenizeConfig,
@@ -101,15 +101,6 @@ def test_every_document_is_there_once_and_ends_with_the_end_of_document(
         assert counts.tokens == sum(map(len, found))
         assert counts.bytes == sum(len(t.encode()) for t in texts[split])
     assert len(manifest.shards) > 6
-
-
-def test_hashes_in_the_manifest_are_those_of_the_files(corpus: Corpus, tmp_path: Path) -> None:
-    manifest = run(corpus, tmp_path / "out").manifest
-    found = sums(tmp_path / "out")
-    for shard in manifest.shards:
-        assert found[f"{shard.stem}.bin"] == shard.bin_sha256
-        assert found[f"{shard.stem}.idx"] == shard.idx_sha256
-    assert found["tokenizer.json"] == manifest.tokenizer_sha256
 
 
 def test_validation_is_disjoint_and_stable_when_documents_are_added(
@@ -197,17 +188,6 @@ def test_manifest_and_shards_are_enough_to_be_done(corpus: Corpus, tmp_path: Pat
     run(corpus, tmp_path / "out")
     shutil.rmtree(tmp_path / "out/.units")
     assert run(corpus, tmp_path / "out").units == 0
-
-
-def test_other_options_in_the_same_folder_are_refused_by_name(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    run(corpus, out)
-    with pytest.raises(ConfigError, match=r"validation_fraction is 0.1 there, 0.2 now"):
-        run(corpus, out, validation_fraction=0.2)
-    with pytest.raises(ConfigError, match=r"tokenizer.vocab_size is 300 there, 310 now"):
-        run(corpus, out, TrainedTokenizerConfig(vocab_size=310))
 
 
 def test_overwrite_removes_all_previous_files(corpus: Corpus, tmp_path: Path) -> None:

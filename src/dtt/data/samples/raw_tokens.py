@@ -75,8 +75,8 @@ class Header(NamedTuple):
     tokens: int
 
 
-def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
-    """Return the header of a file of ids, and its first ids.
+def read_header(path: Path, raw_dtype: str) -> Header:
+    """Return the header of a file of ids.
 
     `raw_dtype` is the dtype of ids without a header. Raises InputError for a file in a known format
     that does not hold token ids, DamagedError if the file size contradicts the header.
@@ -113,7 +113,7 @@ def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
             why=f"{size:,} bytes; {header.tokens:,} ids of {dtype.name} behind a header of "
             f"{header.offset:,} bytes are {expected:,}",
         )
-    return header, _whole(head[header.offset :], dtype)
+    return header
 
 
 def refusal(path: Path, other: str) -> InputError:
@@ -210,11 +210,6 @@ def _chunk(head: bytes, size: int, file: BinaryIO) -> str | None:
     if first == table:
         return "a chunk of litdata"
     return "a shard of MosaicML's streaming" if file.read(1) == b"{" else None
-
-
-def _whole(content: bytes, dtype: np.dtype[Any]) -> Ids:
-    """Return the complete ids in `content`, whose last id may be cut off."""
-    return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
 
 
 def check_width(path: Path, ids: Ids, vocab_size: int | None) -> None:
