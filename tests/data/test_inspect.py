@@ -27,8 +27,6 @@ from dtt.data.samples import compatibility
 from dtt.data.samples.token_shards import Ends, Shard
 from dtt.data.token_file import TokenFile, idx_path
 
-BY_DATATROVE = Path(__file__).parent / "samples/written_by_datatrove"
-
 
 def see(path: Path, **wishes: Any) -> Report:
     usual = {"samples": 3, "everything": False, "hashes": False, "tokenizer": None}
@@ -72,22 +70,6 @@ def test_place_by_place_every_document_is_seen_once(
     assert seen.last == Counter(document[-1] for document in documents if document)
     assert seen.tokens == total
     assert seen.outside == 0
-
-
-@pytest.mark.parametrize("kind", ["ds", "megatron"])
-def test_files_written_by_datatrove_are_reported(kind: str) -> None:
-    report = see(BY_DATATROVE / kind)
-    assert report.kind == {"ds": "datatrove .ds", "megatron": "Megatron .bin/.idx"}[kind]
-    assert (report.documents, report.tokens) == (4, 14)
-    assert report.files == {"ds": 3, "megatron": 2}[kind]
-    assert report.facts["dtype"] == "uint16"
-    assert report.facts["largest_id"] == 6
-    assert report.facts["end_of_document"] == {"id": 0, "token": None, "documents": 4, "of": 4}
-    assert report.lengths is not None
-    assert (report.lengths.max, report.lengths.median) == (7, 2)
-    assert report.read.everything
-    assert report.samples[0].text == "6 5 4 3 2 1 0"
-    assert (report.oddities, report.damaged) == ([], [])
 
 
 def test_raw_ids_have_no_documents_and_are_shown_as_text(tmp_path: Path) -> None:

@@ -263,16 +263,3 @@ def test_a_corpus_of_white_space_is_refused_by_tokenize_and_by_training_from_tex
     assert "only white space" in refused.stderr
     seen = json.loads(dtt("data", "inspect", "corpus", "--json").stdout)
     assert any("only white space" in odd for odd in seen["oddities"])
-
-
-def test_documents_of_white_space_are_kept_counted_and_reported(dtt: Dtt) -> None:
-    lines = [json.dumps({"text": text}) for text in ["a word", "  ", "", "\n", "another"] * 4]
-    (dtt.folder / "a.jsonl").write_text("\n".join(lines))
-    dtt("download", "-d", "a.jsonl", "download.out=corpus")
-    options = ("tokenize.validation_fraction=0", "tokenize.out=tokens")
-    done = dtt(*JSON_SKIP, *options)
-    facts = json.loads(done.stdout)
-    assert facts["splits"]["train"]["documents"] == 16
-    assert (facts["empty_documents"], facts["blank_documents"]) == (4, 8)
-    assert "kept 8 documents that contain only white space" in done.stderr
-    assert TokensManifest.read(dtt.folder / "tokens").blank_documents == 8

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.chat_shapes import NAMED, SHAPES, answer, hostile_rows, templates, user, with_tokens
-from tokenizers import AddedToken, Tokenizer
 
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
@@ -75,18 +74,6 @@ def test_gigatoken_encodes_all_but_what_it_could_encode_differently(shared: Path
     assert taken == [True, True, False, False, True, True]
     for ours, exact in zip(tokens.encode(texts), tokens._exact(texts), strict=True):
         assert all(map(np.array_equal, ours, exact))
-
-
-def test_a_text_with_every_special_token_is_left_to_tokenizers(shared: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(shared / "data/tokenizers/gpt2/tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
-    content = tokenizer.to_str().encode()
-    tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, engine="auto")._tokens
-    every = "<|im_start|>a<|im_end|><|endoftext|>"
-    texts = ["b", every, "c<|im_end|>", every]
-    assert [one is not None for one in tokens._gigatoken(texts)] == [True, False, True, False]
-    for text, one in zip(texts, tokens.encode(texts), strict=True):
-        assert one.ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])

@@ -211,14 +211,6 @@ def test_a_later_file_without_the_column_is_named(
         corpora.make(files)
 
 
-@pytest.mark.parametrize("option", ["name", "revision"])
-def test_options_of_the_hub_are_refused_elsewhere(corpora: Any, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"download\.{option} \(x\) applies only to .* the Hub"):
-        corpora.make({"a.txt": b"x"}, **{option: "x"})
-    with pytest.raises(ConfigError, match=rf"download\.{option}=null"):
-        corpora.download(dataset="python-stdlib", **{option: "x"})
-
-
 @pytest.mark.parametrize(
     ("columns", "found"),
     [

@@ -85,29 +85,6 @@ def test_sections_are_the_text_unchanged_and_of_some_kilobytes(corpora: Any, rea
     assert "".join(read_all(corpus, 10_000)[0]) == text
 
 
-def test_a_folder_of_txt_is_a_document_per_file(corpora: Any, read_all: Any) -> None:
-    corpus = corpora.make({"b.txt": b"second\n\nfile", "a.txt": b"\xef\xbb\xbffirst\n"})
-    assert read_all(corpus, 10**6)[0] == ["first\n", "second\n\nfile"]
-
-
-def test_of_a_damaged_compressed_file_the_bytes_that_cannot_be_read_are_reported(
-    corpora: Any, read_all: Any
-) -> None:
-    lines = [b'{"text": "%d"}\n' % i for i in range(1000)]
-    members = [gzip.compress(b"".join(lines[i : i + 100])) for i in range(0, 1000, 100)]
-    bad_header = b"".join([*members[:7], b"XX", *members[7:]])
-    corpus = corpora.make({"a.jsonl.gz": bad_header})
-    texts, bad = read_all(corpus, 10**6)
-    assert texts == [str(i) for i in range(700)]
-    left = sum(map(len, members[7:])) + len(b"XX")
-    assert left - 2 <= bad.lost_bytes <= left, "zlib looks at two bytes of a header"
-    assert (
-        "a.jsonl.gz:701: the rest of the file cannot be read: zlib inflate failed"
-        in (bad.examples[0])
-    )
-    assert f"lost: about {bad.lost_bytes:,} bytes" in bad.examples[0]
-
-
 @pytest.mark.parametrize(
     "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
 )

@@ -134,15 +134,6 @@ def test_arrays_of_something_else_are_refused(tmp_path: Path, array: Any, why: s
         opened(tmp_path / "a.npy")
 
 
-def test_a_truncated_array_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", some_ids())
-    content = (tmp_path / "a.npy").read_bytes()
-    for size in (len(content) - 8, 100, 7):
-        (tmp_path / "a.npy").write_bytes(content[:size])
-        with pytest.raises(DamagedError, match=r"a\.npy"):
-            opened(tmp_path / "a.npy")
-
-
 def test_a_folder_of_several_formats_is_refused(tmp_path: Path) -> None:
     """A file that lost its header is not read as ids among those that have one."""
     write_llm_c(tmp_path / "a.bin", some_ids())

@@ -13,7 +13,6 @@ from support.token_files import END, random_documents, read_doc_ids, row, write_
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import SourceConfig
-from dtt.data.samples.token_shards import open_files
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFile, bin_path, idx_path
 
@@ -193,11 +192,3 @@ def test_a_datatrove_file_must_fit_its_index(tmp_path: Path) -> None:
     index.write_bytes(struct.pack("<2Q", 2, 11))
     with pytest.raises(DamagedError, match=r"a\.ds[\s\S]*20 bytes[\s\S]*11 tokens"):
         opened(ids)
-
-
-def test_opening_maps_no_ids(tmp_path: Path) -> None:
-    """A terabyte of ids is a stat."""
-    with (tmp_path / "train.bin").open("wb") as file:
-        file.truncate(2**40)
-    files = open_files(tmp_path, "train", raw_dtype="uint16", end_of_document=END)
-    assert files.shards[0].tokens == 2**39

@@ -26,7 +26,7 @@ from dtt.config.data import (
     TokenizerConfig,
     TrainedTokenizerConfig,
 )
-from dtt.data.corpus.document_sampling import SOME_BYTES, SOME_UNITS, held_out, some_text
+from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus, Span, Unit
 from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.distributed import Tokenized, tokenize
@@ -257,16 +257,6 @@ def test_a_corpus_without_documents_is_reported_before_a_tokenizer_is_trained(
     with caplog.at_level("INFO", "dtt"), pytest.raises(InputError, match=error):
         run(corpus, tmp_path / "out")
     assert "training a tokenizer" not in caplog.text
-
-
-def test_the_engine_sample_is_small_and_spread_over_the_corpus(corpora: Any) -> None:
-    texts = [f"{i:03} " + "x" * 10**5 for i in range(100)]
-    corpus = corpora.make({"a.jsonl": jsonl(texts)})
-    sample = some_text(corpus, corpus.units(10**6))
-    assert len(sample) == SOME_UNITS
-    assert sample[0][:3] == b"000"
-    assert sample[-1][:3] > b"070"
-    assert sum(map(len, sample)) <= 2 * SOME_BYTES
 
 
 def test_units_are_distributed_evenly() -> None:
