@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer, models
+from tokenizers import Encoding
 
 from dtt.artifacts.manifests import ChatFacts
 from dtt.base.errors import ConfigError
@@ -30,7 +30,7 @@ from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.sandbox import MARKS
 from dtt.data.conversations.template import ChatTemplate
 from dtt.data.text.encoder import find_end_of_document, vocabulary_size
-from dtt.data.text.tokenizer import parse_tokenizer
+from dtt.data.text.tokenizer import exact_tokenizer
 
 Mask = npt.NDArray[np.bool_]
 
@@ -87,8 +87,9 @@ class ChatEncoder:
         self.cfg = cfg
         self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template, date)
         facts = json.loads(tokenizer_json)
-        # A tokenizer.json may truncate or pad; conversations must keep every token.
-        self._tokenizer = _exact(tokenizer_json, where)
+        self._tokenizer = exact_tokenizer(tokenizer_json, where)
+        # Without added tokens, a post-processor only trims white space off the offsets.
+        self._tokenizer.post_processor = None
         self.vocab_size = vocabulary_size(facts)
         """Largest id + 1."""
         self._special = {
@@ -414,15 +415,3 @@ def _overlap(encoded: EncodedText, answer: AnswerSpan) -> tuple[int, int]:
     first = int(encoded.ends.searchsorted(answer.start, side="right"))
     last = int(encoded.starts.searchsorted(answer.end, side="left"))
     return first, last
-
-
-def _exact(content: bytes, where: Path | str) -> Tokenizer:
-    """Return a tokenizer that changes nothing: no truncation, padding, dropout or trimming."""
-    tokenizer = parse_tokenizer(content, where)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if isinstance(tokenizer.model, models.BPE):
-        tokenizer.model.dropout = None
-    # Without added tokens, a post-processor only trims white space off the offsets.
-    tokenizer.post_processor = None
-    return tokenizer

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.compressed import lost_bytes
@@ -26,8 +27,9 @@ from dtt.data.corpus.formats import (
     is_text,
     open_csv,
     open_stream,
+    starts_with_array,
 )
-from dtt.data.corpus.json_array import elements, is_array_file
+from dtt.data.corpus.json_array import elements
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
 
@@ -94,9 +96,10 @@ def _documents(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[bytes]
         return
     match manifest.file_format:
         case "csv":
-            yield from _csv(path, str(manifest.text_column), bad)
+            yield from _column(csv_rows(path, bad), "column", manifest, bad)
         case "jsonl":
-            yield from _json(path, span, str(manifest.text_column), bad)
+            rows = ((where, row) for where, _, row in json_objects(path, span, bad))
+            yield from _column(rows, "key", manifest, bad)
         case "txt":
             pieces = {"file": _whole, "line": _text_lines, "section": _sections}
             for where, content in pieces[manifest.txt_documents or "file"](path, span, bad):
@@ -263,16 +266,6 @@ def json_objects(
                 bad.add(where, "not a JSON object")
 
 
-def starts_with_array(path: Path) -> bool:
-    """Return True if a file contains one JSON array; False if it cannot be read."""
-    try:
-        with open_stream(path) as stream:
-            return is_array_file(path, stream)
-    except OSError as error:
-        raise_if_refused(error)
-        return False
-
-
 def _array_objects(
     path: Path, span: Span, bad: BadDocuments
 ) -> Iterator[tuple[Callable[[], str], bytes, dict[str, Any]]]:
@@ -294,20 +287,17 @@ def _array_objects(
         bad.add(partial("{}:{}".format, path, line), why, lost_bytes=max(span.stop - used, 1))
 
 
-def _json(path: Path, span: Span, key: str, bad: BadDocuments) -> Iterator[bytes]:
-    for where, _, value in json_objects(path, span, bad):
-        if key not in value:
-            bad.add(where, f"no key {key!r}")
+def _column(
+    rows: Iterable[tuple[Callable[[], str], dict[Any, Any]]],
+    noun: str,
+    manifest: CorpusManifest,
+    bad: BadDocuments,
+) -> Iterator[bytes]:
+    for where, row in rows:
+        if manifest.text_column not in row:
+            bad.add(where, f"no {noun} {manifest.text_column!r}")
         else:
-            yield from _encoded(value[key], where, bad, is_json=True)
-
-
-def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[bytes]:
-    for where, row in csv_rows(path, bad):
-        if column not in row:
-            bad.add(where, f"no column {column!r}")
-        else:
-            yield from _encoded(row[column], where, bad)
+            yield from _encoded(row[manifest.text_column], where, bad, is_json=noun == "key")
 
 
 def csv_rows(

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
+from dtt.data.corpus.bad_documents import raise_if_refused
 from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
 from dtt.data.corpus.json_array import elements, is_array_file
 
@@ -78,6 +79,16 @@ def open_stream(path: Path) -> io.BufferedReader:
     if compression is None:
         return path.open("rb")
     return io.BufferedReader(Decompressed(path, compression), buffer_size=CHUNK_BYTES)
+
+
+def starts_with_array(path: Path) -> bool:
+    """Return True if a file contains one JSON array; False if it cannot be read."""
+    try:
+        with open_stream(path) as stream:
+            return is_array_file(path, stream)
+    except OSError as error:
+        raise_if_refused(error)
+        return False
 
 
 def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
@@ -228,8 +239,7 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
             case _:
                 return _json_kinds(path, wanted)
     except UNREADABLE as damage:
-        if isinstance(damage, OSError) and damage.errno is not None:
-            raise  # an I/O error of the system: the file itself may be intact
+        raise_if_refused(damage)
         raise DamagedError(
             "cannot read a file of the dataset",
             where=path,

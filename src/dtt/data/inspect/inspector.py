@@ -28,14 +28,12 @@ from dtt.data.inspect.report import (
 )
 from dtt.data.inspect.token_ids import IdStatistics, count, places
 from dtt.data.samples.token_shards import Documents, TokenFiles, open_files
-from dtt.data.token_file import idx_path, mask_path
+from dtt.data.token_file import idx_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
-DATATROVE = (".index", ".metadata")
-"""Suffixes of the files that belong to a `.ds` file."""
 TOKEN_FILES = (".bin", ".idx", ".ds", ".npy", ".mds")
 KINDS = {
     "dtt": "token files of dtt",
@@ -98,7 +96,12 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
     total = sum(shard.tokens for shard in files.shards)
     chat = None
     if files.are_conversations:
-        chat = ConversationReport(files, _broken_shards(files, damaged), tokenizer)
+        broken_shards = {
+            shard.path
+            for shard in files.shards
+            if damaged.keys() & {shard.path.with_suffix(s) for s in (".bin", ".idx", ".mask")}
+        }
+        chat = ConversationReport(files, broken_shards, tokenizer)
     paths = [path for shard in files.shards for path in _files_of(shard.path, files.format)]
     return Report(
         path=str(files.path),
@@ -127,16 +130,6 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
     )
 
 
-def _broken_shards(files: TokenFiles, damaged: Damages) -> set[Path]:
-    """Return the `.bin` of each shard of which a file is damaged."""
-    suffixes = (".bin", ".idx", ".mask")
-    return {
-        shard.path
-        for shard in files.shards
-        if damaged.keys() & {shard.path.with_suffix(suffix) for suffix in suffixes}
-    }
-
-
 def _facts(manifest: TokensManifest) -> dict[str, object]:
     splits = dict.fromkeys(shard.split for shard in manifest.shards)
     return {
@@ -150,12 +143,13 @@ def _facts(manifest: TokensManifest) -> dict[str, object]:
 
 def _files_of(ids: Path, file_format: str) -> list[Path]:
     """Return the file of ids and the files that belong to it, as far as they exist."""
+    stem, name = ids.with_suffix("").name, ids.name
     beside = {
-        "dtt": [idx_path(ids.with_suffix("")), mask_path(ids.with_suffix(""))],
-        "megatron": [idx_path(ids.with_suffix(""))],
-        "datatrove": [ids.with_name(ids.name + suffix) for suffix in DATATROVE],
+        "dtt": [f"{stem}.idx", f"{stem}.mask"],
+        "megatron": [f"{stem}.idx"],
+        "datatrove": [f"{name}.index", f"{name}.metadata"],
     }.get(file_format, [])
-    return [path for path in (ids, *beside) if path.is_file()]
+    return [path for path in (ids, *map(ids.with_name, beside)) if path.is_file()]
 
 
 def _damages(files: TokenFiles, manifest: TokensManifest, *, hashes: bool) -> Damages:

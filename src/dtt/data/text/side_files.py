@@ -40,7 +40,7 @@ def tokenizer_content(path: Path) -> bytes:
     """
     content = path.read_bytes()
     folder = path.parent
-    config = _object(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     if not any((folder / name).is_file() for name in (CONFIG, MAP, ADDED)):
         return content
     try:
@@ -49,7 +49,7 @@ def tokenizer_content(path: Path) -> bytes:
         return content
     added = own.get_added_tokens_decoder()
     known = {token.content for token in added.values()}
-    facts = {name: _object(folder / name) for name in (MAP, ADDED)}
+    facts = {name: read_object(folder / name) for name in (MAP, ADDED)}
     declared = {
         token
         for one in (config, facts[MAP])
@@ -163,7 +163,8 @@ def _around(token: str) -> tuple[str, ...]:
     return token, f"go{token}on", f"a {token} b", f"{token}{token} "
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file beside a tokenizer; empty if there is none."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
