@@ -29,7 +29,7 @@ from dtt.data.corpus.usable import nothing_usable
 from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype
 from dtt.data.tokenize.markers import UnitMarker, marker_path, read_marker
-from dtt.data.tokenize.shards import Work, encode_units
+from dtt.data.tokenize.shards import encode_units
 from dtt.data.tokenize.work_plan import TOKENIZER, WorkPlan, clear, local_folder, make_work_plan
 from dtt.mesh.comm import Comm
 
@@ -46,8 +46,8 @@ class Tokenized:
     """`file:line: why` of some documents that were skipped."""
     units: int = 0
     """Number of units that this run encoded; 0 if everything was finished before."""
-    ranks: tuple[Work, ...] = ()
-    """The work of each rank in this run."""
+    text_bytes: int = 0
+    """UTF-8 bytes of the text that all ranks encoded in this run."""
     engine: Engine | None = None
     """The engine that encoded them; None if nothing was encoded."""
     seconds: float = 0.0
@@ -94,7 +94,7 @@ def tokenize(
         units = plan.units_of(comm.rank, comm.size)
         # Of rank 0 alone: all ranks have about as much to do.
         with progress("tokenizing", sum(u.text_bytes for u in units), shown=first) as advance:
-            work = encode_units(
+            encoded = encode_units(
                 corpus,
                 units,
                 encoder,
@@ -107,16 +107,14 @@ def tokenize(
                 advance=advance,
             )
         # A gather is also a barrier: all units have their markers after it.
-        ranks = [Work(*work) for work in comm.gather(work)]
+        text_bytes = sum(comm.gather(encoded))
         manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
         # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
         if manifest is None:
             return None
         seconds = time.monotonic() - start
-        return Tokenized(
-            manifest, problems, len(plan.pending), tuple(ranks), encoder.engine, seconds
-        )
+        return Tokenized(manifest, problems, len(plan.pending), text_bytes, encoder.engine, seconds)
 
 
 def _share_cores(comm: Comm) -> int:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dtt.artifacts.manifests import SplitCounts
     from dtt.data.text.unit_encoder import DocumentKind
     from dtt.data.tokenize.distributed import Tokenized
-    from dtt.data.tokenize.shards import Work
 
 NULLS = """\
 rows have keys with null in their tools or calls, which the chat template may print. `datasets` \
@@ -152,16 +151,9 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
         "file_bytes": sum(path.stat().st_size for path in files),
         "engine": result.engine,
         "seconds": round(result.seconds, 3),
-        "mb_per_second": _rate(sum(work.text_bytes for work in result.ranks), result.seconds),
-        "ranks": [
-            {
-                **work._asdict(),
-                "seconds": round(work.seconds, 3),
-                "mb_per_second": _rate(work.text_bytes, work.seconds),
-                "tokens_per_second": round(work.tokens / work.seconds) if work.units else None,
-            }
-            for work in result.ranks
-        ],
+        "mb_per_second": round(result.text_bytes / 1e6 / result.seconds, 3)
+        if result.text_bytes
+        else None,
     }
 
 
@@ -182,11 +174,6 @@ def _compared(out: Path, name: str, other: Path) -> dict[str, Any] | None:
         "bytes_per_token": round(text_bytes / tokens, 3),
         "other_bytes_per_token": round(text_bytes / other_tokens, 3),
     }
-
-
-def _rate(text_bytes: int, seconds: float) -> float | None:
-    """Return the speed in MB/s, or None if nothing was encoded."""
-    return round(text_bytes / 1e6 / seconds, 3) if text_bytes else None
 
 
 def _report(out: Path, result: Tokenized) -> str:
@@ -212,12 +199,11 @@ def _report(out: Path, result: Tokenized) -> str:
         more = f" and {len(keys) - REASONS} others" if len(keys) > REASONS else ""
         lines.append(f"not used    keys of rows: {', '.join(keys[:REASONS])}{more}")
     if result.units:
-        text_bytes = sum(work.text_bytes for work in result.ranks)
+        size = result.text_bytes / 1e6
         lines.append(
-            f"speed       {text_bytes / 1e6:.1f} MB in {result.seconds:.2f} s: "
-            f"{text_bytes / 1e6 / result.seconds:.1f} MB/s; engine {result.engine}"
+            f"speed       {size:.1f} MB in {result.seconds:.2f} s: "
+            f"{size / result.seconds:.1f} MB/s; engine {result.engine}"
         )
-        lines += [_rank_line(rank, work) for rank, work in enumerate(result.ranks) if work.units]
     return "\n".join(lines)
 
 
@@ -230,12 +216,4 @@ def _counts(counts: SplitCounts) -> str:
     return (
         f"{counts.documents:,} conversations, {counts.tokens:,} tokens, "
         f"{counts.trained:,} of them trained ({counts.trained / counts.tokens:.1%})"
-    )
-
-
-def _rank_line(rank: int, work: Work) -> str:
-    return (
-        f"  rank {rank:<5}{work.text_bytes / 1e6:.1f} MB in {work.seconds:.2f} s: "
-        f"{work.text_bytes / 1e6 / work.seconds:.1f} MB/s, "
-        f"{work.tokens / work.seconds:,.0f} tokens/s; {work.units} units"
     )
