@@ -113,25 +113,14 @@ def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
     contain text, or if the text column is ambiguous; DamagedError or InputError if no file can be
     read.
     """
-    column = asked
-    undecided: list[tuple[Path, Kinds]] = []
-    unreadable: dict[Path, DamagedError | InputError] = {}
-    for path in paths:
-        try:
-            kinds = _kinds(path, column)
-        except (DamagedError, InputError) as error:
-            unreadable[path] = error
-            continue
-        column = column or _choose_column(path, kinds)
-        undecided.append((path, kinds))
-        if column is not None:
-            for found in undecided:
-                _check_column(*found, column)
-            undecided.clear()
-    if undecided:
-        raise _no_column(*undecided[0], "cannot tell which column contains the text")
-    _report_unreadable(paths, unreadable)
-    assert column is not None
+    kinds = _kinds_of_all(paths, asked)
+    found = (_choose_column(path, kind) for path, kind in kinds.items())
+    column = asked or next(filter(None, found), None)
+    if column is None:
+        path, kind = next(iter(kinds.items()))
+        raise _no_column(path, kind, "cannot tell which column contains the text")
+    for path, kind in kinds.items():
+        _check_column(path, kind, column)
     return column
 
 
@@ -149,25 +138,28 @@ def check_rows(paths: Sequence[Path]) -> None:
 
     Raises DamagedError or InputError if no file can be read.
     """
-    unreadable: dict[Path, DamagedError | InputError] = {}
+    _kinds_of_all(paths, None)
+
+
+def _kinds_of_all(paths: Sequence[Path], wanted: str | None) -> dict[Path, Kinds]:
+    """Return the columns of each readable file; log the others, and raise if there are only such.
+
+    `wanted` is the column that the user asked for, if any.
+    """
+    kinds: dict[Path, Kinds] = {}
+    unreadable: list[DamagedError | InputError] = []
     for path in paths:
         try:
-            _kinds(path, None)
+            kinds[path] = _kinds(path, wanted)
         except (DamagedError, InputError) as error:
-            unreadable[path] = error
-    _report_unreadable(paths, unreadable)
-
-
-def _report_unreadable(
-    paths: Sequence[Path], unreadable: dict[Path, DamagedError | InputError]
-) -> None:
-    """Log files that cannot be read; raise the error of the first one if there are no others."""
-    if len(unreadable) == len(paths):
-        raise unreadable[paths[0]]
-    for problem in islice(unreadable.values(), SHOWN):
+            unreadable.append(error)
+    if not kinds:
+        raise unreadable[0]
+    for problem in unreadable[:SHOWN]:
         log.warning("%s", problem)
     if unreadable:
         log.warning("files that cannot be read: %d; tokenize skips them", len(unreadable))
+    return kinds
 
 
 Kinds = dict[str, str]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, TokensManifest
-from dtt.data.inspect.report import DocumentSample
+from dtt.data.inspect.report import DocumentSample, spread
 from dtt.data.memory_map import map_file
 from dtt.data.samples.packed_conversations import read_mask
 from dtt.data.samples.token_shards import Shard, TokenFiles
@@ -130,8 +130,7 @@ class ConversationReport:
         Trained text is between BEGIN and END.
         """
         chosen = [shard for shard in self._shards if shard.tokens]
-        places = np.linspace(0, len(chosen) - 1, min(count, len(chosen))).round().astype(int)
-        return [self._sample(chosen[i]) for i in places.tolist()]
+        return [self._sample(shard) for shard in spread(chosen, count)]
 
     def _sample(self, shard: Shard) -> DocumentSample:
         ((length, trained, parts),) = read_conversations(shard, 1, self._text)

@@ -32,6 +32,7 @@ from dtt.data.inspect.report import (
     Report,
     damage_lines,
     damages,
+    spread,
 )
 
 SAMPLE_BYTES = 2**26
@@ -84,7 +85,7 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
         | statistics.keys,
         read=Read(statistics.bytes, statistics.bytes if whole else total, "bytes of text"),
         lengths=LengthSummary.of(np.array(statistics.lengths, dtype=np.int64), "bytes"),
-        samples=statistics.samples(options.samples),
+        samples=spread(statistics.firsts, options.samples),
         oddities=list(statistics.oddities()),
         damaged=damage_lines(damaged),
         verified=options.hashes,
@@ -120,7 +121,8 @@ class _TextStatistics:
         self._refused = BadDocuments()
         self.keys: dict[str, Counter[str]] = {}
         """Number of rows of conversations by key that dtt reads, and by key that it does not."""
-        self._firsts: list[DocumentSample] = []
+        self.firsts: list[DocumentSample] = []
+        """The first document of each unit."""
 
     def read(self, corpus: Corpus, unit: Unit, limit: int | None) -> None:
         """Read the documents of a unit until `limit` bytes of text are read (None: all)."""
@@ -133,7 +135,7 @@ class _TextStatistics:
             self._blank += text.isspace()
             if number == 0:
                 start = text[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")[:SHOWN_CHARACTERS]
-                self._firsts.append(DocumentSample(f"{where}, unit {unit.index}", start))
+                self.firsts.append(DocumentSample(f"{where}, unit {unit.index}", start))
             if room is not None:
                 room -= size
                 if room <= 0:
@@ -166,11 +168,6 @@ class _TextStatistics:
         for name, keys in (("keys read", present - {*unread}), ("keys not used", unread)):
             if keys:
                 self.keys.setdefault(place + name, Counter()).update(keys)
-
-    def samples(self, count: int) -> list[DocumentSample]:
-        """Return the first documents at up to `count` positions, spread evenly."""
-        chosen = np.linspace(0, len(self._firsts) - 1, min(count, len(self._firsts)))
-        return [self._firsts[round(i)] for i in chosen.tolist()]
 
     def oddities(self) -> Iterator[str]:
         """Yield a line for each anomaly in the documents."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from dtt.base.errors import DamagedError
 from dtt.base.files import sha256_file
 from dtt.base.log import progress
 
+T = TypeVar("T")
 SHOWN = 10
 """Maximum number of oddities of one kind listed by name; the rest are only counted."""
 
@@ -112,6 +114,12 @@ class Report:
     """Damaged or missing files, each with the reason."""
     verified: bool
     """True if the content of every file was compared with its sha256."""
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Return up to `count` items, spread evenly."""
+    places = np.linspace(0, len(items) - 1, min(count, len(items))).round()
+    return [items[int(place)] for place in places]
 
 
 Damages = dict[Path, str]

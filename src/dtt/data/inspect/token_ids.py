@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
-from dtt.data.inspect.report import SHOWN, DocumentSample
+from dtt.data.inspect.report import SHOWN, DocumentSample, spread
 from dtt.data.samples.token_shards import Documents, Ends, Shard
 from dtt.data.token_file import TokenFile, Tokens
 
@@ -128,8 +128,7 @@ class IdStatistics:
 
     def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[DocumentSample]:
         """Return the decoded starts of up to `number` documents, spread evenly."""
-        chosen = np.linspace(0, len(self.beginnings) - 1, min(number, len(self.beginnings)))
-        found = [self.beginnings[round(i)] for i in chosen.tolist()]
+        found = spread(self.beginnings, number)
         return [DocumentSample(where, decode(ids)) for where, ids in found]
 
     def end_of_documents(self) -> tuple[int, int] | None:
