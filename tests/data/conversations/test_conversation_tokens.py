@@ -56,8 +56,8 @@ def test_both_engines_give_equal_ids_and_masks(name: str, template: str, shared:
         cfg = ChatConfig.model_validate(keys)
         exact = ChatEncoder(content, cfg, "x", TEXTS[template], NAMED)
         fast = ChatEncoder(content, cfg, "x", TEXTS[template], NAMED, engine="auto")
-        assert exact.engine == "hf"
-        assert fast.engine == ("hf" if name == "mistral-v1" else "gigatoken")
+        assert exact.tokens.engine == "hf"
+        assert fast.tokens.engine == ("hf" if name == "mistral-v1" else "gigatoken")
         doubt = fast.doubt(every)
         assert (doubt is None) == (name != "mistral-v1"), doubt
         want = [plain(result) for result in exact.encode_batch(every)]
@@ -68,7 +68,7 @@ def test_both_engines_give_equal_ids_and_masks(name: str, template: str, shared:
 
 def test_gigatoken_encodes_all_but_what_it_could_encode_differently(shared: Path) -> None:
     content = with_tokens(shared / "data/tokenizers/qwen")
-    tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, NAMED, engine="auto")._tokens
+    tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, NAMED, engine="auto").tokens
     texts = ["a<|im_end|>b", "日本語", "e\u0301", "\u0378", "", "<|endoftext|>"]
     taken = [one is not None for one in tokens._gigatoken(texts)]
     assert taken == [True, True, False, False, True, True]
@@ -83,7 +83,7 @@ def test_added_tokens_that_strip_or_match_more_than_their_string_exclude_gigatok
     facts = json.loads(with_tokens(shared / "data/tokenizers/gpt2"))
     facts["added_tokens"][-1][flag] = True
     ours = ChatEncoder(json.dumps(facts).encode(), ChatConfig(), "x", CHATML, NAMED, engine="auto")
-    assert ours.engine == "hf"
+    assert ours.tokens.engine == "hf"
     assert ours.doubt([]) == f"an added token has {flag}"
 
 

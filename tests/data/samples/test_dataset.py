@@ -220,13 +220,3 @@ def test_a_vocabulary_that_is_not_that_of_the_token_files_is_reported(
     assert (
         compatibility.check_vocabulary(resolve(job_config=job.config), job, made.vocab_size) == []
     )
-
-
-def test_a_tokenizer_may_learn_fewer_entries_than_requested(tokens: Path, tmp_path: Path) -> None:
-    made = TokensManifest.read(tokens)
-    parts = {**made.key_parts, "tokenizer": {**made.key_parts["tokenizer"], "vocab_size": 512}}
-    content = made.model_copy(update={"key_parts": parts}).dump()
-    (tmp_path / "manifest.json").write_text(content)
-    arguments = [f"tokenize.out={tmp_path}", "tokenizer.vocab_size=512"]
-    job = JobDir(tmp_path / "j")
-    assert compatibility.check_vocabulary(resolve(None, arguments), job, made.vocab_size) == []

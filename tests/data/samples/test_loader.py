@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.token_files import read_doc_ids
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.data.samples.dataset import Dataset, open_dataset
@@ -220,12 +220,6 @@ def test_data_that_cannot_be_read_is_reported_with_its_step(
     assert f"rank 0 cannot read the data of step {trained + 1}" in caplog.text
 
 
-def test_the_run_ends_with_its_last_step(tokens: Path) -> None:
-    short = opened(f"data.tokens={tokens}", steps=5)
-    assert len(list(batches(short))) == 5
-    assert len(list(batches(short, first_step=3))) == 2
-
-
 def loaders() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
@@ -235,15 +229,4 @@ def test_the_thread_ends_with_the_generator(dataset: Dataset) -> None:
     next(generator)
     assert len(loaders()) == 1
     generator.close()  # type: ignore[attr-defined]
-    assert loaders() == []
-
-
-def test_an_error_while_reading_ahead_reaches_the_loop(tokens: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "tokens"
-    shutil.copytree(tokens, copy)
-    dataset = opened(f"data.tokens={copy}")
-    for ids in copy.glob("*.bin"):
-        ids.unlink()
-    with pytest.raises(InputError, match="missing"):
-        next(batches(dataset))
     assert loaders() == []

@@ -15,7 +15,6 @@ from support.running import Dtt
 from support.token_files import FACTS, Conversation
 from support.token_files import write_conversations as write
 
-from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
@@ -266,19 +265,3 @@ def test_different_templates_are_not_mixed(tmp_path: Path) -> None:
     sources = f"[{{path: {tmp_path}/a}}, {{path: {tmp_path}/b}}]"
     with pytest.raises(ConfigError, match="a and b have different chat templates or stop tokens"):
         run_of("data.type=chat", f"data.sources={sources}")
-
-
-def test_a_job_keeps_the_template_and_logs_omitted_conversations(folder: Path) -> None:
-    keys = [
-        "data.type=chat", f"data.tokens={folder}/one", "train.seq_len=128", "name=kept",
-        "train.global_batch_tokens=512", "train.micro_batch=2", "model.dim=16", "model.n_layers=2",
-        "model.n_heads=2", "train.steps=2", "schedule.warmup=1", "train.sample_tokens=2",
-    ]  # fmt: skip
-    done = Dtt(folder)("train", *keys)
-    assert "conversations are longer than train.seq_len = 128: left out" in done.stderr
-    job = folder / "jobs/kept"
-    assert (job / "chat_template.jinja").read_bytes() == (
-        folder / "one/chat_template.jinja"
-    ).read_bytes()
-    chat = json.loads((job / "data.json").read_text())["chat"]
-    assert chat == TokensManifest.read(folder / "one").chat.model_dump(mode="json")  # type: ignore[union-attr]

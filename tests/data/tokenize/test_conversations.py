@@ -32,7 +32,6 @@ from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.conversations.template import CHATML
 from dtt.data.corpus.download import download
-from dtt.data.text.tokenizer import train_tokenizer
 from dtt.data.token_file import TokenFile, mask_path
 from dtt.data.tokenize.distributed import Tokenized, tokenize
 from dtt.mesh.comm import Serial
@@ -214,40 +213,15 @@ def test_bad_rows_are_counted_with_line_and_reason_and_end_nothing(workshop: Wor
         workshop.run("stopped", validation_fraction=0, on_bad_document="stop")
 
 
-def test_the_reasons_of_refused_rows_are_counted_without_their_numbers(workshop: Workshop) -> None:
-    rows = [
-        {"messages": [*ROWS[0]["messages"]] * i + [{"role": "alien", "content": "x"}]}
-        for i in range(5)
-    ]
-    workshop.corpus(jsonl([*ROWS[:5], *rows]))
-    refused = workshop.run(validation_fraction=0).manifest.refused
-    (why,) = refused
-    assert why.startswith("messages[N].role: unknown role 'alien'")
-    assert refused[why] == 5
-
-
 def test_a_corpus_without_a_single_conversation_is_an_error(workshop: Workshop) -> None:
     workshop.corpus(b'{"text": "plain"}\n')
     with pytest.raises(InputError, match=r"1 could not be used, such as .*\.jsonl:1: no messages"):
         workshop.run()
 
 
-def test_one_sample_per_answer_with_expand(workshop: Workshop) -> None:
-    workshop.run(chat=ChatConfig(turns="expand"), validation_fraction=0)
-    answers = sum(m["role"] == "assistant" for row in ROWS for m in row["messages"])
-    assert len(workshop.sequences()["train"]) == answers > len(ROWS)
-
-
 def test_a_trained_tokenizer_is_refused_with_what_to_do(workshop: Workshop) -> None:
     workshop.tokenizer = TrainedTokenizerConfig()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"tokenizer\.chat_tokens=true"):
-        workshop.run()
-
-
-def test_a_tokenizer_without_the_stop_token_is_refused(workshop: Workshop) -> None:
-    cfg = TrainedTokenizerConfig(vocab_size=260)
-    (workshop.folder / "tokenizer/tokenizer.json").write_text(train_tokenizer(cfg, [5 * [" a"]]))
-    with pytest.raises(ConfigError, match="does not end answers with a special token"):
         workshop.run()
 
 

@@ -316,7 +316,7 @@ def _from_segments(row: _Row) -> Conversation:
 
 
 def _conversation(row: _Row, messages: list[Any], answers_from: int) -> Conversation:
-    if "history" in row and row.read("history") and "instruction" not in row:
+    if "history" in row.unread and row.read("history"):
         raise RefusedRow("history is read beside instruction and output only")
     if "loss_mask" in row and not ("messages" in row or "conversations" in row):
         raise RefusedRow("loss_mask is read beside messages or conversations only")

@@ -130,7 +130,7 @@ class ConversationEncoder:
     @property
     def engine(self) -> Engine:
         """The tokenizer implementation in use."""
-        return self._chat.engine
+        return self._chat.tokens.engine
 
     def settle(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
         """Use the fast engine if it yields the same ids on some rows of all ranks.
@@ -141,7 +141,7 @@ class ConversationEncoder:
         for row in some_rows(corpus, units, comm.rank, comm.size):
             with suppress(RefusedRow):
                 sample += self._parse(row)
-        self._chat.settle(next(filter(None, comm.gather(self._chat.doubt(sample))), None))
+        self._chat.tokens.settle(next(filter(None, comm.gather(self._chat.doubt(sample))), None))
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:
         """See UnitEncoder."""
