@@ -74,8 +74,7 @@ def tokenize(
     """
     # Before the tokenizer is loaded: its threads read the variables once.
     cores = _share_cores(comm)
-    kind = PlainText(cfg.engine) if kind is None else kind
-    first = comm.rank == 0
+    kind, first = kind or PlainText(cfg.engine), comm.rank == 0
     # One process per folder; rank 0 holds the lock for all its ranks.
     with exclusive(out, "dtt tokenize") if first else nullcontext():
         corpus, plan = make_work_plan(
@@ -113,8 +112,8 @@ def tokenize(
         comm.barrier()
         if manifest is None:
             return None
-        seconds = time.monotonic() - start
-        return Tokenized(manifest, problems, len(plan.pending), text_bytes, encoder.engine, seconds)
+        took = time.monotonic() - start
+        return Tokenized(manifest, problems, len(plan.pending), text_bytes, encoder.engine, took)
 
 
 def _share_cores(comm: Comm) -> int:
