@@ -80,9 +80,9 @@ class ChatEncoder:
 
         `tokenizer_json` was read from `where`, and `special_tokens` are the template's variables
         `bos_token`, `eos_token` and others. With the engine `auto` or `gigatoken`, call
-        `tokens.settle` before encoding. `date` is that of `strftime_now`; None: now. Raises DamagedError if it is
-        not a tokenizer.json, and ConfigError if the template is invalid or ends answers with no
-        token of the tokenizer.
+        `tokens.settle` before encoding. `date` is that of `strftime_now`; None: now. Raises
+        DamagedError if it is not a tokenizer.json, and ConfigError if the template is invalid or
+        ends answers with no token of the tokenizer.
         """
         self.cfg = cfg
         self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template, date)
