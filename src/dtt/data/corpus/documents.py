@@ -22,7 +22,6 @@ from dtt.data.corpus.compressed import lost_bytes
 from dtt.data.corpus.formats import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
-    UTF_16_MARKS,
     is_compressed,
     is_text,
     open_csv,
@@ -120,8 +119,6 @@ def raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
     stream = None
     try:
         with open_stream(path) as stream:
-            if stream.peek(2)[:2] in UTF_16_MARKS:
-                raise OSError("it is UTF-16, not UTF-8")
             if position:
                 stream.seek(position - 1)
                 position += _skip_line(stream, span.stop - position + 1) - 1

@@ -51,7 +51,6 @@ SHOWN = 3
 UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
 """Exceptions that the readers of the formats raise for a damaged file."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 MAX_DOCUMENT_BYTES = 64 * 2**20
 """Maximum length of a document. A longer one is assumed to be an error; this also bounds memory."""
 
