@@ -326,7 +326,7 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
                 )
             try:
                 value = json.loads(content)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
                 yield value
