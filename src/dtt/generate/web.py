@@ -91,7 +91,7 @@ def run(
         raise ConfigError(f"--system requires a chat template, and {source} has none")
     served = Served(source, trained, trained.open_tokenizer(), generators, session, sampling)
     server = LocalServer(Api(served), port)
-    api = f"http://127.0.0.1:{server.port}/v1"
+    api = f"http://127.0.0.1:{server.server_port}/v1"
     log.info("OpenAI API: base_url %s, api_key %s", api, server.token)
     server.serve()
 
