@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,8 +12,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.base.files import sha256_file, write_atomically
-from dtt.base.reading import read_record
+from dtt.base.files import sha256_file
 from dtt.checkpoint import store
 from dtt.config.init import HF
 from dtt.config.load import load_job
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 EVALS = Path("evals")
 """Folder of the results of models that are not those of a job."""
-HASHES = "hashes.json"
-"""File with the hashes of the weights of a Hugging Face folder, next to its results."""
 NEWEST, ALL = None, "all"
 
 
@@ -53,13 +49,6 @@ class EvaluatedModel:
     """Raises DamagedError if the weights are not what was written."""
     load: Callable[[], Trained]
     """Reads the weights, without verifying them."""
-
-
-def find_models(
-    source: str, step: str | None, *, ema: bool = False, out: Path | None = None
-) -> list[EvaluatedModel]:
-    """Return the models of `find_steps`; `out` is the folder of their results, as `models_of`."""
-    return models_of(source, find_steps(source, step, ema=ema), ema=ema, out=out)
 
 
 def find_steps(source: str, step: str | None, *, ema: bool = False) -> list[int] | None:
@@ -158,6 +147,12 @@ def folder_model(source: str, folder: Path, out: Path | None = None) -> Evaluate
     """Return the model of a Hugging Face folder, which `source` names."""
     results = folder_results(source) if out is None else out
 
+    def identity() -> str:
+        described = (folder / name for name in ("config.json", "generation_config.json"))
+        files = (*filter(Path.is_file, described), *sorted(folder.glob("*.safetensors")))
+        # Not by time and size, which other weights may share: it reads every byte, as loading does.
+        return fingerprint([sha256_file(path) for path in files])
+
     def load() -> Trained:
         from dtt.hf.read import read_hf_folder
 
@@ -170,37 +165,10 @@ def folder_model(source: str, folder: Path, out: Path | None = None) -> Evaluate
         path=folder,
         results=results,
         tokenizer=folder / "tokenizer.json",
-        identity=cache(lambda: fingerprint(_hashes(folder, results / HASHES))),
+        identity=cache(identity),
         verify=lambda: None,
         load=load,
     )
-
-
-def _hashes(folder: Path, remembered: Path) -> list[str]:
-    """Return the sha256 of each weight file and of the files that describe the model.
-
-    A file whose path, inode, size and times have not changed since its hash was written to
-    `remembered` is not hashed again. Folders of the same name share that file.
-    """
-    known = (read_record(remembered, {"files": dict}) or {"files": {}})["files"]
-    found = {}
-    described = (folder / name for name in ("config.json", "generation_config.json"))
-    for path in (*filter(Path.is_file, described), *sorted(folder.glob("*.safetensors"))):
-        stat = path.stat()
-        facts = {
-            "folder": str(folder.resolve()),
-            "inode": stat.st_ino,
-            "bytes": stat.st_size,
-            "mtime_ns": stat.st_mtime_ns,
-            "ctime_ns": stat.st_ctime_ns,  # a copy may keep the time of modification
-        }
-        entry = known.get(path.name)
-        if not isinstance(entry, dict) or entry != facts | {"sha256": entry.get("sha256")}:
-            entry = facts | {"sha256": sha256_file(path)}
-        found[path.name] = entry
-    if found != known:
-        write_atomically(remembered, json.dumps({"files": found}, indent=1) + "\n")
-    return [entry["sha256"] for entry in found.values()]
 
 
 def folder_results(source: str) -> Path:

@@ -33,7 +33,7 @@ from dtt.evaluate import result_table as eval_report
 from dtt.evaluate.evaluation import Evaluation, configured, open_evaluation
 from dtt.evaluate.models import checkpoint_model
 from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, saved_steps, weights_of
-from dtt.hf.model_source import find_folder
+from dtt.hf.model_source import find_chat_format, find_folder
 from dtt.jobs import job_files, job_state
 from dtt.jobs.job_state import State
 from dtt.track import jsonl
@@ -80,11 +80,7 @@ def run(
     try:
         job = _watched_job(arguments, ranks, step, out)
         cfg = configured(str(job.root), options)
-        chat_format = None
-        if chat:
-            from dtt.hf.model_source import find_chat_format
-
-            chat_format, _ = find_chat_format(str(job.root), None)
+        chat_format = find_chat_format(str(job.root), None)[0] if chat else None
         evaluation = open_evaluation(cfg, None, chat_format)
     finally:
         requests.defer()
