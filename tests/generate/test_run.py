@@ -144,7 +144,7 @@ def test_continuations_do_not_depend_on_the_batch(
     for prompt in prompts:
         run_generate(job, prompt, **settings)
         alone.append(said(capsys))
-    run_generate(job, *prompts[:2], stream=False, **settings)
+    run_generate(job, *prompts[:2], **settings)
     assert said(capsys) == f"==> 1 of 2 <==\n{alone[0]}==> 2 of 2 <==\n{alone[1]}"
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts[1:]) + "\n")
@@ -170,20 +170,6 @@ def test_json_has_the_finish_reason(job: Path, capsys: pytest.CaptureFixture[str
     assert [
         (r["text"], r["finish_reason"], r["prompt_tokens"], r["completion_tokens"]) for r in records
     ] == [("aaaaa", "length", 1, 5), ("", "stop", 2, 0), ("aa", "length", 62, 2)]
-
-
-def test_streaming_can_be_disabled(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (a,) = ids("a")
-    write_checkpoint(job, 20, says={a: a})
-    run_generate(job, "a", max_new_tokens=3, stream=False)
-    assert said(capsys) == "aaaa\n"
-
-
-@pytest.mark.parametrize("options", [{"as_json": True}, {}])
-def test_only_one_text_can_be_streamed(job: Path, options: dict[str, bool]) -> None:
-    prompts = ["x"] if options else ["x", "y"]
-    with pytest.raises(ConfigError, match="single prompt can be streamed"):
-        run_generate(job, *prompts, stream=True, **options)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff"])
