@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,10 +46,6 @@ HarnessTasks = Annotated[
         help="Tasks of lm-eval instead, separated by commas: names or YAML files.",
     ),
 ]
-Out = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Folder of the result files; default: evals/ in the job."),
-]
 
 
 Watch = Annotated[
@@ -75,7 +70,6 @@ def eval_(
     ema: Ema = False,
     chat: Chat = False,
     harness: HarnessTasks = "",
-    out: Out = None,
     watch: Watch = False,
     json: Json = False,
 ) -> None:
@@ -96,7 +90,7 @@ def eval_(
         if harness:
             keys["harness"] = _names(harness)
         start = eval_watch.run if watch else evaluation.run
-        start(sources, step=step, ema=ema, chat=chat, out=out, as_json=json, **keys)
+        start(sources, step=step, ema=ema, chat=chat, as_json=json, **keys)
 
 
 def _names(given: str) -> tuple[str, ...]:

@@ -40,7 +40,6 @@ def evaluate(
     step: str | None = None,
     ema: bool = False,
     chat: bool = False,
-    out: Path | None = None,
     as_json: bool = False,
     **options: Any,
 ) -> None:
@@ -48,10 +47,9 @@ def evaluate(
 
     `load_model` describes `source` and `ema`; `step` is a step of a job, or `all`. `options` are
     keys of the section `eval`; the others have the values of the job's configuration. With `chat`,
-    prompts are messages in the model's conversation format. The result files are in the folder
-    `out`, by default in the job or in `evals/`; those that exist are not computed again. Damaged
-    checkpoints are named and skipped if there are others; with `all`, DamagedError is raised at the
-    end.
+    prompts are messages in the model's conversation format. The result files are in the
+    job or in `evals/`; those that exist are not computed again. Damaged checkpoints are named and
+    skipped if there are others; with `all`, DamagedError is raised at the end.
     """
     from dtt.jobs.attempt import after_rank_0
     from dtt.jobs.stop import Requests
@@ -62,7 +60,7 @@ def evaluate(
     try:
         with after_rank_0(ranks, requests), lost_peers_reported(ranks):
             several = world() if ranks.size > 1 else None
-            models = choose_models(source, step, several, ema=ema, out=out)
+            models = choose_models(source, step, several, ema=ema)
             cfg = configured(source, options)
             chat_format = find_chat_format(source, None)[0] if chat else None
             evaluation = open_evaluation(cfg, None if several is None else world, chat_format)
@@ -123,14 +121,13 @@ def choose_models(
     world: World | None,
     *,
     ema: bool = False,
-    out: Path | None = None,
 ) -> list[EvaluatedModel]:
     """Return the models that `source` and `step` name, as `find_steps`; rank 0 chooses them.
 
     A job that is running saves and deletes checkpoints meanwhile, so each rank could find others.
     """
     steps = on_first(world, lambda: find_steps(source, step, ema=ema))
-    return models_of(source, steps, ema=ema, out=out)
+    return models_of(source, steps, ema=ema)
 
 
 @dataclass(frozen=True)

@@ -90,17 +90,14 @@ def find_steps(source: str, step: str | None, *, ema: bool = False) -> list[int]
 
 
 def models_of(
-    source: str, steps: Sequence[int] | None, *, ema: bool = False, out: Path | None = None
+    source: str, steps: Sequence[int] | None, *, ema: bool = False
 ) -> list[EvaluatedModel]:
-    """Return the models of some steps of a job, or with None that of a Hugging Face folder.
-
-    `out` replaces the folder of the results, `evals/` in the job or in the current folder.
-    """
+    """Return the models of some steps of a job, or with None that of a Hugging Face folder."""
     if steps is not None:
-        return [checkpoint_model(job_of(source), step, ema=ema, out=out) for step in steps]
+        return [checkpoint_model(job_of(source), step, ema=ema) for step in steps]
     folder = find_folder(source)
     assert folder is not None, "a job has steps"
-    return [folder_model(source, folder, out)]
+    return [folder_model(source, folder)]
 
 
 def checkpoint_model(
@@ -108,7 +105,6 @@ def checkpoint_model(
     step: int,
     *,
     ema: bool = False,
-    out: Path | None = None,
     path: Path | None = None,
 ) -> EvaluatedModel:
     """Return the model of a checkpoint of `job`; `path` is that of a copy of its folder."""
@@ -135,7 +131,7 @@ def checkpoint_model(
         step=step,
         ema=ema,
         path=path,
-        results=store.folder_of(job.evals if out is None else out, step),
+        results=store.folder_of(job.evals, step),
         tokenizer=job.tokenizer,
         identity=cache(identity),
         verify=verify,
@@ -143,9 +139,8 @@ def checkpoint_model(
     )
 
 
-def folder_model(source: str, folder: Path, out: Path | None = None) -> EvaluatedModel:
+def folder_model(source: str, folder: Path) -> EvaluatedModel:
     """Return the model of a Hugging Face folder, which `source` names."""
-    results = folder_results(source) if out is None else out
 
     def identity() -> str:
         described = (folder / name for name in ("config.json", "generation_config.json"))
@@ -163,7 +158,7 @@ def folder_model(source: str, folder: Path, out: Path | None = None) -> Evaluate
         step=None,
         ema=False,
         path=folder,
-        results=results,
+        results=folder_results(source),
         tokenizer=folder / "tokenizer.json",
         identity=cache(identity),
         verify=lambda: None,
