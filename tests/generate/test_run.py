@@ -92,13 +92,6 @@ def test_it_stops_at_the_end_of_a_document(job: Path, capsys: pytest.CaptureFixt
     assert said(capsys) == "don\n"
 
 
-def test_it_stops_at_the_end_of_the_context(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (a,) = ids("a")
-    write_checkpoint(job, 20, says={a: a})
-    run_generate(job, "a", max_new_tokens=1000)
-    assert said(capsys) == 64 * "a" + "\n"
-
-
 def test_an_empty_prompt_starts_a_document(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (a,) = ids("a")
     write_checkpoint(job, 20, says={END_OF_DOCUMENT: a, a: a})
@@ -128,11 +121,6 @@ def test_a_character_of_several_tokens_is_printed_complete(
     write_checkpoint(job, 20, says=dict(zip([a, *face], [*face, END_OF_DOCUMENT], strict=True)))
     run_generate(job, "a")
     assert said(capsys) == "a🙂\n"
-
-
-def test_a_prompt_that_fills_the_context_is_refused(job: Path) -> None:
-    with pytest.raises(ConfigError, match="the prompt is too long: 64 tokens"):
-        run_generate(job, "y" * 64)
 
 
 def test_continuations_do_not_depend_on_the_batch(
@@ -195,11 +183,6 @@ def test_a_prompt_that_is_not_utf8_is_refused(
 def test_the_error_names_the_prompt_that_is_too_long(job: Path) -> None:
     with pytest.raises(ConfigError, match="prompt 2 is too long: 64 tokens"):
         run_generate(job, "y", "y" * 64)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no model in"):
-        run_generate(tmp_path, "x")
 
 
 def test_a_job_without_a_checkpoint_is_refused(job: Path) -> None:

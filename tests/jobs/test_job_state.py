@@ -153,7 +153,7 @@ def case(
     error: str = FORGOTTEN,
     sacct: Sequence[Lines] = (),
 ) -> tuple[Any, ...]:
-    """What the files hold, the state and its detail (a final … stands for more), and Slurm's answer.
+    """What the files hold, the state, its detail (a final … stands for more), and Slurm's answer.
 
     Without `squeue`, Slurm answers with an error: by default that it does not know the job (any
     more).
@@ -213,7 +213,7 @@ FROM_FILES = {
         "stopped", f"{STOPPED}; requested by {ALICE}",
     ),
     "diverged": case(
-        lambda w: w.attempt().beat().ended(76, "training diverged: loss is nan at step 8\n  why: …"),
+        lambda w: w.attempt().beat().ended(76, "training diverged: loss is nan at step 8\n  why"),
         "diverged", "training diverged: loss is nan at step 8",
     ),
     "failed": case(

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +128,6 @@ def test_shellcheck_accepts_every_profile(profile: str, tmp_path: Path) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([shellcheck, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def test_rendering_is_pure() -> None:
-    variant = script(setup=("source env.sh",), environment={"A": "b"})
-    assert render(variant) == render(replace(variant))
 
 
 def test_launch_keys_become_directives_and_nothing_else() -> None:
