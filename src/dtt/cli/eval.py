@@ -11,47 +11,6 @@ from dtt.cli.app import cli
 from dtt.cli.options import Ema, Json, examples
 from dtt.mesh.process import command
 
-Source = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE [KEY=VALUE]…",
-        help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two of "
-        "these. Config keys, such as eval.limit=500.",
-    ),
-]
-
-
-Tasks = Annotated[
-    str,
-    typer.Option(
-        metavar="TASKS", help="Tasks or suites, separated by commas: names or YAML files."
-    ),
-]
-
-
-Step = Annotated[
-    str | None,
-    typer.Option(metavar="N|all", help="Step of the job, as in JOB@STEP; or all."),
-]
-
-
-Chat = Annotated[bool, typer.Option("--chat", help="Ask in the model's conversation format.")]
-
-
-HarnessTasks = Annotated[
-    str,
-    typer.Option(
-        "--harness",
-        metavar="TASKS",
-        help="Tasks of lm-eval instead, separated by commas: names or YAML files.",
-    ),
-]
-
-
-Watch = Annotated[
-    bool, typer.Option("--watch", help="Evaluate each checkpoint of a job as it appears.")
-]
-
 
 @cli.command(
     name="eval",
@@ -64,13 +23,39 @@ Watch = Annotated[
     ),
 )
 def eval_(
-    arguments: Source,
-    tasks: Tasks = "",
-    step: Step = None,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE [KEY=VALUE]…",
+            help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two "
+            "of these. Config keys, such as eval.limit=500.",
+        ),
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            metavar="TASKS", help="Tasks or suites, separated by commas: names or YAML files."
+        ),
+    ] = "",
+    step: Annotated[
+        str | None,
+        typer.Option(metavar="N|all", help="Step of the job, as in JOB@STEP; or all."),
+    ] = None,
     ema: Ema = False,
-    chat: Chat = False,
-    harness: HarnessTasks = "",
-    watch: Watch = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask in the model's conversation format.")
+    ] = False,
+    harness: Annotated[
+        str,
+        typer.Option(
+            "--harness",
+            metavar="TASKS",
+            help="Tasks of lm-eval instead, separated by commas: names or YAML files.",
+        ),
+    ] = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Evaluate each checkpoint of a job as it appears.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Evaluate models on benchmark tasks, or compare the results of two.
