@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dtt.base.errors import ConfigError
+from dtt.base.log import log
 from dtt.mesh.sharding import FullTensor, fill, local_shard
 
 EMBED, HEAD = "embed.weight", "head.weight"
@@ -67,6 +68,34 @@ def take_weights(
     count = sum(parameters[name].numel() for name in fitting)
     copied = f"{len(fitting)} of {len(parameters)} tensors, {count / 1e6:.2f}M parameters"
     return "\n".join([f"weights from {source}: {copied}", *sorted(report), *rest])
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Return True if some weights of `model` are frozen: those below an adapter."""
+    return not all(parameter.requires_grad for parameter in model.parameters())
+
+
+@torch.no_grad()
+def take_base(model: nn.Module, tensors: Mapping[str, FullTensor], source: str) -> None:
+    """Copy `tensors` into the frozen weights of `model`; ConfigError unless all of them fit.
+
+    Nothing is extended or left at random: the checkpoints of the adapter refer to these weights,
+    and whoever merges it takes them as they are.
+    """
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    for name in sorted(frozen.keys() | tensors.keys()):
+        here, there = _shape(frozen.get(name)), _shape(tensors.get(name))
+        if here != there:
+            raise ConfigError(
+                f"an adapter needs exactly the model of {source}",
+                where="init.from",
+                why=f"{name} is {here} here, {there} there",
+                next="leave out keys of model that differ",
+            )
+    for name, parameter in frozen.items():
+        fill(parameter, tensors[name])
+    count = sum(parameter.numel() for parameter in frozen.values())
+    log.info("frozen weights from %s: %.2fM parameters", source, count / 1e6)
 
 
 def _take_rows(ours: Tensor, theirs: FullTensor) -> None:
