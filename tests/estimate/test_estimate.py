@@ -266,6 +266,19 @@ def test_memory_is_that_of_the_traced_step(model: str, rows: str, length: str, r
 
 
 @pytest.mark.parametrize(
+    ("ranks", "remat", "peak"), [(1, "none", 36.67), (8, "none", 25.01), (8, "full", 7.74)]
+)
+def test_memory_with_an_adapter_is_that_of_the_traced_step(
+    ranks: int, remat: str, peak: float
+) -> None:
+    keys = ["adapter.type=lora", "init.from=hf:any", "optim.type=adamw", f"train.remat={remat}"]
+    if ranks > 1:
+        keys += ["parallel.replicate=1", f"parallel.shard={ranks}"]
+    one = shipped("llama3-8b", "1", "4096", keys, "H100", ranks)
+    assert tensors(one) == pytest.approx(peak * 1e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
     ("settings", "published"),
     [
         (["train.precision=bf16"], 6667),

@@ -358,6 +358,9 @@ def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
     kept = activations(case, case.arch.n_layers - done)
     factors = 1 if case.compiled and arch.mlp == "gelu" else 3
+    if case.adapter:
+        # Traced: the gradients of gate, up and their product that come through A are separate.
+        factors += 4
     working = n * (case.stream_bytes * arch.dim + factors * e * arch.ffn_dim) // t
     if case.cfg.train.remat != "none":
         working += kept_by_block(case) - _kept_both_times(case)

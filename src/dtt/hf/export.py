@@ -56,10 +56,7 @@ def run(
     from dtt.hf import upload as hub
     from dtt.hf.read_checkpoint import find_checkpoint, read_adapter
 
-    folder = cfg.export.out or Path("exports") / f"{cfg.name}{'-adapter' if adapter else ''}"
-    configured = load_job(job).export.out
-    if configured is not None and cfg.export.out == configured:  # not given on this command line
-        folder = home(job) / configured
+    folder = _folder(job, cfg, "-adapter" if adapter else "")
     checkpoint = find_checkpoint(checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     part = read_adapter(cfg, checkpoint, average=ema) if adapter else None
@@ -72,14 +69,8 @@ def run(
         log.info("export: already done, %s contains this checkpoint", folder)
     else:
         manifest = _export(cfg, JobDir(job), checkpoint, origin, part, folder)
-    averaged = ", averaged weights" if ema else ""
-    oracle = "PEFT" if adapter else "transformers"
     if not as_json:
-        print(
-            f"{folder}: step {manifest.step}{averaged}, {manifest.parameters:,} parameters, "
-            f"{manifest.dtype}; logits differ from those of {oracle} by at most "
-            f"{manifest.max_logit_difference:.1e}"
-        )
+        print(f"{folder}: {_described(manifest)}")
     url = None
     if upload is not None:
         url = hub.upload(folder, upload, revision, message=f"{cfg.name}, step {manifest.step}")
@@ -88,6 +79,26 @@ def run(
     elif url is not None:
         print(url)
     return manifest
+
+
+def _folder(job: Path, cfg: RunConfig, suffix: str) -> Path:
+    """Return the folder to write; `suffix` keeps an adapter apart from the merged model."""
+    configured = load_job(job).export.out
+    if cfg.export.out is None:
+        return Path("exports") / f"{cfg.name}{suffix}"
+    if cfg.export.out != configured:  # given on this command line
+        return cfg.export.out
+    configured = home(job) / configured
+    return configured.with_name(f"{configured.name}{suffix}")
+
+
+def _described(manifest: ExportManifest) -> str:
+    averaged = ", averaged weights" if manifest.ema else ""
+    oracle = "transformers" if manifest.base is None else "PEFT"
+    return (
+        f"step {manifest.step}{averaged}, {manifest.parameters:,} parameters, {manifest.dtype}; "
+        f"logits differ from those of {oracle} by at most {manifest.max_logit_difference:.1e}"
+    )
 
 
 def _export(

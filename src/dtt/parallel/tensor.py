@@ -105,7 +105,7 @@ class DividedNorm(ParallelStyle):
             module.register_parameter(name, nn.Parameter(part))
 
 
-class Columns(ColwiseParallel):
+class OutputsDivided(ColwiseParallel):
     """Linear layer of which each rank has some outputs: [B, T, D] → [B, T, F/P].
 
     Of an adapter, each rank has all of A and its rows of B.
@@ -115,7 +115,7 @@ class Columns(ColwiseParallel):
         _distribute(module, mesh, {LORA_A: Replicate()}, Shard(0), self.src_data_rank)
 
 
-class Rows(RowwiseParallel):
+class InputsDivided(RowwiseParallel):
     """Linear layer of which each rank has some inputs: [B, T, F/P] → [B, T/P, D].
 
     Each rank's product is a summand for all tokens. The reduce-scatter adds them and leaves each
@@ -187,8 +187,8 @@ def plan(*, norm_all_heads: bool) -> dict[str, ParallelStyle]:
     that are not listed are not parallelised.
     """
     # Column-parallel layers give each rank complete heads: attention needs no communication.
-    to_columns = Columns()
-    to_tokens = Rows()
+    to_columns = OutputsDivided()
+    to_tokens = InputsDivided()
     # Norms between layers see this rank's tokens only, so their activations take 1/P of the memory.
     tokens = SequenceParallel(use_local_output=True)
     heads = (

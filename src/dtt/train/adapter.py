@@ -36,7 +36,7 @@ def restore_base(resume: Checkpoint, model: Decoder, world: World) -> Reference:
         base_weights(resume)
     world.barrier()
     # Not from `init.from`: it may name the newest checkpoint of a job, which is another one by now.
-    take_base(model, base_weights(resume, check=False), reference.folder)
+    log.info("%s", take_base(model, base_weights(resume, check=False), reference.folder))
     return reference
 
 

@@ -52,7 +52,7 @@ def initialise_from(
     adapter must all be in the source, with the same shapes.
     """
     from dtt.checkpoint import store
-    from dtt.train.warm_start import has_adapter, take_base, take_weights
+    from dtt.train.warm_start import take_weights
 
     state: Mapping[str, FullTensor]
     checkpoint: Checkpoint | None = None
@@ -79,16 +79,7 @@ def initialise_from(
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
         differences = difference(model.arch, arch)
     untrained = world.from_first(untrained_tokens(source, tokenizer) if world.first else {})
-    if has_adapter(model):
-        take_base(model, state, str(where))
-        if untrained:
-            log.warning(
-                "%s never trained some tokens, and the adapter cannot: the embedding is frozen: %s",
-                where,
-                ", ".join(untrained.values()),
-            )
-    else:
-        log.info("%s", take_weights(model, state, str(where), untrained))
+    log.info("%s", take_weights(model, state, str(where), untrained))
     if differences:
         log.warning("the architecture of %s differs: %s", where, differences)
     if world.first:

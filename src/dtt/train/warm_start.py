@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from dtt.base.errors import ConfigError
-from dtt.base.log import log
 from dtt.mesh.sharding import FullTensor, fill, local_shard
 
 EMBED, HEAD = "embed.weight", "head.weight"
@@ -34,6 +33,8 @@ def take_weights(
     tokens. Raise ConfigError if no tensor matches.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
+    if not all(parameter.requires_grad for parameter in parameters.values()):
+        return take_base(model, tensors, source, untrained)
     tensors, report = dict(tensors), []
     if HEAD in parameters and HEAD not in tensors and EMBED in tensors:
         tensors[HEAD] = tensors[EMBED]
@@ -70,17 +71,17 @@ def take_weights(
     return "\n".join([f"weights from {source}: {copied}", *sorted(report), *rest])
 
 
-def has_adapter(model: nn.Module) -> bool:
-    """Return True if some weights of `model` are frozen: those below an adapter."""
-    return not all(parameter.requires_grad for parameter in model.parameters())
-
-
 @torch.no_grad()
-def take_base(model: nn.Module, tensors: Mapping[str, FullTensor], source: str) -> None:
-    """Copy `tensors` into the frozen weights of `model`; ConfigError unless all of them fit.
+def take_base(
+    model: nn.Module,
+    tensors: Mapping[str, FullTensor],
+    source: str,
+    untrained: Mapping[int, str] | None = None,
+) -> str:
+    """Copy `tensors` into the frozen weights below an adapter; return a report.
 
-    Nothing is extended or left at random: the checkpoints of the adapter refer to these weights,
-    and whoever merges it takes them as they are.
+    Raises ConfigError unless all of them fit. Nothing is extended or left at random: the
+    checkpoints of the adapter refer to these weights, and whoever merges it takes them as they are.
     """
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     for name in sorted(frozen.keys() | tensors.keys()):
@@ -95,7 +96,11 @@ def take_base(model: nn.Module, tensors: Mapping[str, FullTensor], source: str) 
     for name, parameter in frozen.items():
         fill(parameter, tensors[name])
     count = sum(parameter.numel() for parameter in frozen.values())
-    log.info("frozen weights from %s: %.2fM parameters", source, count / 1e6)
+    report = f"frozen weights from {source}: {count / 1e6:.2f}M parameters"
+    if untrained:
+        tokens = ", ".join(untrained.values())
+        report += f"\n  tokens that were never trained, which the adapter cannot change: {tokens}"
+    return report
 
 
 def _take_rows(ours: Tensor, theirs: FullTensor) -> None:
