@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,6 @@ from support.loopback_wandb import KEY, LoopbackWandb
 from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import EnvironmentUnfit
-from dtt.report import wandb_upload
 from dtt.track.jsonl import JsonlTracker
 from dtt.track.wandb import history_row
 
@@ -295,12 +292,3 @@ def test_a_server_that_never_answers_is_an_error(
 ) -> None:
     server.silent.set()
     assert "did not respond" in upload(dtt, server.url, "jobs/one", expect=78).stderr
-
-
-def test_without_wandb_the_error_names_the_package(
-    dtt: Dtt, job: JobDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.chdir(dtt.folder)
-    with pytest.raises(EnvironmentUnfit, match=r"pip install .wandb>="):
-        wandb_upload.upload([Path("jobs/one")], project=None, entity=None, as_json=False)
