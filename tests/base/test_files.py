@@ -96,10 +96,3 @@ def test_a_folder_held_by_another_process_is_refused_until_that_dies(tmp_path: P
         other.kill()
     with exclusive(tmp_path, "dtt train"):
         pass
-
-
-def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), exclusive(tmp_path, "dtt train"):
-        1 / 0  # noqa: B018
-    with exclusive(tmp_path, "dtt train"):
-        pass

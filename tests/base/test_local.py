@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -128,7 +127,3 @@ def test_the_commands_that_are_built_run() -> None:
         run = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         assert "tokenize" in run.stdout
-
-
-def test_there_is_at_least_one_core() -> None:
-    assert 1 <= local.cores() <= (os.cpu_count() or 1)

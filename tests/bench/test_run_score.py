@@ -51,7 +51,7 @@ def test_the_first_evaluation_that_reaches_the_target_counts(tmp_path: Path) -> 
         evaluation(0, 5.0), train(10), start(0, 1.0), perf(10, 10, 10.0), evaluation(10, 2.9),
         train(12), evaluation(12, 2.8),
     ]  # fmt: skip
-    found = score(write(tmp_path, *records), LOSS, [])
+    found = score(write(tmp_path, *records), LOSS, [], 0)
     assert (found.step, found.tokens, found.value) == (10, 1000, 2.9)
     assert found.reached is True
     assert found.best == 2.8
@@ -60,15 +60,15 @@ def test_the_first_evaluation_that_reaches_the_target_counts(tmp_path: Path) -> 
 
 def test_a_run_that_misses_the_target_counts_with_its_last_evaluation(tmp_path: Path) -> None:
     records = [evaluation(0, 5.0), evaluation(10, 3.1), evaluation(20, 3.2), evaluation(30, None)]
-    found = score(write(tmp_path, *records), LOSS, [])
+    found = score(write(tmp_path, *records), LOSS, [], 0)
     assert (found.step, found.value, found.reached, found.best) == (20, 3.2, False, 3.1)
     with pytest.raises(DamagedError, match=r"lacks eval\.loss[\s\S]*at step 30 it is not finite"):
-        score(write(tmp_path, *records), LOSS.model_copy(update={"target": None}), [])
+        score(write(tmp_path, *records), LOSS.model_copy(update={"target": None}), [], 0)
 
 
 def test_a_run_without_the_metric_has_no_score(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=r"lacks task\.\*\.centred"):
-        score(write(tmp_path, evaluation(0, 5.0)), CORE, ["a"])
+        score(write(tmp_path, evaluation(0, 5.0)), CORE, ["a"], 0)
 
 
 def test_pauses_and_the_compilation_of_the_first_step_do_not_count(tmp_path: Path) -> None:

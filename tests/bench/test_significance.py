@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dtt.bench.significance import mean_interval, t_cdf, t_quantile
+from dtt.bench.bench_result import Spread
+from dtt.bench.significance import t_cdf, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -19,9 +20,7 @@ def test_quantiles_are_those_of_the_table_of_student(freedom: int, quantile: flo
 
 def test_the_interval_of_a_mean() -> None:
     """By hand: mean 2, standard deviation 1, standard error 1 / sqrt(3)."""
-    found = mean_interval([1.0, 2.0, 3.0])
-    assert found is not None
-    assert found.value == 2.0
-    assert found.high - 2.0 == pytest.approx(4.3027 / 3**0.5, abs=1e-4)
-    assert found.low + found.high == pytest.approx(4.0)
-    assert mean_interval([1.0]) is None
+    found = Spread.of([1.0, 2.0, 3.0])
+    half = 4.302653 / 3**0.5
+    assert (found.low, found.mean, found.high) == pytest.approx((2 - half, 2, 2 + half), abs=1e-5)
+    assert Spread.of([1.0]).low is None

@@ -11,11 +11,9 @@ import typer
 from support.running import Dtt
 
 from dtt.base.errors import ExitCode
-from dtt.cli.parser import RENAMED, _translated
-from dtt.config import explain
 from dtt.main import cli
 
-REPEATABLE = {"allow_change", "copied", "prompt"}
+REPEATABLE = {"allow_change", "prompt"}
 
 
 def options(command: typer.core.TyperGroup, path: str = "dtt") -> list[tuple[str, str, bool]]:
@@ -56,54 +54,6 @@ def test_flags_may_be_repeated_and_values_may_look_like_options(dtt: Dtt) -> Non
     assert json.loads(dtt("job", "ls", "--json", "--json").stdout) == []
     missing = dtt("generate", "nowhere", "-p", "-v", expect=ExitCode.INPUT_MISSING)
     assert "no model in nowhere" in missing.stderr
-
-
-def command_of(name: str) -> Any:
-    found = typer.main.get_command(cli)
-    for part in name.split():
-        found = found.commands[part]
-    return found
-
-
-def test_an_old_name_of_an_option_stands_for_an_option_or_a_key_that_exists() -> None:
-    for name, renamed in RENAMED.items():
-        known = {flag for option in command_of(name).params for flag in option.opts}
-        for old, new in renamed.items():
-            assert old not in known
-            if new.endswith("="):
-                assert explain.nearest(new[:-1]) == new[:-1]
-            else:
-                assert new in known
-
-
-@pytest.mark.parametrize(
-    ("command", "given", "current"),
-    [
-        ("chat", "J --max-tokens 5", "J --max-new-tokens 5"),
-        ("chat", "--max-tokens=5 J", "--max-new-tokens=5 J"),
-        ("chat", "J --system --max-tokens", "J --system --max-tokens"),  # a value
-        ("chat", "J -- --max-tokens", "J -- --max-tokens"),
-        ("chat", "J --max-tokens", "J --max-new-tokens"),  # the parser reports what is missing
-        ("data mix", "-c a -d b", "-c a download.dataset=b"),
-        ("data mix", "-c a -db --json", "-c a download.dataset=b --json"),
-        ("data mix", "-cd --dataset=b=c", "-cd download.dataset=b=c"),
-        ("data mix", "-c -d -d", "-c -d -d"),  # `-d` is the value of -c, then misses its own
-        ("tokenize", "-d x --explain --json", "-d x --dry-run --json"),
-        ("plan", "--nodes 2 --gpu H100", "launch.nodes=2 --gpu H100"),
-        ("plan", "launch.nodes=2 --gpu=H100", "launch.nodes=2 --gpu=H100"),
-    ],
-)
-def test_old_names_are_translated_and_values_are_not(
-    command: str, given: str, current: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = command_of(command)
-    parent = typer.Context(typer.main.get_command(cli), info_name="dtt")
-    for part in command.split()[:-1]:
-        parent = typer.Context(command_of(part), parent=parent, info_name=part)
-    ctx = typer.Context(one, parent=parent, info_name=command.split()[-1])
-    assert _translated(one, ctx, given.split()) == current.split()
-    warned = "is deprecated, use" in capsys.readouterr().err
-    assert warned == (given != current or given.endswith("-d -d"))
 
 
 def test_a_short_flag_has_one_meaning_and_an_option_one_short_flag() -> None:

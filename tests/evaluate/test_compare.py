@@ -54,7 +54,7 @@ def test_a_step_without_complete_results_of_the_tasks_is_passed_over(
 
 
 @pytest.mark.parametrize(
-    "option", [["--step", "5"], ["--out", "x"], ["--harness", "mmlu"], ["eval.batch_tokens=9"]]
+    "option", [["--step", "5"], ["--harness", "mmlu"], ["eval.batch_tokens=9"]]
 )
 def test_options_of_an_evaluation_are_refused(dtt: Dtt, option: list[str]) -> None:
     done = dtt("eval", "compare", "a", "b", *option, expect=2)

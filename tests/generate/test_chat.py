@@ -175,13 +175,6 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(dtt: Dtt) -> None
     assert stderr == "(the context is full: dropped the oldest 2 messages)\n" * 3
 
 
-def test_a_seed_fixes_the_answers(dtt: Dtt) -> None:
-    job = write_chat_job(dtt.folder)
-    options = ("chat", job, "--max-new-tokens", 20, "--top-p", 0.9, "--seed")
-    one, same, other = (dtt(*options, seed, stdin="x\ny\n").stdout for seed in (1, 1, 2))
-    assert one == same != other
-
-
 def test_the_averaged_weights_and_another_template_can_be_chosen(dtt: Dtt) -> None:
     job = write_chat_job(dtt.folder)
     a, b, newline, colon = ids("ab\n:")

@@ -92,13 +92,6 @@ def test_it_stops_at_the_end_of_a_document(job: Path, capsys: pytest.CaptureFixt
     assert said(capsys) == "don\n"
 
 
-def test_it_stops_at_the_end_of_the_context(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (a,) = ids("a")
-    write_checkpoint(job, 20, says={a: a})
-    run_generate(job, "a", max_new_tokens=1000)
-    assert said(capsys) == 64 * "a" + "\n"
-
-
 def test_an_empty_prompt_starts_a_document(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (a,) = ids("a")
     write_checkpoint(job, 20, says={END_OF_DOCUMENT: a, a: a})
@@ -130,11 +123,6 @@ def test_a_character_of_several_tokens_is_printed_complete(
     assert said(capsys) == "a🙂\n"
 
 
-def test_a_prompt_that_fills_the_context_is_refused(job: Path) -> None:
-    with pytest.raises(ConfigError, match="the prompt is too long: 64 tokens"):
-        run_generate(job, "y" * 64)
-
-
 def test_continuations_do_not_depend_on_the_batch(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +132,7 @@ def test_continuations_do_not_depend_on_the_batch(
     for prompt in prompts:
         run_generate(job, prompt, **settings)
         alone.append(said(capsys))
-    run_generate(job, *prompts[:2], stream=False, **settings)
+    run_generate(job, *prompts[:2], **settings)
     assert said(capsys) == f"==> 1 of 2 <==\n{alone[0]}==> 2 of 2 <==\n{alone[1]}"
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts[1:]) + "\n")
@@ -172,20 +160,6 @@ def test_json_has_the_finish_reason(job: Path, capsys: pytest.CaptureFixture[str
     ] == [("aaaaa", "length", 1, 5), ("", "stop", 2, 0), ("aa", "length", 62, 2)]
 
 
-def test_streaming_can_be_disabled(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (a,) = ids("a")
-    write_checkpoint(job, 20, says={a: a})
-    run_generate(job, "a", max_new_tokens=3, stream=False)
-    assert said(capsys) == "aaaa\n"
-
-
-@pytest.mark.parametrize("options", [{"as_json": True}, {}])
-def test_only_one_text_can_be_streamed(job: Path, options: dict[str, bool]) -> None:
-    prompts = ["x"] if options else ["x", "y"]
-    with pytest.raises(ConfigError, match="single prompt can be streamed"):
-        run_generate(job, *prompts, stream=True, **options)
-
-
 @pytest.mark.parametrize("content", [None, b"", b"\xff"])
 def test_a_file_without_prompts_is_refused(
     job: Path, tmp_path: Path, content: bytes | None
@@ -209,11 +183,6 @@ def test_a_prompt_that_is_not_utf8_is_refused(
 def test_the_error_names_the_prompt_that_is_too_long(job: Path) -> None:
     with pytest.raises(ConfigError, match="prompt 2 is too long: 64 tokens"):
         run_generate(job, "y", "y" * 64)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no model in"):
-        run_generate(tmp_path, "x")
 
 
 def test_a_job_without_a_checkpoint_is_refused(job: Path) -> None:

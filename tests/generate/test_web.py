@@ -1,4 +1,4 @@
-"""`dtt chat --web`: the official client, lm-eval and a browser as its users."""
+"""`dtt chat --web`: the official client and a browser as its users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-import torch
 from openai import OpenAI
 from playwright.sync_api import Browser, expect
 from support.browser import OpenPage
@@ -23,7 +22,6 @@ from support.running import Dtt
 from support.tiny_job import make_tokenizer, write_chat_job, write_checkpoint, write_job
 
 from dtt.generate.chat_session import StreamedAnswer
-from dtt.hf.model_source import load_model, on_device
 
 TOKENIZER = make_tokenizer("<|im_start|>", "<|im_end|>")
 HOSTILE = "<img src=x onerror='window.pwned=1'>"
@@ -180,63 +178,6 @@ def test_a_conversation_that_does_not_fit_is_refused_or_shortened_on_request(cha
     found = create(model=chat.model, messages=messages, extra_body={"drop_oldest_turns": True})
     assert found.choices[0].message.content == "Hi wörld🙂!"
     assert found.usage.dropped_messages == 2  # type: ignore[union-attr]
-
-
-def test_log_probabilities_equal_those_of_the_model(base: Served) -> None:
-    prompt = TOKENIZER.encode("abcab").ids
-    (choice,) = (
-        base.client()
-        .completions.create(model=base.model, prompt=[prompt], max_tokens=1, logprobs=1, echo=True)
-        .choices
-    )
-    assert choice.logprobs is not None
-    trained = load_model(base.model, ema=False)
-    model = on_device(trained, torch.device("cpu"))
-    with torch.inference_mode():
-        expected = model(torch.tensor([prompt]))[0].log_softmax(-1)
-    own = [expected[i, token].item() for i, token in enumerate(prompt[1:])]
-    assert choice.logprobs.token_logprobs is not None
-    assert choice.logprobs.token_logprobs[0] is None
-    assert choice.logprobs.token_logprobs[1:-1] == pytest.approx(own, abs=1e-5)
-    tops = choice.logprobs.top_logprobs or []
-    assert [max(top.values()) for top in tops[1:]] == pytest.approx(
-        expected.max(-1).values.tolist(), abs=1e-5
-    )
-    both = base.client().completions.create(
-        model=base.model, prompt=["abc", "b"], max_tokens=0, echo=True
-    )
-    assert [choice.text for choice in both.choices] == ["abc", "b"]
-
-
-def test_lm_eval_scores_through_the_api_as_the_model_does(
-    base: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import transformers
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    monkeypatch.setenv("OPENAI_API_KEY", base.token)
-    end = "<|endoftext|>"
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), eos_token=end)
-    fast.save_pretrained(tmp_path)
-    api = LocalCompletionsAPI(
-        base_url=f"{base.base}/completions", model=base.model, tokenizer=str(tmp_path),
-        tokenizer_backend="huggingface", max_length=64,
-    )  # fmt: skip
-    context, following = (TOKENIZER.encode(text).ids for text in ("abc", "ab"))
-    ((score, greedy),) = api._loglikelihood_tokens([(("abc", "ab"), context, following)])
-    model = on_device(load_model(base.model, ema=False), torch.device("cpu"))
-    ids = context + following
-    with torch.inference_mode():
-        logprobs = model(torch.tensor([ids]))[0].log_softmax(-1)
-    expected = sum(logprobs[i - 1, ids[i]].item() for i in range(len(context), len(ids)))
-    assert score == pytest.approx(expected, abs=1e-4)
-    likeliest = logprobs.argmax(-1)[len(context) - 1 : -1].tolist()
-    assert greedy == (likeliest == following)
-    request = Instance("generate_until", {}, ("abc", {"until": ["q"], "max_gen_toks": 4}), 0)
-    create = base.client().completions.create
-    same = create(model=base.model, prompt="abc", max_tokens=4, temperature=0, seed=1234, stop="q")
-    assert api.generate_until([request]) == [same.choices[0].text]
 
 
 def test_nothing_is_answered_without_the_token(chat: Served) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ class Written:
 
     job: JobDir
 
-    def submitted(self, *ids: str) -> Written:
-        facts = {"time": time.time() - 500, "argv": ["train"], "directory": "/"}
+    def submitted(self, *ids: str, ago: float = 500, command: str = "train") -> Written:
+        facts = {"time": time.time() - ago, "argv": [command], "directory": "/"}
         lines = [facts | {"job_id": id} for id in ids]
         self._write("submissions.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
         return self
@@ -132,162 +133,290 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     return fake
 
 
-@pytest.fixture
-def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-
-def squeue_line(state: str, *, ago: float = 400, id: str = "7") -> str:
+def squeue_line(state: str, ago: float = 400, id: str = "7") -> str:
     return SQUEUE[state].format(id=id, since=round(time.time() - ago))
 
 
-def sacct_line(state: str, *, ago: float = 400, id: str = "7") -> str:
+def sacct_line(state: str, ago: float = 400, id: str = "7") -> str:
     return SACCT[state].format(id=id, since=round(time.time() - ago))
 
 
-def reported(status: Status) -> tuple[str, str]:
-    return status.state.value, status.detail
+Lines = tuple[str | float, ...]
+"""A state of Slurm, the seconds since it began (400), and the id of the job (7)."""
 
 
-# ---- from files alone ----------------------------------------------------------------------------
+def case(
+    write: Callable[[Written], object],
+    state: str,
+    detail: str = "",
+    *squeue: Lines,
+    error: str = FORGOTTEN,
+    sacct: Sequence[Lines] = (),
+) -> tuple[Any, ...]:
+    """What the files hold, the state, its detail (a final … stands for more), and Slurm's answer.
+
+    Without `squeue`, Slurm answers with an error: by default that it does not know the job (any
+    more).
+    """
+    return write, state, detail, squeue, error, sacct
 
 
-@pytest.mark.usefixtures("no_slurm")
-class TestWithoutSlurm:
-    def test_a_job_without_attempts_has_never_started(self, written: Written) -> None:
-        assert reported(written.status()) == ("never started", "")
-
-    def test_running_with_its_step_and_the_time_left(self, written: Written) -> None:
-        status = written.attempt().beat().status()
-        assert reported(status) == ("running", "")
-        assert (status.files.step, status.files.steps, status.seconds_left) == (8, 20, 6.0)
-
-    def test_long_phases_are_named(self, written: Written) -> None:
-        assert reported(written.attempt().beat(phase="evaluate").status()) == (
-            "running", "in phase evaluate",
-        )  # fmt: skip
-
-    def test_an_attempt_without_a_heartbeat_yet_is_starting(self, written: Written) -> None:
-        written.attempt(1).beat(1).ended(75, SAVED.format(by="bob: x")).attempt(2, ago=5)
-        assert reported(written.status()) == ("running", "starting")
-
-    def test_a_stop_request_names_its_requester(self, written: Written) -> None:
-        status = written.attempt().beat().asked("stop").status()
-        assert reported(status) == (
-            "stopping", "requested by alice: dtt job stop, not yet acknowledged",
-        )  # fmt: skip
-
-    def test_a_request_acknowledged_at_a_step(self, written: Written) -> None:
-        status = written.attempt().beat().asked("stop").acknowledged().status()
-        assert reported(status) == (
-            "stopping", "requested by alice: dtt job stop, acknowledged at step 8",
-        )  # fmt: skip
-
-    def test_an_acknowledgement_of_an_earlier_attempt_is_ignored(self, written: Written) -> None:
-        status = written.attempt().beat().acknowledged(ago=1000).status()
-        assert reported(status) == ("running", "")
-
-    def test_a_save_request_does_not_stop_the_job(self, written: Written) -> None:
-        status = written.attempt().beat().asked("save", "bob: dtt job save").status()
-        assert reported(status) == (
-            "running", "save requested by bob: dtt job save, not yet acknowledged",
-        )  # fmt: skip
-
-    def test_a_stop_file_without_text_is_named_as_the_reason(self, written: Written) -> None:
-        written.attempt().beat()
-        written.job.stop.parent.mkdir(exist_ok=True)
-        written.job.stop.touch()
-        assert reported(written.status())[1] == "requested by control/stop, not yet acknowledged"
-
-    @pytest.mark.parametrize(
-        ("code", "reason", "expected"),
-        [
-            (0, "done", ("done", "")),
-            (75, SAVED.format(by="alice: dtt job stop"), (
-                "stopped",
-                "stopped at step 8 of 20, with a checkpoint; requested by alice: dtt job stop",
-            )),
-            (76, "training diverged: loss is nan at step 8\n  why: …", (
-                "diverged", "training diverged: loss is nan at step 8",
-            )),
-            (74, "no space left on device", (
-                "failed", "no space left on device (exit code 74, rank 1 on n2)",
-            )),
-        ],
-    )  # fmt: skip
-    def test_the_state_reports_how_the_job_ended(
-        self, written: Written, code: int, reason: str, expected: tuple[str, str]
-    ) -> None:
-        assert reported(written.attempt().beat().ended(code, reason).status()) == expected
-
-    def test_without_heartbeat_and_ending_it_is_lost(self, written: Written) -> None:
-        status = written.attempt().beat(ago=90).log("Bus error\n\n").status()
-        assert status.state == "lost"
-        assert "on n1" in status.detail
-        assert status.log_tail == ["Bus error"]
-
-    def test_a_process_that_is_gone_from_this_machine_is_lost_at_once(
-        self, written: Written
-    ) -> None:
-        gone = subprocess.Popen([sys.executable, "-c", ""])
-        gone.wait()
-        here = socket.gethostname()
-        assert written.attempt().beat(node=here, pid=gone.pid).status().state == "lost"
-        assert written.beat(node=here, pid=os.getpid()).status().state == "running"
-
-    def test_a_submitted_job_without_slurm_is_unknown(self, written: Written) -> None:
-        status = written.submitted("7").status()
-        assert reported(status) == ("unknown", "submitted as 7; squeue is not installed")
+TIME_LIMIT, TERM = SAVED.format(by="slurm: time limit"), SAVED.format(by="SIGTERM")
+ALICE = "alice: dtt job stop"
+STOPPED = "stopped at step 8 of 20, with a checkpoint"
+ENDED = "attempt 1 ended: " + STOPPED
+FULL = "3 attempts without a new checkpoint; disk full (exit code 74, rank 1 on n2)"
 
 
-# ---- with Slurm ----------------------------------------------------------------------------------
+def trained(w: Written) -> Written:
+    """A training of Slurm job 7 that has begun."""
+    return w.submitted("7").attempt(slurm="7")
 
 
-def test_a_job_that_was_never_submitted_asks_nothing(written: Written, slurm: FakeSlurm) -> None:
-    assert written.attempt().beat().status().state == "running"
-    assert slurm.asked("squeue") == []
+def watched(w: Written) -> Written:
+    """A command without heartbeats, which only the job script watches."""
+    return w.submitted("7").other_attempt(1, ago=399)
 
 
-def test_queued_with_the_reason_slurm_gives(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", squeue_line("HELD"))
+FROM_FILES = {
+    "without attempts": case(lambda w: w, "never started"),
+    "a heartbeat": case(lambda w: w.attempt().beat(), "running"),
+    "a long phase": case(
+        lambda w: w.attempt().beat(phase="evaluate"), "running", "in phase evaluate"
+    ),
+    "no heartbeat yet": case(
+        lambda w: w.attempt(1).beat(1).ended(75, TIME_LIMIT).attempt(2, ago=5),
+        "running", "starting",
+    ),
+    "a stop request": case(
+        lambda w: w.attempt().beat().asked("stop"),
+        "stopping", f"requested by {ALICE}, not yet acknowledged",
+    ),
+    "an acknowledged one": case(
+        lambda w: w.attempt().beat().asked("stop").acknowledged(),
+        "stopping", f"requested by {ALICE}, acknowledged at step 8",
+    ),
+    "one of an earlier attempt": case(
+        lambda w: w.attempt().beat().acknowledged(ago=1000), "running"
+    ),
+    "one without text": case(
+        lambda w: w.attempt().beat().asked("stop", ""),
+        "stopping", "requested by control/stop, not yet acknowledged",
+    ),
+    "a request to save": case(
+        lambda w: w.attempt().beat().asked("save", "bob: dtt job save"),
+        "running", "save requested by bob: dtt job save, not yet acknowledged",
+    ),
+    "done": case(lambda w: w.attempt().beat().ended(0, "done"), "done"),
+    "stopped": case(
+        lambda w: w.attempt().beat().ended(75, SAVED.format(by=ALICE)),
+        "stopped", f"{STOPPED}; requested by {ALICE}",
+    ),
+    "diverged": case(
+        lambda w: w.attempt().beat().ended(76, "training diverged: loss is nan at step 8\n  why"),
+        "diverged", "training diverged: loss is nan at step 8",
+    ),
+    "failed": case(
+        lambda w: w.attempt().beat().ended(74, "no space left on device"),
+        "failed", "no space left on device (exit code 74, rank 1 on n2)",
+    ),
+    "no heartbeat any more": case(
+        lambda w: w.attempt().beat(ago=90), "lost", "last heartbeat of attempt 1 on n1 9…"
+    ),
+}  # fmt: skip
+WITH_SLURM = {
+    "queued": case(
+        lambda w: w.submitted("7"), "queued", "waiting in the queue (JobHeldUser)", ("HELD",)
+    ),
+    "running, not started": case(
+        lambda w: w.submitted("7"), "running", "starting: Slurm job on n[1-2]", ("RUNNING",)
+    ),
+    "running without heartbeats": case(
+        lambda w: trained(w).beat(ago=90),
+        "lost", "Slurm job on n[1-2], no heartbeat for 9…", ("RUNNING",),
+    ),
+    "the last heartbeat of a killed job": case(
+        lambda w: trained(w).beat().checkpoint(4),
+        "cancelled", "step-000004 is the newest checkpoint", ("CANCELLED", 1),
+    ),
+    "run by hand while queued": case(
+        lambda w: w.submitted("7").attempt().beat(), "running", "", ("PENDING",)
+    ),
+    "requeued": case(
+        lambda w: trained(w).ended(75, TIME_LIMIT),
+        "queued", f"waiting in the queue (Resources); attempt 1: {STOPPED}", ("PENDING", 90),
+    ),
+    "preempted, killed without a word": case(
+        lambda w: trained(w).beat(ago=95), "preempted", "waiting in the queue (Resources); …",
+        ("PENDING", 90), sacct=[("PREEMPTED",), ("PENDING", 90)],
+    ),
+    "preempted with grace, by the script's own word": case(
+        lambda w: trained(w).ended(75, TERM).decided("again: preempted, exit code 75; requeued"),
+        "preempted", "waiting in the queue (Resources); …", ("PENDING", 90),
+    ),
+    "done, not yet over in Slurm": case(
+        lambda w: trained(w).beat().ended(0, "done", ago=1), "done", "", ("RUNNING",)
+    ),
+    "done, then the node failed": case(
+        lambda w: trained(w).beat().ended(0, "done", ago=1), "done", "", ("NODE_FAIL", 0)
+    ),
+    "submitted again after a final ending": case(
+        lambda w: w.submitted("7", "9").attempt(slurm="7").ended(2, "3 mistakes"),
+        "queued", "…", ("FAILED", 99), ("PENDING", 10, "9"),
+    ),
+    "cancelled and submitted again": case(
+        lambda w: w.submitted("7", "9").attempt(slurm="7").ended(75, TERM),
+        "queued", "…", ("CANCELLED", 99), ("PENDING", 9, "9"),
+    ),
+    "the successor of a failed node": case(
+        lambda w: w.submitted("7").succeeded("8").attempt(slurm="7").ended(75, TERM),
+        "queued", f"waiting in the queue (Resources); attempt 1, NODE_FAIL: {STOPPED}",
+        ("NODE_FAIL", 99), ("PENDING", 98, "8"),
+    ),
+    "the successor of a preempted job": case(
+        lambda w: w.submitted("7").succeeded("8").attempt(slurm="7").ended(75, TERM)
+        .decided("again: preempted, exit code 75"),
+        "preempted", "…", ("FAILED", 99), ("PENDING", 98, "8"),
+    ),
+    "suspended": case(
+        lambda w: trained(w).beat(ago=500),
+        "suspended", "on n[1-2], until Slurm resumes it", ("SUSPENDED",),
+    ),
+    "of plain sbatch": case(
+        lambda w: w.attempt(slurm="31").beat(), "cancelled", "…", ("CANCELLED", 1, "31")
+    ),
+    "known to accounting only": case(
+        lambda w: trained(w).beat(ago=120),
+        "cancelled", "…", sacct=[("RUNNING",), ("CANCELLED", 100)],
+    ),
+    "out of attempts": case(
+        lambda w: trained(w).ended(74, "disk full").stalled(4, 3).checkpoint(4),
+        "out of attempts", FULL, ("FAILED", 99),
+    ),
+    "with a new checkpoint": case(
+        lambda w: trained(w).ended(74, "disk full").stalled(4, 3).checkpoint(8),
+        "failed", "…", ("FAILED", 99),
+    ),
+    "failed before any attempt": case(
+        lambda w: w.submitted("7"), "failed", "Slurm state FAILED", ("FAILED",)
+    ),
+    "forgotten before any attempt": case(lambda w: w.submitted("7"), "lost", "never started, …"),
+    "forgotten": case(lambda w: trained(w).beat(ago=100), "lost", "…"),
+    "forgotten when done": case(lambda w: trained(w).ended(0, "done"), "done"),
+    "a command without heartbeats": case(watched, "running", "Slurm job on n[1-2]", ("RUNNING",)),
+    "a command that Slurm forgot": case(watched, "lost", "…"),
+    "a command that is done": case(
+        lambda w: watched(w).stalled(-1, 3).ended(0, "done"), "done", "", ("COMPLETED", 99)
+    ),
+    "a cancelled command, which took a second to end": case(
+        lambda w: w.submitted("7", command="download").other_attempt(1, ago=100)
+        .ended(75, "stopped by slurm: SIGTERM"),
+        "cancelled", "stopped by slurm: SIGTERM", ("CANCELLED", 101),
+    ),
+    "a stopped command": case(
+        lambda w: w.submitted("7", command="download").other_attempt(1, ago=100)
+        .ended(75, "stopped by slurm: SIGTERM"),
+        "stopped", "stopped by slurm: SIGTERM",
+    ),
+}  # fmt: skip
+SILENT = f"submitted as 7; {NO_CONTROLLER}"
+WITHOUT_AN_ANSWER = {
+    "running": case(lambda w: trained(w).beat(), "running", error=NO_CONTROLLER),
+    "diverged": case(
+        lambda w: trained(w).ended(76, "diverged"), "diverged", "diverged", error=NO_CONTROLLER
+    ),
+    "a command without heartbeats": case(watched, "unknown", SILENT, error=NO_CONTROLLER),
+    "stopped for the time limit": case(
+        lambda w: trained(w).ended(75, TIME_LIMIT),
+        "unknown", f"{SILENT}; {ENDED}", error=NO_CONTROLLER,
+    ),
+    "after an error": case(
+        lambda w: trained(w).ended(74, "x"), "unknown", "…", error=NO_CONTROLLER
+    ),
+    "requeued": case(
+        lambda w: trained(w).ended(1, "x").decided("again: exit code; requeued"),
+        "unknown", "…", error=NO_CONTROLLER,
+    ),
+    "stopped by the script's own word": case(
+        lambda w: trained(w).ended(75, TERM).decided("over: stopped on request"),
+        "stopped", "…", error=NO_CONTROLLER,
+    ),
+    "out of attempts by its own word": case(
+        lambda w: trained(w).ended(74, "disk full").decided("over: x").stalled(4, 3).checkpoint(4),
+        "out of attempts", FULL, error=NO_CONTROLLER,
+    ),
+    "submitted again since": case(
+        lambda w: w.submitted("7", "9", ago=0).attempt(slurm="7").ended(74, "x").decided("over: x"),
+        "unknown", "…", error=NO_CONTROLLER,
+    ),
+}  # fmt: skip
+STATES = [
+    pytest.param(*values, id=f"{group}: {name}")
+    for group, cases in (
+        ("files", FROM_FILES), ("slurm", WITH_SLURM), ("no answer", WITHOUT_AN_ANSWER)
+    )
+    for name, values in cases.items()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("write", "state", "detail", "squeue", "error", "sacct"), STATES)
+def test_the_state_follows_from_the_files_and_from_slurm(
+    written: Written,
+    slurm: FakeSlurm,
+    write: Callable[[Written], object],
+    state: str,
+    detail: str,
+    squeue: Sequence[Any],
+    error: str,
+    sacct: Sequence[Any],
+) -> None:
+    if squeue:
+        slurm.says("squeue", *(squeue_line(*line) for line in squeue))
+    else:
+        slurm.says("squeue", error=error)
+    if sacct:
+        slurm.says("sacct", *(sacct_line(*line) for line in sacct))
+    write(written)
+    status = written.status()
+    assert status.state.value == state, status.detail
+    if detail.endswith("…"):
+        assert status.detail.startswith(detail[:-1])
+    else:
+        assert status.detail == detail
+
+
+def test_a_running_job_has_its_step_and_the_time_left(written: Written, slurm: FakeSlurm) -> None:
+    status = written.attempt().beat().status()
+    assert (status.files.step, status.files.steps, status.seconds_left) == (8, 20, 6.0)
+    assert slurm.asked("squeue") == [], "it was never submitted"
+
+
+def test_a_lost_job_shows_the_end_of_its_log(written: Written) -> None:
+    assert written.attempt().beat(ago=90).log("Bus error\n\n").status().log_tail == ["Bus error"]
+
+
+def test_a_process_that_is_gone_from_this_machine_is_lost_at_once(written: Written) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = socket.gethostname()
+    assert written.attempt().beat(node=here, pid=gone.pid).status().state == "lost"
+    assert written.beat(node=here, pid=os.getpid()).status().state == "running"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(None, "squeue is not installed"), ("upgraded until noon", "unexpected output of squeue")],
+)
+def test_without_a_usable_squeue_a_submitted_job_is_unknown(
+    written: Written, slurm: FakeSlurm, answer: str | None, error: str
+) -> None:
+    if answer is None:
+        (slurm.folder / "squeue").unlink()
+    else:
+        slurm.says("squeue", answer)
     status = written.submitted("7").status()
-    assert reported(status) == ("queued", "waiting in the queue (JobHeldUser)")
-    assert status.queued
-
-
-def test_running_in_slurm_but_not_started(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", squeue_line("RUNNING"))
-    assert reported(written.submitted("7").status()) == (
-        "running", "starting: Slurm job on n[1-2]",
-    )  # fmt: skip
-
-
-def test_a_command_without_a_heartbeat_runs_as_long_as_slurm_reports_it(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", squeue_line("RUNNING", ago=400))
-    written.submitted("7").other_attempt(1, ago=399)
-    assert reported(written.status()) == ("running", "Slurm job on n[1-2]")
-    slurm.says("squeue", error=NO_CONTROLLER)
-    assert reported(written.status()) == ("unknown", f"submitted as 7; {NO_CONTROLLER}")
-    slurm.says("squeue", error=FORGOTTEN)
-    assert written.status().state == "lost"
-    written.stalled(-1, 3).ended(0, "done")
-    assert reported(written.status()) == ("done", "")
-    slurm.says("squeue", squeue_line("COMPLETED", ago=99))
-    assert reported(written.status()) == ("done", "")
-
-
-def test_a_command_without_a_heartbeat_is_cancelled_by_slurm_alone(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", squeue_line("CANCELLED", ago=101))  # it took a second to write its ending
-    record = {"time": 1, "job_id": "7", "argv": ["download"], "directory": "/"}
-    written._write("submissions.jsonl", json.dumps(record) + "\n")
-    written.ended(75, "stopped by slurm: SIGTERM", ago=100).other_attempt(1, ago=100)
-    assert reported(written.status()) == ("cancelled", "stopped by slurm: SIGTERM")
-    slurm.says("squeue", error=FORGOTTEN)
-    assert reported(written.status()) == ("stopped", "stopped by slurm: SIGTERM")
+    assert (status.state, status.detail) == ("unknown", f"submitted as 7; {error}")
+    assert status.slurm_error == error
 
 
 def test_a_running_or_queued_job_is_not_started_again(written: Written, slurm: FakeSlurm) -> None:
@@ -301,63 +430,6 @@ def test_a_running_or_queued_job_is_not_started_again(written: Written, slurm: F
     written.ended(75, SAVED.format(by="bob: x"))
     slurm.says("squeue", error=FORGOTTEN)
     written.status().check_idle()
-
-
-def test_a_truncated_line_of_submissions_is_skipped(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", squeue_line("PENDING"))
-    written.submitted("7")
-    with written.job.submissions.open("a") as file:
-        file.write('{"time": 1, "job_')
-    assert written.status().state == "queued"
-
-
-def test_running_in_slurm_without_heartbeats_is_lost(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", squeue_line("RUNNING", ago=400))
-    status = written.submitted("7").attempt(ago=300, slurm="7").beat(ago=90).status()
-    assert status.state == "lost"
-    assert "Slurm job on n[1-2], no heartbeat for 9" in status.detail
-
-
-def test_the_last_heartbeat_of_a_killed_job_does_not_count(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", squeue_line("CANCELLED", ago=1))
-    status = written.submitted("7").attempt(slurm="7").beat().checkpoint(4).status()
-    assert reported(status) == ("cancelled", "step-000004 is the newest checkpoint")
-
-
-def test_a_run_by_hand_counts_while_slurm_has_the_job_queued(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", squeue_line("PENDING"))
-    assert written.submitted("7").attempt().beat().status().state == "running"
-
-
-def test_a_requeued_job_reports_how_the_attempt_ended(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", squeue_line("PENDING", ago=90))
-    written.submitted("7").attempt(slurm="7").ended(75, SAVED.format(by="slurm: time limit"))
-    assert reported(written.status()) == (
-        "queued",
-        "waiting in the queue (Resources); attempt 1: stopped at step 8 of 20, with a checkpoint",
-    )
-
-
-@pytest.mark.parametrize("accounting", [False, True])
-def test_a_preempted_job_waits_in_the_queue(
-    written: Written, slurm: FakeSlurm, accounting: bool
-) -> None:
-    slurm.says("squeue", squeue_line("PENDING", ago=90))
-    written.submitted("7").attempt(slurm="7")
-    if accounting:  # killed without a word
-        slurm.says("sacct", sacct_line("PREEMPTED"), sacct_line("PENDING", ago=90))
-        written.beat(ago=95)
-    else:
-        # The grace period: the script itself put it back, which Slurm calls neither.
-        written.ended(75, SAVED.format(by="SIGTERM"))
-        written.decided("again: preempted, exit code 75; requeued")
-    status = written.status()
-    assert (status.state, status.queued) == ("preempted", True)
-    assert status.detail.startswith("waiting in the queue (Resources); ")
 
 
 @pytest.mark.parametrize(
@@ -375,109 +447,11 @@ def test_jobs_ended_by_slurm_have_the_state_of_slurm(
     assert written.status().state == state
 
 
-def test_a_final_ending_is_not_overruled(written: Written, slurm: FakeSlurm) -> None:
-    written.submitted("7").attempt(slurm="7").beat().ended(0, "done", ago=1)
-    for line in (squeue_line("RUNNING"), squeue_line("NODE_FAIL", ago=0)):
-        slurm.says("squeue", line)
-        assert written.status().state == "done"
-
-
-def test_submitted_again_after_a_final_ending_it_is_queued(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    written.submitted("7", "9").attempt(slurm="7").ended(2, "3 mistakes", ago=100)
-    slurm.says("squeue", squeue_line("FAILED", ago=99), squeue_line("PENDING", ago=10, id="9"))
-    assert written.status().state == "queued"
-
-
 def test_of_a_chain_the_running_job_counts(written: Written, slurm: FakeSlurm) -> None:
     slurm.says("squeue", squeue_line("RUNNING"), squeue_line("PENDING", id="8"))
     status = written.submitted("7", "8").attempt(slurm="7").beat().status()
     assert (status.state, status.slurm and status.slurm.id) == ("running", "7")
     assert "--jobs=7,8" in slurm.asked("squeue")[0]
-
-
-def test_a_job_of_plain_sbatch_is_known_from_its_attempt(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", squeue_line("CANCELLED", ago=1, id="31"))
-    assert written.attempt(slurm="31").beat().status().state == "cancelled"
-    assert "--jobs=31" in slurm.asked("squeue")[0]
-
-
-def test_accounting_knows_what_the_controller_has_forgotten(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("sacct", sacct_line("RUNNING"), sacct_line("CANCELLED", ago=100))
-    assert written.submitted("7").attempt(slurm="7").beat(ago=120).status().state == "cancelled"
-
-
-def test_a_job_that_slurm_has_forgotten_is_derived_from_files(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    assert written.submitted("7").status().state == "lost"
-    written.attempt(slurm="7").beat(ago=100)
-    assert written.status().state == "lost"
-    assert written.ended(0, "done").status().state == "done"
-    assert slurm.asked("sacct")
-
-
-def test_three_attempts_without_a_checkpoint_are_out_of_attempts(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", squeue_line("FAILED", ago=99))
-    written.submitted("7").attempt(slurm="7").ended(74, "disk full").stalled(4, 3).checkpoint(4)
-    status = written.status()
-    assert reported(status) == (
-        "out of attempts",
-        "3 attempts without a new checkpoint; disk full (exit code 74, rank 1 on n2)",
-    )  # fmt: skip
-    assert written.checkpoint(8).status().state == "failed"
-
-
-def test_a_job_script_that_failed_before_any_attempt(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", squeue_line("FAILED"))
-    assert reported(written.submitted("7").status()) == ("failed", "Slurm state FAILED")
-
-
-def test_an_unreachable_controller_is_reported(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", error=NO_CONTROLLER)
-    status = written.submitted("7").attempt(slurm="7").beat().status()
-    assert (status.state, status.slurm_error) == ("running", NO_CONTROLLER)
-    assert written.ended(76, "diverged").status().state == "diverged"
-
-
-# ---- Slurm gives no answer -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("code", "by"), [(75, "slurm: time limit"), (1, ""), (74, "")])
-def test_a_job_that_may_be_in_the_queue_is_unknown(
-    written: Written, slurm: FakeSlurm, code: int, by: str
-) -> None:
-    slurm.says("squeue", error=NO_CONTROLLER)
-    written.submitted("7").attempt(slurm="7").ended(code, SAVED.format(by=by))
-    reason = "stopped at step 8 of 20, with a checkpoint"
-    expected = f"submitted as 7; {NO_CONTROLLER}; attempt 1 ended: {reason}"
-    assert reported(written.status()) == ("unknown", expected)
-    assert written.decided("again: exit code; requeued").status().state == "unknown"
-
-
-def test_an_ending_recorded_by_the_job_script_needs_no_slurm(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", error=NO_CONTROLLER)
-    written.submitted("7").attempt(slurm="7").ended(75, SAVED.format(by="bob: x"))
-    written.decided("over: stopped on request")
-    assert written.status().state == "stopped"
-    written.ended(74, "disk full").stalled(4, 3).checkpoint(4)
-    assert written.status().state == "out of attempts"
-    written.submitted("7", "9")
-    (written.job.submissions).write_text(
-        written.job.submissions.read_text()
-        + json.dumps({"time": time.time(), "job_id": "9"})
-        + "\n"
-    )  # handed over again since then
-    assert written.status().state == "unknown"
 
 
 def test_an_unreachable_slurm_does_not_affect_jobs_without_slurm(
@@ -489,11 +463,6 @@ def test_an_unreachable_slurm_does_not_affect_jobs_without_slurm(
     other.attempt(ago=300)  # by hand, and gone before its first heartbeat
     written.submitted("7")
     assert [s.state for s in job_state.examine([written.job, other.job])] == ["unknown", "lost"]
-
-
-def test_unexpected_output_of_squeue_is_not_an_answer(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", "slurm is being upgraded until noon")
-    assert written.submitted("7").status().state == "unknown"
 
 
 def test_a_submission_that_sbatch_could_not_confirm_is_unknown_until_it_is_found(
@@ -514,9 +483,6 @@ def test_a_submission_that_sbatch_could_not_confirm_is_unknown_until_it_is_found
     assert "--jobs=31" in slurm.asked("squeue")[-1]
 
 
-# ---- chains, suspension, resumption --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("code", "reason", "decision", "state"),
     [
@@ -535,36 +501,6 @@ def test_a_successor_that_the_script_cancelled_does_not_make_the_job_cancelled(
     assert written.status().state == "cancelled"  # by somebody else
     status = written.decided(decision).status()
     assert (status.state, status.slurm and status.slurm.id) == (state, "7")
-
-
-def test_a_suspended_job_is_suspended_without_heartbeats(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", squeue_line("SUSPENDED"))
-    written.submitted("7").attempt(slurm="7")
-    for ago in (5, 500):
-        status = written.beat(ago=ago).status()
-        assert reported(status) == ("suspended", "on n[1-2], until Slurm resumes it")
-    with pytest.raises(ConfigError, match="is suspended as Slurm job 7"):
-        status.check_idle()
-
-
-def test_a_cancelled_and_resumed_job_is_queued_not_preempted(
-    written: Written, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", squeue_line("CANCELLED", ago=99), squeue_line("PENDING", ago=9, id="9"))
-    written.submitted("7", "9").attempt(slurm="7").ended(75, SAVED.format(by="SIGTERM"))
-    assert written.status().state == "queued"
-
-
-def test_a_chain_reports_how_its_predecessor_ended(written: Written, slurm: FakeSlurm) -> None:
-    written.submitted("7").succeeded("8").attempt(slurm="7").ended(75, SAVED.format(by="SIGTERM"))
-    slurm.says("squeue", squeue_line("NODE_FAIL", ago=99), squeue_line("PENDING", ago=98, id="8"))
-    status = written.status()
-    assert status.state == "queued"
-    assert "attempt 1, NODE_FAIL: stopped at step 8" in status.detail
-    slurm.says("squeue", squeue_line("FAILED", ago=99), squeue_line("PENDING", ago=98, id="8"))
-    assert written.decided("again: preempted, exit code 75").status().state == "preempted"
 
 
 def test_one_query_covers_all_jobs(tmp_path: Path, slurm: FakeSlurm) -> None:

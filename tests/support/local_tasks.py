@@ -12,8 +12,7 @@ import torch
 
 from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
-from dtt.evaluate import models as eval_models
-from dtt.evaluate.evaluation import open_evaluation
+from dtt.evaluate.evaluation import choose_models, open_evaluation
 from dtt.evaluate.tasks import runner
 from dtt.mesh.dist import World
 
@@ -85,7 +84,7 @@ def evaluate_in_small_blocks(world: World, folder: str) -> None:
     runner.FIRST_BLOCK, runner.LARGEST_BLOCK = 2**7, 2**9
     cfg = EvalConfig(tasks=tuple(ALL_TASKS.split(",")), batch_tokens=256)
     evaluation = open_evaluation(cfg, lambda: world)
-    [model] = eval_models.find_models("jobs/tiny", "10")
+    [model] = choose_models("jobs/tiny", "10", None)
     assert evaluation.run(model, world, lambda: False) is not None
 
 

@@ -49,131 +49,73 @@ LITTER_SECONDS = 60
 """Age in seconds at which a temporary file of another command counts as abandoned."""
 
 
+class _Below:
+    """A path below the root of a job directory, as an attribute of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, job: JobDir, cls: type[JobDir]) -> Path:
+        return job.root / self._name
+
+
 @dataclass(frozen=True)
 class JobDir:
     """The paths of one job, and the small files that dtt itself writes there."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration, with the origin of each value."""
-        return self.root / "config.yaml"
+    config = _Below("config.yaml")
+    """The resolved configuration, with the origin of each value."""
+    metrics = _Below("metrics.jsonl")
+    """Training metrics by step, one JSON record per line."""
+    parent = _Below("parent.json")
+    """Record of a branch's parent: job, step, and sha256 of the checkpoint."""
+    stage = _Below("stage.json")
+    """Record of a stage of training: names of all stages, and what this one started from."""
+    tokenizer = _Below("tokenizer.json")
+    """The tokenizer.json of the job's training data."""
+    chat_template = _Below(CHAT_TEMPLATE)
+    """The chat template of the job's conversations; absent if it trains on text."""
+    checkpoints = _Below("checkpoints")
+    """Folder of the checkpoints."""
+    reference = _Below("reference")
+    """Folder of the log-probabilities of the reference model of DPO."""
+    stop = _Below("control/stop")
+    """Request file: touch it to make the job save and stop."""
+    save = _Below("control/save")
+    """Request file: touch it to make the job save a checkpoint now."""
+    profile = _Below("control/profile")
+    """Request file: touch it to make the job profile its next steps."""
+    acknowledged = _Below("control/acknowledged.json")
+    """Record of the last request that the job has acknowledged, and of the step."""
+    lead = _Below("lead")
+    """File with the number of seconds that the job needs between a stop request and its end."""
+    heartbeat = _Below("heartbeat.json")
+    """State of the running job, rewritten every few seconds."""
+    tensorboard = _Below("tensorboard")
+    """Folder of TensorBoard event files."""
+    evals = _Below("evals")
+    """Folder of the results of benchmark tasks, in one folder per checkpoint."""
+    profiles = _Below("profiles")
+    """Folder of profiles and memory snapshots."""
+    logs = _Below("logs")
+    """Folder of the processes' output, one file per attempt and node."""
+    report = _Below("report.html")
+    """The page that shows the run, which `dtt train` writes when it ends."""
+    script = _Below("slurm.sh")
+    """The job script that `dtt submit` wrote."""
+    supervisor = _Below("supervisor")
+    """The copy of the supervisor that the job script executes."""
+    decision = _Below("decision")
+    """Decision of the job script after the newest attempt: `again: …` or `over: …`."""
+    submissions = _Below("submissions.jsonl")
+    """Submissions of this job to Slurm with their job ids, one JSON record per line."""
 
     @property
     def exists(self) -> bool:
         """True if the job exists."""
         return self.config.is_file()
-
-    @property
-    def metrics(self) -> Path:
-        """Training metrics by step, one JSON record per line."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def parent(self) -> Path:
-        """Record of a branch's parent: job, step, and sha256 of the checkpoint."""
-        return self.root / "parent.json"
-
-    @property
-    def stage(self) -> Path:
-        """Record of a stage of training: names of all stages, and what this one started from."""
-        return self.root / "stage.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer.json of the job's training data."""
-        return self.root / "tokenizer.json"
-
-    @property
-    def chat_template(self) -> Path:
-        """The chat template of the job's conversations; absent if it trains on text."""
-        return self.root / CHAT_TEMPLATE
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def reference(self) -> Path:
-        """Folder of the log-probabilities of the reference model of DPO."""
-        return self.root / "reference"
-
-    @property
-    def stop(self) -> Path:
-        """Request file: touch it to make the job save and stop."""
-        return self.root / "control" / "stop"
-
-    @property
-    def save(self) -> Path:
-        """Request file: touch it to make the job save a checkpoint now."""
-        return self.root / "control" / "save"
-
-    @property
-    def profile(self) -> Path:
-        """Request file: touch it to make the job profile its next steps."""
-        return self.root / "control" / "profile"
-
-    @property
-    def acknowledged(self) -> Path:
-        """Record of the last request that the job has acknowledged, and of the step."""
-        return self.root / "control" / "acknowledged.json"
-
-    @property
-    def lead(self) -> Path:
-        """File with the number of seconds that the job needs between a stop request and its end."""
-        return self.root / "lead"
-
-    @property
-    def heartbeat(self) -> Path:
-        """State of the running job, rewritten every few seconds."""
-        return self.root / "heartbeat.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def evals(self) -> Path:
-        """Folder of the results of benchmark tasks, in one folder per checkpoint."""
-        return self.root / "evals"
-
-    @property
-    def profiles(self) -> Path:
-        """Folder of profiles and memory snapshots."""
-        return self.root / "profiles"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the processes' output, one file per attempt and node."""
-        return self.root / "logs"
-
-    @property
-    def report(self) -> Path:
-        """The page that shows the run, which `dtt train` writes when it ends."""
-        return self.root / "report.html"
-
-    @property
-    def script(self) -> Path:
-        """The job script that `dtt submit` wrote."""
-        return self.root / "slurm.sh"
-
-    @property
-    def supervisor(self) -> Path:
-        """The copy of the supervisor that the job script executes."""
-        return self.root / "supervisor"
-
-    @property
-    def decision(self) -> Path:
-        """Decision of the job script after the newest attempt: `again: …` or `over: …`."""
-        return self.root / "decision"
-
-    @property
-    def submissions(self) -> Path:
-        """Submissions of this job to Slurm with their job ids, one JSON record per line."""
-        return self.root / "submissions.jsonl"
 
     def attempt_dir(self, number: int) -> Path:
         """Folder of one attempt."""

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from dtt.base.errors import DttError, PeerLost
 from dtt.base.ranks import Launcher, Ranks
 
@@ -62,20 +64,17 @@ def find(variable: str) -> int:
 
     Shells and profilers between a launcher and its rank have the variable too.
     """
-    pid = os.getppid()
-    with suppress(OSError):
-        while pid > 1 and _has(pid, variable):
-            pid = int(stat_fields(pid)[1])
-    return pid
+    ancestors = psutil.Process().parents()
+    found = next((process for process in ancestors if not _has(process, variable)), None)
+    return os.getppid() if found is None else found.pid
 
 
-def _has(pid: int, variable: str) -> bool:
-    """Return True if a process was started with `variable`; False if /proc does not show that."""
+def _has(process: psutil.Process, variable: str) -> bool:
+    """Return True if a process was started with `variable`; False if the system hides that."""
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # no /proc, a process of another user, or one that has ended
+        return variable in process.environ()
+    except psutil.Error:  # a process of another user, or one that has ended
         return False
-    return any(entry.startswith(f"{variable}=".encode()) for entry in environment.split(b"\0"))
 
 
 def stat_fields(pid: int) -> list[str]:
@@ -94,14 +93,11 @@ def sibling_ended(ranks: Ranks) -> bool:
     """
     if ranks.launcher != "torchrun" or ranks.local_size == 1:
         return False
-    children: list[str] = []
     try:
-        for thread in Path(f"/proc/{os.getppid()}/task").iterdir():
-            children += (thread / "children").read_text().split()
-    except OSError:  # no /proc, or a kernel that does not list children
+        children = psutil.Process(os.getppid()).children()
+    except psutil.Error:
         return False
-    alive = sum(_has(int(child), VARIABLES["torchrun"]) for child in children)
-    return alive < ranks.local_size
+    return sum(_has(child, VARIABLES["torchrun"]) for child in children) < ranks.local_size
 
 
 @contextmanager
@@ -143,7 +139,7 @@ def _watch(pid: int, ranks: Ranks) -> None:
         except ProcessLookupError:
             pass
         except (AttributeError, OSError):  # old kernel, or the system call is blocked
-            while os.getppid() == parent and _exists(pid):
+            while os.getppid() == parent and psutil.pid_exists(pid):
                 time.sleep(POLL_SECONDS)
     error = PeerLost(
         f"{NAMES[ranks.launcher]} has ended, and with it this rank",
@@ -171,13 +167,3 @@ def _store_refuses() -> bool:
     except (KeyError, ValueError, OSError):  # torch itself reports network errors
         pass
     return False
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # the process belongs to another user
-        return True
-    return True

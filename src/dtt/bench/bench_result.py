@@ -10,23 +10,29 @@ from typing import Any, ClassVar, Literal
 from dtt.artifacts.manifest import FileRecord, Manifest, Record
 from dtt.bench.machine import MachineFacts
 from dtt.bench.recipe import RecipeFile, ScoreRule
-from dtt.bench.significance import mean_interval
+from dtt.bench.significance import t_quantile
 
 UNOFFICIAL = "not an official record"
+CONFIDENCE = 0.95
 
 
 class RunResult(Record):
-    """The score of one run; see `RunScore`."""
+    """The score of one run, at the evaluation that counts."""
 
     job: str
     seed: int
     step: int
     tokens: int
+    """Tokens trained on up to this step."""
     seconds: float | None
+    """Seconds of training up to this step; see `training_seconds`."""
     value: float
     reached: bool | None
+    """True if the value reaches the target; None without a target."""
     best: float
+    """Best value of all evaluations."""
     beside: dict[str, float | None]
+    """Further metrics of the same step; None if they were not measured there."""
     attempts: int
     """Number of attempts; more than one: the run was interrupted and resumed."""
 
@@ -44,15 +50,16 @@ class Spread(Record):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value."""
-        found = mean_interval(values)
-        return cls(
-            n=len(values),
-            mean=statistics.fmean(values),
-            deviation=None if found is None else statistics.stdev(values),
-            low=None if found is None else found.low,
-            high=None if found is None else found.high,
-        )
+        """Return the spread of at least one value.
+
+        The interval is that of Student, The probable error of a mean, Biometrika 6 (1908).
+        """
+        n, mean = len(values), statistics.fmean(values)
+        if n == 1:
+            return cls(n=1, mean=mean, deviation=None, low=None, high=None)
+        deviation = statistics.stdev(values)
+        half = t_quantile((1 + CONFIDENCE) / 2, n - 1) * deviation / math.sqrt(n)
+        return cls(n=n, mean=mean, deviation=deviation, low=mean - half, high=mean + half)
 
 
 class TargetTest(Record):
@@ -136,8 +143,8 @@ def target_test(rule: ScoreRule, values: Sequence[float]) -> TargetTest | None:
             statistic=found,
             significant=all_reached and found >= rule.margin if several else None,
         )
-    interval = mean_interval(values)
-    bound = None if interval is None else interval.high if sign > 0 else interval.low
+    spread = Spread.of(values)
+    bound = spread.high if sign > 0 else spread.low
     end, order = ("upper", "<=") if sign > 0 else ("lower", ">=")
     return TargetTest(
         rule=f"{end} end of the 95 % confidence interval of the mean {order} {rule.target:g}",

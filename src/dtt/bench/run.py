@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from dtt.bench import recipe as recipes
 from dtt.bench.bench_result import (
     BenchResult,
     DataFacts,
-    RunResult,
     Spread,
     remarks,
     target_test,
@@ -225,12 +224,7 @@ def _result(bench: Bench, folder: Path) -> BenchResult:
     """Score the runs and return the result."""
     file, rule, tasks = bench.file, bench.file.recipe.score, bench.tasks
     jobs = [_job(folder, seed) for seed in range(bench.runs)]
-    runs = tuple(
-        RunResult(
-            job=str(job.root), seed=seed, attempts=job.attempt(), **asdict(score(job, rule, tasks))
-        )
-        for seed, job in enumerate(jobs)
-    )
+    runs = tuple(score(job, rule, tasks, seed) for seed, job in enumerate(jobs))
     against = remarks(file, bench.machine, runs, bench.changed)
     values, seconds = [run.value for run in runs], [run.seconds for run in runs]
     beside = {name: [run.beside[name] for run in runs] for name in rule.beside}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DamagedError
 from dtt.base.reading import Kind, fits
+from dtt.bench.bench_result import RunResult
 from dtt.bench.recipe import ScoreRule
 from dtt.track import jsonl
 
@@ -19,24 +19,6 @@ STEP_PARTS = ("data", "forward_backward", "optimizer", "other")
 samples, saves, profiles."""
 START: dict[str, Kind] = {"seconds": dict}
 PERF: dict[str, Kind] = {"seconds_per_step": float, "seconds": dict}
-
-
-@dataclass(frozen=True)
-class RunScore:
-    """The score of a run, at the evaluation that counts."""
-
-    step: int
-    tokens: int
-    """Tokens trained on up to this step."""
-    seconds: float | None
-    """Seconds of training up to this step; see `training_seconds`."""
-    value: float
-    reached: bool | None
-    """True if the value reaches the target; None without a target."""
-    best: float
-    """Best value of all evaluations."""
-    beside: dict[str, float | None]
-    """Further metrics of the same step; None if they were not measured there."""
 
 
 def values(metrics: Path, metric: str, tasks: Sequence[str]) -> list[tuple[int, float]]:
@@ -100,7 +82,7 @@ def _working(parts: dict[str, Any]) -> float:
     return sum(seconds for seconds in found if isinstance(seconds, int | float))
 
 
-def score(job: JobDir, rule: ScoreRule, tasks: Sequence[str]) -> RunScore:
+def score(job: JobDir, rule: ScoreRule, tasks: Sequence[str], seed: int) -> RunResult:
     """Score a finished run at its first evaluation that reaches the target, else at its last.
 
     Raises DamagedError if it never measured the metric, or, without a target, not at its end.
@@ -122,7 +104,10 @@ def score(job: JobDir, rule: ScoreRule, tasks: Sequence[str]) -> RunScore:
         for record in jsonl.read(job.metrics, "train")
         if record["step"] == step and fits(record, {"tokens": int})
     ]
-    return RunScore(
+    return RunResult(
+        job=str(job.root),
+        seed=seed,
+        attempts=job.attempt(),
         step=step,
         tokens=tokens[-1] if tokens else 0,
         seconds=training_seconds(job.metrics, step),

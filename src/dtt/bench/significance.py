@@ -1,38 +1,8 @@
-"""Statistics of repeated runs: confidence intervals of Student's t.
-
-Only the standard library is used: dtt does not depend on scipy.
-"""
+"""Student's t distribution, without scipy, on which dtt does not depend."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean with its two-sided 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean of at least two values with its interval; None for fewer.
-
-    Student, The probable error of a mean, Biometrika 6 (1908).
-    """
-    if len(values) < 2:
-        return None
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    half = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * error
-    mean = statistics.fmean(values)
-    return Interval(mean, mean - half, mean + half)
 
 
 def t_cdf(t: float, freedom: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,51 +10,6 @@ from dtt.base.errors import ConfigError
 from dtt.cli.app import cli
 from dtt.cli.options import Ema, Json, examples
 from dtt.mesh.process import command
-
-Source = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE [KEY=VALUE]…",
-        help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two of "
-        "these. Config keys, such as eval.limit=500.",
-    ),
-]
-
-
-Tasks = Annotated[
-    str,
-    typer.Option(
-        metavar="TASKS", help="Tasks or suites, separated by commas: names or YAML files."
-    ),
-]
-
-
-Step = Annotated[
-    str | None,
-    typer.Option(metavar="N|all", help="Step of the job, as in JOB@STEP; or all."),
-]
-
-
-Chat = Annotated[bool, typer.Option("--chat", help="Ask in the model's conversation format.")]
-
-
-HarnessTasks = Annotated[
-    str,
-    typer.Option(
-        "--harness",
-        metavar="TASKS",
-        help="Tasks of lm-eval instead, separated by commas: names or YAML files.",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Folder of the result files; default: evals/ in the job."),
-]
-
-
-Watch = Annotated[
-    bool, typer.Option("--watch", help="Evaluate each checkpoint of a job as it appears.")
-]
 
 
 @cli.command(
@@ -69,14 +23,39 @@ Watch = Annotated[
     ),
 )
 def eval_(
-    arguments: Source,
-    tasks: Tasks = "",
-    step: Step = None,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE [KEY=VALUE]…",
+            help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two "
+            "of these. Config keys, such as eval.limit=500.",
+        ),
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            metavar="TASKS", help="Tasks or suites, separated by commas: names or YAML files."
+        ),
+    ] = "",
+    step: Annotated[
+        str | None,
+        typer.Option(metavar="N|all", help="Step of the job, as in JOB@STEP; or all."),
+    ] = None,
     ema: Ema = False,
-    chat: Chat = False,
-    harness: HarnessTasks = "",
-    out: Out = None,
-    watch: Watch = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask in the model's conversation format.")
+    ] = False,
+    harness: Annotated[
+        str,
+        typer.Option(
+            "--harness",
+            metavar="TASKS",
+            help="Tasks of lm-eval instead, separated by commas: names or YAML files.",
+        ),
+    ] = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Evaluate each checkpoint of a job as it appears.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Evaluate models on benchmark tasks, or compare the results of two.
@@ -96,7 +75,7 @@ def eval_(
         if harness:
             keys["harness"] = _names(harness)
         start = eval_watch.run if watch else evaluation.run
-        start(sources, step=step, ema=ema, chat=chat, out=out, as_json=json, **keys)
+        start(sources, step=step, ema=ema, chat=chat, as_json=json, **keys)
 
 
 def _names(given: str) -> tuple[str, ...]:

@@ -48,12 +48,6 @@ def generate(
     batch_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of prompts per batch.")
     ] = 16,
-    stream: Annotated[
-        bool | None,
-        typer.Option(
-            "--stream/--no-stream", help="Print text as it is generated; default for one prompt."
-        ),
-    ] = None,
     json: Json = False,
 ) -> None:
     """Generate text from prompts with a trained model.
@@ -72,7 +66,6 @@ def generate(
             prompts_file=prompts_file,
             ema=ema,
             batch_size=batch_size,
-            stream=stream,
             as_json=json,
         )
 

@@ -1,78 +1,16 @@
-"""Command-line parsing with Typer, which rejects repeated options and translates old names."""
+"""Command-line parsing with Typer, which rejects repeated options."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dtt.base.ranks import Ranks
-
 Body = TypeVar("Body", bound=Callable[..., Any])
 VERBOSE = {"--verbose", "-v"}
-DATASET = {"--dataset": "download.dataset=", "-d": "download.dataset="}
-RENAMED = {
-    "chat": {"--max-tokens": "--max-new-tokens"},
-    "data at-step": {"--limit": "--samples"},
-    "data mix": DATASET,
-    "download": {"--name": "download.name="},
-    "eval": {
-        "--batch-tokens": "eval.batch_tokens=",
-        "--bos": "eval.bos=",
-        "--limit": "eval.limit=",
-        "--shots": "eval.shots=",
-    },
-    "generate": {"--max-tokens": "--max-new-tokens"},
-    "mup coord-check": DATASET | {"--steps": "train.steps="},
-    "mup transfer": DATASET | {"--steps": "train.steps="},
-    "plan": {"--gpus-per-node": "launch.gpus_per_node=", "--nodes": "launch.nodes="},
-    "tokenize": {"--explain": "--dry-run"},
-}
-"""Old names of options by command, and what replaces them: another option, or a key `KEY=`.
-
-An old name works with a warning until the release after the one that renames it. Then its entry
-here is deleted, which is all there is to delete.
-"""
-
-
-def _translated(command: Any, ctx: Any, args: Sequence[str]) -> list[str]:
-    """Return the arguments with the current names of options; warn about each old name.
-
-    Hidden options would be shorter, but could not become a key, and would be options to keep.
-    """
-    renamed = RENAMED.get(ctx.command_path.partition(" ")[2], {})
-    takes_value = {
-        name
-        for option in command.params
-        if option.param_type_name == "option" and not option.is_flag
-        for name in option.opts
-    }
-    current: list[str] = []
-    rest = iter(args)
-    for arg in rest:
-        if arg == "--":
-            return [*current, arg, *rest]
-        is_long = arg.startswith("--")
-        name, given, value = arg.partition("=") if is_long else (arg[:2], arg[2:], arg[2:])
-        new = renamed.get(name)
-        if new is None:
-            current.append(arg)
-            if name in takes_value and not given:
-                current += islice(rest, 1)  # it may look like an option
-            continue
-        if Ranks.detect().first:
-            typer.echo(f"dtt: warning: {name} is deprecated, use {new}", err=True)
-        if not new.endswith("="):
-            current.append(f"{new}={value}" if given else new)
-        elif given:
-            current.append(new + value)
-        else:
-            current += [new + value for value in islice(rest, 1)] or [arg]  # reported as missing
-    return current
 
 
 def _check(command: Any, ctx: Any, args: Sequence[str]) -> None:
@@ -109,7 +47,6 @@ def _repeatable(option: Any) -> bool:
 
 class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = _translated(self, ctx, args)
         _check(self, ctx, args)
         return super().parse_args(ctx, args)
 

@@ -7,21 +7,16 @@ from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 
 import numpy as np
-import torch
-from torch import nn
 
 from dtt.base.errors import Diverged
 from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.data.samples.protocol import Source
 from dtt.data.samples.token_source import TokenSource
+from dtt.evaluate.tasks.scorer import Generator
+from dtt.evaluate.validation import Together
 from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
-from dtt.model.generate import generate_batch, generate_uncached
-
-Together = tuple[nn.Module, int, Callable[[int], int]]
-"""For a sharded model: the module that all ranks must call together, the number that its sequence
-lengths must be a multiple of, and a function that broadcasts rank 0's token to all ranks."""
 
 
 def first_prompts(sources: Sequence[Source], count: int) -> list[list[int]]:
@@ -70,64 +65,25 @@ class AnswerEvaluator:
     ) -> float | None:
         """Return the share of answers that end with a stop token.
 
-        All ranks call this together. Without `together`, each rank answers some of the prompts with
-        a KV cache; a sharded model answers one prompt at a time, without one. Greedy decoding draws
-        no random numbers, so training is not affected. Return None as soon as `stop()`, which every
-        rank calls between batches, is true.
+        All ranks call this together; `together` is required for a sharded model, and None
+        otherwise. Greedy decoding draws no random numbers, so training is not affected. Return None
+        as soon as `stop()`, which every rank calls between batches, is true.
         """
-        stopped = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        ranks = self.world.size if together is None else 1
-        rows = 1 if together is not None else self.batch * ranks
-        # Every token has a different shape, and each would be compiled.
-        with torch.compiler.set_stance("force_eager"):
-            for start in range(0, len(self.prompts), rows):
-                if stop():
-                    return None
-                chunk = self.prompts[start : start + rows]
-                if together is not None:
-                    stopped += self._stopped_together(model, chunk[0], together) / self.world.size
-                elif own := chunk[self.world.rank :: ranks]:
-                    stopped += self._stopped(model, own)
-        return float(self.world.sum_(stopped)) / len(self.prompts)
-
-    def _stopped(self, model: Decoder, prompts: Sequence[Sequence[int]]) -> int:
-        """Return the number of prompts whose answers stop."""
-        lengths = [0] * len(prompts)
-        tokens = generate_batch(
+        context = model.arch.max_seq_len
+        generator = Generator(
             model,
-            prompts,
-            max_new_tokens=self.max_new_tokens,
-            temperature=0,
-            stop_ids=self.stop_tokens,
-            generators=[None] * len(prompts),
+            self.world,
+            batch_tokens=self.batch * context,
+            multiple=1 if together is None else together[1],
+            collective=together is not None,
         )
         try:
-            for i, _ in tokens:
-                lengths[i] += 1
+            answers = generator.generate(self.prompts, self.max_new_tokens, self.stop_tokens, stop)
         except Diverged as error:  # the guard decides what to do about it, on all ranks
             log.warning("no answers: %s", error)
-            return 0
-        limits = [self._limit(model, prompt) for prompt in prompts]
-        return sum(length < limit for length, limit in zip(lengths, limits, strict=True))
-
-    def _stopped_together(self, model: Decoder, prompt: Sequence[int], together: Together) -> int:
-        """Return 1 if the answer of a sharded model to a prompt stops, else 0."""
-        tokens = generate_uncached(
-            *together,
-            model.arch.max_seq_len,
-            prompt,
-            max_new_tokens=self.max_new_tokens,
-            temperature=0,
-            top_p=1.0,
-            stop_ids=self.stop_tokens,
-            generator=torch.Generator(self.world.device),
-        )
-        try:
-            return int(sum(1 for _ in tokens) < self._limit(model, prompt))
-        except Diverged as error:
-            log.warning("no answers: %s", error)
-            return 0
-
-    def _limit(self, model: Decoder, prompt: Sequence[int]) -> int:
-        """Return the number of tokens of an answer that does not stop."""
-        return min(self.max_new_tokens, model.arch.max_seq_len - len(prompt))
+            return 0.0
+        if answers is None:
+            return None
+        limits = [min(self.max_new_tokens, context - len(prompt)) for prompt in self.prompts]
+        stopped = sum(len(ids) < limit for ids, limit in zip(answers, limits, strict=True))
+        return stopped / len(self.prompts)

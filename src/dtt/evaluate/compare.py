@@ -47,7 +47,7 @@ def run(
     asked different questions or for any of the other `options`.
     """
     for name, value in options.items():
-        flag = f"--{name}" if name in ("step", "out", "harness") else f"eval.{name}"
+        flag = f"--{name}" if name in ("step", "harness") else f"eval.{name}"
         if value not in (None, ()):
             raise ConfigError(
                 f"dtt eval compare does not take {flag}",

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError, Preempted
@@ -18,7 +18,7 @@ from dtt.config.evaluation import EvalConfig
 from dtt.config.load import load_job
 from dtt.evaluate import result_table as eval_report
 from dtt.evaluate.models import ALL, EvaluatedModel, find_steps, models_of
-from dtt.hf.model_source import find_folder, job_of, on_device
+from dtt.hf.model_source import find_chat_format, find_folder, job_of, on_device
 from dtt.jobs import job_paths
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def evaluate(
     step: str | None = None,
     ema: bool = False,
     chat: bool = False,
-    out: Path | None = None,
     as_json: bool = False,
     **options: Any,
 ) -> None:
@@ -48,10 +47,9 @@ def evaluate(
 
     `load_model` describes `source` and `ema`; `step` is a step of a job, or `all`. `options` are
     keys of the section `eval`; the others have the values of the job's configuration. With `chat`,
-    prompts are messages in the model's conversation format. The result files are in the folder
-    `out`, by default in the job or in `evals/`; those that exist are not computed again. Damaged
-    checkpoints are named and skipped if there are others; with `all`, DamagedError is raised at the
-    end.
+    prompts are messages in the model's conversation format. The result files are in the
+    job or in `evals/`; those that exist are not computed again. Damaged checkpoints are named and
+    skipped if there are others; with `all`, DamagedError is raised at the end.
     """
     from dtt.jobs.attempt import after_rank_0
     from dtt.jobs.stop import Requests
@@ -62,13 +60,9 @@ def evaluate(
     try:
         with after_rank_0(ranks, requests), lost_peers_reported(ranks):
             several = world() if ranks.size > 1 else None
-            models = choose_models(source, step, several, ema=ema, out=out)
+            models = choose_models(source, step, several, ema=ema)
             cfg = configured(source, options)
-            chat_format = None
-            if chat:
-                from dtt.hf.model_source import find_chat_format
-
-                chat_format, _ = find_chat_format(source, None)
+            chat_format = find_chat_format(source, None)[0] if chat else None
             evaluation = open_evaluation(cfg, None if several is None else world, chat_format)
             requests.defer()
 
@@ -127,14 +121,13 @@ def choose_models(
     world: World | None,
     *,
     ema: bool = False,
-    out: Path | None = None,
 ) -> list[EvaluatedModel]:
-    """Return the models that `source` and `step` name, as `find_models`; rank 0 chooses them.
+    """Return the models that `source` and `step` name, as `find_steps`; rank 0 chooses them.
 
     A job that is running saves and deletes checkpoints meanwhile, so each rank could find others.
     """
-    steps = from_rank_0(world, lambda: find_steps(source, step, ema=ema))
-    return models_of(source, steps, ema=ema, out=out)
+    steps = on_first(world, lambda: find_steps(source, step, ema=ema))
+    return models_of(source, steps, ema=ema)
 
 
 @dataclass(frozen=True)
@@ -173,8 +166,8 @@ class Evaluation:
         Return None as soon as `stop()`, which every rank calls between batches, is true. Raises
         DamagedError if the weights are damaged, on every rank.
         """
-        files = from_rank_0(world, lambda: self.files(model))
-        results = from_rank_0(world, lambda: [file.result() for file in files])
+        files = world.on_first(lambda: self.files(model))
+        results = world.on_first(lambda: [file.result() for file in files])
         if None not in results:
             return [result for result in results if result is not None]
         runner = self.runner(load_verified(model, world), world)
@@ -256,8 +249,10 @@ def open_evaluation(
     def open_all() -> list[TaskData]:
         return [open_task(task, cfg.data, limit=cfg.limit, shots=cfg.shots) for task in tasks]
 
-    data = open_all() if world is None else on_rank_0_first(world(), open_all)
-    return Evaluation(cfg, data, chat)
+    found: list[list[TaskData]] = []
+    if world is not None:
+        world().on_first(lambda: found.append(open_all()))
+    return Evaluation(cfg, found[0] if found else open_all(), chat)
 
 
 def fetch_questions(cfg: EvalConfig) -> None:
@@ -267,23 +262,9 @@ def fetch_questions(cfg: EvalConfig) -> None:
     print(f"tasks   {len(tasks)} with {questions:,} questions, in {cfg.data}")
 
 
-def from_rank_0(world: World | None, action: Callable[[], T]) -> T:
-    """Return what `action()` returns on rank 0, or raise its error, on every rank.
-
-    `world` is None without other ranks.
-    """
-    if world is None:
-        return action()
-    found: tuple[T | None, Exception | None] = (None, None)
-    found = world.from_first(_attempted(action) if world.first else found)
-    return _result_of(found)
-
-
-def on_rank_0_first(world: World, action: Callable[[], T]) -> T:
-    """Return `action()`, which rank 0 calls before the others; raise its error on every rank."""
-    found: list[T] = []
-    from_rank_0(world, lambda: found.append(action()))
-    return found[0] if found else action()
+def on_first(world: World | None, action: Callable[[], T]) -> T:
+    """Return `world.on_first(action)`, or `action()` if `world` is None: there are no others."""
+    return action() if world is None else world.on_first(action)
 
 
 def load_verified(model: EvaluatedModel, world: World) -> Trained:
@@ -292,25 +273,17 @@ def load_verified(model: EvaluatedModel, world: World) -> Trained:
     If a rank cannot read them, all raise the same error: a checkpoint may be deleted meanwhile.
     """
     log_on_terminal("reading %s", model.name)
-    from_rank_0(world, model.verify)
-    trained, error = _attempted(model.load)
-    errors = [one for one in world.gather(error) if one is not None]
-    return _result_of((trained, errors[0] if errors else None))
-
-
-def _attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what `action()` returns, or the error that it raises, if that is not a bug."""
+    world.on_first(model.verify)
+    trained, error = None, None
     try:
-        return action(), None
-    except (DttError, OSError) as error:
-        return None, error
-
-
-def _result_of(attempted: tuple[T | None, Exception | None]) -> T:
-    result, error = attempted
-    if error is not None:
-        raise error
-    return cast("T", result)
+        trained = model.load()
+    except (DttError, OSError) as raised:
+        error = raised
+    errors = [one for one in world.gather(error) if one is not None]
+    if errors:
+        raise errors[0]
+    assert trained is not None, "its rank has no error"
+    return trained
 
 
 def evaluate_each(
@@ -331,7 +304,7 @@ def evaluate_each(
         try:
             result = evaluate(model)
         except (DamagedError, InputError, FileNotFoundError) as error:
-            if not from_rank_0(world, model.path.exists):
+            if not on_first(world, model.path.exists):
                 log.info("skipped %s: it was deleted meanwhile", model.name)
                 continue
             if len(models) == 1 or not isinstance(error, DamagedError):

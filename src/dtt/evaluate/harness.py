@@ -30,6 +30,7 @@ from dtt.evaluate.evaluation import (
     evaluate_each,
 )
 from dtt.evaluate.models import ALL, EvaluatedModel
+from dtt.hf.model_source import find_chat_format
 from dtt.mesh.environment import install
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ def run(
     step: str | None = None,
     ema: bool = False,
     chat: bool = False,
-    out: Path | None = None,
     as_json: bool = False,
     **options: Any,
 ) -> None:
@@ -73,14 +73,10 @@ def run(
         )
     requests.act_at_once(ranks)  # lm-eval cannot be interrupted and continued
     cfg = configured(source, options)
-    chat_format = None
-    if chat:
-        from dtt.hf.model_source import find_chat_format
-
-        chat_format, _ = find_chat_format(source, None)
+    chat_format = find_chat_format(source, None)[0] if chat else None
     log.warning("tasks of lm-eval may run Python code of their own, and use the network")
     index = _task_index(harness)
-    models = choose_models(source, step, None, ema=ema, out=out)
+    models = choose_models(source, step, None, ema=ema)
     evaluation = Harness(cfg, tuple(harness), index, chat_format)
     for model, record in evaluate_each(models, None, evaluation.evaluate, every=step == ALL):
         print(json.dumps(record) if as_json else _table(model, record), flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,8 +12,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.base.files import sha256_file, write_atomically
-from dtt.base.reading import read_record
+from dtt.base.files import sha256_file
 from dtt.checkpoint import store
 from dtt.config.init import HF
 from dtt.config.load import load_job
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 EVALS = Path("evals")
 """Folder of the results of models that are not those of a job."""
-HASHES = "hashes.json"
-"""File with the hashes of the weights of a Hugging Face folder, next to its results."""
 NEWEST, ALL = None, "all"
 
 
@@ -53,13 +49,6 @@ class EvaluatedModel:
     """Raises DamagedError if the weights are not what was written."""
     load: Callable[[], Trained]
     """Reads the weights, without verifying them."""
-
-
-def find_models(
-    source: str, step: str | None, *, ema: bool = False, out: Path | None = None
-) -> list[EvaluatedModel]:
-    """Return the models of `find_steps`; `out` is the folder of their results, as `models_of`."""
-    return models_of(source, find_steps(source, step, ema=ema), ema=ema, out=out)
 
 
 def find_steps(source: str, step: str | None, *, ema: bool = False) -> list[int] | None:
@@ -101,17 +90,14 @@ def find_steps(source: str, step: str | None, *, ema: bool = False) -> list[int]
 
 
 def models_of(
-    source: str, steps: Sequence[int] | None, *, ema: bool = False, out: Path | None = None
+    source: str, steps: Sequence[int] | None, *, ema: bool = False
 ) -> list[EvaluatedModel]:
-    """Return the models of some steps of a job, or with None that of a Hugging Face folder.
-
-    `out` replaces the folder of the results, `evals/` in the job or in the current folder.
-    """
+    """Return the models of some steps of a job, or with None that of a Hugging Face folder."""
     if steps is not None:
-        return [checkpoint_model(job_of(source), step, ema=ema, out=out) for step in steps]
+        return [checkpoint_model(job_of(source), step, ema=ema) for step in steps]
     folder = find_folder(source)
     assert folder is not None, "a job has steps"
-    return [folder_model(source, folder, out)]
+    return [folder_model(source, folder)]
 
 
 def checkpoint_model(
@@ -119,7 +105,6 @@ def checkpoint_model(
     step: int,
     *,
     ema: bool = False,
-    out: Path | None = None,
     path: Path | None = None,
 ) -> EvaluatedModel:
     """Return the model of a checkpoint of `job`; `path` is that of a copy of its folder."""
@@ -146,7 +131,7 @@ def checkpoint_model(
         step=step,
         ema=ema,
         path=path,
-        results=store.folder_of(job.evals if out is None else out, step),
+        results=store.folder_of(job.evals, step),
         tokenizer=job.tokenizer,
         identity=cache(identity),
         verify=verify,
@@ -154,9 +139,14 @@ def checkpoint_model(
     )
 
 
-def folder_model(source: str, folder: Path, out: Path | None = None) -> EvaluatedModel:
+def folder_model(source: str, folder: Path) -> EvaluatedModel:
     """Return the model of a Hugging Face folder, which `source` names."""
-    results = folder_results(source) if out is None else out
+
+    def identity() -> str:
+        described = (folder / name for name in ("config.json", "generation_config.json"))
+        files = (*filter(Path.is_file, described), *sorted(folder.glob("*.safetensors")))
+        # Not by time and size, which other weights may share: it reads every byte, as loading does.
+        return fingerprint([sha256_file(path) for path in files])
 
     def load() -> Trained:
         from dtt.hf.read import read_hf_folder
@@ -168,39 +158,12 @@ def folder_model(source: str, folder: Path, out: Path | None = None) -> Evaluate
         step=None,
         ema=False,
         path=folder,
-        results=results,
+        results=folder_results(source),
         tokenizer=folder / "tokenizer.json",
-        identity=cache(lambda: fingerprint(_hashes(folder, results / HASHES))),
+        identity=cache(identity),
         verify=lambda: None,
         load=load,
     )
-
-
-def _hashes(folder: Path, remembered: Path) -> list[str]:
-    """Return the sha256 of each weight file and of the files that describe the model.
-
-    A file whose path, inode, size and times have not changed since its hash was written to
-    `remembered` is not hashed again. Folders of the same name share that file.
-    """
-    known = (read_record(remembered, {"files": dict}) or {"files": {}})["files"]
-    found = {}
-    described = (folder / name for name in ("config.json", "generation_config.json"))
-    for path in (*filter(Path.is_file, described), *sorted(folder.glob("*.safetensors"))):
-        stat = path.stat()
-        facts = {
-            "folder": str(folder.resolve()),
-            "inode": stat.st_ino,
-            "bytes": stat.st_size,
-            "mtime_ns": stat.st_mtime_ns,
-            "ctime_ns": stat.st_ctime_ns,  # a copy may keep the time of modification
-        }
-        entry = known.get(path.name)
-        if not isinstance(entry, dict) or entry != facts | {"sha256": entry.get("sha256")}:
-            entry = facts | {"sha256": sha256_file(path)}
-        found[path.name] = entry
-    if found != known:
-        write_atomically(remembered, json.dumps({"files": found}, indent=1) + "\n")
-    return [entry["sha256"] for entry in found.values()]
 
 
 def folder_results(source: str) -> Path:

@@ -20,7 +20,6 @@ from dtt.config.train import TrainConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.data.samples.protocol import Samples, Source
-from dtt.evaluate.answers import Together
 from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached
@@ -28,6 +27,10 @@ from dtt.model.output import TEXT_BYTES, Output
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import release
 from dtt.track.base import Record
+
+Together = tuple[nn.Module, int, Callable[[int], int]]
+"""For a sharded model: the module that all ranks must call together, the number that its sequence
+lengths must be a multiple of, and a function that broadcasts rank 0's token to all ranks."""
 
 
 @dataclass(frozen=True)

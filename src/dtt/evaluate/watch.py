@@ -33,7 +33,7 @@ from dtt.evaluate import result_table as eval_report
 from dtt.evaluate.evaluation import Evaluation, configured, open_evaluation
 from dtt.evaluate.models import checkpoint_model
 from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, saved_steps, weights_of
-from dtt.hf.model_source import find_folder
+from dtt.hf.model_source import find_chat_format, find_folder
 from dtt.jobs import job_files, job_state
 from dtt.jobs.job_state import State
 from dtt.track import jsonl
@@ -61,7 +61,6 @@ def run(
     arguments: Sequence[str],
     *,
     step: str | None = None,
-    out: Path | None = None,
     ema: bool = False,
     chat: bool = False,
     as_json: bool = False,
@@ -69,7 +68,7 @@ def run(
 ) -> None:
     """Evaluate every checkpoint of a job as it appears, until the job has ended.
 
-    The options are those of `dtt eval`, without `step` and `out`. Errors that concern a single
+    The options are those of `dtt eval`, without `step`. Errors that concern a single
     checkpoint are recorded; the others are evaluated, and the first such error is raised at the
     end. Raises Preempted on a stop request: the same command continues.
     """
@@ -78,13 +77,9 @@ def run(
     requests, ranks = Requests(), Ranks.detect()
     requests.act_at_once(ranks)
     try:
-        job = _watched_job(arguments, ranks, step, out)
+        job = _watched_job(arguments, ranks, step)
         cfg = configured(str(job.root), options)
-        chat_format = None
-        if chat:
-            from dtt.hf.model_source import find_chat_format
-
-            chat_format, _ = find_chat_format(str(job.root), None)
+        chat_format = find_chat_format(str(job.root), None)[0] if chat else None
         evaluation = open_evaluation(cfg, None, chat_format)
     finally:
         requests.defer()
@@ -96,9 +91,7 @@ def run(
     _report_end(job, watch.ended, worker)
 
 
-def _watched_job(
-    arguments: Sequence[str], ranks: Ranks, step: str | None, out: Path | None
-) -> JobDir:
+def _watched_job(arguments: Sequence[str], ranks: Ranks, step: str | None) -> JobDir:
     """Return the job to watch; raise ConfigError for arguments that make no sense with --watch."""
     if len(arguments) != 1 or find_folder(arguments[0]) is not None:
         raise ConfigError(
@@ -112,10 +105,10 @@ def _watched_job(
             f"{arguments[0]} is one checkpoint, and --watch evaluates all of a job",
             next=f"dtt eval {checkpoints.parent} --watch",
         )
-    if step is not None or out is not None:
+    if step is not None:
         raise ConfigError(
-            f"{'--step' if step is not None else '--out'} and --watch are mutually exclusive",
-            why="all checkpoints are evaluated, and their results are files of the job",
+            "--step and --watch are mutually exclusive",
+            why="all checkpoints are evaluated",
             next=f"dtt eval {arguments[0]} --watch",
         )
     if ranks.size > 1:

@@ -16,7 +16,7 @@ LONGEST_BODY = 2**24
 MOST_STOPS = 16
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
-    "logit_bias": ({},), "suffix": ("",), "response_format": ({"type": "text"},),
+    "logit_bias": ({},), "suffix": ("",), "echo": (False,), "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
 }  # fmt: skip
 """Parameters that dtt does not have, and their values that ask for nothing."""
@@ -76,16 +76,13 @@ class Options:
     with_usage: bool
 
     @classmethod
-    def take(cls, fields: Fields, model: str, own: Sampling, *, fewest: int = 1) -> Options:
-        """Take the options of a request for `model`, which are `own` by default.
-
-        `fewest` is the lowest limit of new tokens.
-        """
+    def take(cls, fields: Fields, model: str, own: Sampling) -> Options:
+        """Take the options of a request for `model`, which are `own` by default."""
         name = fields.take("model", model, str)
         if name != model:
             raise Refused("model", f"this server has {model!r} only, not {name!r}")
-        most = fields.number("max_tokens", None, fewest, 2**31, int)
-        most = fields.number("max_completion_tokens", most, fewest, 2**31, int)
+        most = fields.number("max_tokens", None, 1, 2**31, int)
+        most = fields.number("max_completion_tokens", most, 1, 2**31, int)
         stop = fields.take("stop", [], str, list)
         texts = [stop] if isinstance(stop, str) else stop
         if len(texts) > MOST_STOPS or not all(isinstance(text, str) and text for text in texts):
@@ -106,18 +103,6 @@ class Options:
             stream,
             stream_options.get("include_usage") is True,
         )
-
-
-def take_prompts(value: Any) -> list[str] | list[list[int]]:
-    """Return the prompts of a request: texts, or lists of token ids; raise Refused otherwise."""
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if prompts and (all(isinstance(p, str) for p in prompts) or all(map(_is_ids, prompts))):
-        return prompts
-    raise Refused("prompt", "it must be a text, token ids, or a list of either")
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def read_body(connection: Connection) -> dict[str, Any]:

@@ -39,7 +39,6 @@ def run(
     prompts_file: Path | None = None,
     ema: bool = False,
     batch_size: int = 16,
-    stream: bool | None = None,
     as_json: bool = False,
 ) -> None:
     """Print prompts and the text that a model generates for them.
@@ -50,8 +49,6 @@ def run(
     even with a seed.
     """
     texts = _read_prompts(prompts, prompts_file)
-    if stream and (as_json or len(texts) > 1):
-        raise _cannot_stream("--json is set" if as_json else f"there are {len(texts)} prompts")
     trained = load_model(source, ema=ema)
     import torch
 
@@ -77,7 +74,7 @@ def run(
             ],
         )
 
-    if len(texts) == 1 and not as_json and stream is not False:
+    if len(texts) == 1 and not as_json:
         tokens = (token for _, token in continuations(prompt_ids))
         _print_stream(texts[0], _decode(tokenizer, tokens))
         return
@@ -87,12 +84,6 @@ def run(
         record = _record(texts[number], text, ids, reply, full)
         heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
         print(record if as_json else f"{heading}{texts[number]}{text}", flush=True)
-
-
-def _cannot_stream(why: str) -> ConfigError:
-    return ConfigError(
-        "only the text of a single prompt can be streamed", why=why, next="omit --stream"
-    )
 
 
 def _print_stream(prompt: str, continuation: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """`dtt chat --web`: a page to converse with a model, and OpenAI's API for other programs.
 
-The API is the part of https://platform.openai.com/docs/api-reference that clients and lm-eval use:
+The API is the part of https://platform.openai.com/docs/api-reference that clients use:
 `POST /v1/chat/completions`, `POST /v1/completions` and `GET /v1/models`. A parameter that dtt
 cannot honour is refused by name.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -22,7 +22,7 @@ from dtt.base.log import log
 from dtt.base.secrets import redacted
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
-from dtt.generate.api_request import Fields, Options, Refused, read_body, take_prompts
+from dtt.generate.api_request import Fields, Options, Refused, read_body
 from dtt.generate.chat import open_session
 from dtt.generate.chat_session import ChatSession, StreamedAnswer, generated
 from dtt.generate.run import Sampling, encode_prompt
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
 ANSWERS_AT_ONCE = 4
 """Further requests wait. Each of these keeps the memory of a KV cache until the server ends."""
-
-Answers = list[tuple[StreamedAnswer, Generator[str]]]
-"""Answers, each with the iterator that generates its text."""
-Logprobs = Callable[[StreamedAnswer], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def run(
         raise ConfigError(f"--system requires a chat template, and {source} has none")
     served = Served(source, trained, trained.open_tokenizer(), generators, session, sampling)
     server = LocalServer(Api(served), port)
-    api = f"http://127.0.0.1:{server.port}/v1"
+    api = f"http://127.0.0.1:{server.server_port}/v1"
     log.info("OpenAI API: base_url %s, api_key %s", api, server.token)
     server.serve()
 
@@ -158,77 +154,26 @@ class Api:
                 next="leave out old messages, or send drop_oldest_turns: true",
             )
         texts = session.stream(answer, stop_texts=options.stop_texts)
-        Response(connection, self._served.name, options, chat=True).send([(answer, texts)])
+        Response(connection, served.name, options, chat=True).send(answer, texts)
 
     def _complete(self, connection: Connection, fields: Fields) -> None:
         served = self._served
-        echo = fields.take("echo", False, bool)
-        logprobs = fields.number("logprobs", None, 0, 100, int)
-        options = Options.take(fields, served.name, served.sampling, fewest=0 if echo else 1)
-        prompts = fields.take("prompt", None, str, list)
+        options = Options.take(fields, served.name, served.sampling)
+        prompt = fields.take("prompt", None, str)
         fields.end()
-        if options.stream and logprobs is not None:
-            raise Refused("logprobs", "they are not streamed; leave out stream")
-        encoded = [self._ids(prompt) for prompt in take_prompts(prompts)]
+        if prompt is None:
+            raise Refused("prompt", "it must be a text")
+        ids = encode_prompt(prompt, served.tokenizer, served.trained, "the prompt")
         ends = () if served.trained.end_of_document is None else (served.trained.end_of_document,)
-        answers: Answers = []
-        for ids in encoded:
-            answer = StreamedAnswer(ids, served.generators.cached_prefix(ids), 0)
-            texts = answer.stream(
-                served.tokenizer,
-                generated(served.generators, ids, options.sampling),
-                ends,
-                stop_texts=options.stop_texts,
-                skip_special_tokens=True,
-            )
-            answers.append((answer, self._echoed(ids, texts) if echo else texts))
-        response = Response(connection, served.name, options, chat=False)
-        if logprobs is None:
-            response.send(answers)
-        else:
-            response.send(answers, lambda answer: self._logprobs(answer, logprobs, echo=echo))
-
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        served = self._served
-        if isinstance(prompt, str):
-            return encode_prompt(prompt, served.tokenizer, served.trained, "the prompt")
-        arch = served.trained.arch
-        if not all(0 <= token < arch.vocab_size for token in prompt):
-            raise Refused("prompt", f"a token id is not in [0, {arch.vocab_size})")
-        if not 0 < len(prompt) < arch.max_seq_len:
-            raise Refused("prompt", f"it must have 1 to {arch.max_seq_len - 1} tokens")
-        return prompt
-
-    def _echoed(self, ids: list[int], texts: Generator[str]) -> Generator[str]:
-        yield self._served.tokenizer.decode(ids, skip_special_tokens=True)
-        yield from texts
-
-    def _logprobs(self, answer: StreamedAnswer, top: int, *, echo: bool) -> dict[str, Any]:
-        """Return the natural logarithms of the probabilities of tokens, and of the `top` likeliest.
-
-        One forward pass over prompt and answer: the logits of sampling are not kept.
-        """
-        import torch
-
-        served = self._served
-        ids = answer.prompt_ids + answer.ids
-        with torch.inference_mode():
-            tokens_1T = torch.tensor([ids], device=served.generators.device)
-            logprobs_TV = served.generators.model(tokens_1T)[0].float().log_softmax(-1)
-        follower_T1 = tokens_1T[0, 1:, None]
-        own = logprobs_TV[:-1].gather(1, follower_T1)[:, 0].tolist()
-        best = logprobs_TV[:-1].topk(min(max(top, 1), logprobs_TV.shape[1]))
-        name = served.tokenizer.id_to_token  # unlike their texts, these differ for all tokens
-        tops = [
-            {name(token): value for token, value in zip(tokens, values, strict=True)}
-            for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
-        first = 0 if echo else len(answer.prompt_ids)
-        return {
-            "tokens": [name(token) for token in ids[first:]],
-            "token_logprobs": [None, *own][first:],  # nothing predicts the first token
-            "top_logprobs": [None, *tops][first:] if top else None,
-        }
+        answer = StreamedAnswer(ids, served.generators.cached_prefix(ids), 0)
+        texts = answer.stream(
+            served.tokenizer,
+            generated(served.generators, ids, options.sampling),
+            ends,
+            stop_texts=options.stop_texts,
+            skip_special_tokens=True,
+        )
+        Response(connection, served.name, options, chat=False).send(answer, texts)
 
 
 class Response:
@@ -244,28 +189,24 @@ class Response:
             "model": model,
         }
 
-    def send(self, answers: Answers, logprobs: Logprobs | None = None) -> None:
-        """Generate and send the answers, until the client goes away."""
+    def send(self, answer: StreamedAnswer, texts: Generator[str]) -> None:
+        """Generate and send an answer, until the client goes away."""
         if self._options.stream:
-            self._stream(answers)
+            self._stream(answer, texts)
             return
-        choices = []
-        for index, (answer, texts) in enumerate(answers):
-            text = "".join(self._while_connected(texts))
-            found = None if logprobs is None else logprobs(answer)
-            choices.append(self._choice(index, text, answer.finish_reason, found))
-        _send(self._connection, self._head | {"choices": choices, "usage": _usage(answers)})
+        text = "".join(self._while_connected(texts))
+        choices = [self._choice(text, answer.finish_reason)]
+        _send(self._connection, self._head | {"choices": choices, "usage": _usage(answer)})
 
-    def _stream(self, answers: Answers) -> None:
+    def _stream(self, answer: StreamedAnswer, texts: Generator[str]) -> None:
         self._connection.start_stream("text/event-stream")
         try:
-            for index, (answer, texts) in enumerate(answers):
-                for text in self._while_connected(texts):
-                    if text:
-                        self._event(choices=[self._choice(index, text)])
-                self._event(choices=[self._choice(index, "", answer.finish_reason)])
+            for text in self._while_connected(texts):
+                if text:
+                    self._event(choices=[self._choice(text)])
+            self._event(choices=[self._choice("", answer.finish_reason)])
             if self._options.with_usage:
-                self._event(choices=[], usage=_usage(answers))
+                self._event(choices=[], usage=_usage(answer))
         except DttError as error:  # the status has been sent
             self._event(error={"message": redacted(str(error)), "type": "server_error"})
         self._connection.send_chunk("data: [DONE]\n\n")
@@ -278,27 +219,24 @@ class Response:
                     raise ConnectionAbortedError
                 yield text
 
-    def _choice(
-        self, index: int, text: str, finish: str | None = None, logprobs: Any = None
-    ) -> dict[str, Any]:
+    def _choice(self, text: str, finish: str | None = None) -> dict[str, Any]:
         message = {"role": "assistant", "content": text}
         name = "delta" if self._options.stream else "message"
         content = {name: message} if self._chat else {"text": text}
-        return {"index": index, "finish_reason": finish, "logprobs": logprobs, **content}
+        return {"index": 0, "finish_reason": finish, "logprobs": None, **content}
 
     def _event(self, **content: Any) -> None:
         self._connection.send_chunk(f"data: {json.dumps(self._head | content)}\n\n")
 
 
-def _usage(answers: Answers) -> dict[str, Any]:
-    prompt = sum(len(answer.prompt_ids) for answer, _ in answers)
-    new = sum(len(answer.ids) for answer, _ in answers)
+def _usage(answer: StreamedAnswer) -> dict[str, Any]:
+    prompt, new = len(answer.prompt_ids), len(answer.ids)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a, _ in answers)},
-        "dropped_messages": sum(answer.dropped_messages for answer, _ in answers),
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "dropped_messages": answer.dropped_messages,
     }
 
 

@@ -60,7 +60,7 @@ def read_checkpoint(
             next=f"run dtt train {job.root}, which writes it again",
         )
     compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
-    weights = checkpoint_weights(checkpoint, average=ema)
+    weights = checkpoint_weights(checkpoint, job, average=ema)
     return Trained(
         scaled(cfg, data.vocab_size).arch,
         {name: weight[()] for name, weight in weights.items()},
@@ -72,16 +72,22 @@ def read_checkpoint(
 
 
 def checkpoint_weights(
-    checkpoint: Checkpoint, *, average: bool = False, check: bool = True
+    checkpoint: Checkpoint,
+    job: JobDir | None = None,
+    *,
+    average: bool = False,
+    check: bool = True,
 ) -> dict[str, FullTensor]:
-    """Return all weights of a checkpoint in a job directory, by name; they are read when indexed.
+    """Return all weights of a checkpoint by name; they are read when indexed.
+
+    `job` is the job that saved it, if it does not lie in the job directory (a link, as of a watch).
 
     With `average`, trained weights are their moving average, blended with them as
     `train.ema_decay` says. `check` hashes the frozen weights of an adapter: of several ranks, one
     does it for all. Raises InputError if the job keeps none, or if the frozen weights of an
     adapter are not there, and DamagedError if they are others than at the time of the save.
     """
-    job = JobDir(checkpoint.path.parents[1])
+    job = job or JobDir(checkpoint.path.parents[1])
     cfg = load_job(job.root)
     own: dict[str, FullTensor] = {**checkpoint.stored(store.MODEL)}
     if average:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import dtt
 from dtt.artifacts.jobdir import JobDir
@@ -29,7 +30,6 @@ from dtt.jobs.job_paths import enter
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
-from dtt.launch.job_arguments import changed_keys, pairs
 from dtt.launch.submission import Submission, configurations, restored
 from dtt.train.initial import model_of
 from dtt.train.run import find_job, find_stages
@@ -122,9 +122,9 @@ def prepare(
             resolved, trained, step = _trained_job(command, base, folders, overrides)
             job = _beside(trained, command)
             argv = [command, f"{trained.root}" if step is None else f"{trained.root}@{step}"]
-            changed = changed_keys(command, load_job(trained.root), resolved)
+            changed = _changed_keys(command, load_job(trained.root), resolved)
             changed.pop("eval.every", None)  # for training only
-            argv += ["--watch"] * (command == "eval") + pairs(changed)
+            argv += ["--watch"] * (command == "eval") + _pairs(changed)
         case "download" | "tokenize" | "pipeline":
             if folders:
                 named = folders[0] if is_config(folders[0]) else "CONFIG"
@@ -143,6 +143,23 @@ def prepare(
             )
     script = _script(command, job, argv, resolved.config, code_copy=code_copy)
     return Submission(command, resolved, job, trained, script)
+
+
+def _changed_keys(section: str, own: RunConfig, resolved: Resolved) -> dict[str, Any]:
+    """Return the keys of a section that differ from the job's own configuration."""
+    return {
+        ".".join(key): explain.plain(entry.value)
+        for key, entry in explain.describe_all(resolved.config)
+        if key[0] == section and entry.value != explain.value_at(own, key)
+    }
+
+
+def _pairs(values: Mapping[str, Any]) -> list[str]:
+    """Return `key=value` arguments; text is taken as typed, without YAML's quotes."""
+    return [
+        f"{key}={value if isinstance(value, str) else explain.scalar(value)}"
+        for key, value in values.items()
+    ]
 
 
 def _script(

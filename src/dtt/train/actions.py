@@ -12,9 +12,9 @@ from functools import partial
 from typing import Literal
 
 from dtt.config.run import RunConfig
-from dtt.evaluate.answers import AnswerEvaluator, Together
+from dtt.evaluate.answers import AnswerEvaluator
 from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
-from dtt.evaluate.validation import Evaluator, Sampler
+from dtt.evaluate.validation import Evaluator, Sampler, Together
 from dtt.mesh.sharding import on_this_rank
 from dtt.track.base import Record
 from dtt.train.components import Run

@@ -10,27 +10,16 @@ import pytest
 from dtt.evaluate.tasks.paired import compare, mcnemar, noise
 
 
-@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (3, 9), (12, 12), (0, 24), (7, 17)], ids=str)
-def test_few_discordant_questions_get_the_exact_binomial_test_of_scipy(
+@pytest.mark.parametrize(
+    "counts", [(0, 0), (1, 0), (3, 9), (20, 20), (7, 17), (900, 1000)], ids=str
+)
+def test_discordant_questions_get_the_exact_binomial_test_of_scipy(
     counts: tuple[int, int],
 ) -> None:
     stats = pytest.importorskip("scipy.stats")
     exact = stats.binomtest(min(counts), sum(counts), 0.5).pvalue if sum(counts) else 1.0
     assert mcnemar(*counts) == pytest.approx(exact, rel=1e-12)
     assert mcnemar(*counts) == mcnemar(*counts[::-1])
-
-
-@pytest.mark.parametrize("counts", [(5, 20), (13, 12), (25, 0), (120, 180), (900, 1000)], ids=str)
-def test_many_discordant_questions_get_the_chi_squared_test_with_continuity_correction(
-    counts: tuple[int, int],
-) -> None:
-    stats = pytest.importorskip("scipy.stats")
-    statistic = (abs(counts[0] - counts[1]) - 1) ** 2 / sum(counts)
-    assert mcnemar(*counts) == pytest.approx(stats.chi2.sf(statistic, 1), rel=1e-12)
-
-
-def test_equal_counts_of_many_discordant_questions_are_no_evidence() -> None:
-    assert mcnemar(20, 20) == 1.0
 
 
 def generated(right: dict[str, bool]) -> list[dict[str, Any]]:

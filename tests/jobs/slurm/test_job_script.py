@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pydantic import ValidationError
 from support.running import ROOT
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
+from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import resolve, shipped_configs
 from dtt.jobs import job_files
@@ -129,11 +128,6 @@ def test_shellcheck_accepts_every_profile(profile: str, tmp_path: Path) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([shellcheck, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def test_rendering_is_pure() -> None:
-    variant = script(setup=("source env.sh",), environment={"A": "b"})
-    assert render(variant) == render(replace(variant))
 
 
 def test_launch_keys_become_directives_and_nothing_else() -> None:
@@ -907,7 +901,4 @@ def test_submit_returns_the_job_id_or_the_message_of_sbatch(
         '#!/bin/bash\necho "sbatch: error: no such partition" >&2; exit 1'
     )
     with pytest.raises(EnvironmentUnfit, match="no such partition"):
-        job_script.submit(Path("slurm.sh"))
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(DttError, match="sbatch is not installed"):
         job_script.submit(Path("slurm.sh"))

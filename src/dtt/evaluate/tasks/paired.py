@@ -15,8 +15,6 @@ from dtt.evaluate.tasks.metrics import RIGHT, AnswerRecord, estimates, mean_stde
 
 NORMAL_95 = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
-EXACT_BELOW = 25
-"""Number of discordant questions below which McNemar's test uses the binomial distribution."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +88,11 @@ def _test(ours: Sequence[float], theirs: Sequence[float]) -> McNemar:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Return the p-value of McNemar's test.
-
-    Below 25 discordant questions, this is the exact two-sided binomial test, else the chi-squared
-    test with one degree of freedom and continuity correction (Edwards 1948).
-    """
+    """Return the p-value of McNemar's test: the exact two-sided binomial test."""
     discordant = only_first + only_second
-    if discordant < EXACT_BELOW:
-        fewer = min(only_first, only_second)
-        # Exact integers: the counts may be large, and p-values small.
-        tail = sum(math.comb(discordant, k) for k in range(fewer + 1))
-        return float(min(1.0, 2 * tail / 2**discordant))
-    # The correction brings the continuous distribution closer to the discrete one.
-    statistic = max(0, abs(only_first - only_second) - 1) ** 2 / discordant
-    return math.erfc(math.sqrt(statistic / 2))
+    # Exact integers: the counts may be large, and p-values small.
+    tail = sum(math.comb(discordant, k) for k in range(min(only_first, only_second) + 1))
+    return float(min(1.0, 2 * tail / 2**discordant))
 
 
 def noise(values: Sequence[float]) -> float | None:

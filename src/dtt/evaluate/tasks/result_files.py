@@ -153,31 +153,16 @@ class EvalSettings:
 
 
 class ResultWriter:
-    """A result file that is open for appending."""
+    """A result file that is open for appending; without a descriptor, nothing is written."""
 
-    def __init__(self, fd: int, content: ResultContent, header: Mapping[str, Any]) -> None:
+    def __init__(self, fd: int | None, content: ResultContent, header: Mapping[str, Any]) -> None:
         """Continue after `content`; write the `header` if it is empty."""
-        self._fd, self._content = fd, content
+        self._fd, self.content = fd, content
         self._write(b"" if content.end else _line(header))
-
-    @property
-    def records(self) -> list[AnswerRecord]:
-        """The records in the file, in the order of the questions."""
-        return self._content.records
-
-    @property
-    def blocks(self) -> int:
-        """The number of complete blocks."""
-        return self._content.blocks
-
-    @property
-    def result(self) -> TaskResult | None:
-        """The result, if the file is sealed."""
-        return self._content.result
 
     def append(self, records: Sequence[AnswerRecord]) -> None:
         """Append a block. On return, it survives a power failure."""
-        content = self._content
+        content = self.content
         lines = b"".join(map(_line, records))
         content.records += records
         content.blocks += 1
@@ -188,19 +173,21 @@ class ResultWriter:
 
     def seal(self, result: TaskResult) -> None:
         """Append the last line."""
-        self._write(_sealing({"result": result.dump()}, self._content.hash))
-        self._content.result = result
+        self._write(_sealing({"result": result.dump()}, self.content.hash))
+        self.content.result = result
 
     def _write(self, data: bytes) -> None:
-        content = self._content
+        content, fd = self.content, self._fd
+        if fd is None:
+            return
 
         def write() -> None:
-            os.ftruncate(self._fd, content.end)
-            os.lseek(self._fd, content.end, os.SEEK_SET)
+            os.ftruncate(fd, content.end)
+            os.lseek(fd, content.end, os.SEEK_SET)
             left = memoryview(data)
             while left:
-                left = left[os.write(self._fd, left) :]
-            os.fsync(self._fd)
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
 
         retrying(write)
         content.hash.update(data)

@@ -33,7 +33,7 @@ from dtt.evaluate.tasks.metrics import (
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.tasks.patterns import find, replace
 from dtt.evaluate.tasks.prompts import Question
-from dtt.evaluate.tasks.result_files import ResultFile, ResultWriter
+from dtt.evaluate.tasks.result_files import ResultContent, ResultFile, ResultWriter
 from dtt.evaluate.tasks.scorer import Generator, Scorer, never
 from dtt.evaluate.tasks.task_data import TaskData
 from dtt.mesh.dist import World
@@ -59,23 +59,6 @@ class _Block:
     """Fields of each record that are known before scoring."""
 
 
-class _Unsaved:
-    """Records that are not written to a file."""
-
-    result: TaskResult | None = None
-
-    def __init__(self) -> None:
-        self.records: list[AnswerRecord] = []
-        self.blocks = 0
-
-    def append(self, records: Sequence[AnswerRecord]) -> None:
-        self.records += records
-        self.blocks += 1
-
-    def seal(self, result: TaskResult) -> None:
-        self.result = result
-
-
 @dataclass(frozen=True)
 class TaskRunner:
     """Evaluator of tasks on all ranks; rank 0 writes the result files."""
@@ -99,17 +82,18 @@ class TaskRunner:
         log-probabilities are not finite.
         """
         task, total = data.task, len(data.questions)
-        writer: ResultWriter | _Unsaved = _Unsaved()
+        writer = ResultWriter(None, ResultContent(), {})
         with ExitStack() as stack:
             # Runs on rank 0. Its result or error reaches all ranks, so all go on or all stop.
             def open_file() -> tuple[TaskResult | None, int, int]:
                 nonlocal writer
                 if file is not None:
                     writer = stack.enter_context(file.writing())
-                return writer.result, len(writer.records), writer.blocks
+                content = writer.content
+                return content.result, len(content.records), content.blocks
 
             def seal() -> TaskResult:
-                result = task_result(task.name, task.type, task.chance, writer.records)
+                result = task_result(task.name, task.type, task.chance, writer.content.records)
                 writer.seal(result)
                 return result
 

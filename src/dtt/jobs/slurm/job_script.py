@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -363,10 +362,6 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
     Raises EnvironmentUnfit with the message of sbatch if Slurm refuses the job, and Unanswered if
     it is unknown whether Slurm accepted it.
     """
-    if shutil.which("sbatch") is None:
-        raise EnvironmentUnfit(
-            "sbatch is not installed", next="submit from a login node, or run the command itself"
-        )
     argv = ["sbatch", "--parsable", *options, str(script), *arguments]
     started = time.time()
     log.info("submitting %s", script)  # a busy controller takes up to a minute to answer
