@@ -120,6 +120,7 @@ def project(made: Project, tmp_path: Path) -> Project:
     return copy
 
 
+@pytest.mark.slow
 def test_the_command_runs_inside_the_environment(made: Project) -> None:
     run = made.bash("./env.sh python -c 'import sys, importlib.metadata as m; "
                     "print(sys.prefix); print(m.version(\"dtt\"))'")  # fmt: skip

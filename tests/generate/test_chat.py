@@ -155,6 +155,7 @@ def test_a_conversation_without_a_system_prompt_gets_that_of_the_command(dtt: Dt
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_answer_is_printed_on_terminals_that_cannot_show_it(dtt: Dtt) -> None:
     job = write_chat_job(dtt.folder, "wörld🙂!")
     ascii_only = {"PYTHONIOENCODING": "ascii"}
@@ -200,6 +201,7 @@ def test_the_averaged_weights_and_another_template_can_be_chosen(dtt: Dtt) -> No
     assert done.stderr == f"(prompt ids: {ids('user:x<|im_end|>assistant:')})\n"
 
 
+@pytest.mark.slow
 def test_the_variables_of_training_reach_the_template_of_job_and_export(dtt: Dtt) -> None:
     template = CHATML.replace("assistant\\n'", "assistant' + mood + '\\n'")
     assert template != CHATML

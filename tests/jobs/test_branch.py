@@ -133,6 +133,7 @@ def test_invalid_branches_are_refused_and_create_nothing() -> None:
     assert not CHILD.root.exists()
 
 
+@pytest.mark.slow
 def test_the_decay_of_a_run_that_ends_with_its_data_limits_branches(settings: list[str]) -> None:
     ends = ["data.on_exhausted=stop", "train.global_batch_tokens=2048", "checkpoint.every=2"]
     run(*settings, *ends, "name=e", "train.steps=1000", "schedule.decay=4")

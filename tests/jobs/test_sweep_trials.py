@@ -48,6 +48,7 @@ NASTY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_values_survive_the_manifest_and_the_trials_own_config() -> None:
     rates = [1e-3, 1.234567890123456e-38, 1e30]
     plan = planned({"train.sample_prompt": NASTY, "optim.lr": rates}, max_trials=200)

@@ -131,6 +131,7 @@ def of_two(world: World) -> list[dict[str, Any]]:
     return [numbers(outcome(model, *case)) for model in models for case in CASES]
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does_for_every_family() -> None:
     first, second = on_ranks(2, of_two)
     assert first == second

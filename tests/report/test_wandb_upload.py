@@ -126,6 +126,7 @@ def test_the_history_equals_the_records_also_after_more_uploads(
         assert private not in arrived
 
 
+@pytest.mark.slow
 def test_a_history_that_a_resumed_job_dropped_is_replaced(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_history_that_a_resumed_job_dropped_is_replaced(
     assert "is up to date" in upload(dtt, server.url, "jobs/one").stderr
 
 
+@pytest.mark.slow
 def test_several_jobs_go_to_any_project_and_failures_do_not_stop_the_others(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
@@ -175,6 +177,7 @@ def test_several_jobs_go_to_any_project_and_failures_do_not_stop_the_others(
     assert len(server.runs) == 4
 
 
+@pytest.mark.slow
 def test_a_job_without_a_run_id_keeps_its_run_wherever_it_lies_and_if_it_cannot_be_written(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
@@ -204,6 +207,7 @@ tracker.close()
 """
 
 
+@pytest.mark.slow
 def test_the_run_of_the_tracker_is_continued(
     dtt: Dtt, server: LoopbackWandb, tmp_path: Path
 ) -> None:
@@ -279,6 +283,7 @@ def assert_copied(server: LoopbackWandb, source: str, target: str) -> None:
         assert getattr(one, field) == getattr(other, field)
 
 
+@pytest.mark.slow
 def test_runs_of_the_server_are_copied_completely_and_not_twice(
     dtt: Dtt, runs: LoopbackWandb
 ) -> None:
@@ -303,6 +308,7 @@ def test_runs_of_the_server_are_copied_completely_and_not_twice(
         assert_copied(runs, name, name.replace("old/p", "new/q"))
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_copied_does_not_stop_the_others(
     dtt: Dtt, runs: LoopbackWandb
 ) -> None:
@@ -325,6 +331,7 @@ def test_jobs_are_not_taken_for_runs(dtt: Dtt, job: JobDir, server: LoopbackWand
     assert "no job and no --from" in upload(dtt, server.url, expect=2).stderr
 
 
+@pytest.mark.slow
 def test_a_running_job_that_is_online_is_not_written_to_by_two(
     dtt: Dtt, server: LoopbackWandb
 ) -> None:
@@ -346,6 +353,7 @@ def test_a_running_job_that_is_online_is_not_written_to_by_two(
     assert_equal(server, "me/dtt/id-one", job)
 
 
+@pytest.mark.slow
 def test_rows_that_the_server_refuses_are_an_error_and_the_next_upload_completes_them(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
@@ -371,6 +379,7 @@ def test_a_connection_that_is_lost_is_an_error_and_the_next_upload_completes_it(
     assert_equal(server, "me/dtt/id-one", job)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_listen_and_a_missing_key_are_errors(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:

@@ -105,6 +105,7 @@ def test_the_console_shows_how_full_the_steps_are_and_the_answers_that_stop(
     assert "<|im_start|>user\n    7, two?<|im_end|>\n    <|im_start|>assistant\n" in stderr
 
 
+@pytest.mark.slow
 def test_a_sample_prompt_that_the_template_refuses_is_reported_before_the_first_step(
     dtt: Dtt, chat_tokens: Path
 ) -> None:
@@ -184,6 +185,7 @@ def test_the_validation_loss_is_the_mean_over_the_targets_of_each_conversation_a
     assert last["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_answers_change_no_bit_of_training(dtt: Dtt, chat_tokens: Path, undisturbed: Path) -> None:
     dtt("train", *settings(chat_tokens, train__eval_answers=0))
     job = dtt.folder / "jobs/t"
@@ -234,7 +236,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 
 
-@pytest.mark.slow(except_for=["micro-batch 1", "FSDP2 2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curves_are_those_of_one_process(
     dtt: Dtt, chat_tokens: Path, undisturbed: Path, layout: str

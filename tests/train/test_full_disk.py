@@ -214,7 +214,7 @@ HIT: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-@pytest.mark.slow(except_for=["rename and link"])
+@pytest.mark.slow
 @pytest.mark.skipif(STRACE is None, reason="no strace")
 @pytest.mark.parametrize("calls", HIT, ids=["rename and link", "open and mkdir"])
 def test_one_input_output_error_of_each_small_file_ends_no_run(

@@ -78,7 +78,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_two_ranks_train_the_same(
     assert losses(dtt.folder / "jobs/plain") != losses(job), "the option has no effect"
 
 
-@pytest.mark.slow(except_for=["shard and tensor"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -100,6 +100,7 @@ def test_hyperball_trains_the_same_on_every_layout(
     )
 
 
+@pytest.mark.slow
 def test_hyperball_refuses_weight_decay_and_matrices_of_zeros_before_the_first_step(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -122,6 +123,7 @@ def test_hyperball_refuses_weight_decay_and_matrices_of_zeros_before_the_first_s
     dtt("train", *hyperball, "model.init_std={output: 0}", f"optim.groups=[{others}]")
 
 
+@pytest.mark.slow
 def test_a_job_keeps_the_initial_std_by_role_and_its_export_is_verified(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_job_keeps_the_initial_std_by_role_and_its_export_is_verified(
     assert facts["initializer_range"] == 0.02
 
 
+@pytest.mark.slow
 def test_a_horizon_trains_as_its_number_does_and_follows_the_length_of_the_run(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -154,6 +157,7 @@ def test_a_horizon_trains_as_its_number_does_and_follows_the_length_of_the_run(
     assert "divided" not in again
 
 
+@pytest.mark.slow
 def test_a_late_average_is_blended_alike_in_evaluations_exports_and_new_jobs(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_late_average_is_blended_alike_in_evaluations_exports_and_new_jobs(
     assert first["loss"] == pytest.approx(evals[-1]["ema_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_branch_starts_before_the_first_decay_of_any_group(dtt: Dtt, tiny: Settings) -> None:
     """The group decays over steps 7 to 12, all others over the last two."""
     own = "optim.groups=[{match: embed, decay: 6}]"
@@ -188,6 +193,7 @@ def test_a_branch_starts_before_the_first_decay_of_any_group(dtt: Dtt, tiny: Set
     assert_same_state(dtt.folder / "jobs/b", dtt.folder / "jobs/whole")
 
 
+@pytest.mark.slow
 def test_a_branch_of_another_length_would_have_decayed_otherwise_and_is_refused(
     dtt: Dtt, tiny: Settings
 ) -> None:

@@ -90,6 +90,7 @@ def test_evaluation_changes_no_bit_of_the_training(
     assert records(plain, *kinds) == records(evaluated, *kinds)
 
 
+@pytest.mark.slow
 def test_a_finished_job_is_evaluated_on_tasks_that_are_added(
     tiny: Settings, tasks: str, evaluated: Path, tmp_path: Path
 ) -> None:

@@ -45,8 +45,8 @@ def expected_ids(tokenizer: Any, text: str, conversation: Conversation) -> list[
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.slow(except_for=["gpt2-7"])
 @pytest.mark.parametrize(
     ("name", "every"), [("gpt2", 7), *((name, 1 if name == "gpt2" else 9) for name in TOKENIZERS)],
     ids=str,
@@ -92,7 +92,7 @@ def assert_equal_on(
         assert (None if isinstance(got, RefusedRow) else got[0].ids.tolist()) == want
 
 
-@pytest.mark.slow(except_for=["gpt2", "mistral-v1"])
+@pytest.mark.slow(except_for=["gpt2"])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_ids_of_a_sample_of_real_conversations_equal_those_of_transformers(
     name: str, shared: Path, rows: dict[str, list[Conversation]]

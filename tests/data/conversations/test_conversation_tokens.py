@@ -67,6 +67,7 @@ def test_both_engines_give_equal_ids_and_masks(name: str, template: str, shared:
         assert alone == want[::5]
 
 
+@pytest.mark.slow
 def test_gigatoken_encodes_all_but_what_it_could_encode_differently(shared: Path) -> None:
     content = with_tokens(shared / "data/tokenizers/qwen")
     tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, NAMED, engine="auto")._tokens

@@ -44,6 +44,7 @@ def rendered(template: ChatTemplate, conversation: Conversation, prompt: bool) -
         return None
 
 
+@pytest.mark.slow
 def test_renders_equal_those_of_transformers_with_every_template_and_shape(
     pytestconfig: pytest.Config,
 ) -> None:

@@ -134,6 +134,7 @@ def test_invalid_arguments_are_reported(dtt: Dtt, tokens: Path) -> None:
     assert "not a job directory" in dtt("data", "at-step", "jobs/none", 1, expect=66).stderr
 
 
+@pytest.mark.slow
 def test_no_command_needs_torch(dtt: Dtt, tokens: Path, tiny: Settings, job: Path) -> None:
     assert job == dtt.folder / "jobs/t"
     for command in (["inspect", str(tokens)], ["mix", *tiny()], ["at-step", "jobs/t", "3"]):

@@ -745,6 +745,7 @@ def test_the_other_commands_have_attempts_and_endings_too(
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_watch_may_wait_for_days_but_not_fail_again_and_again(
     tmp_path: Path, fakes: Path
 ) -> None:
