@@ -41,26 +41,3 @@ def test_every_block_of_the_session_runs(tmp_path: Path) -> None:
     assert parts["1b, muon"]["tokens_per_second"] > 0
     assert any("memory" in line for line in parts["out of memory"]["messages"])
     assert [save["step"] for save in parts["first save"]["saves"]] == [3, 6, 9]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_after_a_failure_the_session_continues(tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text("a file where the tokens should be")
-    code, summary = session(tmp_path, "small", "attention")
-    assert code == 1
-    assert summary["small"]["status"] == "failed"
-    assert all("error" in part for part in summary["small"]["parts"])
-    assert len(summary["small"]["parts"]) > 1
-    assert "Traceback" in (tmp_path / "small.log").read_text()
-    assert summary["attention"]["status"] == "ok"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_block_is_ended_at_its_time_limit_and_its_results_are_kept(
-    tmp_path: Path,
-) -> None:
-    code, summary = session(tmp_path, "versions", "--minutes", "0.001")
-    assert code == 1
-    assert summary["versions"]["status"] == "ended after 0.001 minutes"

@@ -113,18 +113,6 @@ def test_on_another_number_of_ranks_it_resumes_with_the_same_samples(prepared: D
 
 
 @pytest.mark.slow
-def test_its_export_needs_neither_corpus_nor_tokenizer(prepared: Dtt, dtt: Dtt) -> None:
-    shutil.copytree(prepared.folder / "jobs/whole", dtt.folder / "jobs/whole")
-    dtt("export", "jobs/whole")
-
-    from transformers import pipeline
-
-    write = pipeline("text-generation", str(dtt.folder / "exports/whole"))
-    [result] = write("1 one", max_new_tokens=5)
-    assert result["generated_text"].startswith("1 one")
-
-
-@pytest.mark.slow
 def test_a_resume_on_another_corpus_is_refused(prepared: Dtt, dtt: Dtt) -> None:
     shutil.copytree(prepared.folder / "jobs", dtt.folder / "jobs")
     shutil.copytree(prepared.folder / "tokens", dtt.folder / "tokens")

@@ -1,14 +1,14 @@
 """Triton kernels and wrapper code that Inductor generates for an H100, without one.
 
-The wrapper code runs on fake tensors: it allocates and frees as on a GPU. Kernels are recorded and
-passed to `listeners`. Needs the package triton, but no CUDA.
+The wrapper code runs on fake tensors: it allocates and frees as on a GPU. Kernels are recorded.
+Needs the package triton, but no CUDA.
 """
 
 from __future__ import annotations
 
 import fake_gpu  # before torch
 
-from collections.abc import Callable, Sequence  # isort: skip
+from collections.abc import Sequence  # isort: skip
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +38,12 @@ class Kernel:
     name: str
     source: str
 
-    def run(self, *arguments: Any, **_: Any) -> None:
-        """Pass a launch to the listeners, which must not keep the arguments."""
-        for listener in listeners:
-            listener(self, arguments)
+    def run(self, *_: Any, **__: Any) -> None:
+        """Compute nothing: fake tensors have no numbers."""
 
 
 kernels: dict[str, Kernel] = {}
 """All kernels so far, by their source."""
-listeners: list[Callable[[Kernel, tuple[Any, ...]], None]] = []
 
 
 class OnTheCpu(TorchDispatchMode):

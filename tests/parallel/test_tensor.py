@@ -8,36 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_ranks
+from support.tiny_architectures import VARIANTS, tiny_architecture
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local_shard
-from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast
 from dtt.parallel.tensor import overlap
 
 ROWS, SEQ_LEN = 2, 16
-SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
-GEMMA: dict[str, Any] = {"family": "gemma3", "window": 5, "window_pattern": 2, **SIZES}
-VARIANTS = {
-    "gpt2": ModelConfig(family="gpt2", **SIZES),
-    "gpt2-untied": ModelConfig(family="gpt2", tie_embeddings=False, **SIZES),
-    "llama": ModelConfig(family="llama", **SIZES),
-    "llama-grouped-tied": ModelConfig(family="llama", n_kv_heads=2, tie_embeddings=True, **SIZES),
-    "mistral": ModelConfig(family="mistral", window=7, **SIZES),
-    "qwen2": ModelConfig(family="qwen2", n_kv_heads=2, **SIZES),
-    "olmo2": ModelConfig(family="olmo2", n_kv_heads=2, **SIZES),
-    "qwen3": ModelConfig(family="qwen3", n_kv_heads=2, head_dim=16, **SIZES),
-    "phi3": ModelConfig(family="phi3", n_kv_heads=2, **SIZES),
-    "gemma3": ModelConfig(n_kv_heads=2, logit_softcap=3.0, **GEMMA),
-    "gemma3-untied": ModelConfig(tie_embeddings=False, **GEMMA),
-}
 CASES = [(False, 0.0), (True, 0.1)]
 """Whether documents are masked, and the z-loss."""
 
@@ -46,8 +30,7 @@ Outcome = dict[str, Tensor]
 
 def make_model(variant: str) -> Decoder:
     """With weights in which nothing is the identity: norms and biases too are drawn."""
-    config = VARIANTS[variant]
-    model = Decoder(families.get(config.family).architecture(config, 128, SEQ_LEN))
+    model = Decoder(tiny_architecture(variant, 128, SEQ_LEN))
     initialize(model, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

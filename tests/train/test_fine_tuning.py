@@ -227,9 +227,7 @@ def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "micro-batch 1": (1, ["train.micro_batch=1"]),
-    "micro-batch 8": (1, ["train.micro_batch=8"]),
     "DDP 2": (2, []),
-    "DDP 4": (4, ["train.micro_batch=1"]),
     "FSDP2 2": (2, ["parallel.shard=2"]),
     "tensor 2": (2, ["parallel.tensor=2"]),
     "context 2": (2, ["parallel.context=2"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,12 +32,7 @@ OPTIONS = {
         "optim.groups=[{match: embed, lr: 3e-2, decay: 100%}, {match: head, decay: 6}]"
     ],
     "late average": ["train.eval_every=2", "train.ema_decay=0.8 from 50% blend 0.6"],
-    "initial std by role": ["model.init_std={embed: 0.5, head: 0, output: 0}"],
     "muon by horizon": ["optim.weight_decay=horizon 0.2"],
-    "adamw by horizon": [
-        "optim.type=adamw",
-        "optim.groups=[{match: embed.weight, weight_decay: horizon 0.1}]",
-    ],
 }
 WITHOUT = {
     "cautious adamw": ["optim.weight_decay=horizon 0.1"],
@@ -79,28 +73,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_two_ranks_train_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (2, ["parallel.replicate=2"]),
-        (4, ["parallel.shard=2", "parallel.tensor=2"]),
-        (2, ["parallel.context=2"]),
-        (4, ["parallel.replicate=2", "parallel.shard=2"]),
-    ],
-    ids=["replicate", "shard and tensor", "context", "replicate and shard"],
-)
-def test_hyperball_trains_the_same_on_every_layout(
-    ranks: int, layout: list[str], dtt: Dtt, tiny: Settings
-) -> None:
-    settings = [*tiny(**FP32, train__micro_batch=2), *OPTIONS["hyperball"]]
-    dtt("train", *settings)
-    run(dtt, "train", *settings, "name=ranks", *layout, ranks=ranks)
-    assert losses(dtt.folder / "jobs/ranks") == pytest.approx(
-        losses(dtt.folder / "jobs/t"), rel=1e-5
-    )
-
-
-@pytest.mark.slow
 def test_hyperball_refuses_weight_decay_and_matrices_of_zeros_before_the_first_step(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -121,20 +93,6 @@ def test_hyperball_refuses_weight_decay_and_matrices_of_zeros_before_the_first_s
     assert "cannot train layers.0.attn.o.weight" in done.stderr
     others = ", ".join(f"{{match: '*.{name}.weight', optimizer: adamw}}" for name in ("o", "down"))
     dtt("train", *hyperball, "model.init_std={output: 0}", f"optim.groups=[{others}]")
-
-
-@pytest.mark.slow
-def test_a_job_keeps_the_initial_std_by_role_and_its_export_is_verified(
-    dtt: Dtt, tiny: Settings
-) -> None:
-    dtt("train", *tiny(), "model.init_std={embed: 0.5, head: 0, output: 0}")
-    job = dtt.folder / "jobs/t"
-    assert load_job(job).model.init_std == {"embed": 0.5, "head": 0.0, "output": 0.0}
-    refused = dtt("train", job, "model.init_std.embed=0.4", expect=2).stderr
-    assert "was started with different values of: model.init_std" in refused
-    dtt("export", job)
-    facts = json.loads(next(dtt.folder.rglob("config.json")).read_text())
-    assert facts["initializer_range"] == 0.02
 
 
 @pytest.mark.slow

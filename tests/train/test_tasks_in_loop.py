@@ -126,11 +126,10 @@ def test_a_job_whose_last_evaluation_gave_no_scores_is_done(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["shard", "context"])
 def test_ranks_share_the_questions_and_train_as_without_tasks(
-    dtt: Dtt, tiny: Settings, tasks: str, evaluated: Path, layout: str
+    dtt: Dtt, tiny: Settings, tasks: str, evaluated: Path
 ) -> None:
-    settings = tiny(model__dropout=0.1, train__steps=3, **{f"parallel__{layout}": 2})
+    settings = tiny(model__dropout=0.1, train__steps=3, parallel__context=2)
     done = {}
     for name, more in (("plain", []), ("tasks", [f"eval.tasks={tasks}", "eval.every=3"])):
         run(dtt, "train", *settings, f"name={name}", *more, ranks=2)

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,8 @@ def long(tokens: Path) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.slow(except_for=["muon"])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_the_loss_falls_and_everything_is_recorded(
-    dtt: Dtt, tiny: Settings, optimizer: str
-) -> None:
-    done = dtt("train", *tiny(optim__type=optimizer, train__steps=60, optim__lr=1e-2))
+def test_the_loss_falls_and_everything_is_recorded(dtt: Dtt, tiny: Settings) -> None:
+    done = dtt("train", *tiny(train__steps=60, optim__lr=1e-2))
     job = dtt.folder / "jobs/t"
     train = metrics(job, "train")
     assert [r["step"] for r in train] == list(range(1, 61))
@@ -228,16 +223,6 @@ def test_a_hangup_is_a_stop_request_but_not_under_nohup(
     assert record["checkpoint"] == f"step-{record['step']:06d}"
 
 
-def caught_signals(pid: int) -> str:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-
-
-def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal (Linux)."""
-    return bool(int(caught_signals(pid), 16) >> (number - 1) & 1)
-
-
 def test_control_save_saves_and_continues(dtt: Dtt, tiny: Settings) -> None:
     job = dtt.folder / "jobs/t"
     process = dtt.start("train", *tiny(train__steps=100_000, checkpoint__every=1_000_000))
@@ -290,11 +275,6 @@ def test_a_loss_that_is_not_finite_ends_with_76_and_saves_nothing(dtt: Dtt, tiny
     assert "the same as in metrics.jsonl" in dtt("data", "at-step", "jobs/t", bad["step"]).stdout
 
 
-def torchrun(dtt: Dtt, ranks: int, *arguments: object, **env: str) -> subprocess.Popen[str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
-    return dtt.start_python(*launcher, "-m", "dtt.main", *arguments, **env)
-
-
 @pytest.mark.slow(except_for=[""])
 @pytest.mark.parametrize("documents", [{}, {"data.eod_mask_loss": True}], ids=["", "eod"])
 def test_two_ranks_train_what_one_does_and_resume_each_other(
@@ -302,10 +282,7 @@ def test_two_ranks_train_what_one_does_and_resume_each_other(
 ) -> None:
     settings = tiny(train__precision="fp32", train__steps=12, **documents)
     dtt("train", *settings)
-    if documents:
-        run(dtt, "train", *settings, "name=two", ranks=2)
-    else:
-        assert dtt.wait(torchrun(dtt, 2, "train", *settings, "name=two")).returncode == 0
+    run(dtt, "train", *settings, "name=two", ranks=2)
     one, two = dtt.folder / "jobs/t", dtt.folder / "jobs/two"
     for a, b in zip(metrics(one, "train"), metrics(two, "train"), strict=True):
         assert a["ledger"] == b["ledger"]
@@ -341,29 +318,6 @@ def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(dtt: Dtt, tiny: Set
     record = exit_record(job, 1)
     assert record["code"] == 75, stopped.stderr
     assert record["checkpoint"] == f"step-{record['step']:06d}"
-
-
-@pytest.mark.slow
-def test_an_evaluation_is_interrupted_on_request_and_repeated(
-    dtt: Dtt, tiny: Settings, tokens: Path
-) -> None:
-    """Here evaluation takes most of the time, so that is when the requests come."""
-    settings = tiny(train__eval_every=1, train__micro_batch=1, train__steps=6)
-    dtt("train", *settings, "name=whole")
-    job = dtt.folder / "jobs/t"
-    broken_off = 0
-    for stops in range(1, 30):
-        process = dtt.start("train", *settings, "checkpoint.every=1000")
-        wait_until(lambda: reached(job) >= stops or process.poll() is not None)  # noqa: B023
-        process.terminate()
-        stopped = Dtt.wait(process)
-        if stopped.returncode == 0:
-            break
-        assert stopped.returncode == 75, stopped.stderr
-        position = store.newest(job / "checkpoints").position()  # type: ignore[union-attr]
-        broken_off += position["evaluated"] != position["step"]
-    assert broken_off > 0
-    assert_same_run(dtt.folder / "jobs/whole", job, 6)
 
 
 @pytest.mark.slow
@@ -431,7 +385,9 @@ def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings
     (dtt.folder / "sitecustomize.py").write_text(
         "import os, time; time.sleep(3 * (os.environ.get('RANK') == '0'))"
     )
-    done = Dtt.wait(torchrun(dtt, 2, "train", "jobs/t", PYTHONPATH=str(dtt.folder)))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    command = (*launcher, "-m", "dtt.main", "train", "jobs/t")
+    done = Dtt.wait(dtt.start_python(*command, PYTHONPATH=str(dtt.folder)))
     assert done.returncode == 1
     assert done.stderr.count("train.steps: ") == 1, done.stderr
     assert exit_record(job, 2)["code"] == 2
