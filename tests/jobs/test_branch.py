@@ -80,6 +80,7 @@ def test_an_interrupted_branch_equals_a_run_of_its_length_without_its_parent(
     assert CHILD.run_id() != WHOLE.run_id()
 
 
+@pytest.mark.slow
 def test_branches_leave_the_parent_unchanged_and_ls_shows_them_as_a_tree(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -111,6 +111,7 @@ def test_more_than_max_trials_are_refused_with_their_number() -> None:
     assert len(planned({"seed": list(range(12))}, max_trials=12).trials) == 12
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

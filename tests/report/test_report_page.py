@@ -102,6 +102,7 @@ def test_the_sections_follow_each_other_in_the_order_of_importance(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_axis_radio_buttons_change_the_axis_of_every_chart(
     jobs: Path, chromium: Browser
 ) -> None:

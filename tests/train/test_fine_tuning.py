@@ -200,6 +200,7 @@ def reached(job: Path) -> int:
     return max((r["step"] for r in records(job, "train")), default=0)
 
 
+@pytest.mark.slow
 def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
     dtt: Dtt, chat_tokens: Path, undisturbed: Path
 ) -> None:

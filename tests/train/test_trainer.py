@@ -52,17 +52,31 @@ def exit_record(job: Path, attempt: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted job of 80 steps with the settings of `long`."""
+    """An uninterrupted job of 48 steps with the settings of `long`."""
     folder = tmp_path_factory.mktemp("undisturbed")
     Dtt(folder)("train", *long(tokens), OMP_NUM_THREADS="1")
     return folder / "jobs/t"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 12 steps with checkpoints of steps 8 and 12."""
+    folder = tmp_path_factory.mktemp("trained")
+    Dtt(folder)("train", *tiny())
+    return folder / "jobs/t"
+
+
+@pytest.fixture
+def done(dtt: Dtt, trained: Path) -> Path:
+    """A copy of that job, in the folder of `dtt`."""
+    return shutil.copytree(trained, dtt.folder / "jobs/t")
 
 
 def long(tokens: Path) -> list[str]:
     """A run with accumulation, Muon, dropout, evaluation, samples and many checkpoints."""
     return [
         f"data.tokens={tokens}", "name=t", "model.dim=16", "model.n_layers=2", "model.n_heads=2",
-        "model.dropout=0.1", "train.steps=80", "train.seq_len=32", "train.micro_batch=3",
+        "model.dropout=0.1", "train.steps=48", "train.seq_len=32", "train.micro_batch=3",
         "train.global_batch_tokens=256", "train.eval_every=7", "train.log_every=3",
         "train.sample_every=10", "train.sample_tokens=4", "checkpoint.every=8",
         "schedule.warmup=2",
@@ -100,12 +114,13 @@ def test_a_vocabulary_that_the_token_files_have_not_ends_a_run_before_it_starts(
     assert "vocab_size" not in again
 
 
-def test_a_finished_job_reports_so_and_changes_nothing(dtt: Dtt, tiny: Settings) -> None:
-    dtt("train", *tiny())
-    before = (dtt.folder / "jobs/t/metrics.jsonl").read_bytes()
+def test_a_finished_job_reports_so_and_changes_nothing(
+    dtt: Dtt, tiny: Settings, done: Path
+) -> None:
+    before = (done / "metrics.jsonl").read_bytes()
     again = dtt("train", *tiny())
     assert "is done" in again.stderr
-    assert (dtt.folder / "jobs/t/metrics.jsonl").read_bytes() == before
+    assert (done / "metrics.jsonl").read_bytes() == before
 
 
 def test_the_result_as_json_is_all_of_stdout_and_printed_by_one_rank(
@@ -137,7 +152,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
             break
     dtt("train", *long(tokens))
     assert kills == 3
-    assert_same_run(undisturbed, job, 80)
+    assert_same_run(undisturbed, job, 48)
     spent = goodput(JobDir(job))
     assert spent is not None
     assert spent.attempts == 4
@@ -184,7 +199,7 @@ def test_a_stop_request_saves_exits_75_and_the_job_resumes_bit_for_bit(
         assert record["checkpoint"] == f"step-{record['step']:06d}"
         assert not (job / "control/stop").exists()
     dtt("train", job, "checkpoint.every=8")
-    assert_same_run(undisturbed, job, 80)
+    assert_same_run(undisturbed, job, 48)
 
 
 def test_a_signal_before_the_first_step_ends_the_attempt_at_once(dtt: Dtt, tiny: Settings) -> None:
@@ -235,20 +250,18 @@ def test_control_save_saves_and_continues(dtt: Dtt, tiny: Settings) -> None:
     assert Dtt.wait(process).returncode == 75
 
 
-def test_a_damaged_checkpoint_is_skipped_by_name(dtt: Dtt, tiny: Settings) -> None:
-    dtt("train", *tiny())
-    job = dtt.folder / "jobs/t"
-    final = (job / "checkpoints/step-000012/model-00000.safetensors").read_bytes()
-    damaged = job / "checkpoints/step-000012/state-00000.safetensors"
+def test_a_damaged_checkpoint_is_skipped_by_name(dtt: Dtt, tiny: Settings, done: Path) -> None:
+    final = (done / "checkpoints/step-000012/model-00000.safetensors").read_bytes()
+    damaged = done / "checkpoints/step-000012/state-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     again = dtt("train", *tiny())
     assert "state-00000.safetensors" in again.stderr
     assert "resumed from jobs/t/checkpoints/step-000008" in again.stderr
-    assert (job / "checkpoints/step-000012/model-00000.safetensors").read_bytes() == final
+    assert (done / "checkpoints/step-000012/model-00000.safetensors").read_bytes() == final
 
 
+@pytest.mark.usefixtures("done")
 def test_changed_values_are_refused_by_name_unless_allowed(dtt: Dtt, tiny: Settings) -> None:
-    dtt("train", *tiny())
     refused = dtt("train", *tiny(train__steps=16, optim__lr=0.5), expect=2)
     assert "optim.lr, train.steps" in refused.stderr
     assert "--allow-change train.steps" in refused.stderr
@@ -360,9 +373,8 @@ def test_a_save_that_fails_ends_the_run_with_74(dtt: Dtt, tiny: Settings) -> Non
     assert exit_record(job, 1)["code"] == 74
 
 
-def test_what_a_save_took_is_in_the_metrics(dtt: Dtt, tiny: Settings) -> None:
-    dtt("train", *tiny())
-    saves = metrics(dtt.folder / "jobs/t", "save")
+def test_what_a_save_took_is_in_the_metrics(trained: Path) -> None:
+    saves = metrics(trained, "save")
     assert [record["step"] for record in saves] == [4, 8, 12]
     for record in saves:
         assert record["bytes"] > 100_000
@@ -371,7 +383,7 @@ def test_what_a_save_took_is_in_the_metrics(dtt: Dtt, tiny: Settings) -> None:
         assert record["verify_seconds"] > 0
     assert saves[0]["slowdown"] is not None
     assert saves[0]["next_step_slowdown"] is not None
-    assert int((dtt.folder / "jobs/t/lead").read_text()) >= 60
+    assert int((trained / "lead").read_text()) >= 60
 
 
 @pytest.mark.slow

@@ -152,6 +152,7 @@ RUNAWAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(except_for=RUNAWAYS.keys() - {"nested loops"})
 @pytest.mark.parametrize("runaway", RUNAWAYS)
 def test_a_runaway_or_hostile_template_refuses_the_row(runaway: str) -> None:
     template = ChatTemplate(RUNAWAYS[runaway])

@@ -379,6 +379,7 @@ def arguments(folder: Path, out: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow(except_for=["2"])
 @pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
     reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
