@@ -6,13 +6,12 @@ import gzip
 import json
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
-from support.running import Dtt, write_documents
+from support.running import Dtt, wait_until, write_documents
 
 from dtt.track import jsonl
 
@@ -78,11 +77,7 @@ def read_state(checkpoint: Path) -> dict[str, int]:
 def kill_in_the_middle(dtt: Dtt, name: str) -> Path:
     job = dtt.folder / "jobs" / name
     process = dtt.start("train", *settings(name))
-    end = time.monotonic() + 120
-    while max((r["step"] for r in metrics(job, "save")), default=0) < STEPS // 3:
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: max((r["step"] for r in metrics(job, "save")), default=0) >= STEPS // 3)
     process.kill()
     assert Dtt.wait(process).returncode == -signal.SIGKILL
     return job

@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import on_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from dtt.mesh.dist import World
 from dtt.model.loss import linear_cross_entropy
-from dtt.parallel.tensor import VocabularyPart
 
-N, D, V, ROWS = 50, 16, 96, 48
+N, D, V = 50, 16, 96
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -66,27 +62,3 @@ def test_under_autocast_the_gradients_are_as_exact_as_those_of_the_sum() -> None
         pairs = zip(got, exact, strict=True)
         errors.append(max(((a - b).norm() / b.norm()).item() for a, b in pairs))
     assert errors[1] < 1.1 * errors[0] < 0.02
-
-
-def part_of_losses(world: World) -> tuple[list[float], list[Any]]:
-    """Losses, and gradients of all hidden states and of this rank's rows."""
-    hidden, weight, targets, factors = problem()
-    part = VocabularyPart(init_device_mesh("cpu", (2,)), V)
-    mine = weight[part.first : part.first + ROWS]
-    options: Any = {"part": part, "chunk": 7, "softcap": 5.0, "reduction": "none"}
-    losses = linear_cross_entropy(hidden, mine, targets, **options)
-    grads = torch.autograd.grad(losses, (hidden, mine), factors)
-    return losses.tolist(), [grad.tolist() for grad in grads]
-
-
-@pytest.mark.slow
-def test_two_ranks_with_half_of_the_rows_each_have_the_same_losses_and_exact_gradients() -> None:
-    hidden, weight, targets, factors = problem()
-    expected = plain(hidden, weight, targets, 5.0)
-    wanted = torch.autograd.grad(expected, (hidden, weight), factors)
-    (losses, first), (other_losses, second) = on_ranks(2, part_of_losses)
-    assert losses == other_losses == pytest.approx(expected.tolist(), 1e-12)
-    summands = torch.tensor([first[0], second[0]], dtype=torch.float64)
-    rows = torch.tensor([first[1], second[1]], dtype=torch.float64)
-    torch.testing.assert_close(summands.sum(0), wanted[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(rows.flatten(0, 1), wanted[1], rtol=1e-12, atol=1e-12)

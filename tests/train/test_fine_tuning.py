@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.forked_runs import run
-from support.running import Dtt
+from support.running import Dtt, wait_until
 from support.tokenized_conversations import write_conversations
 
 from dtt.artifacts.jobdir import JobDir
@@ -208,10 +208,7 @@ def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
     generator, killed = random.Random(0), []
     for target in (steps // 4, steps // 2 - 1, steps // 2 + 1, 3 * steps // 4):
         process = dtt.start("train", *settings(chat_tokens))
-        end = time.monotonic() + 120
-        while process.poll() is None and reached(job) < target:
-            assert time.monotonic() < end, "waited too long"
-            time.sleep(0.005)
+        wait_until(lambda: process.poll() is not None or reached(job) >= target)  # noqa: B023
         time.sleep(generator.random() * 0.02)
         process.kill()
         if Dtt.wait(process).returncode == -signal.SIGKILL:

@@ -136,23 +136,6 @@ def test_the_overall_loss_counts_sources_by_their_share_of_the_run(undisturbed: 
 
 
 @pytest.mark.slow
-def test_packed_it_trains_the_same_on_any_number_of_ranks(dtt: Dtt, mixed: list[str]) -> None:
-    """Batches differ in their number of targets, and so do the ranks' shares of them."""
-    packed = [*mixed, "data.packing=best-fit", "train.steps=12"]
-    dtt("train", *packed, "name=one")
-    run(dtt, "train", *packed, "train.micro_batch=2", ranks=2)
-    one, two = (metrics(dtt.folder / "jobs" / name, "train") for name in ("one", "t"))
-    seen = [record["tokens"] for record in one]
-    targets = [after - before for before, after in zip([0, *seen], seen, strict=False)]
-    assert len(set(targets)) > 1
-    assert max(targets) <= 256
-    for a, b in zip(one, two, strict=True):
-        assert (a["ledger"], a["tokens"]) == (b["ledger"], b["tokens"])
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
-
-
-@pytest.mark.slow
 def test_ranks_that_read_other_data_than_each_other_stop_before_the_first_step(
     dtt: Dtt, mixed: list[str], tokens: Path, other: Path
 ) -> None:

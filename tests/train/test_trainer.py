@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.forked_runs import run, start
-from support.running import Dtt
+from support.running import Dtt, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
@@ -164,14 +164,6 @@ def reached(job: Path) -> int:
     return max((r["step"] for r in metrics(job, "train")), default=0)
 
 
-def wait_until(true: Any, limit: float = 200.0) -> None:
-    """Poll for something another process does."""
-    end = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.005)
-
-
 @pytest.mark.slow(except_for=["SIGTERM"])
 @pytest.mark.parametrize(
     "requests",
@@ -307,18 +299,6 @@ def test_two_ranks_train_what_one_does_and_resume_each_other(
 
     resumed = dtt("train", "jobs/two", "train.steps=16", "--allow-change", "train.steps")
     assert "resumed from jobs/two/checkpoints/step-000012" in resumed.stderr
-
-
-@pytest.mark.slow
-def test_when_one_rank_fails_the_others_do_not_call_it_a_bug(dtt: Dtt, tiny: Settings) -> None:
-    (dtt.folder / "jobs/t").mkdir(parents=True)
-    (dtt.folder / "jobs/t/checkpoints").write_text("a file where a folder is expected")
-    failed = start(dtt, "train", *tiny(), ranks=2).wait()
-    assert failed.returncode != 0
-    assert "this is a bug" not in failed.stderr
-    record = exit_record(dtt.folder / "jobs/t", 1)
-    assert record["code"] == 74
-    assert "there is a file where a folder is expected" in record["reason"]
 
 
 @pytest.mark.slow
