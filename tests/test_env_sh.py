@@ -178,6 +178,7 @@ def test_a_python_that_is_too_old_is_passed_over(project: Project, tmp_path: Pat
     assert not project.stamp.startswith("python3|")
 
 
+@pytest.mark.slow
 def test_developers_tools_come_with_a_developers_command_and_stay(made: Project) -> None:
     assert "dev" not in made.stamp
     made.bash("./env.sh pytest --version")
@@ -187,6 +188,7 @@ def test_developers_tools_come_with_a_developers_command_and_stay(made: Project)
     assert made.installs == before
 
 
+@pytest.mark.slow
 def test_a_changed_pyproject_is_installed_again(made: Project) -> None:
     before = made.installs
     with (made.root / "pyproject.toml").open("a") as file:
@@ -197,6 +199,7 @@ def test_a_changed_pyproject_is_installed_again(made: Project) -> None:
     assert made.installs == before + 1
 
 
+@pytest.mark.slow
 def test_a_failed_update_keeps_the_working_environment(made: Project) -> None:
     stamp = made.stamp
     pyproject = made.root / "pyproject.toml"

@@ -374,6 +374,7 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
         assert chat.end() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_the_conversation_continues(tmp_path: Path) -> None:
     job = write_chat_job(tmp_path, seq_len=2**15)
     a, newline = ids("a\n")
@@ -420,6 +421,7 @@ def test_ctrl_c_pressed_again_does_not_interrupt_the_handling_of_the_first() -> 
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_text_while_it_is_generated_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     job = write_chat_job(tmp_path, seq_len=2**15)
     a, newline = ids("a\n")

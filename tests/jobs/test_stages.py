@@ -221,6 +221,7 @@ def test_a_job_of_the_same_name_is_not_taken_for_a_stage(
     assert "jobs/u is already a job" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_states_of_stages_are_shown_in_order(dtt: Dtt, tiny_stages: str) -> None:
     train(dtt, tiny_stages, "pretrain", "midtrain")
     lines = dtt("job", "status", "jobs/s").stdout.splitlines()[1:]

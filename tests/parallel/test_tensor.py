@@ -172,6 +172,7 @@ def initialised(world: World) -> bool:
     return all(torch.equal(part.local, theirs[part.box.slices]) for part, theirs in pairs)
 
 
+@pytest.mark.slow
 def test_initial_weights_are_those_of_one_process() -> None:
     assert on_ranks(4, initialised) == [True] * 4
 

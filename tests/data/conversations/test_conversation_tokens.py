@@ -138,6 +138,7 @@ def test_only_a_constant_end_counts_as_a_constant_generation_prompt(text: str) -
     assert ChatTemplate(LOOP + text).ends_with_prompt == ENDS[text]
 
 
+@pytest.mark.slow
 def test_an_answer_that_contains_the_generation_prompt_gets_the_same_header(shared: Path) -> None:
     """A text of the row that looks like the header does not move the begin of the answer."""
     content = with_tokens(shared / "data/tokenizers/gpt2")

@@ -28,6 +28,7 @@ def every(pytestconfig: pytest.Config) -> int:
     return 1 if pytestconfig.option.all else 6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_masks_are_derived_for_nearly_all_pairs_of_public_templates_and_shapes(
     gpt2: bytes, every: int

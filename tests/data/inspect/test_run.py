@@ -218,6 +218,7 @@ def job(dtt: Dtt, trained: Path) -> Path:
     return shutil.copytree(trained, dtt.folder / "jobs/t")
 
 
+@pytest.mark.slow
 def test_at_step_lists_the_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
     seen = {step: facts(dtt, "at-step", job, step) for step in (1, 8, 9)}
     for step, found in seen.items():

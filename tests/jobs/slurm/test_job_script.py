@@ -242,6 +242,7 @@ def own_parameters(value: str, launch: dict[str, Any]) -> dict[str, Any]:
     return taken
 
 
+@pytest.mark.slow
 def test_no_hostile_value_adds_a_directive_or_breaks_the_script(tmp_path: Path) -> None:
     texts = []
     for value in hostile(1000, tmp_path / "canary"):
