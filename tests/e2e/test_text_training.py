@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -105,16 +104,6 @@ def test_on_another_number_of_ranks_it_resumes_with_the_same_samples(prepared: D
     done = Dtt.wait(process)
     assert done.returncode == 0, done.stderr
     assert trained_on(job) == trained_on(prepared.folder / "jobs/whole")
-
-
-@pytest.mark.slow
-def test_a_resume_on_another_corpus_is_refused(prepared: Dtt, dtt: Dtt) -> None:
-    shutil.copytree(prepared.folder / "jobs", dtt.folder / "jobs")
-    shutil.copytree(prepared.folder / "tokens", dtt.folder / "tokens")
-    write_documents(dtt.folder / "other.jsonl")
-    dtt("download", "-d", "other.jsonl", "download.out=corpus")
-    refused = dtt("train", "jobs/whole", "--from-step", STEPS - 5, expect=2)
-    assert "have changed since" in refused.stderr
 
 
 def test_a_tokenizer_must_be_given(dtt: Dtt) -> None:

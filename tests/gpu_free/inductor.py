@@ -1,14 +1,15 @@
-"""The wrapper code of Triton kernels that Inductor generates for an H100, without one.
+"""Triton kernels and wrapper code that Inductor generates for an H100, without one.
 
-The wrapper code runs on fake tensors: it allocates and frees as on a GPU. Kernels are not run.
-Needs the package triton, but no CUDA.
+The wrapper code runs on fake tensors: it allocates and frees as on a GPU. Kernels are recorded and
+passed to `listeners`. Needs the package triton, but no CUDA.
 """
 
 from __future__ import annotations
 
 import fake_gpu  # before torch
 
-from collections.abc import Sequence  # isort: skip
+from collections.abc import Callable, Sequence  # isort: skip
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,11 +31,22 @@ class Driver:
     is_active = staticmethod(lambda: True)
 
 
+@dataclass
 class Kernel:
-    """A kernel in place of the compiled one: fake tensors have no numbers to compute."""
+    """A kernel in place of the compiled one."""
 
-    def run(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+    name: str
+    source: str
+
+    def run(self, *arguments: Any, **_: Any) -> None:
+        """Pass a launch to the listeners, which must not keep the arguments."""
+        for listener in listeners:
+            listener(self, arguments)
+
+
+kernels: dict[str, Kernel] = {}
+"""All kernels so far, by their source."""
+listeners: list[Callable[[Kernel, tuple[Any, ...]], None]] = []
 
 
 class OnTheCpu(TorchDispatchMode):
@@ -51,7 +63,11 @@ def _prepare() -> None:
     config.force_disable_caches = True
     config.compile_threads = 1
     config.triton.autotune_at_compile_time = False
-    async_compile.AsyncCompile.triton = lambda *_, **__: Kernel()  # type: ignore[method-assign]
+    # The static launcher drops the machine code, which the tests look at.
+    for launcher in ("use_static_cuda_launcher", "use_static_triton_launcher"):
+        if hasattr(config, launcher):
+            setattr(config, launcher, False)
+    async_compile.AsyncCompile.triton = _record  # type: ignore[method-assign]
     guards = torch._C._dynamo.guards
     guards._empty_strided_cuda = _empty  # type: ignore[attr-defined]
     guards._reinterpret_tensor = _view  # type: ignore[attr-defined]
@@ -67,6 +83,10 @@ def _prepare() -> None:
             return deduce(self, node)
 
     folder._deduce_value = deduced
+
+
+def _record(_self: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
+    return kernels.setdefault(source, Kernel(name, source))
 
 
 def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.forked_runs import run
 from support.running import Dtt, wait_until
 from support.tokenized_conversations import write_conversations
 
@@ -221,28 +220,3 @@ def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
         assert file.read_bytes() == (job / file.relative_to(undisturbed)).read_bytes(), file.name
     kinds = "train", "eval", "sample"
     assert records(job, *kinds) == records(undisturbed, *kinds)
-
-
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "micro-batch 1": (1, ["train.micro_batch=1"]),
-    "DDP 2": (2, []),
-    "FSDP2 2": (2, ["parallel.shard=2"]),
-    "tensor 2": (2, ["parallel.tensor=2"]),
-    "context 2": (2, ["parallel.context=2"]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_curves_are_those_of_one_process(
-    dtt: Dtt, chat_tokens: Path, undisturbed: Path, layout: str
-) -> None:
-    ranks, keys = LAYOUTS[layout]
-    run(dtt, "train", *settings(chat_tokens), *keys, ranks=ranks)
-    job = dtt.folder / "jobs/t"
-    pairs = zip(records(job, "train", "eval"), records(undisturbed, "train", "eval"), strict=True)
-    for found, expected in pairs:
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
-        same = {"padding_efficiency", "trained_share", "tokens", "answer_stop_rate"}
-        assert {k: found.get(k) for k in same} == {k: expected.get(k) for k in same}
-    assert records(job, "train")[-1]["loss"] < records(job, "train")[0]["loss"] - 1

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked_runs import run
 from support.running import Dtt
 from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
 from support.token_files import write_folder
@@ -99,17 +98,6 @@ def test_a_killed_and_resumed_run_ends_bit_for_bit_equal(
     assert metrics(job) == metrics(undisturbed)
     for file in (undisturbed / "checkpoints/step-000040").glob("*.safetensors"):
         assert (job / file.relative_to(undisturbed)).read_bytes() == file.read_bytes()
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_on_other_ranks_it_sees_the_same_samples(
-    dtt: Dtt, mixed: list[str], killed: Path, undisturbed: Path
-) -> None:
-    job = shutil.copytree(killed, dtt.folder / "jobs/t")
-    run(dtt, "train", *mixed, ranks=2)
-    for a, b in zip(metrics(undisturbed, "train"), metrics(job, "train"), strict=True):
-        assert a["ledger"] == b["ledger"]
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from support.forked_runs import run, start
 from support.running import Dtt
 
 from dtt.checkpoint import store
 from dtt.config.load import load_job, resolve, shipped_configs
-from dtt.hf.read import read_hf_folder
-from dtt.optim.ema import averages
 from dtt.track import jsonl
 
 Settings = Callable[..., list[str]]
@@ -113,30 +110,6 @@ def test_a_horizon_trains_as_its_number_does_and_follows_the_length_of_the_run(
     assert "8.333" in next(line for line in longer.splitlines() if "matrix" in line)
     again = dtt("train", job).stderr
     assert "divided" not in again
-
-
-@pytest.mark.slow
-def test_a_late_average_is_blended_alike_in_evaluations_exports_and_new_jobs(
-    dtt: Dtt, tiny: Settings
-) -> None:
-    settings = tiny(**FP32, train__eval_every=2)
-    dtt("train", *settings, "train.ema_decay=0.8 from 50% blend 0.6")
-    job = dtt.folder / "jobs/t"
-    evals = [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
-    assert all((r["ema_loss"] == r["loss"]) == (r["step"] <= 6) for r in evals)
-    found = store.find(str(job))
-    weights, state = found.tensors(store.MODEL), found.tensors(store.STATE)
-    average = averages(state)
-    dtt("export", job, "--ema", "--out", "averaged", "export.dtype=fp32")
-    exported = read_hf_folder(dtt.folder / "averaged").state
-    for name, tensor in exported.items():
-        expected = 0.6 * average[name] + 0.4 * weights[name]
-        torch.testing.assert_close(tensor, expected, msg=name)
-    dtt("train", *settings, "name=next", "init.from=jobs/t", "init.average=true")
-    first = next(
-        r for r in jsonl.read(dtt.folder / "jobs/next/metrics.jsonl") if r["kind"] == "eval"
-    )
-    assert first["loss"] == pytest.approx(evals[-1]["ema_loss"], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.forked_runs import run, start
+from support.forked_runs import run
 from support.running import Dtt, wait_until
 
 from dtt.artifacts.jobdir import JobDir
@@ -299,18 +298,6 @@ def test_two_ranks_train_what_one_does_and_resume_each_other(
 
     resumed = dtt("train", "jobs/two", "train.steps=16", "--allow-change", "train.steps")
     assert "resumed from jobs/two/checkpoints/step-000012" in resumed.stderr
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(dtt: Dtt, tiny: Settings) -> None:
-    job = dtt.folder / "jobs/t"
-    process = start(dtt, "train", *tiny(train__steps=100_000), ranks=2)
-    wait_until(lambda: reached(job) >= 3)
-    os.kill(process.pids[1], signal.SIGTERM)
-    stopped = process.wait()
-    record = exit_record(job, 1)
-    assert record["code"] == 75, stopped.stderr
-    assert record["checkpoint"] == f"step-{record['step']:06d}"
 
 
 @pytest.mark.slow

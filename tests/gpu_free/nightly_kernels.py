@@ -1,0 +1,57 @@
+"""Kernels of the compiled step compile for an H100 and fit it; `dtt plan` estimates its memory.
+
+Takes minutes, and needs Triton, so pytest runs it only when it is named:
+`./env.sh pytest tests/gpu_free/nightly_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from serving import Ask, asking
+
+if importlib.util.find_spec("triton") is None or shutil.which("g++") is None:
+    pytest.skip("needs triton (pip install -e '.[triton]') and g++", allow_module_level=True)
+
+SHARED_MEMORY = 232_448
+"""Bytes of shared memory that a block of an H100 can use: 227 KiB."""
+STACK = {"head-128": 200, "head-192": 1500, "head-256": 1500, "head-320": 2000}
+"""Bytes of stack of a thread, for spilled registers, that FlexAttention's kernels take at most. All
+others have none."""
+
+
+@pytest.fixture(scope="module")
+def resources() -> Iterator[Ask]:
+    with asking("machine_code.py") as ask:
+        yield ask
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "qwen3", "windows", *STACK])
+def test_kernels_compile_fit_and_hardly_spill(resources: Ask, case: str) -> None:
+    kernels = resources(case)
+    assert kernels
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_MEMORY, kernel
+        allowed = STACK.get(case, 300) if "flex" in kernel["kernel"] else 0
+        assert kernel["stack"] <= allowed, kernel
+
+
+@pytest.fixture(scope="module")
+def ratio() -> Iterator[Ask]:
+    with asking("peak_memory.py") as ask:
+        yield ask
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt2-124m 32 1024 1 optim.type=adamw train.remat=full",
+        "llama3.2-1b 8 2048 8 optim.type=muon train.remat=selective",
+        "llama3-8b 1 4096 1 optim.type=adamw train.remat=none",
+    ],
+)
+def test_the_plan_of_a_step_is_near_its_traced_peak(ratio: Ask, case: str) -> None:
+    assert ratio(case) == pytest.approx(1, abs=0.03)
