@@ -17,6 +17,7 @@ EXTREMES = (
 NEEDED = {
     "objective": ["data.type=preference"],
     "scaling": ["scaling.base_dim=64"],
+    "lora": ["init.from=hf:any", "optim.type=adamw"],
     "longrope": [
         "model.family=phi3",
         *(f"model.rope_scaling.{name}_factor={[1] * 32}" for name in ("short", "long")),

@@ -26,6 +26,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "muon": (1, ("optim.type=muon",)),
     "fsdp2": (8, ("optim.type=muon",)),
     "tensor": (8, (ADAMW, "parallel.tensor=2", "train.remat=selective")),
+    "adapter": (8, (ADAMW, "parallel.tensor=2", "adapter.type=lora", "init.from=hf:any")),
 }
 """Number of GPUs and keys of each configuration."""
 

@@ -20,7 +20,13 @@ def differences() -> Iterator[Ask]:
         yield ask
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama", "qwen3", "documents", "gemma3"])
+CASES = [
+    "gpt2", "llama", "qwen3", "documents", "gemma3", "full-remat", "selective-remat", "z-loss",
+    "adapter",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_the_numbers_of_a_compiled_step_are_those_of_a_cpu(differences: Ask, case: str) -> None:
     found = differences(case)
     assert found["loss"] < 1e-5

@@ -15,10 +15,13 @@ from serving import serve
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dtt.config.adapter import LoraConfig
 from dtt.data.samples.loader import MicroBatch
+from dtt.estimate.case import Case
 from dtt.mesh.compilation import compiler
 from dtt.model import attention_backend, layers, loss, norm
 from dtt.model.decoder import Decoder
+from dtt.model.lora import attach
 from dtt.train import trainer
 from dtt.train.step import Step
 
@@ -33,6 +36,10 @@ CASES = {
     # The mask of up to 128 tokens is not compiled.
     "documents": ["data.mask_documents=true", "train.seq_len=160"],
     "gemma3": ["model.family=gemma3", "data.mask_documents=true", "train.seq_len=160"],
+    "full-remat": ["train.seq_len=64", "train.remat=full"],
+    "selective-remat": ["train.seq_len=64", "train.remat=selective"],
+    "z-loss": ["train.seq_len=64", "train.z_loss=0.01"],
+    "adapter": ["train.seq_len=64", "adapter.type=lora", "adapter.rank=4", "init.from=hf:any"],
 }
 STARTS = torch.tensor([0, 30, 31, 140])
 """First tokens of the documents: one is a single token, and none begins a block of a kernel."""
@@ -120,7 +127,8 @@ def compare(name: str) -> dict[str, float]:
 
         def read(*_: Any, **__: Any) -> None:
             with _disable_current_modes():
-                found.update({n: numbers.of(p.grad).clone() for n, p in named.items()})
+                trained = {n: p for n, p in named.items() if p.requires_grad}
+                found.update({n: numbers.of(p.grad).clone() for n, p in trained.items()})
 
         with patch.object(trainer, "update", read):
             step(fill)
@@ -128,18 +136,21 @@ def compare(name: str) -> dict[str, float]:
             computed = float(numbers.of(step.values)[0])
     assert not compiler.failure, compiler.failure
     assert numbers.launches
-    return _differences(case.arch, weights, batch, computed, found)
+    return _differences(case, weights, batch, computed, found)
 
 
 def _differences(
-    arch: Any, weights: Any, batch: Any, computed: float, found: dict[str, Tensor]
+    case: Case, weights: Any, batch: Any, computed: float, found: dict[str, Tensor]
 ) -> dict[str, float]:
-    model = Decoder(arch)
+    model = Decoder(case.arch)
+    if isinstance(case.cfg.adapter, LoraConfig):
+        attach(model, case.cfg.adapter, torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     tokens, targets, ids = batch
-    reference = model(tokens, targets, doc_ids_BT=ids).loss / tokens.numel()
+    z_loss = case.cfg.train.z_loss
+    reference = model(tokens, targets, doc_ids_BT=ids, z_loss=z_loss).loss / tokens.numel()
     reference.backward()
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     # Some gradients are zero up to rounding, such as that of the keys' bias.

@@ -13,7 +13,7 @@ import pytest
 from faults import FAULTS
 from serving import Ask, asking
 
-CASES = ["gpt2", "llama", "documents", "muon", "fsdp2", "tensor"]
+CASES = ["gpt2", "llama", "documents", "muon", "fsdp2", "tensor", "adapter"]
 FIRST = ["host-item-in-mean", "mixed-add-in-loss", "float64-ones-in-loss", "break-print-in-block"]
 """One fault of each kind, found in every run of the tests."""
 

@@ -144,13 +144,16 @@ def test_an_entry_may_name_a_role_and_parameters_are_listed_by_it() -> None:
         MuonGroup(match="layers.1.*.up.weight", lr=0.6),
         *(MuonGroup(match=role, lr=0.1 * i) for i, role in enumerate(ROLE_NAMES, start=1)),
     )
-    optimizers = made(MuonConfig(groups=entries))
-    for name, role in ROLES.items():
+    lora = "layers.0.attn.q.lora_a"
+    roles = ROLES | {lora: "adapter"}
+    found = parameters() | {lora: nn.Parameter(torch.ones(2, 4))}
+    optimizers = build(MuonConfig(groups=entries), table(found, roles), torch.float32)
+    for name, role in roles.items():
         lr = 0.6 if name == "layers.1.mlp.up.weight" else 0.1 * (1 + ROLE_NAMES.index(role))
         assert group_of(optimizers, name)[1]["lr"] == pytest.approx(lr), name
     labels = [g["label"] for o in optimizers.values() for g in o.param_groups]
     assert sorted(labels) == sorted([*ROLE_NAMES, "matrix: layers.1.*.up.weight"])
-    assert set(ROLE_NAMES) == set(ROLES.values())
+    assert set(ROLE_NAMES) == set(roles.values())
 
 
 def test_a_role_without_parameters_is_an_error() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import dtt
 
 PACKAGE = Path(dtt.__file__).parent
-READ_ENVIRONMENT = ("dtt/hf/", "dtt/data/corpus/hub.py", "/__")
+READ_ENVIRONMENT = ("dtt/hf/", "dtt/data/corpus/hub.py", "dtt/train/adapter.py", "/__")
 """Modules that are not imported ahead: huggingface_hub reads variables when it is imported."""
 FILES = (path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.rglob("*.py")))
 MODULES = [

@@ -196,12 +196,13 @@ class DataManifest(Manifest):
 
 
 class Reference(Record):
-    """A checkpoint on which another one builds, which lacks parameters that this one has."""
+    """The weights on which a checkpoint builds that lacks them: the frozen ones of an adapter."""
 
     folder: str
-    """Absolute path."""
-    manifest_sha256: str
-    """Hash of its MANIFEST.json, and so of all its content."""
+    """Absolute path of a checkpoint or of a Hugging Face folder."""
+    sha256: str
+    """Hash of the checkpoint's MANIFEST.json, and so of all its content, or of the hashes of the
+    weight files in the Hugging Face folder."""
 
 
 class CheckpointManifest(Manifest):
@@ -225,7 +226,7 @@ class CheckpointManifest(Manifest):
     data_key: str
     versions: dict[str, str]
     base: Reference | None = None
-    """Checkpoint with the parameters that this one lacks; None: it lacks none."""
+    """The weights that this checkpoint lacks; None: it lacks none."""
     files: tuple[FileRecord, ...]
     """All files of the checkpoint. A file that is not listed here is never read."""
 
@@ -281,6 +282,8 @@ class ExportManifest(Manifest):
     """SHA-256 of the checkpoint's MANIFEST.json."""
     ema: bool = False
     """True if the export holds the exponential moving average of the weights."""
+    base: str | None = None
+    """Model that an exported adapter is for, ORG/NAME or a folder; None: a complete model."""
     dtype: str
     parameters: int
     max_logit_difference: float
@@ -292,8 +295,9 @@ class ExportManifest(Manifest):
     @model_serializer(mode="wrap")
     def _leave_out_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = plain(self)
-        if self.chat is None:
-            del content["chat"]
+        for name in ("base", "chat"):
+            if content[name] is None:
+                del content[name]
         return content
 
     def names(self) -> Iterable[str]:

@@ -74,7 +74,7 @@ class Checkpoint:
     def reference(self) -> Reference:
         """Return a reference to this checkpoint, for the manifest of one that builds on it."""
         digest = sha256_file(self.path / self.manifest.filename)
-        return Reference(folder=str(self.path.absolute()), manifest_sha256=digest)
+        return Reference(folder=str(self.path.absolute()), sha256=digest)
 
     def base(self) -> Checkpoint | None:
         """Return the checkpoint that this one builds on, verified; None if it is complete.
@@ -84,7 +84,7 @@ class Checkpoint:
         if (reference := self.manifest.base) is None:
             return None
         base = verify(Path(reference.folder))
-        if base.reference().manifest_sha256 != reference.manifest_sha256:
+        if base.reference().sha256 != reference.sha256:
             raise DamagedError(
                 f"checkpoint {self.path} builds on another checkpoint than {base.path} is now",
                 next="restore the old one from a backup",

@@ -146,6 +146,7 @@ def train(
 @cli.command(
     epilog=examples(
         "dtt export jobs/run",
+        "dtt export jobs/lora --adapter                      # exports/lora-adapter, for PEFT",
         "dtt export jobs/run@500 --upload org/name --private",
         "dtt export jobs/run@500 --upload org/name --revision step-500",
     )
@@ -154,6 +155,10 @@ def export(
     source: Checkpoint,
     overrides: Overrides = None,
     ema: Ema = False,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Export only the adapter, in the format of PEFT."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write to.")] = None,
     upload: Annotated[
         str | None, typer.Option(metavar="ORG/NAME", help="Also upload to this Hub repository.")
@@ -182,6 +187,7 @@ def export(
             source,
             overrides or [],
             ema=ema,
+            adapter=adapter,
             out=out,
             upload=upload,
             revision=revision,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, create_model
@@ -11,6 +13,8 @@ from dtt.config.base import Section
 
 HF = "hf:"
 """Prefix of `init.from` for weights from the Hugging Face Hub or a local Hugging Face folder."""
+HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+"""Pattern of a model on the Hub: `ORG/NAME` or `ORG/NAME@REVISION`."""
 MAY_DIFFER = {"vocab_size", "max_seq_len", "tie_embeddings", "init_std", "dropout"}
 """Keys of `model` that may differ from those of the source of the weights."""
 
@@ -25,6 +29,9 @@ class _Init(Section):
     average: bool = False
     """Start from the exponential moving average of the other job's weights (its `train.ema_decay`)
     instead of the weights."""
+    adapter: Path | None = None
+    """Folder of an adapter in the format of PEFT to train on, for `adapter.type: lora` with the
+    same ranks, scales and targets; null: a new adapter, which changes nothing at first."""
     optimizer: Literal["fresh", "carry"] = "fresh"
     """State of the optimizer: `fresh`, or the other job's (`carry`), for the same model and
     optimizer. Steps, schedule and data order start over in either case."""

@@ -15,7 +15,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Betas = tuple[Decay, Decay]
 
 
-ROLES = ("matrix", "embed", "head", "vector")
+ROLES = ("matrix", "embed", "head", "vector", "adapter")
 """Roles of parameters; an entry of `groups` may name one."""
 
 
@@ -23,9 +23,10 @@ class AdamWGroup(Section):
     """Settings for parameters selected by role or name; null: the settings of `optim`."""
 
     match: str
-    """A role: `matrix` (hidden matrices), `embed`, `head` or `vector` (norms and biases); or a
-    pattern for full parameter names, such as `layers.0.*` or `*norm.weight`: `*` matches any text,
-    `?` one character, `[kv]` one of these. The first entry that matches a parameter applies."""
+    """A role: `matrix` (hidden matrices), `embed`, `head`, `vector` (norms and biases) or
+    `adapter`; or a pattern for full parameter names, such as `layers.0.*` or `*norm.weight`: `*`
+    matches any text, `?` one character, `[kv]` one of these. The first entry that matches a
+    parameter applies."""
     lr: PositiveFloat | None = None
     """Peak learning rate."""
     betas: Betas | None = None
@@ -33,8 +34,8 @@ class AdamWGroup(Section):
     eps: PositiveFloat | None = None
     """Epsilon added to the square root of the second moment, with AdamW."""
     weight_decay: Decayed | None = None
-    """Decoupled weight decay, as in `optim`; null: that of `optim` for hidden matrices, 0 for the
-    others."""
+    """Decoupled weight decay, as in `optim`; null: that of `optim` for hidden matrices and
+    adapters, 0 for the others."""
     decay: Length | None = None
     """Duration of the learning-rate decay of these parameters at the end of the run, in the form
     and shape of `schedule.decay` (`60%`); null: that of `schedule`, which must be wsd."""

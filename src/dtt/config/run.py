@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import NonNegativeInt
 
+from dtt.config.adapter import AdapterConfig, LoraConfig, NoAdapterConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.base import Section, measure, must_be, resumable
 from dtt.config.chat import ChatConfig
@@ -69,6 +70,8 @@ class RunConfig(Section):
     """Scaling of learning rates and initial weights with the shape of the model."""
     init: InitConfig = InitConfig()
     """Initial weights."""
+    adapter: AdapterConfig = NoAdapterConfig()
+    """Adapter to train instead of the weights."""
     objective: ObjectiveConfig = NextTokenConfig()
     """Loss that the run minimises."""
     optim: OptimConfig = MuonConfig()
@@ -143,6 +146,7 @@ class RunConfig(Section):
             )
         yield from self._tokenizer_problems()
         yield from self._preference_problems()
+        yield from self._adapter_problems()
 
     def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the tokenizer with the data and the model."""
@@ -178,6 +182,32 @@ class RunConfig(Section):
                 "train.context_schedule",
                 "cannot be combined with objective.type=dpo: it would cut pairs",
             )
+
+    def _adapter_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield problems of the adapter with the rest of the run."""
+        adapter, init = self.adapter, self.init
+        if not isinstance(adapter, LoraConfig):
+            if init.adapter is not None:
+                yield "init.adapter", "needs adapter.type=lora, with the settings of that adapter"
+            return
+        if init.source is None:
+            yield "adapter.type", f"{adapter.type} needs trained weights to adapt: set init.from"
+        if init.optimizer == "carry":
+            yield "init.optimizer", "must be fresh: the other job's optimizer knows no adapter"
+        if self.optim.type != "adamw":
+            why = "Muon on the factors of a product is another method"
+            yield (
+                "optim.type",
+                f"adapter.type={adapter.type} needs adamw, not {self.optim.type}: {why}",
+            )
+        if self.scaling.type != "standard":
+            yield "scaling.type", f"adapter.type={adapter.type} needs standard"
+        if self.train.precision in ("bf16-pure", "fp8"):
+            why = "bf16 keeps the frozen weights in bf16 and the adapter in fp32"
+            yield "train.precision", f"adapter.type={adapter.type} does not support it: {why}"
+        if adapter.dropout and self.parallel.tensor > 1:
+            why = "the ranks of a layer would drop different elements of one input"
+            yield "adapter.dropout", f"must be 0 with parallel.tensor > 1: {why}"
 
     @property
     def dataset_name(self) -> str:

@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 
+from dtt.config.adapter import LoraConfig
 from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes, resolve
 from dtt.config.run import RunConfig
@@ -16,8 +17,11 @@ from dtt.data.samples import compatibility
 from dtt.data.samples.schedules import StepSizes
 from dtt.data.samples.schedules import resolve as resolve_step_sizes
 from dtt.estimate.gpus import Gpu
+from dtt.model import count
+from dtt.model.adapted_layers import adapter_weights
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, params_of
+from dtt.model.lora import LORA_A, LORA_B, attach
 from dtt.model.mesh_divisibility import check_mesh
 from dtt.model.scaling import scaled
 from dtt.optim import groups
@@ -33,13 +37,17 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     optimizer: str
-    """`muon` or `adamw`."""
+    """`muon` or `adamw`; empty if it is frozen."""
     split: tuple[int, ...] | None
     """Rows of each matrix in the parameter, if Muon treats it as several."""
     part: tuple[int, ...]
     """Shape of the shard under tensor parallelism."""
     cautious: bool = False
     """True if its weight decay is cautious."""
+    trained: bool = True
+    """False for the frozen weights below an adapter."""
+    itemsize: int = 4
+    """Bytes of an element."""
 
     @property
     def numel(self) -> int:
@@ -136,20 +144,42 @@ class Case:
     def weights(self) -> tuple[Weight, ...]:
         """All parameters of the model."""
         with torch.device("meta"):
-            model = Decoder(self.arch)
+            model = Decoder(self.arch).to(self.precision.weights)
+        if isinstance(self.cfg.adapter, LoraConfig):
+            attach(model, self.cfg.adapter, self.precision.compute_dtype)
         params = params_of(model)
         treated = groups.settings(self.cfg.optim, params, self.steps)
-        return tuple(
-            Weight(
-                name,
-                param.layout.shape,
-                treated[name].optimizer,
-                treated[name].split,
-                _part(name, param.layout.shape, self.sizes.tensor, self.arch),
-                bool(treated[name].cautious),
+        found = []
+        for name, param in params.items():
+            of_weight = treated.get(name)
+            found.append(
+                Weight(
+                    name,
+                    param.layout.shape,
+                    "" if of_weight is None else of_weight.optimizer,
+                    None if of_weight is None else of_weight.split,
+                    _part(name, param.layout.shape, self.sizes.tensor, self.arch),
+                    of_weight is not None and bool(of_weight.cautious),
+                    param.trainable,
+                    param.tensor.element_size(),
+                )
             )
-            for name, param in params.items()
-        )
+        return tuple(found)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the forward and backward pass per token."""
+        return count.flops_per_token(self.arch, self.cfg.train.seq_len, adapter=self.adapter)
+
+    @property
+    def adapter(self) -> int:
+        """Number of weights of the adapter; 0 without one."""
+        return adapter_weights(self.cfg.adapter, self.arch)
+
+    @property
+    def trained(self) -> list[Weight]:
+        """The parameters that are not frozen."""
+        return [weight for weight in self.weights if weight.trained]
 
     def held(self, weights: Iterable[Weight]) -> int:
         """Return the number of elements of `weights` that the first device keeps.
@@ -167,6 +197,12 @@ class Case:
     def outside(self) -> list[Weight]:
         """The weights outside of blocks."""
         return [weight for weight in self.weights if not weight.in_block]
+
+    @property
+    def head(self) -> Weight:
+        """The head, or the embedding if it is tied to it."""
+        name = "embed.weight" if self.arch.tie_embeddings else "head.weight"
+        return next(weight for weight in self.weights if weight.name == name)
 
     @property
     def muons(self) -> list[Weight]:
@@ -206,6 +242,13 @@ def _part(name: str, shape: Sequence[int], tensor: int, arch: Architecture) -> t
     are replicated.
     """
     first, *rest = shape
+    layer, _, kind = name.rpartition(".")
+    if kind in (LORA_A, LORA_B):
+        by_columns = f"{layer}.weight".endswith(ROWS_WHOLE)
+        if by_columns and kind == LORA_A:
+            return first, rest[0] // tensor
+        # Of each layer, all ranks have one of its two factors.
+        return tuple(shape) if by_columns or kind == LORA_A else (first // tensor, *rest)
     if name.endswith(ROWS_WHOLE):
         return first, rest[0] // tensor
     if name.endswith(QK_NORMS) and arch.qk_norm == "all_heads":

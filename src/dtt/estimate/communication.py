@@ -59,10 +59,10 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     in between. It reduce-scatters gradients in fp32, after the last micro-batch or after each, and
     all-reduces the shards over replicas (HSDP). DDP all-reduces all gradients.
     """
-    sizes, weights = case.sizes, numbers(case.weights)
+    sizes, weights, trained = case.sizes, numbers(case.weights), numbers(case.trained)
     inner = sizes.tensor
     if not sizes.sharded:
-        size = 2 * case.weight_bytes * weights
+        size = 2 * case.weight_bytes * trained
         yield _cost(case, "all-reduce of gradients", size, sizes.replicate, 1, hidden=True)
         return
     blocks = numbers(w for w in case.weights if w.in_block)
@@ -70,9 +70,9 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     gathered = case.accumulation * case.product_bytes * (weights + again)
     yield _cost(case, "all-gather of weights", gathered, case.spread, inner, hidden=True)
     times = case.accumulation if case.cfg.parallel.reduce == "each" else 1
-    scattered = times * FP32 * weights
+    scattered = times * FP32 * trained
     yield _cost(case, "reduce-scatter of gradients", scattered, case.spread, inner, hidden=True)
-    part = 2 * FP32 * case.held(case.weights)
+    part = 2 * FP32 * case.held(case.trained)
     stride = inner * case.spread
     yield _cost(case, "all-reduce of gradients", part, sizes.replicate, stride, hidden=True)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from dtt.estimate import memory
 from dtt.estimate.case import Case
 from dtt.estimate.communication import CollectiveCost, collective_costs
-from dtt.model import count
 from dtt.optim.muon.newton_schulz import STEPS
 from dtt.train.precision import Precision
 
@@ -70,9 +69,9 @@ def step_of(case: Case) -> StepEstimate:
     The communication of FSDP2, DDP and Muon is hidden up to the duration of the computation; that
     of tensor and context parallelism is not.
     """
-    train, arch = case.cfg.train, case.arch
+    train = case.cfg.train
     tokens = case.sequences * case.sizes.data * train.seq_len
-    per_token = count.flops_per_token(arch, train.seq_len)
+    per_token = case.flops_per_token
     flops = float(tokens * per_token)
     peak = case.gpu.fp32 if case.product_bytes == 4 else case.gpu.bf16
     compute = flops * (1 + _again(case)) / (peak * achieved(case) * case.devices)
@@ -108,15 +107,16 @@ def _moved(case: Case) -> float:
 def _again(case: Case) -> float:
     """Return the FLOPs that remat adds to a step, as a fraction of the model's FLOPs.
 
-    The forward pass of blocks is a third of their FLOPs; full remat repeats all of it, selective
-    remat about half.
+    Full remat repeats all of the forward pass of blocks, selective remat about half.
     """
     train, arch = case.cfg.train, case.arch
     if train.remat == "none":
         return 0.0
-    head = 6 * arch.vocab_size * arch.dim
-    blocks = 1 - head / count.flops_per_token(arch, train.seq_len)
-    return blocks / 3 * (1.0 if train.remat == "full" else 0.5) / train.remat_every
+    # A third of the FLOPs of trained weights, half of those of frozen ones.
+    forward = 2 if case.adapter else 3
+    head = (4 if case.adapter else 6) * arch.vocab_size * arch.dim
+    blocks = 1 - head / case.flops_per_token
+    return blocks / forward * (1.0 if train.remat == "full" else 0.5) / train.remat_every
 
 
 def _optimizer(case: Case, peak: float) -> float:
@@ -126,7 +126,7 @@ def _optimizer(case: Case, peak: float) -> float:
     writes all but the gradient, 7 numbers in total. Muon moves about the same. All devices wait for
     the one that orthogonalises most.
     """
-    moved = 7 * case.weight_bytes * case.held(case.weights) / case.gpu.bandwidth
+    moved = 7 * case.weight_bytes * case.held(case.trained) / case.gpu.bandwidth
     if case.muon is None:
         return moved
     loads = Counter[int]()

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from dtt.config.adapter import LoraConfig
 from dtt.estimate import muon_cost
 from dtt.estimate.case import Case, numbers
+from dtt.model import count
+from dtt.model.adapted_layers import adapted_layers, inner
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 
 FP32 = 4
@@ -74,9 +77,9 @@ def moments(case: Case) -> list[MemoryEstimate]:
 
 def persistent(case: Case) -> dict[str, int]:
     """Return the memory held from the first step to the last, by part."""
-    held = case.held(case.weights)
+    held = case.held(case.trained)
     parts = {
-        "parameters": case.weight_bytes * held,
+        "parameters": sum(weight.itemsize * case.held([weight]) for weight in case.weights),
         "optimizer state": optimizer_state(case),
         "batches": BATCHES * 16 * case.sequences * case.cfg.train.seq_len,
         "framework": OVERHEAD[case.gpu.kind],
@@ -93,7 +96,7 @@ def optimizer_state(case: Case) -> int:
     norm of a matrix in each row.
     """
     muon = case.held(case.muons)
-    adamw = case.held(case.weights) - muon
+    adamw = case.held(case.trained) - muon
     rows = sum(-(-weight.part[0] // case.spread) for weight in case.muons)
     return case.weight_bytes * (2 * adamw + muon + _numbers_per_row(case) * rows)
 
@@ -152,18 +155,36 @@ def kept_by_block(case: Case) -> int:
     gated, rope = arch.mlp != "gelu", arch.position == "rope"
     gathered = k * case.sizes.context
     attention = e * (2 * q + 2 * gathered) + FP32 * heads + (e * q if rope else 0)
+    adapter = n * _kept_by_adapter(case)
     if case.compiled:
         own = (
             r * d + e * d + (e * d if arch.norm_placement != "pre" else 0)
         )  # each device has n / t tokens
         whole = 2 * e * d + attention + e * f * (3 if gated else 2)
-        return n * own // t + n * (whole + (e * (q + k) if arch.qk_norm != "none" else 0))
+        whole += e * (q + k) if arch.qk_norm != "none" else 0
+        return n * own // t + n * whole + adapter
     norms = (4 if arch.norm_placement == "sandwich" else 2) * _norm(case, d)
     copies = (3, 2 if gated else 1) if _cast_for_each(case) else (1, 1)
     whole = sum(copies) * e * d + attention + e * f * (4 if gated else 2)
     if arch.qk_norm != "none":
         whole += _norm(case, q + k, e)
-    return n * norms // t + n * whole
+    return n * norms // t + n * whole + adapter
+
+
+def _kept_by_adapter(case: Case) -> int:
+    """Return the bytes per token that the adapters of one block keep.
+
+    They are the outputs of A, and with dropout its input, with one byte for each element that tells
+    whether it was dropped. The input itself is there: W needs none, as it is frozen.
+    """
+    if not isinstance(case.cfg.adapter, LoraConfig):
+        return 0
+    shapes, kept = count.layer_shapes(case.arch), 0
+    for name, adapted in adapted_layers(case.cfg.adapter, case.arch).items():
+        if name.startswith("layers.0."):
+            dropped = shapes[f"{inner(name)}.weight"][1] if case.cfg.adapter.dropout else 0
+            kept += case.product_bytes * adapted.rank + (case.product_bytes + 1) * dropped
+    return kept
 
 
 def _norm(case: Case, width: int, size: int | None = None) -> int:
@@ -174,7 +195,9 @@ def _norm(case: Case, width: int, size: int | None = None) -> int:
     size = size or case.stream_bytes
     if case.arch.norm == "layernorm":
         return (FP32 if _wide_layernorm(case) else size) * width + 2 * FP32
-    return FP32 * width * (2 if case.gpu.kind == "cpu" else 1) + FP32
+    # Its normalised input only for the gradient of its weight.
+    copies = 2 if case.gpu.kind == "cpu" and not case.adapter else 1
+    return FP32 * width * copies + FP32
 
 
 def _cast_for_each(case: Case) -> bool:
@@ -239,7 +262,8 @@ def activations(case: Case, blocks: int) -> int:
 def _loss(case: Case) -> tuple[int, int]:
     """Return the bytes that the loss keeps for the backward pass, and its temporary bytes.
 
-    It keeps its gradients: 4VD of the head, in fp32, and eND of the hidden states. The temporary
+    It keeps its gradients: 4VD of the head, in fp32, unless it is frozen, and eND of the hidden
+    states. The temporary
     bytes are the hidden states and the logits of a chunk in e, which become their gradient, and in
     addition the larger of a block of logits in fp32 (on a CPU in bf16, twice that: the logits are
     copied first) and the chunk's gradient of the head in e, unless that is accumulated in place.
@@ -248,12 +272,13 @@ def _loss(case: Case) -> tuple[int, int]:
     rows = arch.vocab_size // case.sizes.tensor
     on_gpu = case.gpu.kind == "cuda"
     logits = min(n, chunk_rows(rows, case.gpu.memory if on_gpu else None)) * rows
-    left = FP32 * rows * arch.dim + e * n * arch.dim
+    trained = case.head.trained
+    left = (FP32 * rows * arch.dim if trained else 0) + e * n * arch.dim
     # Compiled for a GPU, the kernel never stores a block of logits in fp32.
     wide = 0 if on_gpu and case.compiled else FP32 * min(logits, BLOCK_ELEMENTS[case.gpu.kind])
     if case.gpu.kind == "cpu" and e < FP32:
         wide *= 2
-    narrow = e * rows * arch.dim if e < FP32 else 0
+    narrow = e * rows * arch.dim if e < FP32 and trained else 0
     hidden = n * arch.dim * (FP32 + e if _wide_layernorm(case) else case.stream_bytes)
     return left, hidden + e * logits + max(wide, narrow)
 
@@ -267,7 +292,8 @@ def _casts(case: Case, done: int) -> int:
     """
     if not case.autocast or case.sizes.sharded:
         return 0
-    block = case.product_bytes * sum(prod(w.part) for w in case.block if len(w.part) > 1)
+    cast = (w for w in case.block if len(w.part) > 1 and w.itemsize != case.product_bytes)
+    block = case.product_bytes * numbers(cast)
     if not case.compiled:
         return block * case.arch.n_layers
     left = case.arch.n_layers - done
@@ -300,17 +326,17 @@ def _kept_gradients(case: Case) -> int:
     before the last micro-batch.
     """
     if case.keeps_whole_gradients:
-        return FP32 * numbers(case.weights)
+        return FP32 * numbers(case.trained)
     if case.sizes.sharded:
-        return FP32 * case.held(case.weights) if case.accumulation > 1 else 0
+        return FP32 * case.held(case.trained) if case.accumulation > 1 else 0
     copies = (case.accumulation > 1) + (case.devices > 1)
-    return copies * case.weight_bytes * numbers(case.weights)
+    return copies * case.weight_bytes * numbers(case.trained)
 
 
 def _at_the_loss(case: Case) -> dict[str, int]:
     left, meanwhile = _loss(case)
     # The loss casts the head itself, and keeps its gradient in place of the cast.
-    cast = case.autocast and not case.sizes.sharded
+    cast = case.head.itemsize != case.product_bytes and not case.sizes.sharded
     head = case.product_bytes * case.arch.vocab_size * case.arch.dim if cast else 0
     return {
         "gathered parameters": _gathered(case, 1) + _casts(case, 0) + head,
@@ -332,13 +358,17 @@ def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
     kept = activations(case, case.arch.n_layers - done)
     factors = 1 if case.compiled and arch.mlp == "gelu" else 3
+    if case.adapter:
+        # Traced: the gradients of gate, up and their product that come through A are separate.
+        factors += 4
     working = n * (case.stream_bytes * arch.dim + factors * e * arch.ffn_dim) // t
     if case.cfg.train.remat != "none":
         working += kept_by_block(case) - _kept_both_times(case)
     size = case.product_bytes if case.sizes.sharded else case.weight_bytes
-    head = size * arch.vocab_size // t * arch.dim
-    sent = FP32 * numbers(case.block) if case.sizes.sharded and done else 0
-    new = done * case.weight_bytes * case.held(case.block)
+    head = size * arch.vocab_size // t * arch.dim if case.head.trained else 0
+    trained = [weight for weight in case.block if weight.trained]
+    sent = FP32 * numbers(trained) if case.sizes.sharded and done else 0
+    new = done * case.weight_bytes * case.held(trained)
     return {
         "gathered parameters": _gathered(case, 2) + _casts(case, done),
         "gradients": max(_kept_gradients(case), new) + head,
@@ -353,10 +383,11 @@ def _of_blocks(case: Case) -> int:
     These are the reduced gradients of blocks and, for the weights outside of blocks, the sums over
     earlier micro-batches.
     """
-    there = FP32 * sum(case.held([weight]) for weight in case.weights if weight.in_block)
+    there = FP32 * sum(case.held([weight]) for weight in case.trained if weight.in_block)
+    outside = [weight for weight in case.outside if weight.trained]
     if case.keeps_whole_gradients:
-        return there + FP32 * numbers(case.outside)
-    return there + (FP32 * case.held(case.outside) if case.accumulation > 1 else 0)
+        return there + FP32 * numbers(outside)
+    return there + (FP32 * case.held(outside) if case.accumulation > 1 else 0)
 
 
 def _at_the_embedding(case: Case) -> dict[str, int]:
@@ -367,7 +398,7 @@ def _at_the_embedding(case: Case) -> dict[str, int]:
     the embedding's gradient for all rows, then takes its own rows. FSDP2 is still reduce-scattering
     the gradients of the first block.
     """
-    if not case.sizes.sharded:
+    if not case.sizes.sharded or not case.head.trained:
         return {}
     rows = case.arch.vocab_size
     own, tied = rows // case.sizes.tensor, case.arch.tie_embeddings
@@ -387,13 +418,14 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
     """
     arch = case.arch
     if case.sizes.sharded:
-        outside = numbers(case.outside)
+        outside = numbers(weight for weight in case.outside if weight.trained)
         new = 0 if case.keeps_whole_gradients else case.product_bytes * outside
         return {"gradients": _of_blocks(case) + new, "exchange buffers": FP32 * outside}
-    again = case.weight_bytes * arch.vocab_size * arch.dim if arch.tie_embeddings else 0
+    tied = arch.tie_embeddings and case.head.trained
+    again = case.weight_bytes * arch.vocab_size * arch.dim if tied else 0
     return {
         "gathered parameters": _casts(case, arch.n_layers),
-        "gradients": case.weight_bytes * numbers(case.weights) + again,
+        "gradients": case.weight_bytes * numbers(case.trained) + again,
     }
 
 
@@ -403,7 +435,7 @@ def _in_the_step(case: Case) -> dict[str, int]:
     Fused AdamW needs no buffers, and its cautious decay one of the size of a parameter. Muon's step
     comes first, so that only one of the two holds buffers at a time.
     """
-    gradients = case.weight_bytes * case.held(case.weights)
+    gradients = case.weight_bytes * case.held(case.trained)
     cautious = [w for w in case.weights if w.cautious and w.optimizer == "adamw"]
     adamw = case.weight_bytes * max((case.held([weight]) for weight in cautious), default=0)
     muon = muon_cost.buffers(case)

@@ -246,7 +246,7 @@ def _tokenizer_size(cfg: RunConfig) -> int:
 def facts(estimate: Estimate) -> dict[str, Any]:
     """Return the estimate for `--json`, in bytes, seconds and FLOPs."""
     case, one = estimate.case, estimate.step
-    per_token = count.flops_per_token(case.arch, case.cfg.train.seq_len)
+    per_token = case.flops_per_token
     tokens = case.step_sizes.tokens_before(case.steps)
     blocks, outside = parameters(case)
     return {
@@ -319,12 +319,14 @@ def lines(estimate: Estimate) -> Iterator[str]:
 def _run_lines(case: Case) -> Iterator[str]:
     arch, train = case.arch, case.cfg.train
     total, (inside, outside) = count.parameters(arch), parameters(case)
-    per_token = count.flops_per_token(arch, train.seq_len)
+    per_token = case.flops_per_token
     tokens = case.step_sizes.tokens_before(case.steps)
     yield (
         f"{'model':<10}{arch.family}, {_number(total)} parameters: {_number(inside)} in matrices, "
         f"{_number(outside)} in embeddings and head"
     )
+    if trained := case.adapter:
+        yield f"{'':<10}{_number(trained)} trained in the adapter, the others frozen"
     yield (
         f"{'run':<10}{case.steps:,} steps of {case.step_sizes.describe(case.steps)}: "
         f"{_number(tokens)} tokens, {tokens / total:.3g} per parameter"

@@ -136,7 +136,7 @@ def checkpoint_model(
         store.verify(path)
 
     def load() -> Trained:
-        from dtt.hf.read import read_checkpoint
+        from dtt.hf.read_checkpoint import read_checkpoint
 
         checkpoint = store.Checkpoint(path, CheckpointManifest.read(path))
         return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema)

@@ -19,6 +19,15 @@ CHAT = (
     "A chat model: it was trained on conversations, in the form of `chat_template.jinja`. It ends "
     "an answer with the `eos_token`."
 )
+LOAD = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(folder)"""
+LOAD_ADAPTER = """\
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained(folder)"""
 BASE_USE = """\
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"""
@@ -45,20 +54,24 @@ def model_card(
     *,
     evaluation: Mapping[str, Any] | None,
     ema: bool,
+    adapter_of: str | None = None,
 ) -> str:
     """Return Markdown with the Hub's metadata: facts on the model and its data, and how to use it.
 
     `step` and `tokens` are the numbers of training steps and tokens, `evaluation` is the last
-    `eval` record if there is one.
+    `eval` record if there is one. `adapter_of` is the model that an adapter is for.
     """
     corpora = [source.corpus for source in data.sources if source.corpus is not None]
     facts = ModelCardData(
-        library_name="transformers",
+        library_name="transformers" if adapter_of is None else "peft",
+        # A folder of this machine says nothing to others.
+        base_model=None if adapter_of is None or Path(adapter_of).is_absolute() else adapter_of,
         pipeline_tag="text-generation",
         license=cfg.export.license,
         datasets=[corpus.id for corpus in corpora if corpus.kind == "hub"] or None,
         tags=["dtt", arch.family],
     )
+    oracle = "`transformers`" if adapter_of is None else "PEFT"
     rows = _facts(cfg, arch, data, step, tokens, evaluation, ema=ema)
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return str(
@@ -76,14 +89,12 @@ def model_card(
 {table}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(folder)
+{LOAD if adapter_of is None else LOAD_ADAPTER}
 tokenizer = AutoTokenizer.from_pretrained(folder)
 {BASE_USE if data.chat is None else _chat_use(data.chat)}
 ```
 
-Trained and exported with dtt {__version__}; `transformers` computes the same logits.
+Trained and exported with dtt {__version__}; {oracle} computes the same logits.
 """
         )
     )

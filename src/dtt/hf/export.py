@@ -22,6 +22,7 @@ from dtt.track.base import Record
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.hf.hf import Origin
+    from dtt.hf.peft import Adapter
 
 
 def run(
@@ -33,15 +34,18 @@ def run(
     private: bool,
     revision: str | None = None,
     ema: bool = False,
+    adapter: bool = False,
     as_json: bool = False,
 ) -> ExportManifest:
     """Export a checkpoint, unless it is exported already.
 
     `source` is `JOB`, whose newest checkpoint is exported, or `JOB@STEP`.
-    With `ema`, exports the exponential moving average of the weights. Replaces an earlier export of
-    the same job. Prints the folder and the largest difference between the logits of `transformers`
-    and of dtt, or the manifest if `as_json` is set. `upload` names a Hub repository to upload the
-    folder to, `revision` a branch of it; a new repository is created `private` if asked.
+    With `ema`, exports the exponential moving average of the weights; with `adapter`, only the
+    adapter of the job, in the format of PEFT, to `exports/<name>-adapter` by default. Replaces an
+    earlier export of the same job. Prints the folder and the largest difference between the logits
+    of dtt and of `transformers`, or PEFT, or the manifest if `as_json` is set. `upload` names a Hub
+    repository to upload the folder to, `revision` a branch of it; a new repository is created
+    `private` if asked.
     """
     if revision is not None and upload is None:
         raise ConfigError("--revision is a branch of the repository that --upload names")
@@ -50,29 +54,23 @@ def run(
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
     from dtt.hf import hf
     from dtt.hf import upload as hub
-    from dtt.hf.read import find_checkpoint
+    from dtt.hf.read_checkpoint import find_checkpoint, read_adapter
 
-    folder = cfg.export.out or Path("exports") / cfg.name
-    configured = load_job(job).export.out
-    if configured is not None and cfg.export.out == configured:  # not given on this command line
-        folder = home(job) / configured
+    folder = _folder(job, cfg, "-adapter" if adapter else "")
     checkpoint = find_checkpoint(checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
-    origin = hf.Origin(cfg.name, checkpoint.step, identity, ema)
-    manifest = hf.already_done(folder, origin, cfg.export.dtype)
+    part = read_adapter(cfg, checkpoint, average=ema) if adapter else None
+    base = None if part is None else part.base
+    origin = hf.Origin(cfg.name, checkpoint.step, identity, ema, base)
+    manifest = hf.already_done(folder, origin, "fp32" if adapter else cfg.export.dtype)
     if upload is not None:
         hub.prepare(upload, revision, private=private)
     if manifest is not None:
         log.info("export: already done, %s contains this checkpoint", folder)
     else:
-        manifest = _export(cfg, JobDir(job), checkpoint, origin, folder)
-    averaged = ", averaged weights" if ema else ""
+        manifest = _export(cfg, JobDir(job), checkpoint, origin, part, folder)
     if not as_json:
-        print(
-            f"{folder}: step {manifest.step}{averaged}, {manifest.parameters:,} parameters, "
-            f"{manifest.dtype}; logits differ from those of transformers by at most "
-            f"{manifest.max_logit_difference:.1e}"
-        )
+        print(f"{folder}: {_described(manifest)}")
     url = None
     if upload is not None:
         url = hub.upload(folder, upload, revision, message=f"{cfg.name}, step {manifest.step}")
@@ -83,34 +81,63 @@ def run(
     return manifest
 
 
+def _folder(job: Path, cfg: RunConfig, suffix: str) -> Path:
+    """Return the folder to write; `suffix` keeps an adapter apart from the merged model."""
+    configured = load_job(job).export.out
+    if cfg.export.out is None:
+        return Path("exports") / f"{cfg.name}{suffix}"
+    if cfg.export.out != configured:  # given on this command line
+        return cfg.export.out
+    configured = home(job) / configured
+    return configured.with_name(f"{configured.name}{suffix}")
+
+
+def _described(manifest: ExportManifest) -> str:
+    averaged = ", averaged weights" if manifest.ema else ""
+    oracle = "transformers" if manifest.base is None else "PEFT"
+    return (
+        f"step {manifest.step}{averaged}, {manifest.parameters:,} parameters, {manifest.dtype}; "
+        f"logits differ from those of {oracle} by at most {manifest.max_logit_difference:.1e}"
+    )
+
+
 def _export(
-    cfg: RunConfig, job: JobDir, checkpoint: Checkpoint, origin: Origin, folder: Path
+    cfg: RunConfig,
+    job: JobDir,
+    checkpoint: Checkpoint,
+    origin: Origin,
+    adapter: Adapter | None,
+    folder: Path,
 ) -> ExportManifest:
     """Write the folder with its model card, and verify it."""
     from dtt.hf import hf
     from dtt.hf.card import model_card
     from dtt.hf.chat_format import job_chat_format
-    from dtt.hf.read import read_checkpoint
+    from dtt.hf.read_checkpoint import read_checkpoint
 
     replaced = ", replacing an earlier export" if ExportManifest.exists(folder) else ""
     log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
     trained = read_checkpoint(cfg, job, checkpoint, ema=origin.ema)
     chat = job_chat_format(job, cfg.chat)
+    card = model_card(
+        cfg,
+        trained.arch,
+        DataManifest.read(job.root),
+        checkpoint.step,
+        checkpoint.position()["tokens"],
+        evaluation=_evaluation(job, checkpoint.step),
+        ema=origin.ema,
+        adapter_of=origin.base,
+    )
+    if adapter is not None:
+        return hf.export_adapter(trained, adapter, origin, folder, card=card, chat=chat)
     return hf.export(
         trained,
         origin,
         folder,
         dtype=cfg.export.dtype,
         max_shard_size=cfg.export.max_shard_size,
-        card=model_card(
-            cfg,
-            trained.arch,
-            DataManifest.read(job.root),
-            checkpoint.step,
-            checkpoint.position()["tokens"],
-            evaluation=_evaluation(job, checkpoint.step),
-            ema=origin.ema,
-        ),
+        card=card,
         chat=chat,
     )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from dtt.data.text.tokenizer import add_in_front, open_tokenizer
 from dtt.hf import verify
 from dtt.hf.chat_format import ChatFormat
 from dtt.hf.fold import fold
+from dtt.hf.peft import Adapter, write_peft
 from dtt.hf.read import Trained
 from dtt.hf.weights import to_hf
 from dtt.model import count, families
@@ -42,6 +44,8 @@ class Origin:
     """sha256 of the checkpoint's manifest."""
     ema: bool = False
     """True if the export contains the moving average of the weights."""
+    base: str | None = None
+    """Model that the exported adapter is for; None: the export is a complete model."""
 
 
 def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | None:
@@ -58,8 +62,8 @@ def already_done(out: Path, origin: Origin, dtype: Dtype) -> ExportManifest | No
             f"{out} is not an export", next="specify another folder with --out, or move it away"
         )
     found = ExportManifest.read(out)
-    same = (found.checkpoint_sha256, found.ema, found.dtype)
-    if same != (origin.checkpoint_sha256, origin.ema, dtype):
+    same = (found.checkpoint_sha256, found.ema, found.base, found.dtype)
+    if same != (origin.checkpoint_sha256, origin.ema, origin.base, dtype):
         if found.job == origin.job:
             return None
         raise ConfigError(
@@ -93,15 +97,8 @@ def export(
     model that was trained on conversations the same ids of prompts; otherwise raises DamagedError.
     `card` is the text of README.md, `chat` the conversation format.
     """
-    out = out.resolve()  # the target of a symbolic link, and a name instead of `.`
     n_parameters = count.parameters(trained.arch)
-    size = n_parameters * DTYPES[dtype].itemsize
-    check_space(out.parent, size + 2**24, "the export")
-    staging = out.with_name(f".{out.name}.tmp")
-    if staging.exists():
-        shutil.rmtree(staging)
-    staging.mkdir(parents=True)
-    try:
+    with _published(out, n_parameters * DTYPES[dtype].itemsize) as staging:
         folded = fold(trained)
         verify.check_folded(folded, trained)
         rounded = {name: tensor.to(DTYPES[dtype]) for name, tensor in folded.state.items()}
@@ -112,21 +109,77 @@ def export(
         difference = verify.check(staging, rounded, folded.arch, trained.open_tokenizer())
         if chat is not None:
             verify.check_prompts(staging, chat)
-        manifest = ExportManifest(
-            job=origin.job,
-            step=origin.step,
-            checkpoint_sha256=origin.checkpoint_sha256,
-            ema=origin.ema,
-            dtype=dtype,
-            parameters=n_parameters,
-            max_logit_difference=difference,
-            chat=None if chat is None else chat.facts,
-            files=_records(staging),
+        return _write_manifest(
+            staging, origin, chat, dtype=dtype, parameters=n_parameters, difference=difference
         )
-        (staging / manifest.filename).write_text(manifest.dump(), encoding="utf-8")
+
+
+def export_adapter(
+    trained: Trained,
+    adapter: Adapter,
+    origin: Origin,
+    out: Path,
+    *,
+    card: str,
+    chat: ChatFormat | None = None,
+) -> ExportManifest:
+    """Write the adapter alone to `out`, in the format of PEFT, and return the manifest.
+
+    `trained` is the model with the adapter merged. The folder appears only after PEFT has computed
+    the same logits with it on the model that it is for; otherwise as `export`.
+    """
+    size = sum(tensor.numel() for tensor in adapter.state.values())
+    with _published(out, 4 * size) as staging:
+        write_peft(staging, adapter, trained.arch)
+        _write_tokenizer(trained, staging, chat)
+        (staging / "README.md").write_text(card, encoding="utf-8")
+        difference = verify.check_adapter(staging, adapter.folder, trained.state, trained.arch)
+        return _write_manifest(
+            staging, origin, chat, dtype="fp32", parameters=size, difference=difference
+        )
+
+
+@contextmanager
+def _published(out: Path, size: int) -> Iterator[Path]:
+    """Yield a temporary folder, which replaces `out` at the end of the block unless it raises.
+
+    `size` is about the number of bytes that are written into it.
+    """
+    out = out.resolve()  # the target of a symbolic link, and a name instead of `.`
+    check_space(out.parent, size + 2**24, "the export")
+    staging = out.with_name(f".{out.name}.tmp")
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
         _publish(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_manifest(
+    folder: Path,
+    origin: Origin,
+    chat: ChatFormat | None,
+    *,
+    dtype: Dtype,
+    parameters: int,
+    difference: float,
+) -> ExportManifest:
+    manifest = ExportManifest(
+        job=origin.job,
+        step=origin.step,
+        checkpoint_sha256=origin.checkpoint_sha256,
+        ema=origin.ema,
+        base=origin.base,
+        dtype=dtype,
+        parameters=parameters,
+        max_logit_difference=difference,
+        chat=None if chat is None else chat.facts,
+        files=_records(folder),
+    )
+    (folder / manifest.filename).write_text(manifest.dump(), encoding="utf-8")
     return manifest
 
 

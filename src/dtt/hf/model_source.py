@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.log import log, log_on_terminal
-from dtt.config.init import HF
+from dtt.config.init import HF, HUB_ID
 from dtt.config.load import load_job
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def job_of(source: str) -> JobDir:
 
 def _read_job(source: str, ema: bool) -> Trained:
     from dtt.checkpoint import store
-    from dtt.hf.read import find_checkpoint, read_checkpoint
+    from dtt.hf.read_checkpoint import find_checkpoint, read_checkpoint
 
     folder, step = store.parse(source)
     job = JobDir(folder.parent)
@@ -104,9 +103,6 @@ def on_device(trained: Trained, device: torch.device) -> Decoder:
     state = {name: tensor.to(device) for name, tensor in trained.state.items()}
     model.load_state_dict(state, assign=True)
     return model
-
-
-HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 
 
 def find_model(name: str, files: Sequence[str] | None = None, *, where: str | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Reading of trained models from checkpoints of jobs and from Hugging Face folders."""
+"""Reading of trained models from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import DataManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.log import log
 from dtt.base.safe_names import checked_name
-from dtt.checkpoint import store
-from dtt.config.averaging import parse_averaging
-from dtt.config.run import RunConfig
-from dtt.data.samples import compatibility
 from dtt.data.text.tokenizer import add_in_front, begin_of_document, open_tokenizer
 from dtt.hf.chat_format import FETCH_AGAIN, eos_token_ids, read_config
 from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.families import multimodal
-from dtt.model.scaling import scaled
-from dtt.optim.ema import averages, blended
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,61 +49,6 @@ class Trained:
         return add_in_front(open_tokenizer(self.tokenizer), self.begin_of_document)
 
 
-def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
-    """Return the verified checkpoint of `step`, or the newest; InputError if there is none."""
-    found = store.newest(folder) if step is None else store.at_step(folder, step)
-    if found is None:
-        raise InputError(
-            f"no checkpoint in {folder}",
-            why="training has not saved one yet",
-            next="continue training, or touch control/save in the job directory to save one now",
-        )
-    return found
-
-
-def read_checkpoint(
-    cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint, *, ema: bool = False
-) -> Trained:
-    """Return the model of a job with the resolved config `cfg`; reads only the job directory.
-
-    With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
-    DamagedError if the job directory contains the manifest of different data.
-    """
-    data = DataManifest.read(job.root)
-    # Same ids, other tokenizer: nothing else would reveal that the texts are garbage.
-    if checkpoint.manifest.data_key != data.key:
-        raise DamagedError(
-            f"{job.root / data.filename} does not describe the data that the job was trained on",
-            why="another tokenizer assigns the same ids to different text",
-            next=f"run dtt train {job.root}, which writes it again",
-        )
-    compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
-    return Trained(
-        scaled(cfg, data.vocab_size).arch,
-        _averages(cfg, checkpoint) if ema else checkpoint.tensors(store.MODEL),
-        job.tokenizer,
-        data.end_of_document,
-        data.until_ids,
-        data.begin_of_document,
-    )
-
-
-def _averages(cfg: RunConfig, checkpoint: store.Checkpoint) -> dict[str, Tensor]:
-    """Return the averaged weights, blended with the weights as `train.ema_decay` says."""
-    found = averages(checkpoint.tensors(store.STATE))
-    if not found:
-        raise InputError(
-            f"{checkpoint.path} has no moving average of the weights",
-            why="the job was trained without train.ema_decay",
-            next="omit --ema; set train.ema_decay=0.999 in the next job to keep one",
-        )
-    blend = parse_averaging(cfg.train.ema_decay).blend if cfg.train.ema_decay else 1.0
-    if blend == 1.0:
-        return found
-    weights = checkpoint.tensors(store.MODEL)
-    return {name: blended(weights[name], average, blend) for name, average in found.items()}
-
-
 def read_hf_folder(folder: Path) -> Trained:
     """Read the model of a Hugging Face folder with safetensors files.
 
@@ -120,13 +57,13 @@ def read_hf_folder(folder: Path) -> Trained:
     whole = read_config(folder / "config.json")
     config = multimodal.text_config(whole)
     family = _family(config, folder)
-    files, tokenizer = _weight_files(folder), folder / "tokenizer.json"
+    files, tokenizer = weight_files(folder), folder / "tokenizer.json"
     missing = next((path for path in (*files, tokenizer) if not path.is_file()), None)
     if missing is not None:
         why = f"{missing.name} is missing"
         raise InputError(f"{folder} is not a complete model", why=why, next=FETCH_AGAIN)
     arch = _architecture(family, config, folder)
-    tensors = {name: tensor for file in files for name, tensor in _load(file).items()}
+    tensors = {name: tensor for file in files for name, tensor in load_tensors(file).items()}
     if multimodal.is_multimodal(whole):
         tensors = _text_tensors(tensors, folder)
     end, until_ids = _end_of_document(folder, config), eos_token_ids(folder)
@@ -175,7 +112,7 @@ def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Ar
         raise InputError(f"{folder} is not a complete model", why=why, next=FETCH_AGAIN) from None
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the weight files as transformers does: model.safetensors, or the files of the index.
 
     Other files in the folder do not belong to the model. The index is untrusted input: raises
@@ -192,7 +129,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / checked_name(name, index) for name in sorted(set(names.values()))]
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file; DamagedError if it is malformed."""
     try:
         return load_file(path)

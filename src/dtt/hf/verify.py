@@ -16,12 +16,13 @@ import transformers
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dtt.base.errors import DamagedError, Diverged, InputError
+from dtt.base.errors import DamagedError, Diverged, EnvironmentUnfit, InputError
 from dtt.config.init_std import InitialStd
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.hf.chat_format import ChatFormat
 from dtt.hf.read import Trained, transformers_defaults
 from dtt.hf.weights import NOT_WEIGHTS
+from dtt.mesh.environment import install
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
@@ -106,6 +107,38 @@ def check_folded(folded: Trained, trained: Trained) -> None:
             _difference(before, after, "the folded weights")
         except _Mismatch as found:
             raise _export_error(None, str(found)) from None
+
+
+@torch.inference_mode()
+def check_adapter(
+    folder: Path, base: Path, state: Mapping[str, Tensor], arch: Architecture
+) -> float:
+    """Apply the adapter in `folder` to the model in `base` with PEFT; return as `check`.
+
+    `state` are the merged weights. Raises DamagedError if the fp32 logits differ, and
+    EnvironmentUnfit if PEFT is not installed.
+    """
+    peft = import_peft()
+    ids_1T = _random_ids(arch)[None]
+    try:
+        ours = _decoder(state, arch)(ids_1T)
+        adapted = peft.PeftModel.from_pretrained(_load(base, arch), folder).eval()
+        return _difference(ours, adapted(ids_1T).logits, "random ids")
+    except _Mismatch as found:
+        raise _export_error(folder, str(found)) from None
+
+
+def import_peft() -> Any:
+    """Return the module `peft`; EnvironmentUnfit if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise EnvironmentUnfit(
+            "adapters are verified with PEFT, which is not installed",
+            why=str(error),
+            next=install("peft"),
+        ) from None
+    return peft
 
 
 def check_prompts(folder: Path, chat: ChatFormat) -> None:

@@ -30,7 +30,7 @@ from dtt.model.rope import rotations
 from dtt.model.target_scores import target_scores
 from dtt.params.table import Param, Params
 
-Role = Literal["matrix", "embed", "head", "vector"]
+Role = Literal["matrix", "embed", "head", "vector", "adapter"]
 
 
 class Decoder(nn.Module):
@@ -229,6 +229,8 @@ def parameter_role(name: str, ndim: int) -> Role:
     A stack [experts, out, in] in a layer has the role of its matrices, and a stack of biases
     [experts, out] that of a bias. Raises ValueError for any other parameter.
     """
+    if name.endswith((".lora_a", ".lora_b")):
+        return "adapter"
     if ndim == 1 or name.endswith("bias"):
         return "vector"
     match name.split(".")[0], ndim:

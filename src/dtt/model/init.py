@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,13 @@ def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> N
     itself.
     """
     for name, parameter in model.named_parameters():
-        if parameter_role(name, parameter.ndim) == "vector":
+        role = parameter_role(name, parameter.ndim)
+        if not parameter.requires_grad:
+            # Frozen: its values come from a checkpoint. Drawing those of 8B takes 48 s.
+            continue
+        if role == "adapter":
+            _fill_adapter(parameter, seed, name)
+        elif role == "vector":
             # Gemma's norm multiplies by 1 + weight, so 0 is its identity.
             zero = name.endswith("bias") or model.arch.norm == "rmsnorm_plus_one"
             local(parameter).fill_(0.0 if zero else 1.0)
@@ -56,6 +62,23 @@ def init_std(name: str, arch: Architecture, base: Architecture) -> float:
     return of_role.matrix * width / math.sqrt(2 * base.n_layers)
 
 
+def _fill_adapter(parameter: Tensor, seed: int, name: str) -> None:
+    """Fill A uniformly within 1 / sqrt(inputs), and B with 0, so that the adapter adds nothing.
+
+    This is Kaiming's uniform distribution with a = sqrt(5), as in PEFT.
+    """
+    local_part, box, shape = local_shard(parameter)
+    if name.endswith("lora_b"):
+        local_part.fill_(0.0)
+        return
+    bound = 1 / math.sqrt(shape[1])
+
+    def draw(drawn: Tensor, generator: torch.Generator) -> None:
+        drawn.uniform_(-bound, bound, generator=generator)
+
+    _fill_matrix(local_part, box, shape, draw, f"{seed}:{name}")
+
+
 def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
     """Fill a matrix, or a stack of them, with normal numbers.
 
@@ -63,16 +86,28 @@ def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
     the number of experts nor on which of them this rank holds.
     """
     local_part, box, shape = local_shard(parameter)
+
+    def draw(drawn: Tensor, generator: torch.Generator) -> None:
+        drawn.normal_(0.0, std, generator=generator)
+
     if parameter.ndim == 2:
-        _fill_matrix(local_part, box, shape, std, f"{seed}:{name}")
+        _fill_matrix(local_part, box, shape, draw, f"{seed}:{name}")
         return
     for e, matrix in enumerate(local_part, start=box.offset[0]):
         of_matrix = Box(box.offset[1:], box.shape[1:])
-        _fill_matrix(matrix, of_matrix, shape[1:], std, f"{seed}:{name}[{e}]")
+        _fill_matrix(matrix, of_matrix, shape[1:], draw, f"{seed}:{name}[{e}]")
 
 
-def _fill_matrix(local_part: Tensor, box: Box, shape: Sequence[int], std: float, key: str) -> None:
+def _fill_matrix(
+    local_part: Tensor,
+    box: Box,
+    shape: Sequence[int],
+    draw: Callable[[Tensor, torch.Generator], None],
+    key: str,
+) -> None:
     """Fill the part `box` of a matrix of `shape`, drawn on the CPU and copied to its device.
+
+    `draw` fills a block with the numbers of a generator.
 
     A CPU generator produces the same numbers for every kind of device. Rows are drawn in blocks,
     each with its own generator: a rank that holds a shard of the matrix draws only the blocks that
@@ -87,7 +122,7 @@ def _fill_matrix(local_part: Tensor, box: Box, shape: Sequence[int], std: float,
         block_shape = min(block_rows, rows - start), columns
         # All columns, also those of other ranks: a generator cannot skip numbers. At most 64 MB.
         drawn = torch.empty(block_shape, dtype=torch.float32, device="cpu")
-        drawn.normal_(0.0, std, generator=_generator(key, start // block_rows))
+        draw(drawn, _generator(key, start // block_rows))
         begin, end = max(first, start), min(first + count, start + len(drawn))
         overlap = drawn[begin - start : end - start, left : left + width]
         local_part[begin - first : end - first] = overlap

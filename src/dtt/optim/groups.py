@@ -170,7 +170,7 @@ def _settings(
     else:
         adamw = config
     lr = _first(entry.lr, adamw.lr)
-    general = config.weight_decay if role == "matrix" else 0.0
+    general = config.weight_decay if role in ("matrix", "adapter") else 0.0
     decay = general if entry.weight_decay is None else entry.weight_decay
     return Settings(
         "adamw",

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_module,
@@ -36,6 +40,7 @@ from torch.distributed.tensor.parallel import (
 from dtt.mesh.collectives import arrived, gather
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import local
+from dtt.model.lora import LORA_A, LORA_B
 
 OWN_TOKENS, ALL_TOKENS = Shard(1), Replicate()
 OWN_HEADS = 1
@@ -100,6 +105,64 @@ class DividedNorm(ParallelStyle):
             module.register_parameter(name, nn.Parameter(part))
 
 
+class OutputsDivided(ColwiseParallel):
+    """Linear layer of which each rank has some outputs: [B, T, D] → [B, T, F/P].
+
+    Of an adapter, each rank has all of A and its rows of B.
+    """
+
+    def _partition_linear_fn(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        _distribute(module, mesh, {LORA_A: Replicate()}, Shard(0), self.src_data_rank)
+
+
+class InputsDivided(RowwiseParallel):
+    """Linear layer of which each rank has some inputs: [B, T, F/P] → [B, T/P, D].
+
+    Each rank's product is a summand for all tokens. The reduce-scatter adds them and leaves each
+    rank its own tokens: half the bytes of an all-reduce. Of an adapter, each rank has its columns
+    of A and all of B.
+    """
+
+    def __init__(self) -> None:
+        """Create the style."""
+        super().__init__(output_layouts=OWN_TOKENS)
+
+    def _partition_linear_fn(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        whole = dict.fromkeys(("bias", LORA_B), Replicate())
+        _distribute(module, mesh, whole, Shard(1), self.src_data_rank)
+        if hasattr(module, LORA_A):
+            module.update = MethodType(_summand, module)  # type: ignore[assignment]
+
+
+def _distribute(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    others: Mapping[str, Placement],
+    placement: Placement,
+    source: int | None,
+) -> None:
+    """Distribute each parameter of `module` with `placement`, or with that in `others`."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placements = [others.get(name, placement)]
+        part = distribute_tensor(parameter, mesh, placements, src_data_rank=source)
+        trained = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        module.register_parameter(name, trained)
+
+
+def _summand(module: nn.Module, x: DTensor) -> DTensor:
+    """Return this rank's summand B A_k x_k of the update of an adapter.
+
+    It is added to the summand of W, and both pass the one reduction of the layer. DTensor would
+    reduce A_k x_k first, and then the sum of all tokens without scattering it.
+    """
+    a, b = local(module.lora_a), module.lora_b  # type: ignore[arg-type]
+    assert isinstance(b, DTensor)
+    # Each rank's gradient of B, which all ranks have, is a summand.
+    whole_b = b.to_local(grad_placements=[Partial()])
+    update = functional.linear(functional.linear(x.to_local(), a), whole_b)
+    return DTensor.from_local(update, x.device_mesh, [Partial()], run_check=False)
+
+
 class DividedEmbedding(RowwiseParallel):
     """Vocabulary-parallel embedding: ids [B, T] → [B, T/P, D].
 
@@ -124,10 +187,8 @@ def plan(*, norm_all_heads: bool) -> dict[str, ParallelStyle]:
     that are not listed are not parallelised.
     """
     # Column-parallel layers give each rank complete heads: attention needs no communication.
-    to_columns = ColwiseParallel()
-    # Each rank's product is a summand for all tokens. The reduce-scatter adds them and leaves each
-    # rank its own tokens: half the bytes of an all-reduce.
-    to_tokens = RowwiseParallel(output_layouts=OWN_TOKENS)
+    to_columns = OutputsDivided()
+    to_tokens = InputsDivided()
     # Norms between layers see this rank's tokens only, so their activations take 1/P of the memory.
     tokens = SequenceParallel(use_local_output=True)
     heads = (

@@ -23,6 +23,7 @@ from dtt.config.load import load_job
 from dtt.config.run import RunConfig
 from dtt.jobs.job_state import FAILURES, State, Status
 from dtt.model import count, families
+from dtt.model.adapted_layers import adapter_weights
 from dtt.report import attempts, task_results
 from dtt.report.configuration import changed_keys
 from dtt.report.conversation_masks import conversations
@@ -169,7 +170,9 @@ def _of_configuration(job: JobDir, cfg: RunConfig, history: MetricsHistory) -> d
             cfg.model, data.vocab_size, cfg.train.seq_len
         )
         found["parameters"] = count.parameters(arch)
-        found["flops_per_token"] = count.flops_per_token(arch, cfg.train.seq_len)
+        found["flops_per_token"] = count.flops_per_token(
+            arch, cfg.train.seq_len, adapter=adapter_weights(cfg.adapter, arch)
+        )
         found["mixture"] = _mixture(data, history)
     return found
 

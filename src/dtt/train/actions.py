@@ -195,11 +195,12 @@ def save(run: Run, _stop: Stop) -> list[Record]:
     sources = dataset.state(dataset.first_sample(max(0, position.step - 1)))
     run.control.saver.begin(
         position.step,
-        run.state.params,
+        run.state.params.trainable(),
         run.state.tensors() | on_this_rank(rng_tensors(world.rank, world.device)),
         position.to_json() | {"run_id": run.run_id, "sources": sources} | run.schedule.state(),
         # Trackers are flushed before a checkpoint is complete: a run that resumes from it finds all
         # records up to it.
         run.observers.flush,
+        run.state.base,
     )
     return []

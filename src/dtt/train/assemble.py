@@ -10,12 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtt.base.log import log
+from dtt.config.adapter import LoraConfig
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, params_of
 from dtt.model.init import initialize
+from dtt.model.lora import attach
 from dtt.optim import groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
@@ -24,6 +26,15 @@ from dtt.parallel.context import ContextParallel
 from dtt.params.table import Params
 from dtt.train.precision import Precision, warning
 from dtt.train.run_plan import RunPlan
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give each parameter on the meta device memory on `device`, without values."""
+    # Not `to_empty`: it swaps tensors, which fake tensors do not allow.
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            memory = torch.empty_like(parameter, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -56,13 +67,18 @@ def make_optimizers(
 def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
     """Create the model and wrap it for the run's parallelism; all ranks call it together.
 
-    A sharded model is created on the meta device, so that no rank ever holds all of it.
+    A sharded model has no memory before it is sharded, so that no rank ever holds all of it.
     """
     layout = make_mesh(plan.sizes, world)
-    # DDP holds all of it in any case, so it is created on its device at once.
-    with torch.device("meta") if layout.sharded else world.device:
+    with torch.device("meta"):
         # Pure bf16 has bf16 weights, mixed precision fp32 ones.
         model = Decoder(plan.arch).to(plan.precision.weights)
+    if isinstance(cfg.adapter, LoraConfig):
+        # Frozen weights need no fp32 copy: bf16 is what autocast would make of it in every step.
+        attach(model, cfg.adapter, plan.precision.compute_dtype)
+    if not layout.sharded:
+        # Now, because DDP looks at the values when it wraps the model.
+        _allocate(model, world.device)
     model.attention = cfg.train.attention
     if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", doubt)

@@ -12,6 +12,7 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.base import malloc
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
+from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.objective import DpoConfig, NextTokenConfig
 from dtt.config.run import RunConfig
@@ -25,6 +26,7 @@ from dtt.train.supervise.watchdog import Watchdog
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dtt.artifacts.manifests import Reference
     from dtt.checkpoint.saver import Saver
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
@@ -140,7 +142,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     assembled = assemble(cfg, plan, world)
     reader = BatchReader.of(cfg, assembled.layout.index(*DATA), plan.sizes.data, world.device)
     # After parallelisation, so that each rank fills its shards only.
-    start = initial_weights(inputs, assembled, reader)
+    start, base = initial_weights(inputs, assembled, reader)
     startup.end_phase("model")
     rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
     optimizers = make_optimizers(cfg, plan, assembled, rounding)
@@ -164,6 +166,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         guard=Guard(cfg.guard, world, inputs.attempt.job.root),
         rounding=rounding,
         ema=make_ema(inputs, assembled),
+        base=base,
     )
     startup.end_phase("optimizer")
     return state, reader
@@ -183,21 +186,26 @@ def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:
     return Ema(assembled.params, average.decay, start, average.blend)
 
 
-def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -> Checkpoint | None:
+def initial_weights(
+    inputs: Inputs, assembled: Assembled, reader: BatchReader
+) -> tuple[Checkpoint | None, Reference | None]:
     """Initialise the model of a new job; return the checkpoint that its weights come from, if any.
 
+    With an adapter, load the frozen weights, also on resume, and return a reference to them.
     With DPO, also compute the log-probabilities of the reference model, or, on resume, check that
     they are there.
     """
     from dtt.model.init import initialize
+    from dtt.train.adapter import base_reference, load_adapter, restore_base
 
     cfg, source, start = inputs.cfg, inputs.source, None
     model, data = assembled.model, (inputs.dataset.tokenizer, inputs.world)
+    adapted = isinstance(cfg.adapter, LoraConfig)
     reference = cfg.objective.reference if isinstance(cfg.objective, DpoConfig) else None
     if inputs.resume is not None:
         if cfg.objective.type == "dpo":
             check_reference(inputs)
-        return None
+        return None, restore_base(inputs.resume, model, inputs.world) if adapted else None
     if reference is not None:
         checkpoint = initialise_from(reference, model, *data)
         write_reference(inputs, assembled, reader, reference, checkpoint)
@@ -205,13 +213,16 @@ def initial_weights(inputs: Inputs, assembled: Assembled, reader: BatchReader) -
         initialize(model, cfg.seed, inputs.plan.scaling.base)
     if source is not None:
         start = initialise_from(source, model, *data, average=cfg.init.average)
+        if cfg.init.adapter is not None and isinstance(cfg.adapter, LoraConfig):
+            load_adapter(cfg.init.adapter, model, cfg.adapter, source, inputs.world)
         if cfg.objective.type == "dpo" and reference is None:
             write_reference(inputs, assembled, reader, source, start)
-    return start
+    return start, base_reference(source, start, inputs.world) if adapted else None
 
 
 def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:
     """Return the measurements and the trackers of a run."""
+    from dtt.model.adapted_layers import adapter_weights
     from dtt.track.trackers import make_trackers
     from dtt.train.components import Observers
     from dtt.train.profiler import Profiler
@@ -221,7 +232,10 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action])
 
     cfg, plan, attempt, world = inputs.cfg, inputs.plan, inputs.attempt, inputs.world
     optimizers = list(state.optimizers.values())
-    meter = ThroughputMeter(plan.arch, plan.precision.compute_dtype, world, optimizers)
+    adapter = adapter_weights(cfg.adapter, plan.arch)
+    meter = ThroughputMeter(
+        plan.arch, plan.precision.compute_dtype, world, optimizers, adapter=adapter
+    )
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
         meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)

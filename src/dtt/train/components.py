@@ -9,6 +9,7 @@ from itertools import product
 from torch.optim import Optimizer
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import Reference
 from dtt.checkpoint.saver import Saver
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
@@ -50,6 +51,8 @@ class TrainState:
     rounding: StochasticRounding | None
     """Stochastic rounding of bf16 weights, if configured; the optimizers use it."""
     ema: Ema | None
+    base: Reference | None = None
+    """The frozen weights, which checkpoints lack; None: all weights are trained."""
 
     def tensors(self) -> dict[str, LaidOut]:
         """Return all tensors for a checkpoint but the parameters, by path."""
@@ -59,7 +62,8 @@ class TrainState:
 
     def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
         """Load the tensors of a checkpoint; raise ConfigError or DamagedError if they differ."""
-        load_parameters(self.params, weights)
+        # A checkpoint has what is trained. The frozen weights below an adapter are there already.
+        load_parameters(self.params.trainable(), weights)
         load_optimizers(self.optimizers, state, self.layout.gather)
         if self.ema is not None:
             self.ema.restore(state)

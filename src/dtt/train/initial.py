@@ -13,7 +13,6 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.log import log
-from dtt.config.averaging import parse_averaging
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
@@ -49,7 +48,8 @@ def initialise_from(
     before the first step shows the effect.
 
     For conversations, tokens that only they contain start from the mean of the others, if the
-    source was not trained on conversations; see `untrained_tokens`.
+    source was not trained on conversations; see `untrained_tokens`. The frozen weights below an
+    adapter must all be in the source, with the same shapes.
     """
     from dtt.checkpoint import store
     from dtt.train.warm_start import take_weights
@@ -67,50 +67,24 @@ def initialise_from(
             compare(folder, trained)
         state, theirs, where, differences = trained.state, trained.tokenizer, folder, ""
     else:
+        from dtt.hf.read_checkpoint import checkpoint_weights
         from dtt.model.scaling import scaled
 
         checkpoint = world.from_first(store.find(source) if world.first else None)
         assert checkpoint is not None
-        state, where = checkpoint.stored(store.MODEL), checkpoint.path
-        if average:
-            state = {**state, **_averages(checkpoint, state)}
+        state = checkpoint_weights(checkpoint, average=average, check=world.first)
+        where = checkpoint.path
         job = JobDir(where.parents[1])
         theirs = job.tokenizer
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
         differences = difference(model.arch, arch)
     untrained = world.from_first(untrained_tokens(source, tokenizer) if world.first else {})
-    report = take_weights(model, state, str(where), untrained)
-    log.info("%s", report)
+    log.info("%s", take_weights(model, state, str(where), untrained))
     if differences:
         log.warning("the architecture of %s differs: %s", where, differences)
     if world.first:
         warn_of_other_vocabulary(tokenizer, theirs)
     return checkpoint
-
-
-def _averages(
-    checkpoint: Checkpoint, weights: Mapping[str, FullTensor]
-) -> Mapping[str, FullTensor]:
-    """Return the moving average of the weights, blended with them as the job's export would be.
-
-    Raise ConfigError if the checkpoint has none.
-    """
-    from dtt.checkpoint import store
-    from dtt.optim.ema import BlendedTensor, averages
-
-    found = averages(checkpoint.stored(store.STATE))
-    if not found:
-        raise ConfigError(
-            f"{checkpoint.path} has no average of the weights",
-            where="init.average",
-            why="its job was trained without train.ema_decay",
-            next="init.average=false starts from the weights",
-        )
-    given = load_job(checkpoint.path.parents[1]).train.ema_decay
-    blend = 1.0 if given is None else parse_averaging(given).blend
-    if blend == 1.0:
-        return found
-    return {name: BlendedTensor(weights[name], average, blend) for name, average in found.items()}
 
 
 def carry_optimizers(

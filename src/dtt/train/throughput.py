@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -70,12 +71,16 @@ class ThroughputMeter:
         compute_dtype: torch.dtype,
         world: World,
         optimizers: Sequence[Optimizer] = (),
+        *,
+        adapter: int = 0,
     ) -> None:
         """Create the meter, and measure the speed of matrix products; all ranks call it together.
 
-        The waiting time of `optimizers` that are `Waiter`s counts as communication.
+        The waiting time of `optimizers` that are `Waiter`s counts as communication. `adapter` is
+        the number of its weights, if all others are frozen.
         """
-        self._arch, self._world, self._device = arch, world, world.device
+        self._flops_per_token = partial(count.flops_per_token, arch, adapter=adapter)
+        self._world, self._device = world, world.device
         # The data sheets give bf16 peaks, so MFU of fp32 would compare different units.
         self._peak = peak_flops(self._device) if compute_dtype is torch.bfloat16 else None
         matmul = measured_flops(self._device, compute_dtype)
@@ -134,8 +139,8 @@ class ThroughputMeter:
         self.steps += 1
         self._steps += 1
         self._tokens += tokens
-        self._flops += tokens * count.flops_per_token(self._arch, seq_len)
-        self._causal += tokens * count.flops_per_token(self._arch, seq_len, causal=True)
+        self._flops += tokens * self._flops_per_token(seq_len)
+        self._causal += tokens * self._flops_per_token(seq_len, causal=True)
 
     def leave_out(self, padding: int) -> None:
         """Exclude the padding of the current step, over all devices, from the tokens per second.

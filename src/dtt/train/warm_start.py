@@ -33,6 +33,8 @@ def take_weights(
     tokens. Raise ConfigError if no tensor matches.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
+    if not all(parameter.requires_grad for parameter in parameters.values()):
+        return take_base(model, tensors, source, untrained)
     tensors, report = dict(tensors), []
     if HEAD in parameters and HEAD not in tensors and EMBED in tensors:
         tensors[HEAD] = tensors[EMBED]
@@ -67,6 +69,38 @@ def take_weights(
     count = sum(parameters[name].numel() for name in fitting)
     copied = f"{len(fitting)} of {len(parameters)} tensors, {count / 1e6:.2f}M parameters"
     return "\n".join([f"weights from {source}: {copied}", *sorted(report), *rest])
+
+
+@torch.no_grad()
+def take_base(
+    model: nn.Module,
+    tensors: Mapping[str, FullTensor],
+    source: str,
+    untrained: Mapping[int, str] | None = None,
+) -> str:
+    """Copy `tensors` into the frozen weights below an adapter; return a report.
+
+    Raises ConfigError unless all of them fit. Nothing is extended or left at random: the
+    checkpoints of the adapter refer to these weights, and whoever merges it takes them as they are.
+    """
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    for name in sorted(frozen.keys() | tensors.keys()):
+        here, there = _shape(frozen.get(name)), _shape(tensors.get(name))
+        if here != there:
+            raise ConfigError(
+                f"an adapter needs exactly the model of {source}",
+                where="init.from",
+                why=f"{name} is {here} here, {there} there",
+                next="leave out keys of model that differ",
+            )
+    for name, parameter in frozen.items():
+        fill(parameter, tensors[name])
+    count = sum(parameter.numel() for parameter in frozen.values())
+    report = f"frozen weights from {source}: {count / 1e6:.2f}M parameters"
+    if untrained:
+        tokens = ", ".join(untrained.values())
+        report += f"\n  tokens that were never trained, which the adapter cannot change: {tokens}"
+    return report
 
 
 def _take_rows(ours: Tensor, theirs: FullTensor) -> None:

@@ -1,0 +1,359 @@
+"""Adapters in the format of PEFT: adapter_config.json and adapter_model.safetensors, both ways.
+
+PEFT names adapted layers as transformers does. Where that is one layer for several of dtt (q, k and
+v of GPT-2 and Phi-3), a file has one A of all their ranks, and a B with a block for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.config.adapter import ALL_LINEAR, LoraConfig
+from dtt.hf.chat_format import read_config
+from dtt.hf.read import load_tensors
+from dtt.model import families
+from dtt.model.adapted_layers import Adapted, adapted_layers, inner
+from dtt.model.architecture import Architecture
+from dtt.model.count import layer_shapes
+from dtt.model.families import multimodal
+from dtt.model.families.base import WeightRule
+from dtt.model.lora import LORA_A, LORA_B
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module of transformers."""
+HONOURED = """
+    r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules
+    layers_to_transform layers_pattern fan_in_fan_out peft_type task_type init_lora_weights
+"""
+WITHOUT_EFFECT = """
+    lora_dropout inference_mode auto_mapping peft_version base_model_name_or_path revision
+    qalora_group_size megatron_core runtime_config
+"""
+"""Fields of training only, details of a method that is off, and descriptions."""
+METHODS = """
+    bias lora_bias modules_to_save trainable_token_indices ensure_weight_tying layer_replication
+    target_parameters megatron_config use_dora use_qalora use_bdlora alora_invocation_tokens
+    loftq_config eva_config corda_config lora_ga_config velora_config monteclora_config kasa_config
+    arrow_config
+"""
+"""Fields of methods that dtt does not have."""
+OFF: tuple[Any, ...] = (None, False, "none", [], {})
+"""Values that turn a method off."""
+INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the frozen weights alone. Others, such as pissa, subtract
+the initial adapter from them, so that the file belongs to other weights."""
+
+
+def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Tensor]:
+    """Return the parameters of the adapter in `folder`, by dtt's names.
+
+    Raises InputError for what dtt does not support, DamagedError for a folder that contradicts
+    itself, and ConfigError, with the section to use, if it differs from `cfg`.
+    """
+    where = folder / CONFIG
+    if not where.is_file():
+        raise InputError(f"no adapter in {folder}", where="init.adapter", why=f"it has no {CONFIG}")
+    config = read_config(where)
+    _check_fields(config, where)
+    rules = {rule.hf_name.removesuffix(".weight"): rule for rule in linear_rules(arch)}
+    if config.get("fan_in_fan_out") and not all(rule.transpose for rule in rules.values()):
+        raise _refused(where, "fan_in_fan_out", True)
+    tensors = _tensors(folder / TENSORS)
+    found = _layers(tensors, folder / TENSORS)
+    _check_targets(config, list(rules), found.keys(), where)
+    state: dict[str, Tensor] = {}
+    layers: dict[str, Adapted] = {}
+    for name, (a, b) in found.items():
+        # The same for every part of a fused layer: each has all of A.
+        own = of_module(config, name)
+        if a.shape[0] != own.rank or b.shape[1] != own.rank:
+            raise DamagedError(
+                f"the rank of {name} is {a.shape[0]} in {TENSORS}, {own.rank} in {CONFIG}",
+                where=folder,
+            )
+        parts = _parts(rules[name], arch)
+        outputs = sum(shape[0] for _, shape in parts)
+        if b.shape[0] != outputs:
+            why = f"B of {name} has {b.shape[0]} outputs, not {outputs}"
+            raise InputError("the adapter is for another model", where=folder, why=why)
+        split = b.split_with_sizes([shape[0] for _, shape in parts])
+        for (part, shape), rows in zip(parts, split, strict=True):
+            if a.shape[1] != shape[1]:
+                raise DamagedError(
+                    f"A of {name} has {a.shape[1]} inputs, not {shape[1]}", where=folder
+                )
+            state |= {f"{part}.{LORA_A}": a, f"{part}.{LORA_B}": rows.contiguous()}
+            layers[part] = own
+    _compare(layers, adapted_layers(cfg, arch), folder)
+    return state
+
+
+def _check_fields(config: Mapping[str, Any], where: Path) -> None:
+    """Raise InputError for the first field that changes what an adapter computes beyond LoRA."""
+    if config.get("peft_type") != "LORA":
+        raise _refused(where, "peft_type", config.get("peft_type"))
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise _refused(where, "task_type", config["task_type"])
+    if config.get("init_lora_weights", True) not in INITIALISATIONS:
+        raise _refused(where, "init_lora_weights", config["init_lora_weights"])
+    for name, value in config.items():
+        # Also fields that later releases of PEFT add: it gains several a year.
+        known = name in f"{HONOURED}{WITHOUT_EFFECT}".split()
+        known = known or (name in METHODS.split() and value in OFF)
+        if not known:
+            raise _refused(where, name, value)
+
+
+def _refused(where: Path, name: str, value: Any) -> InputError:
+    return InputError(
+        f"dtt does not support {name}={json.dumps(value)} of an adapter",
+        where=where,
+        next="merge this adapter with PEFT (merge_and_unload), and start from the result",
+    )
+
+
+def linear_rules(arch: Architecture) -> Iterator[WeightRule]:
+    """Yield the rules of the linear layers that an adapter may have."""
+    for rule in families.get(arch.family).weight_rules(arch):
+        if all(_shape(name, arch) is not None for name in rule.dtt_names):
+            yield rule
+
+
+def _shape(weight: str, arch: Architecture) -> tuple[int, ...] | None:
+    """Return the shape of a matrix in a layer; None for any other parameter."""
+    name = inner(weight)
+    shape = layer_shapes(arch).get(name) if name != weight else None
+    return shape if shape is not None and len(shape) > 1 else None
+
+
+def _parts(rule: WeightRule, arch: Architecture) -> list[tuple[str, tuple[int, ...]]]:
+    """Return name and shape [out, in] of each of dtt's layers in one of transformers."""
+    shapes = [(name.removesuffix(".weight"), _shape(name, arch)) for name in rule.dtt_names]
+    return [(name, shape) for name, shape in shapes if shape is not None]
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise DamagedError(f"{path} is missing", next="adapters in pickle files are not read")
+    return load_tensors(path)
+
+
+def _layers(tensors: Mapping[str, Tensor], where: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of each adapted layer, by the name that transformers has for it."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, dot, part = name.removeprefix(PREFIX).rpartition(".lora_")
+        if not name.startswith(PREFIX) or not dot or part not in ("A.weight", "B.weight"):
+            raise InputError(f"dtt does not support the tensor {name} of an adapter", where=where)
+        if tensor.ndim != 2 or not tensor.is_floating_point():
+            raise DamagedError(f"{name} is {tensor.dtype} {list(tensor.shape)}", where=where)
+        # Adapters of multimodal models name the layers of their text model.
+        text = multimodal.text_name(f"{module}.weight")
+        found.setdefault((text or module).removesuffix(".weight"), {})[part] = tensor
+    incomplete = [name for name, parts in found.items() if len(parts) != 2]
+    if incomplete or not found:
+        raise DamagedError("the adapter is incomplete", where=where, why=f"{incomplete[:1]}")
+    return {name: (parts["A.weight"], parts["B.weight"]) for name, parts in found.items()}
+
+
+def _check_targets(
+    config: Mapping[str, Any], names: Sequence[str], found: Iterable[str], where: Path
+) -> None:
+    """Raise unless the layers with tensors are those that the configuration names."""
+    targeted = {name for name in names if _targeted(config, name)}
+    odd = sorted(targeted.symmetric_difference(found))
+    if not odd:
+        return
+    if not set(found) <= set(names):
+        unknown = min(set(found) - set(names))
+        raise InputError(
+            f"the adapter is for another model: it has no layer {unknown}", where=where
+        )
+    raise DamagedError(
+        f"{CONFIG} and {TENSORS} name different layers", where=where, why=f"{odd[0]} is in one only"
+    )
+
+
+def _targeted(config: Mapping[str, Any], name: str) -> bool:
+    """Return True if PEFT adapts the layer `name`, by its rules."""
+    excluded, targets = config.get("exclude_modules"), config.get("target_modules")
+    if excluded and _named(excluded, name):
+        return False
+    if targets == ALL_LINEAR:
+        return True
+    if not targets or not _named(targets, name):
+        return False
+    layers = config.get("layers_to_transform")
+    if layers is None:
+        return True
+    numbers = [layers] if isinstance(layers, int) else layers
+    pattern = config.get("layers_pattern") or r"[^.]*"
+    any_of = [pattern] if isinstance(pattern, str) else pattern
+    matches = (re.match(rf".*\.{one}\.(\d+)\.", name) for one in any_of)
+    return any(match is not None and int(match[1]) in numbers for match in matches)
+
+
+def _named(wanted: str | Sequence[str], name: str) -> bool:
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def of_module(config: Mapping[str, Any], name: str) -> Adapted:
+    """Return the adapter of the layer `name`."""
+
+    def value(patterns: str, general: str, default: int) -> Any:
+        for pattern, own in (config.get(patterns) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return own
+        return config.get(general, default)
+
+    rank, alpha = value("rank_pattern", "r", 8), value("alpha_pattern", "lora_alpha", 8)
+    return Adapted(rank, float(alpha), bool(config.get("use_rslora")))
+
+
+def _compare(theirs: Mapping[str, Adapted], ours: Mapping[str, Adapted], folder: Path) -> None:
+    """Raise ConfigError unless both adapt the same layers with equal ranks and scales."""
+    for name in sorted(theirs.keys() | ours.keys()):
+        here, there = ours.get(name), theirs.get(name)
+        if (here and (here.rank, here.scale)) != (there and (there.rank, there.scale)):
+            section = yaml.safe_dump({"adapter": adapter_section(theirs)}, sort_keys=False)
+            raise ConfigError(
+                f"the adapter of this run differs from the one in {folder}",
+                where="init.adapter",
+                why=f"{name}: {_described(here)} here, {_described(there)} there",
+                next=f"use its settings:\n\n{section}",
+            )
+
+
+def _described(adapted: Adapted | None) -> str:
+    return "none" if adapted is None else f"rank {adapted.rank}, scale {adapted.scale:g}"
+
+
+def adapter_section(layers: Mapping[str, Adapted]) -> dict[str, Any]:
+    """Return an `adapter` section with these adapters."""
+    (rank, alpha), _ = Counter((one.rank, one.alpha) for one in layers.values()).most_common(1)[0]
+    return {
+        "type": "lora",
+        "rank": rank,
+        "alpha": alpha,
+        "rslora": next(iter(layers.values())).rslora,
+        "targets": _shortest(layers),
+        "rank_pattern": {
+            f"^{re.escape(name)}": own.rank for name, own in layers.items() if own.rank != rank
+        },
+        "alpha_pattern": {
+            f"^{re.escape(n)}": o.alpha for n, o in layers.items() if o.alpha != alpha
+        },
+    }
+
+
+def _shortest(layers: Iterable[str]) -> list[str]:
+    """Return names of layers, without `layers.N.` where all layers of the model have them."""
+    inner = Counter(re.sub(r"^.*?\.\d+\.", "", name) for name in layers)
+    every = len({re.match(r".*?\.(\d+)\.", name)[1] for name in layers})  # type: ignore[index]
+    if set(inner.values()) == {every}:
+        return sorted(inner)
+    return sorted(layers)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A trained adapter, and the model that it is for."""
+
+    state: Mapping[str, Tensor]
+    """A and B of each layer, by dtt's names."""
+    layers: Mapping[str, Adapted]
+    base: str
+    """The model: ORG/NAME, or a folder."""
+    revision: str | None
+    folder: Path
+    """Where the model is on this machine."""
+    dropout: float
+
+
+def write_peft(folder: Path, adapter: Adapter, arch: Architecture) -> None:
+    """Write the two files of an adapter into `folder`."""
+    state, layers = adapter.state, adapter.layers
+    tensors: dict[str, Tensor] = {}
+    found: dict[str, Adapted] = {}
+    transposed = False
+    for rule in linear_rules(arch):
+        parts = _parts(rule, arch)
+        if any(part in layers for part, _ in parts):
+            name = rule.hf_name.removesuffix(".weight")
+            a, b, found[name] = _joined(parts, state, layers)
+            tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+            transposed = transposed or rule.transpose
+    section = adapter_section(found)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "revision": adapter.revision,
+        "r": section["rank"],
+        "lora_alpha": section["alpha"],
+        "use_rslora": section["rslora"],
+        "target_modules": _targets_of_peft(found, arch),
+        "rank_pattern": section["rank_pattern"],
+        "alpha_pattern": section["alpha_pattern"],
+        "lora_dropout": adapter.dropout,
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _targets_of_peft(found: Iterable[str], arch: Architecture) -> list[str]:
+    """Return the last parts of the names if they name exactly these layers, else complete names."""
+    found = set(found)
+    ends = sorted({name.rpartition(".")[2] for name in found})
+    names = [rule.hf_name.removesuffix(".weight") for rule in linear_rules(arch)]
+    # GPT-2 has two layers of one name in each block, c_proj.
+    return ends if {n for n in names if _named(ends, n)} == found else sorted(found)
+
+
+def _joined(
+    parts: Sequence[tuple[str, tuple[int, ...]]],
+    state: Mapping[str, Tensor],
+    layers: Mapping[str, Adapted],
+) -> tuple[Tensor, Tensor, Adapted]:
+    """Return A, B and the settings of the one layer that transformers has for `parts`."""
+    adapted = [(part, shape, layers[part]) for part, shape in parts if part in layers]
+    first = adapted[0][2]
+    rank = sum(one.rank for _, _, one in adapted)
+    if len(parts) == 1:
+        only = adapted[0][0]
+        return _fp32(state[f"{only}.{LORA_A}"]), _fp32(state[f"{only}.{LORA_B}"]), first
+    b = torch.zeros(sum(shape[0] for _, shape in parts), rank)
+    row = column = 0
+    for part, shape in parts:
+        if (own := layers.get(part)) is not None:
+            block = b[row : row + shape[0], column : column + own.rank]
+            # The file has one scale, that of the first part.
+            block.copy_(state[f"{part}.{LORA_B}"].float() * (own.scale / first.scale))
+            column += own.rank
+        row += shape[0]
+    a = torch.cat([state[f"{part}.{LORA_A}"].float() for part, _, _ in adapted])
+    alpha = first.scale * (sqrt(rank) if first.rslora else rank)
+    return a, b, Adapted(rank, alpha, first.rslora)
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    return tensor.float().contiguous()

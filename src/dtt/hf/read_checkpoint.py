@@ -1,0 +1,180 @@
+"""Models of checkpoints with complete weights: averaged if asked for, adapters merged.
+
+A checkpoint of an adapter lacks the frozen weights, and refers to where they came from: another
+checkpoint, or a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import CheckpointManifest, DataManifest, Reference
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.files import sha256_file
+from dtt.checkpoint import store
+from dtt.checkpoint.store import Checkpoint
+from dtt.config.adapter import LoraConfig
+from dtt.config.averaging import parse_averaging
+from dtt.config.init import HF, HUB_ID
+from dtt.config.load import load_job
+from dtt.config.run import RunConfig
+from dtt.data.samples import compatibility
+from dtt.hf.peft import Adapter
+from dtt.hf.read import Trained, read_hf_folder, weight_files
+from dtt.mesh.sharding import FullTensor
+from dtt.model.adapted_layers import adapted_layers
+from dtt.model.lora import merged
+from dtt.model.scaling import scaled
+from dtt.optim.ema import BlendedTensor, averages
+
+
+def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
+    """Return the verified checkpoint of `step`, or the newest; InputError if there is none."""
+    found = store.newest(folder) if step is None else store.at_step(folder, step)
+    if found is None:
+        raise InputError(
+            f"no checkpoint in {folder}",
+            why="training has not saved one yet",
+            next="continue training, or touch control/save in the job directory to save one now",
+        )
+    return found
+
+
+def read_checkpoint(
+    cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint, *, ema: bool = False
+) -> Trained:
+    """Return the model of a job with the resolved config `cfg`; reads only the job directory.
+
+    With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
+    DamagedError if the job directory contains the manifest of different data.
+    """
+    data = DataManifest.read(job.root)
+    # Same ids, other tokenizer: nothing else would reveal that the texts are garbage.
+    if checkpoint.manifest.data_key != data.key:
+        raise DamagedError(
+            f"{job.root / data.filename} does not describe the data that the job was trained on",
+            why="another tokenizer assigns the same ids to different text",
+            next=f"run dtt train {job.root}, which writes it again",
+        )
+    compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
+    weights = checkpoint_weights(checkpoint, average=ema)
+    return Trained(
+        scaled(cfg, data.vocab_size).arch,
+        {name: weight[()] for name, weight in weights.items()},
+        job.tokenizer,
+        data.end_of_document,
+        data.until_ids,
+        data.begin_of_document,
+    )
+
+
+def checkpoint_weights(
+    checkpoint: Checkpoint, *, average: bool = False, check: bool = True
+) -> dict[str, FullTensor]:
+    """Return all weights of a checkpoint in a job directory, by name; they are read when indexed.
+
+    With `average`, trained weights are their moving average, blended with them as
+    `train.ema_decay` says. `check` hashes the frozen weights of an adapter: of several ranks, one
+    does it for all. Raises InputError if the job keeps none, or if the frozen weights of an
+    adapter are not there, and DamagedError if they are others than at the time of the save.
+    """
+    job = JobDir(checkpoint.path.parents[1])
+    cfg = load_job(job.root)
+    own: dict[str, FullTensor] = {**checkpoint.stored(store.MODEL)}
+    if average:
+        own |= _averages(cfg, checkpoint, own)
+    if checkpoint.manifest.base is None:
+        return own
+    assert isinstance(cfg.adapter, LoraConfig), "only an adapter has a base"
+    arch = scaled(cfg, DataManifest.read(job.root).vocab_size).arch
+    base = base_weights(checkpoint, check=check)
+    return merged(base, own, adapted_layers(cfg.adapter, arch))
+
+
+def read_adapter(cfg: RunConfig, checkpoint: Checkpoint, *, average: bool = False) -> Adapter:
+    """Return the adapter in a checkpoint of the job with the configuration `cfg`.
+
+    With `average`, A and B are their moving averages. Raises ConfigError if the job trained no
+    adapter, or one for the weights of another job, which only dtt can read.
+    """
+    base, source = checkpoint.manifest.base, cfg.init.source
+    if base is None or source is None or not isinstance(cfg.adapter, LoraConfig):
+        raise ConfigError(
+            f"{checkpoint.path} has no adapter",
+            why="its job trained all weights",
+            next="omit --adapter to export the model",
+        )
+    if not source.startswith(HF):
+        raise ConfigError(
+            f"the adapter in {checkpoint.path} belongs to the weights of {source}",
+            why="PEFT needs a Hugging Face model to apply an adapter to",
+            next="omit --adapter to export the merged model",
+        )
+    hub_id = HUB_ID.fullmatch(source.removeprefix(HF))
+    local = hub_id is None or Path(source.removeprefix(HF)).expanduser().is_dir()
+    own: dict[str, FullTensor] = {**checkpoint.stored(store.MODEL)}
+    if average:
+        own |= _averages(cfg, checkpoint, own)
+    arch = scaled(cfg, DataManifest.read(checkpoint.path.parents[1]).vocab_size).arch
+    return Adapter(
+        {name: tensor[()] for name, tensor in own.items()},
+        adapted_layers(cfg.adapter, arch),
+        base.folder if local or hub_id is None else hub_id["repo"],
+        None if local or hub_id is None else hub_id["revision"],
+        Path(base.folder),
+        cfg.adapter.dropout,
+    )
+
+
+def base_weights(checkpoint: Checkpoint, *, check: bool = True) -> Mapping[str, FullTensor]:
+    """Return the frozen weights below the adapter in `checkpoint`, by name; errors as above."""
+    reference = checkpoint.manifest.base
+    assert reference is not None
+    folder = Path(reference.folder)
+    if not folder.is_dir():
+        raise InputError(
+            f"the frozen weights of {checkpoint.path} are missing",
+            where=folder,
+            why="the checkpoint of an adapter does not contain them",
+            next="restore that folder, or put a link to it there",
+        )
+    if not (folder / "config.json").is_file():
+        base = checkpoint.base() if check else Checkpoint(folder, CheckpointManifest.read(folder))
+        assert base is not None
+        # The average if the adapter was trained on it: the same weights as then.
+        average = load_job(checkpoint.path.parents[1]).init.average
+        return checkpoint_weights(base, average=average, check=check)
+    if check and hf_reference(folder).sha256 != reference.sha256:
+        raise DamagedError(
+            f"the weights in {folder} are not those that {checkpoint.path} was trained on",
+            next="restore the old ones from a backup",
+        )
+    return read_hf_folder(folder).state
+
+
+def hf_reference(folder: Path) -> Reference:
+    """Return a reference to the weights in a Hugging Face folder."""
+    # Of their bytes: another model may have the same shapes, and its logits would be garbage.
+    hashes = [sha256_file(file) for file in weight_files(folder)]
+    return Reference(folder=str(folder.absolute()), sha256=fingerprint(hashes))
+
+
+def _averages(
+    cfg: RunConfig, checkpoint: Checkpoint, weights: Mapping[str, FullTensor]
+) -> Mapping[str, FullTensor]:
+    """Return the averages of the trained weights, blended with them."""
+    found = averages(checkpoint.stored(store.STATE))
+    if not found:
+        raise InputError(
+            f"{checkpoint.path} has no moving average of the weights",
+            why="the job was trained without train.ema_decay",
+            next="use the weights themselves: omit --ema, or set init.average=false; "
+            "train.ema_decay=0.999 in the next job keeps an average",
+        )
+    blend = parse_averaging(cfg.train.ema_decay).blend if cfg.train.ema_decay else 1.0
+    if blend == 1.0:
+        return found
+    return {name: BlendedTensor(weights[name], average, blend) for name, average in found.items()}

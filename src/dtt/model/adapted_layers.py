@@ -1,0 +1,111 @@
+"""Which layers an adapter adapts, with which rank and scale; see `dtt.model.lora`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+from dtt.base.errors import ConfigError
+from dtt.config.adapter import ALL_LINEAR, AdapterConfig, LoraConfig
+from dtt.model import count
+from dtt.model.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The adapter of one layer."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        # PEFT computes in this order, and the result is rounded once.
+        return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
+
+
+def adapted_layers(cfg: LoraConfig, arch: Architecture) -> dict[str, Adapted]:
+    """Return the adapter of each adapted layer, by the name of the layer.
+
+    Raises ConfigError for a target or a pattern that matches no layer.
+    """
+    of_layer = [
+        n.removesuffix(".weight") for n, s in count.layer_shapes(arch).items() if len(s) > 1
+    ]
+    names = [f"layers.{i}.{name}" for i in range(arch.n_layers) for name in of_layer]
+    targets = _targets(cfg.targets, names)
+    ranks, alphas = (
+        _by_pattern(key, patterns, targets)
+        for key, patterns in (
+            ("rank_pattern", cfg.rank_pattern),
+            ("alpha_pattern", cfg.alpha_pattern),
+        )
+    )
+    return {
+        name: Adapted(int(ranks.get(name, cfg.rank)), alphas.get(name, cfg.alpha), cfg.rslora)
+        for name in targets
+    }
+
+
+def adapter_weights(cfg: AdapterConfig, arch: Architecture) -> int:
+    """Return the number of weights of all A and B; 0 without an adapter."""
+    if not isinstance(cfg, LoraConfig):
+        return 0
+    shapes = count.layer_shapes(arch)
+    return sum(
+        adapted.rank * sum(shapes[f"{inner(name)}.weight"])
+        for name, adapted in adapted_layers(cfg, arch).items()
+    )
+
+
+def inner(name: str) -> str:
+    """Return the name of a layer within its block."""
+    return re.sub(r"^layers\.\d+\.", "", name)
+
+
+def _targets(targets: str | tuple[str, ...], names: list[str]) -> list[str]:
+    if targets == ALL_LINEAR:
+        return names
+    if isinstance(targets, str):
+        found = [name for name in names if re.fullmatch(targets, name)]
+        if not found:
+            raise _no_match("targets", targets, names)
+        return found
+    for target in targets:
+        # Each by itself: a list of which one entry is misspelt would train less than was asked for.
+        if not any(_ends_with(name, target) for name in names):
+            raise _no_match("targets", target, names)
+    return [name for name in names if any(_ends_with(name, target) for target in targets)]
+
+
+def _ends_with(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
+
+
+def _by_pattern(key: str, patterns: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    """Return the value of the first pattern that matches each name; the others are left out."""
+    names = list(names)
+    # The rule of PEFT: a pattern matches the end of a name from a dot on, or all of it.
+    compiled = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
+    found: dict[str, float] = {}
+    for pattern, matcher in compiled.items():
+        matching = [name for name in names if matcher.match(name)]
+        if not matching:
+            raise _no_match(key, pattern, names)
+        for name in matching:
+            found.setdefault(name, patterns[pattern])
+    return found
+
+
+def _no_match(key: str, pattern: str, names: list[str]) -> ConfigError:
+    ends = dict.fromkeys(map(inner, names))
+    return ConfigError(
+        f"no adapted layer has a name that {pattern!r} matches",
+        where=f"adapter.{key}",
+        why=f"the layers are layers.N.{{{','.join(ends)}}}; the head and the embedding cannot be "
+        "adapted",
+    )

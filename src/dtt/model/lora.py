@@ -1,0 +1,111 @@
+"""Low-rank adaptation of linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685).
+
+A layer computes W x + s B (A dropout(x)). W is frozen; A [rank, in] and B [out, rank] are trained.
+
+Shapes: D features of the input, R rank, F features of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtt.config.adapter import LoraConfig
+from dtt.mesh.sharding import FullTensor
+from dtt.model.adapted_layers import Adapted, adapted_layers
+from dtt.model.decoder import Decoder
+from dtt.model.linear import Linear
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+"""Names of the parameters in an adapted layer; they are part of the checkpoint format."""
+
+
+class LoraLinear(Linear):
+    """A linear layer with an adapter: [..., D] → [..., F]."""
+
+    def __init__(self, base: nn.Linear, adapted: Adapted, dropout: float) -> None:
+        """Take over the weight and the bias of `base`, and add A and B, in fp32."""
+        with torch.device("meta"):
+            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
+        device = base.weight.device
+        # fp32 whatever the dtype of W: with a learning rate of 1e-4, most updates of a bf16 weight
+        # would be rounded away.
+        self.lora_a = nn.Parameter(torch.empty(adapted.rank, base.in_features, device=device))
+        self.lora_b = nn.Parameter(torch.empty(base.out_features, adapted.rank, device=device))
+        self.scale, self.dropout = adapted.scale, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return W x + s B (A dropout(x)), summed in the compute dtype."""
+        # Dropout on the input of A only: on the output of B, or on x itself, it would be another
+        # method. One pass for scale and sum.
+        update = self.update(F.dropout(x, self.dropout, self.training))
+        return torch.add(super().forward(x), update, alpha=self.scale)
+
+    def update(self, x: Tensor) -> Tensor:
+        """Return B A x."""
+        return F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+def attach(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
+    """Freeze the weights of `model` and add adapters to its layers, in place.
+
+    Matrices are stored in `dtype` from now on. Norms and biases, which are small, keep theirs: they
+    are applied in fp32.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.to(dtype)
+    for name, adapted in adapted_layers(cfg, model.arch).items():
+        parent, _, child = name.rpartition(".")
+        base = model.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        layer = LoraLinear(base, adapted, cfg.dropout)
+        setattr(model.get_submodule(parent), child, layer)
+
+
+@dataclass(frozen=True)
+class MergedTensor:
+    """The weight W + s B A of an adapted layer, computed in fp32 for each part that is read."""
+
+    weight: FullTensor
+    a: FullTensor
+    b: FullTensor
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return tuple(self.weight.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the elements."""
+        return torch.float32
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """Return a part of the weight; with (), all of it."""
+        rows, columns = (*index, slice(None), slice(None))[:2]
+        # Only the parts of A and B that this part of the product needs. Whoever stores the result
+        # rounds it: once, as W is not rounded before.
+        product = self.b[rows, :].float() @ self.a[:, columns].float()
+        return self.weight[index].float().add_(product, alpha=self.scale)
+
+
+def merged(
+    base: Mapping[str, FullTensor],
+    adapter: Mapping[str, FullTensor],
+    layers: Mapping[str, Adapted],
+) -> dict[str, FullTensor]:
+    """Return the weights of `base` with the adapters of its `layers` merged into them."""
+    whole = dict(base)
+    for name, adapted in layers.items():
+        weight = f"{name}.weight"
+        a, b = (adapter[f"{name}.{part}"] for part in (LORA_A, LORA_B))
+        whole[weight] = MergedTensor(base[weight], a, b, adapted.scale)
+    return whole
