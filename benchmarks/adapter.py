@@ -73,7 +73,7 @@ def ours(folder: Path, steps: int) -> list[float]:
 
     dtt(folder, "train", *settings(steps))
     records = jsonl.read(folder / "jobs/ours/metrics.jsonl")
-    return [r["tokens_per_second"] for r in records if r["kind"] == "train"]
+    return [r["tokens_per_second"] for r in records if r["kind"] == "perf"]
 
 
 def theirs(folder: Path, steps: int) -> list[float]:

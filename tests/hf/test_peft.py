@@ -209,10 +209,10 @@ def test_patterns_follow_the_rules_of_peft() -> None:
         patterns = {
             "".join(rng.sample(parts, rng.randint(1, 2))): rng.randint(1, 9) for _ in range(3)
         }
-        config = {"r": 8, "lora_alpha": 8, "rank_pattern": patterns}
+        config = ours.PeftConfig(peft_type="LORA", rank_pattern=patterns)
         for name in names:
             expected = patterns.get(get_pattern_key(list(patterns), name), 8)
-            assert ours.of_module(config, name).rank == expected, (patterns, name)
+            assert config.of_layer(name).rank == expected, (patterns, name)
 
 
 CHANGES: dict[str, tuple[dict[str, Any], type[DttError], str]] = {
@@ -226,6 +226,8 @@ CHANGES: dict[str, tuple[dict[str, Any], type[DttError], str]] = {
     "ia3": ({"peft_type": "IA3"}, InputError, "peft_type"),
     "classifier": ({"task_type": "SEQ_CLS"}, InputError, "task_type"),
     "transposed": ({"fan_in_fan_out": True}, InputError, "fan_in_fan_out"),
+    "rank as text": ({"r": "4"}, InputError, "r as"),
+    "no expression": ({"rank_pattern": {"*q": 2}}, InputError, "rank_pattern"),
     "another rank": ({"r": 5}, DamagedError, "rank of"),
     "fewer targets": ({"target_modules": ["q_proj"]}, DamagedError, "different layers"),
     "layers": ({"layers_to_transform": [0]}, DamagedError, "different layers"),

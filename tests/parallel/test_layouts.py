@@ -21,8 +21,9 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.track import jsonl
 
 STEPS = 20
-TOLERANCE = 1e-4
-"""Nats. A different summation order changes a loss by 1e-6, and each training step amplifies it."""
+TOLERANCE = 1e-10
+"""Nats. In fp64, a different summation order changes a loss by 1e-15, and each training step
+amplifies it."""
 SEQUENCES = 16
 """Sequences of a global batch."""
 FAMILIES = {
@@ -81,7 +82,7 @@ def losses(dtt: Dtt, case: Case, ranks: int, keys: list[str]) -> list[float]:
         dtt, "train", f"name={name}", "data.tokens=tokens", f"model.family={case.family}",
         "model.dim=64", "model.n_layers=2", "model.n_heads=4", f"train.steps={STEPS}",
         "train.seq_len=64", f"train.global_batch_tokens={SEQUENCES * 64}",
-        f"train.micro_batch={micro_batch}", "train.precision=fp32", "train.eval_tokens=512",
+        f"train.micro_batch={micro_batch}", "train.precision=fp64", "train.eval_tokens=512",
         "train.sample_tokens=0", "schedule.warmup=2", *FAMILIES[case.family], *keys,
         *OPTIMIZERS[case.optimizer], *ACCUMULATION[case.accumulation], ranks=ranks,
     )  # fmt: skip

@@ -192,6 +192,7 @@ def test_merged_weights_are_the_sum_in_fp32(trained: Path) -> None:
         found = merged[f"{name}.weight"]
         torch.testing.assert_close(found[()].double(), expected, rtol=1e-6, atol=1e-6)
         assert found[slice(3, 7), slice(2, 9)].equal(found[()][3:7, 2:9])
+        assert found[()].equal(found[()]), "merged once, however often it is read"
     assert merged["embed.weight"][()].equal(base["embed.weight"])
 
 

@@ -68,11 +68,12 @@ class TrainConfig(Section):
     from, and evaluates and exports 0.6 * average + 0.4 * weights."""
     device: Literal["auto", "cpu", "cuda"] = resumable("auto")
     """Device of the run; `auto`: a GPU if there is one."""
-    precision: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"] = resumable("auto")
+    precision: Literal["auto", "fp64", "fp32", "bf16", "bf16-pure", "fp8"] = resumable("auto")
     """Precision of the forward and backward pass. With `bf16`, weights and optimizer state stay
     fp32; with `bf16-pure`, they and the gradients are bf16 too, which halves their memory and loses
     small updates. `fp8` is `bf16` with those linear layers in fp8 that a benchmark at the start
-    finds faster in fp8 (needs torchao). `auto`: bf16 where the hardware multiplies it natively,
+    finds faster in fp8 (needs torchao). `fp64` is for comparing layouts: slow, but sums in another
+    order differ by 1e-13 at most. `auto`: bf16 where the hardware multiplies it natively,
     else fp32."""
     stochastic_rounding: bool = resumable(False)
     """Round updated weights up or down at random with `precision: bf16-pure`, so that updates too

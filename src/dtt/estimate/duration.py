@@ -73,7 +73,7 @@ def step_of(case: Case) -> StepEstimate:
     tokens = case.sequences * case.sizes.data * train.seq_len
     per_token = case.flops_per_token
     flops = float(tokens * per_token)
-    peak = case.gpu.fp32 if case.product_bytes == 4 else case.gpu.bf16
+    peak = case.gpu.bf16 if case.product_bytes == 2 else case.gpu.fp32
     compute = flops * (1 + _again(case)) / (peak * achieved(case) * case.devices)
     compute += _moved(case) / case.gpu.bandwidth
     collectives = collective_costs(case)

@@ -425,7 +425,7 @@ def _probe_lines(estimate: Estimate, measured: Measurement) -> Iterator[str]:
 def _assumptions(estimate: Estimate) -> Iterator[str]:
     case = estimate.case
     gpu = case.gpu
-    peak = (gpu.fp32 if case.product_bytes == 4 else gpu.bf16) / 1e12
+    peak = (gpu.bf16 if case.product_bytes == 2 else gpu.fp32) / 1e12
     source = f"measured by\n  {SOURCE};\n  {LIMITED}" if gpu.kind == "cuda" else "a guess"
     yield f"assumed: {achieved(case):.1%} of {peak:.3g} TFLOP/s, {source};"
     yield (

@@ -13,10 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,27 +44,120 @@ from dtt.model.lora import LORA_A, LORA_B
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module of transformers."""
-HONOURED = """
-    r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules
-    layers_to_transform layers_pattern fan_in_fan_out peft_type task_type init_lora_weights
-"""
-WITHOUT_EFFECT = """
-    lora_dropout inference_mode auto_mapping peft_version base_model_name_or_path revision
-    qalora_group_size megatron_core runtime_config
-"""
-"""Fields of training only, details of a method that is off, and descriptions."""
-METHODS = """
-    bias lora_bias modules_to_save trainable_token_indices ensure_weight_tying layer_replication
-    target_parameters megatron_config use_dora use_qalora use_bdlora alora_invocation_tokens
-    loftq_config eva_config corda_config lora_ga_config velora_config monteclora_config kasa_config
-    arrow_config
-"""
-"""Fields of methods that dtt does not have."""
-OFF: tuple[Any, ...] = (None, False, "none", [], {})
-"""Values that turn a method off."""
-INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the frozen weights alone. Others, such as pissa, subtract
-the initial adapter from them, so that the file belongs to other weights."""
+
+
+def _off(value: Any) -> Any:
+    """Return a value that turns a method off; raise ValueError for any other."""
+    if value not in (None, False, [], {}):
+        raise ValueError("it is of a method that dtt does not have")
+    return value
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression; raise ValueError for other text."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    return text
+
+
+Off = Annotated[Any, AfterValidator(_off)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+Names = Pattern | list[str]
+"""Modules: a regular expression for complete names, or a list of ends of names."""
+
+
+class PeftConfig(BaseModel):
+    """adapter_config.json. Fields are as PEFT 0.21 writes them; any other one is refused by name.
+
+    PEFT gains fields in each release, and an unknown one may change what the adapter computes.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    peft_type: Literal["LORA"]
+    task_type: Literal["CAUSAL_LM"] | None = None
+    r: PositiveInt = 8
+    lora_alpha: PositiveFloat = 8.0
+    use_rslora: bool = False
+    rank_pattern: dict[Pattern, PositiveInt] = Field(default_factory=dict)
+    alpha_pattern: dict[Pattern, PositiveFloat] = Field(default_factory=dict)
+    target_modules: Names | None = None
+    exclude_modules: Names | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: Pattern | list[Pattern] | None = None
+    fan_in_fan_out: bool = False
+    init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
+    """Initial values that leave the frozen weights alone. Others, such as pissa, subtract the
+    initial adapter from them, so that the file belongs to other weights."""
+
+    # Of training only, details of a method that is off, and descriptions.
+    lora_dropout: Any = None
+    inference_mode: Any = None
+    auto_mapping: Any = None
+    peft_version: Any = None
+    base_model_name_or_path: Any = None
+    revision: Any = None
+    qalora_group_size: Any = None
+    megatron_core: Any = None
+    runtime_config: Any = None
+
+    # Methods that dtt does not have.
+    bias: Literal["none"] = "none"
+    lora_bias: Off = None
+    modules_to_save: Off = None
+    trainable_token_indices: Off = None
+    ensure_weight_tying: Off = None
+    layer_replication: Off = None
+    target_parameters: Off = None
+    megatron_config: Off = None
+    use_dora: Off = None
+    use_qalora: Off = None
+    use_bdlora: Off = None
+    alora_invocation_tokens: Off = None
+    loftq_config: Off = None
+    eva_config: Off = None
+    corda_config: Off = None
+    lora_ga_config: Off = None
+    velora_config: Off = None
+    monteclora_config: Off = None
+    kasa_config: Off = None
+    arrow_config: Off = None
+
+    def of_layer(self, name: str) -> Adapted:
+        """Return the adapter of the layer `name`."""
+
+        def first(patterns: Mapping[str, Any], general: Any) -> Any:
+            # The rule of PEFT: the end of a name from a dot on, or all of it.
+            matching = (p for p in patterns if re.match(rf"(.*\.)?({p})$", name))
+            found = next(matching, None)
+            return general if found is None else patterns[found]
+
+        rank = first(self.rank_pattern, self.r)
+        return Adapted(rank, first(self.alpha_pattern, self.lora_alpha), self.use_rslora)
+
+    def targets(self, name: str) -> bool:
+        """Return True if PEFT adapts the layer `name`."""
+        if self.exclude_modules and _named(self.exclude_modules, name):
+            return False
+        if self.target_modules == ALL_LINEAR:
+            return True
+        if not self.target_modules or not _named(self.target_modules, name):
+            return False
+        if self.layers_to_transform is None:
+            return True
+        layers, given = self.layers_to_transform, self.layers_pattern or r"[^.]*"
+        numbers = [layers] if isinstance(layers, int) else layers
+        patterns = [given] if isinstance(given, str) else given
+        found = (re.match(rf".*\.{pattern}\.(\d+)\.", name) for pattern in patterns)
+        return any(match is not None and int(match[1]) in numbers for match in found)
+
+
+def _named(wanted: str | Sequence[str], name: str) -> bool:
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
 def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Tensor]:
@@ -67,11 +169,10 @@ def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Te
     where = folder / CONFIG
     if not where.is_file():
         raise InputError(f"no adapter in {folder}", where="init.adapter", why=f"it has no {CONFIG}")
-    config = read_config(where)
-    _check_fields(config, where)
+    config = _config(where)
     rules = {rule.hf_name.removesuffix(".weight"): rule for rule in linear_rules(arch)}
-    if config.get("fan_in_fan_out") and not all(rule.transpose for rule in rules.values()):
-        raise _refused(where, "fan_in_fan_out", True)
+    if config.fan_in_fan_out and not all(rule.transpose for rule in rules.values()):
+        raise _refused(where, "fan_in_fan_out", "the layers of this model are not transposed")
     tensors = _tensors(folder / TENSORS)
     found = _layers(tensors, folder / TENSORS)
     _check_targets(config, list(rules), found.keys(), where)
@@ -79,7 +180,7 @@ def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Te
     layers: dict[str, Adapted] = {}
     for name, (a, b) in found.items():
         # The same for every part of a fused layer: each has all of A.
-        own = of_module(config, name)
+        own = config.of_layer(name)
         if a.shape[0] != own.rank or b.shape[1] != own.rank:
             raise DamagedError(
                 f"the rank of {name} is {a.shape[0]} in {TENSORS}, {own.rank} in {CONFIG}",
@@ -102,26 +203,20 @@ def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Te
     return state
 
 
-def _check_fields(config: Mapping[str, Any], where: Path) -> None:
-    """Raise InputError for the first field that changes what an adapter computes beyond LoRA."""
-    if config.get("peft_type") != "LORA":
-        raise _refused(where, "peft_type", config.get("peft_type"))
-    if config.get("task_type") not in (None, "CAUSAL_LM"):
-        raise _refused(where, "task_type", config["task_type"])
-    if config.get("init_lora_weights", True) not in INITIALISATIONS:
-        raise _refused(where, "init_lora_weights", config["init_lora_weights"])
-    for name, value in config.items():
-        # Also fields that later releases of PEFT add: it gains several a year.
-        known = name in f"{HONOURED}{WITHOUT_EFFECT}".split()
-        known = known or (name in METHODS.split() and value in OFF)
-        if not known:
-            raise _refused(where, name, value)
+def _config(path: Path) -> PeftConfig:
+    """Read adapter_config.json; InputError names the first field that dtt does not support."""
+    try:
+        return PeftConfig.model_validate(read_config(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _refused(path, ".".join(map(str, first["loc"])), first["msg"]) from None
 
 
-def _refused(where: Path, name: str, value: Any) -> InputError:
+def _refused(where: Path, name: str, why: str) -> InputError:
     return InputError(
-        f"dtt does not support {name}={json.dumps(value)} of an adapter",
+        f"dtt does not support {name} as this adapter sets it",
         where=where,
+        why=why,
         next="merge this adapter with PEFT (merge_and_unload), and start from the result",
     )
 
@@ -171,10 +266,10 @@ def _layers(tensors: Mapping[str, Tensor], where: Path) -> dict[str, tuple[Tenso
 
 
 def _check_targets(
-    config: Mapping[str, Any], names: Sequence[str], found: Iterable[str], where: Path
+    config: PeftConfig, names: Sequence[str], found: Iterable[str], where: Path
 ) -> None:
     """Raise unless the layers with tensors are those that the configuration names."""
-    targeted = {name for name in names if _targeted(config, name)}
+    targeted = set(filter(config.targets, names))
     odd = sorted(targeted.symmetric_difference(found))
     if not odd:
         return
@@ -186,44 +281,6 @@ def _check_targets(
     raise DamagedError(
         f"{CONFIG} and {TENSORS} name different layers", where=where, why=f"{odd[0]} is in one only"
     )
-
-
-def _targeted(config: Mapping[str, Any], name: str) -> bool:
-    """Return True if PEFT adapts the layer `name`, by its rules."""
-    excluded, targets = config.get("exclude_modules"), config.get("target_modules")
-    if excluded and _named(excluded, name):
-        return False
-    if targets == ALL_LINEAR:
-        return True
-    if not targets or not _named(targets, name):
-        return False
-    layers = config.get("layers_to_transform")
-    if layers is None:
-        return True
-    numbers = [layers] if isinstance(layers, int) else layers
-    pattern = config.get("layers_pattern") or r"[^.]*"
-    any_of = [pattern] if isinstance(pattern, str) else pattern
-    matches = (re.match(rf".*\.{one}\.(\d+)\.", name) for one in any_of)
-    return any(match is not None and int(match[1]) in numbers for match in matches)
-
-
-def _named(wanted: str | Sequence[str], name: str) -> bool:
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
-
-
-def of_module(config: Mapping[str, Any], name: str) -> Adapted:
-    """Return the adapter of the layer `name`."""
-
-    def value(patterns: str, general: str, default: int) -> Any:
-        for pattern, own in (config.get(patterns) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return own
-        return config.get(general, default)
-
-    rank, alpha = value("rank_pattern", "r", 8), value("alpha_pattern", "lora_alpha", 8)
-    return Adapted(rank, float(alpha), bool(config.get("use_rslora")))
 
 
 def _compare(theirs: Mapping[str, Adapted], ours: Mapping[str, Adapted], folder: Path) -> None:

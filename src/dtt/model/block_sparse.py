@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtt.mesh.dtypes import wide_dtype
+
 TILE = 128
 """Queries of a tile with a mask: larger tiles would read more keys that most of their
 queries may not attend to."""
@@ -120,10 +122,6 @@ def _near(window: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(near.shape, dtype=dtype).masked_fill_(~near, float("-inf"))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _side_by_side(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors with a contiguous last dimension, as the kernel requires."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
@@ -160,7 +158,7 @@ def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H, T, K = q.shape
     out = q.new_empty(B, T, H, K).transpose(1, 2)
     # The logsumexp lets the backward pass recompute the probabilities tile by tile.
-    return out, q.new_empty(B, T, H, dtype=_wide(q)).transpose(1, 2)
+    return out, q.new_empty(B, T, H, dtype=wide_dtype(q)).transpose(1, 2)
 
 
 def _tiled_backward(
@@ -180,7 +178,10 @@ def _tiled_backward(
     A key may be in several tiles with masks, so its gradient is summed in at least fp32.
     """
     grad_q, grad_k, grad_v = _gradients(grad, q, k, v)
-    sum_k, sum_v = torch.zeros_like(k, dtype=_wide(k)), torch.zeros_like(v, dtype=_wide(v))
+    sum_k, sum_v = (
+        torch.zeros_like(k, dtype=wide_dtype(k)),
+        torch.zeros_like(v, dtype=wide_dtype(v)),
+    )
     grad, q, k, v = _side_by_side(grad, q, k, v)
     for rows, queries, keys, mask in tiles(q, k, documents, window, starts):
         grad_q[rows, :, queries], part_k, part_v = _flash_backward(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.config.adapter import LoraConfig
+from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.sharding import FullTensor
 from dtt.model.adapted_layers import Adapted, adapted_layers
 from dtt.model.decoder import Decoder
@@ -33,10 +35,11 @@ class LoraLinear(Linear):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
         device = base.weight.device
-        # fp32 whatever the dtype of W: with a learning rate of 1e-4, most updates of a bf16 weight
-        # would be rounded away.
-        self.lora_a = nn.Parameter(torch.empty(adapted.rank, base.in_features, device=device))
-        self.lora_b = nn.Parameter(torch.empty(base.out_features, adapted.rank, device=device))
+        # fp32 even if W is bf16: with a learning rate of 1e-4, most updates of a bf16 weight would
+        # be rounded away.
+        empty = partial(torch.empty, device=device, dtype=wide_dtype(base.weight))
+        self.lora_a = nn.Parameter(empty(adapted.rank, base.in_features))
+        self.lora_b = nn.Parameter(empty(base.out_features, adapted.rank))
         self.scale, self.dropout = adapted.scale, dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +97,8 @@ class MergedTensor:
         # Only the parts of A and B that this part of the product needs. Whoever stores the result
         # rounds it: once, as W is not rounded before.
         product = self.b[rows, :].float() @ self.a[:, columns].float()
-        return self.weight[index].float().add_(product, alpha=self.scale)
+        # Not in place: `weight` may be in memory, and would be merged again by the next reader.
+        return torch.add(self.weight[index].float(), product, alpha=self.scale)
 
 
 def merged(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dtt.base.targets import IGNORE_INDEX
 from dtt.mesh.compilation import compiler
+from dtt.mesh.dtypes import wide, wide_dtype
 
 CHUNK_ELEMENTS = 2**26
 """Logits per chunk on a CPU, unless the caller sets `chunk`: 128 MB in bf16."""
@@ -100,7 +101,7 @@ def linear_cross_entropy(
         how = how._replace(z_loss=0.0)
         if reduction == "none":
             return _token_losses(hidden_ND, weight_VD, targets_N, how, chunk)
-        loss = hidden_ND.new_zeros((), dtype=_sum_dtype(hidden_ND))
+        loss = hidden_ND.new_zeros((), dtype=wide_dtype(hidden_ND))
         for rows in _slices(len(targets_N), chunk):
             logits_CV = hidden_ND[rows] @ weight_VD.T
             # Without gradients the logits are still turned into a gradient. A second code path
@@ -151,10 +152,6 @@ def _blocks(logits_CV: Tensor) -> Iterator[slice]:
     return _slices(rows, max(1, BLOCK_ELEMENTS[logits_CV.device.type] // columns))
 
 
-def _sum_dtype(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float32)
-
-
 def _total(losses: list[Tensor]) -> Tensor:
     """Return the sum of the losses of all blocks, []: blocks are added one after the other."""
     total = losses[0].new_zeros(())
@@ -167,7 +164,7 @@ def _token_losses(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: _How, chunk: int
 ) -> Tensor:
     """Return the loss of each token, [N], without gradients."""
-    losses = [hidden_ND.new_zeros(0, dtype=_sum_dtype(hidden_ND))]  # for N = 0
+    losses = [hidden_ND.new_zeros(0, dtype=wide_dtype(hidden_ND))]  # for N = 0
     for rows in _slices(len(targets_N), chunk):
         losses += _to_gradient(hidden_ND[rows] @ weight_VD.T, targets_N[rows], how)
     return torch.cat(losses)
@@ -188,7 +185,7 @@ def _to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> list[Tensor
 
 def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tensor:
     softcap, z_loss, part, _ = how
-    dtype = _sum_dtype(logits_BV)
+    dtype = wide_dtype(logits_BV)
     capped_BV = logits_BV
     if softcap is not None:
         # A new tensor: the slope of the cap needs the capped logits after `grad_BV` was changed.
@@ -256,7 +253,7 @@ def _statistics(
     logits_CV: Tensor, column_C1: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return logsumexp [C, 1] and the target's logit [C, 1], 0 for a target in another shard."""
-    logits_CV = logits_CV.to(_sum_dtype(logits_CV))
+    logits_CV = wide(logits_CV)
     if softcap is not None:
         logits_CV = softcap * torch.tanh(logits_CV / softcap)
     column_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
@@ -274,7 +271,7 @@ def _gradient_(
     The one-hot target is a comparison with the column index, not a scatter, so that the compiler
     fuses everything into one pass.
     """
-    capped_CV = logits_CV.to(_sum_dtype(logits_CV))
+    capped_CV = wide(logits_CV)
     if softcap is not None:
         capped_CV = softcap * torch.tanh(capped_CV / softcap)
     column_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
@@ -316,7 +313,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Return the loss; compute both gradients while each chunk's logits exist."""
         hidden, weight = hidden_ND.to(dtype), weight_VD.to(dtype)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        sum_dtype = _sum_dtype(hidden)
+        sum_dtype = wide_dtype(hidden)
         loss = hidden.new_zeros((), dtype=sum_dtype)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = None
@@ -387,7 +384,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = None
         if wants_weight:
-            grad_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight))
+            grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight))
         # The caller may run `backward` under autocast, which would cast again.
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(len(targets_N), ctx.chunk):

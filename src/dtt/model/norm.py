@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtt.mesh.dtypes import wide
 from dtt.model.architecture import Architecture
 
 
@@ -33,5 +34,5 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., width] → [..., width], in the dtype of `x`."""
         # Added in fp32: a bf16 weight of less than 1/256 would vanish in 1 + weight.
-        weight = self.weight.float() + self.offset
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+        weight = wide(self.weight) + self.offset
+        return F.rms_norm(wide(x), self.normalized_shape, weight, self.eps).type_as(x)

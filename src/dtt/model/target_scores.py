@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtt.base.targets import IGNORE_INDEX
+from dtt.mesh.dtypes import wide_dtype
 from dtt.model.loss import VocabShard
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
@@ -40,9 +41,7 @@ def target_scores(
     # The number of scored tokens depends on the data, so a GPU synchronises here. That is cheap
     # beside the head: in multiple-choice tasks most tokens are context, whose logits nobody needs.
     scored_M = (targets_NC != IGNORE_INDEX).any(dim=1).nonzero()[:, 0]
-    scores_NC2 = hidden_ND.new_zeros(
-        (*targets_NC.shape, 2), dtype=torch.promote_types(hidden_ND.dtype, torch.float32)
-    )
+    scores_NC2 = hidden_ND.new_zeros((*targets_NC.shape, 2), dtype=wide_dtype(hidden_ND))
     with torch.autocast(device, enabled=False):
         # Once, not in every chunk.
         weight_VD = weight_VD.to(dtype)

@@ -22,7 +22,7 @@ def make_adamw(
     """
     cautious = [group for group in groups if group.get("cautious")]
     # Rounded to bf16 on its own, a decay of less than 1/512 per step would be lost.
-    narrow = any(p.dtype != torch.float32 for group in cautious for p in group["params"])
+    narrow = any(p.dtype == torch.bfloat16 for group in cautious for p in group["params"])
     if rounding is not None or narrow:
         return RoundedAdamW(groups, rounding)
     return CautiousAdamW(groups, fused=True) if cautious else AdamW(groups, fused=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtt.base.errors import DamagedError
 from dtt.base.log import log
+from dtt.mesh.dtypes import wide, wide_dtype
 from dtt.mesh.sharding import FullTensor, fill, local
 from dtt.params.table import Params
 
@@ -48,7 +49,7 @@ class Ema:
         self._parameters: list[Tensor] = [param.tensor for param in trained.values()]
         # fp32 also for bf16 weights: with a decay of 0.999 an update moves the average by a
         # thousandth of the difference, which bf16 would round away.
-        self._averages = [p.detach().to(torch.float32, copy=True) for p in self._parameters]
+        self._averages = [p.detach().to(wide_dtype(p), copy=True) for p in self._parameters]
         # On the device, as a skipped step does not count, and only the device knows whether it was
         # skipped.
         self._updates = torch.zeros((), device=self._averages[0].device)
@@ -74,7 +75,7 @@ class Ema:
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
         # Weight 0 leaves the averages as they are. A skipped step is then no branch on the host.
         weights = [(1 - decay) * (1 - skip)] * len(self._averages)
-        parameters = [parameter.float() for parameter in _locals(self._parameters)]
+        parameters = [wide(parameter) for parameter in _locals(self._parameters)]
         torch._foreach_lerp_(_locals(self._averages), parameters, weights)
         self._updates += 1 - skip
 

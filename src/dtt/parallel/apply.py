@@ -36,9 +36,9 @@ def apply(
     """Return the module to call in training; `model` keeps the parameters and their names.
 
     If the layout is sharded, parameters become DTensors in place; memory for a model on the meta
-    device can then be allocated for this rank's shards alone. Unless `precision` is fp32, weights
-    are all-gathered in bf16, and gradients are reduced in fp32. `reshard` frees gathered weights
-    between forward and backward pass.
+    device can then be allocated for this rank's shards alone. Unless `precision` is fp32 or fp64,
+    weights are all-gathered in bf16, and gradients are reduced in fp32. `reshard` frees gathered
+    weights between forward and backward pass.
     """
     # Collected first: the steps below wrap or replace `forward`, and FSDP2 needs the original
     # modules.
@@ -86,7 +86,7 @@ def _shard(
     dims = ("replicate", "shard") if layout.sizes.replicate > 1 else ("shard",)
     mesh = layout.part(*dims)
     policy = MixedPrecisionPolicy()
-    if precision != "fp32":
+    if precision not in ("fp32", "fp64"):
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,

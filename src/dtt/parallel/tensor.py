@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 
 from dtt.mesh.collectives import arrived, gather
 from dtt.mesh.dist import World
+from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import local
 from dtt.model.lora import LORA_A, LORA_B
 
@@ -91,10 +92,10 @@ class DividedNorm(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             # Ranks exchange one number per token. To all-gather the heads would move D/P of them,
             # and keep as many for the backward pass.
-            own = x.float().square().mean(-1, keepdim=True)
+            own = wide(x).square().mean(-1, keepdim=True)
             mean = gather(own, -1, group).mean(-1, keepdim=True)
-            weight = local(module.weight).float() + module.offset  # type: ignore[arg-type,operator]
-            return (x.float() * torch.rsqrt(mean + module.eps) * weight).type_as(x)  # type: ignore[operator]
+            weight = wide(local(module.weight)) + module.offset  # type: ignore[arg-type,operator]
+            return (wide(x) * torch.rsqrt(mean + module.eps) * weight).type_as(x)  # type: ignore[operator]
 
         module.forward = forward
         return distribute_module(module, device_mesh, self._divide)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import LaidOut, Placed, TensorLayout, layout_of, local, world_size
 
@@ -88,8 +89,9 @@ class Params(Mapping[str, Param]):
         part, and one all-reduce adds them up. All ranks must call this if the model is sharded.
         """
         held = [param for param in self.values() if param.tensor.grad is not None]
-        # In fp32 whatever the dtypes: torch's own norm of bf16 gradients has three digits.
-        norms = torch._foreach_norm(_gradients(held), dtype=torch.float32) if held else ()  # noqa: SLF001  (as torch's own clipping)
+        # In fp32 at least: torch's own norm of bf16 gradients has three digits.
+        dtype = wide_dtype(held[0].tensor) if held else None
+        norms = torch._foreach_norm(_gradients(held), dtype=dtype) if held else ()  # noqa: SLF001  (as torch's own clipping)
         if self.mesh.sharded and held:
             # Replicas hold the same part, and each element counts once. Norms are divided by the
             # root, as their squares are added.

@@ -13,6 +13,7 @@ from dtt.mesh.dist import native_bf16
 class Precision(StrEnum):
     """Values of `train.precision`, with `auto` resolved."""
 
+    FP64 = "fp64"
     FP32 = "fp32"
     BF16 = "bf16"
     PURE_BF16 = "bf16-pure"
@@ -21,18 +22,24 @@ class Precision(StrEnum):
     @property
     def weights(self) -> torch.dtype:
         """Dtype of parameters, of their gradients and of optimizer state."""
-        return torch.bfloat16 if self is Precision.PURE_BF16 else torch.float32
+        match self:
+            case Precision.FP64:
+                return torch.float64
+            case Precision.PURE_BF16:
+                return torch.bfloat16
+            case _:
+                return torch.float32
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of matrix products, except those in fp8."""
         # fp32 stays fp32 on a GPU: torch.backends' TF32 is never enabled. It would be several times
         # as fast, with 10 bits of mantissa under a name that promises 23; bf16 is faster still.
-        return torch.float32 if self is Precision.FP32 else torch.bfloat16
+        return self.weights if self in (Precision.FP32, Precision.FP64) else torch.bfloat16
 
 
 def choose(
-    asked: Literal["auto", "fp32", "bf16", "bf16-pure", "fp8"], device: torch.device
+    asked: Literal["auto", "fp64", "fp32", "bf16", "bf16-pure", "fp8"], device: torch.device
 ) -> Precision:
     """Resolve `asked`; `auto` is bf16 where `device` supports it natively, else fp32."""
     if asked == "auto":

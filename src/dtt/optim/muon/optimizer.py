@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtt.config.optim import MuonConfig
 from dtt.config.weight_decay import parse_decay
+from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import TensorLayout, layout_of, world_size, zeros_sharded_as
 from dtt.optim.muon import matrix_sums
 from dtt.optim.muon.all_to_all import WaitTimer, stagger
@@ -133,7 +134,7 @@ class Muon(torch.optim.Optimizer):
         names: dict[str, None] = {}
         for bucket in self._plan([group["params"] for group in self.param_groups]):
             squares = [
-                torch.stack(batch.of(lambda p: p)).float().square().sum((-2, -1))[:, None]
+                wide(torch.stack(batch.of(lambda p: p))).square().sum((-2, -1))[:, None]
                 for batch in bucket.batches
             ]
             sums = matrix_sums.start(bucket, squares, 1).wait(self._wait_timer)
@@ -229,7 +230,7 @@ class Muon(torch.optim.Optimizer):
         """Return NorMuon's second moments of rows [N, r, 1] for each batch; [] without NorMuon."""
         if self._config.normuon_beta2 is None:
             return []
-        return [torch.stack(batch.of(self._row_moment)).float() for batch in bucket.batches]
+        return [wide(torch.stack(batch.of(self._row_moment))) for batch in bucket.batches]
 
     def _normalized(self, update: Tensor, old: Tensor) -> Tensor:
         """Return NorMuon's new moments and scale factors for the rows of full matrices, [N, R, 2].
@@ -237,7 +238,7 @@ class Muon(torch.optim.Optimizer):
         The factors bring all rows to about the same norm and keep the norm of the matrix.
         """
         assert self._config.normuon_beta2 is not None
-        squares = update.float().square().mean(dim=-1, keepdim=True)
+        squares = wide(update).square().mean(dim=-1, keepdim=True)
         # The assigned rank has complete rows, so the mean square needs no all-reduce.
         new = old.lerp(squares, 1 - self._config.normuon_beta2)
         factor = 1 / (new.sqrt() + EPS)
@@ -251,8 +252,8 @@ class Muon(torch.optim.Optimizer):
         """Return <w, w>, <w, u> and <u, u> of the shards [N, r, c] that this rank holds, [N, 3]."""
         # Three numbers per matrix cross the network instead of the matrix. After the all-reduce
         # every rank knows the norm of the new matrix before it computes its shard of it.
-        old = torch.stack(batch.of(lambda p: p)).float()
-        update = update.float() if rows is None else update.float() * rows[..., 1:]
+        old = wide(torch.stack(batch.of(lambda p: p)))
+        update = wide(update) if rows is None else wide(update) * rows[..., 1:]
         pairs = (old, old), (old, update), (update, update)
         return torch.stack([(a * b).sum((-2, -1)) for a, b in pairs], dim=-1)
 
@@ -266,7 +267,7 @@ class Muon(torch.optim.Optimizer):
         ww, wu, uu = products[..., None, None].unbind(1)
         radii = batch.of(lambda p: self.state[p]["radius"])
         kept = torch.stack(radii)
-        radius = kept[:, :1].float()
+        radius = wide(kept[:, :1])
         # 0 until the first step: the radius is the norm before it, and checkpoints carry it from
         # then on.
         radius = torch.where(radius > 0, radius, ww.sqrt())
@@ -294,7 +295,7 @@ class Muon(torch.optim.Optimizer):
         old = torch.stack(weights)
         # Both need exact sums: rounding comes last, once.
         if self._rounding is not None or factors is not None:
-            old = old.float()  # in bf16, the factor of the weights would be 1
+            old = wide(old)  # in bf16, the factor of the weights would be 1
         update = update.to(old.dtype)
         if rows is not None:
             moments = batch.of(self._row_moment)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.sharding import Box, TensorLayout, local, this_rank
 from dtt.optim.muon.all_to_all import NO_COMMUNICATION, AllToAll, StackSlice
 from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, matrices
@@ -155,7 +156,7 @@ def _bucket(
     shards = _redistribution(*sides, dtype, of_rows=False)
     if not rows:
         return alone._replace(shards=shards)
-    of_rows = _redistribution(*sides, torch.float32, of_rows=True)
+    of_rows = _redistribution(*sides, wide_dtype(bucket[0].parameter), of_rows=True)
     return alone._replace(shards=shards, rows=of_rows)
 
 
