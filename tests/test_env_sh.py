@@ -127,6 +127,7 @@ def test_the_command_runs_inside_the_environment(made: Project) -> None:
     assert run.stdout.splitlines() == [f"{made.root}/.venv", "1"]
 
 
+@pytest.mark.slow
 def test_nothing_is_done_or_printed_if_nothing_changed(made: Project) -> None:
     before = made.installs
     run = made.bash("time ./env.sh true")
@@ -135,6 +136,7 @@ def test_nothing_is_done_or_printed_if_nothing_changed(made: Project) -> None:
     assert run.returncode == 0
 
 
+@pytest.mark.slow
 def test_arguments_exit_code_and_folder_are_passed_through(made: Project, tmp_path: Path) -> None:
     run = made.bash(
         f"'{made.root}/env.sh' bash -c 'pwd; echo \"$1\"; exit 7' _ 'a  b'", cwd=tmp_path
@@ -143,6 +145,7 @@ def test_arguments_exit_code_and_folder_are_passed_through(made: Project, tmp_pa
     assert run.stdout.splitlines() == [str(tmp_path), "a  b"]
 
 
+@pytest.mark.slow
 def test_sourcing_activates_and_leaks_nothing(made: Project) -> None:
     run = made.bash(
         "unset VIRTUAL_ENV; declare -F | sort >before; shopt -o >options; "
