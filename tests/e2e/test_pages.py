@@ -110,6 +110,7 @@ CASES = {
         instead={"dtt": OTHER_MODEL.instead["dtt"], "chat/sft": "chat/sft < questions.txt"}
     ),
     "dtt chat exports/preferred": Case(instead={"preferred": "preferred < questions.txt"}),
+    "dtt chat jobs/helper": Case(instead={"helper": "helper < questions.txt"}),
     "dtt chat jobs/assistant": ASKED,
     'dtt chat jobs/assistant --system "Answer in one sentence." --temperature 0': ASKED,
     "dtt chat jobs/assistant --web": Case((0, 130), interrupt=True),
@@ -172,6 +173,8 @@ def case_of(line: str) -> Case:
         return CASES[line]
     if "stages.yaml" in line:
         return STAGES
+    if re.search(r"-c (chats|preferences)\.yaml|(jobs|exports)/helper", line):
+        return LONGER
     if line.startswith("torchrun"):
         return Case(unfinished=" train " in line, instead=TWO_RANKS)
     if line.startswith("dtt mup"):

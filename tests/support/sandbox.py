@@ -31,11 +31,12 @@ from support.loopback_hub import LoopbackHub
 from support.published_files import REPO as PUBLISHED
 from support.published_files import learnable, token_file
 from support.running import ROOT, Dtt, write_documents
+from support.stand_in import write_stand_in
 from support.tiny_job import END_OF_DOCUMENT, make_tokenizer, write_chat_job
 from support.token_files import write_pair
 
 STORIES, EDU = "roneneldan/TinyStories", "HuggingFaceFW/fineweb-edu"
-GPT2 = "openai-community/gpt2"
+GPT2, LLAMA = "openai-community/gpt2", "meta-llama/Llama-3.2-1B-Instruct"
 SAVED = (500, 1000, 3000, 4000, 4500, 4999)
 """Steps whose checkpoints the pages name, and the last step but one of the run they show."""
 
@@ -103,9 +104,12 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
     shown = re.findall(r"^```yaml\n(.*?)^```$", pages, re.M | re.S)
     (folder / "run.yaml").write_text(next(t for t in shown if t.startswith("name: stories")))
     (folder / "stages.yaml").write_text(next(t for t in shown if t.startswith("name: chain")))
-    for name, file in (("answers", "sft.yaml"), ("preferred", "dpo.yaml")):
-        (folder / file).write_text(next(t for t in shown if t.startswith(f"name: {name}")))
-    (folder / "faq.jsonl").write_bytes(jsonl([conversation(i) for i in range(80)]))
+    files = {"answers": "sft.yaml", "preferred": "dpo.yaml"}
+    files |= {"helper": "chats.yaml", "helper-dpo": "preferences.yaml"}
+    for name, file in files.items():
+        (folder / file).write_text(next(t for t in shown if t.startswith(f"name: {name}\n")))
+    for name in ("faq.jsonl", "chats.jsonl"):
+        (folder / name).write_bytes(jsonl([conversation(i) for i in range(80)]))
     (folder / "preferences.jsonl").write_bytes(jsonl([_preference(i) for i in range(40)]))
     (folder / "lr.yaml").write_text(next(t for t in shown if t.startswith("name: lr")))
     (folder / "capitals.yaml").write_text(next(t for t in shown if t.startswith("type:")))
@@ -197,6 +201,9 @@ def _fill(hub: LoopbackHub, lines: str) -> None:
         GPT2LMHeadModel(GPT2Config(**size)).save_pretrained(model)
         make_tokenizer().save(f"{model}/tokenizer.json")
         hub.add("model", GPT2, {path.name: path.read_bytes() for path in Path(model).iterdir()})
+    with tempfile.TemporaryDirectory() as model:
+        write_stand_in(Path(model))
+        hub.add("model", LLAMA, {path.name: path.read_bytes() for path in Path(model).iterdir()})
 
 
 def grow(job: JobDir, steps: Iterable[int]) -> None:

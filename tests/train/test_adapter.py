@@ -171,8 +171,10 @@ def test_a_resume_may_change_the_layout(dtt: Dtt) -> None:
 def test_frozen_weights_are_stored_in_bf16_and_train_as_in_fp32(dtt: Dtt) -> None:
     for ranks, keys in ((1, {}), (2, {"parallel.shard": 2})):
         run = arguments(
-            LORA, keys, name=f"bf16-{ranks}", train__precision="bf16", train__micro_batch=4 // ranks
-        )
+            LORA, keys, name=f"bf16-{ranks}", train__precision="bf16",
+            train__micro_batch=4 // ranks, train__sample_tokens=2, train__eval_answers=2,
+            train__eval_answer_tokens=2,
+        )  # fmt: skip
         forked_runs.run(dtt, "train", *run, ranks=ranks)
         assert losses(dtt.folder / f"jobs/bf16-{ranks}") == pytest.approx(
             losses(dtt.folder / "jobs/lora"), rel=1e-2

@@ -1,0 +1,70 @@
+"""The recipes for fine-tuning resolve, and train, on a stand-in for the released model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.conversation_files import conversation, jsonl
+from support.running import Dtt
+from support.stand_in import write_stand_in
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.checkpoint import store
+from dtt.config.load import resolve, shipped_configs
+from dtt.track import jsonl as records
+from dtt.train.initial import model_of
+
+RECIPES = sorted(p for s in ("sft", "dpo") for p in (shipped_configs() / s).glob("*-*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the stand-in `model`, conversations and preferences."""
+    folder = tmp_path_factory.mktemp("recipes")
+    write_stand_in(folder / "model")
+    (folder / "sft.jsonl").write_bytes(jsonl([conversation(i) for i in range(60)]))
+    pairs: list[dict[str, Any]] = [
+        {"prompt": f"{i} plus one?", "chosen": f"{i + 1}", "rejected": f"{i + 7}"}
+        for i in range(60)
+    ]
+    (folder / "dpo.jsonl").write_bytes(jsonl(pairs))
+    return folder
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_every_recipe_resolves_for_a_model_of_any_size(path: Path, folder: Path) -> None:
+    model, _, method = path.stem.rpartition("-")
+    published = resolve(path, env={}).config
+    assert published.name == f"{model}-{path.parent.name}-{method}"
+    assert published.init.source == f"hf:{published.tokenizer.path}"  # type: ignore[union-attr]
+    other = [f"init.from=hf:{folder / 'model'}", f"tokenizer.path={folder / 'model'}"]
+    cfg = resolve(path, other, env={}, model_of=model_of).config
+    assert cfg.model.dim == 8, "the sizes are those of the folder"
+    assert cfg.adapter.type == ("lora" if method == "lora" else "none")
+    assert (cfg.optim.type, cfg.chat.template) == ("adamw", "tokenizer")
+    assert (cfg.data.type == "preference") == (path.parent.name == "dpo")
+    assert cfg.launch.gpus == cfg.parallel.shard
+    # One step is a whole number of micro-batches on the GPUs that the recipe is for.
+    step = cfg.train.global_batch_tokens // cfg.train.seq_len
+    assert step % (cfg.train.micro_batch * cfg.launch.gpus) == 0
+
+
+@pytest.mark.parametrize("recipe", ["sft/llama3.2-1b-lora", "dpo/qwen3-0.6b-lora"])
+def test_a_recipe_trains(recipe: str, folder: Path) -> None:
+    dtt, stage = Dtt(folder), recipe[:3]
+    here = [
+        "-c", recipe, "init.from=hf:model", "tokenizer.path=model", f"name={stage}",
+        f"download.dataset={stage}.jsonl", "train.seq_len=512", "train.global_batch_tokens=1024",
+        "train.steps=2", "train.micro_batch=1", "train.log_every=1", "train.precision=bf16",
+        "train.sample_tokens=2", "train.eval_answers=2", "train.eval_answer_tokens=2",
+    ]  # fmt: skip
+    for command in ("download", "tokenize", "train"):
+        dtt(command, *here)
+    job = JobDir(folder / "jobs" / stage)
+    assert [r["step"] for r in records.read(job.metrics, "train")] == [1, 2]
+    checkpoint = store.newest(job.checkpoints)
+    assert checkpoint is not None
+    assert checkpoint.manifest.base is not None
+    assert all(".lora_" in name for name in checkpoint.tensors(store.MODEL))
