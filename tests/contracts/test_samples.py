@@ -23,12 +23,11 @@ from dtt.config.model import ModelConfig
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples.dataset import Dataset, open_dataset
-from dtt.data.samples.encoded_documents import DocumentMasks, Documents
-from dtt.data.samples.held_out import HeldOutText
+from dtt.data.samples.encoded_documents import Documents
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
 from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, Samples, Source, Streamed
 from dtt.data.samples.synthetic_source import SyntheticSource
-from dtt.data.samples.text_source import TextSource
+from dtt.data.samples.text_source import HeldOutText, TextSource
 from dtt.data.samples.token_source import open_tokens
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import train_tokenizer
@@ -75,20 +74,18 @@ def of_text(folder: Path) -> tuple[Documents, dict[str, Any], Encoder]:
     (folder / "a.jsonl").write_text(lines)
     download(DownloadConfig(dataset=str(folder / "a.jsonl")), folder / "corpus")
     content = train_tokenizer(TrainedTokenizerConfig(vocab_size=300), [texts]).encode()
-    options = {"name": "text", "seq_len": SEQ_LEN, "validation_fraction": 0.2}
+    options = {"seq_len": SEQ_LEN, "validation_fraction": 0.2}
     return Documents(Corpus(folder / "corpus")), options, Encoder(content, None, "here")
 
 
 def text(folder: Path, *, eod: bool = False) -> Source:
     documents, options, encoder = of_text(folder)
-    masks = DocumentMasks(encoder.end_of_document, doc_ids=True, eod_mask_loss=eod)
-    return TextSource(documents, encoder, **options, seed=1, masks=masks)
+    return TextSource(documents, encoder, **options, seed=1, eod_mask_loss=eod)
 
 
 def held_out_text(folder: Path) -> Source:
     documents, options, encoder = of_text(folder)
-    masks = DocumentMasks(encoder.end_of_document, doc_ids=True, eod_mask_loss=False)
-    return HeldOutText(documents, encoder, **options, text_bytes=10**6, masks=masks)
+    return HeldOutText(documents, encoder, **options, text_bytes=10**6)
 
 
 def token_files(folder: Path, **options: Any) -> Source:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import sys
@@ -77,15 +76,6 @@ def in_terminal(dtt: Dtt, **env: str) -> str:
         shown += part
     os.waitpid(child, 0)
     return shown.decode()
-
-
-def test_counts_and_lengths_are_those_of_the_conversations(dtt: Dtt) -> None:
-    tokenize(dtt)
-    facts = json.loads(dtt("data", "inspect", "tokens", "--json").stdout)["facts"]
-    counts = facts["splits"]["train"]
-    assert facts["trained_tokens"].startswith(f"{counts['trained']:,} (")
-    assert facts["fit in seq_len"][max(facts["fit in seq_len"], key=len)] == "100.0%"
-    assert facts["lengths up to"]["50 %"] < facts["lengths up to"]["99 %"]
 
 
 def test_a_template_that_rewrites_history_is_reported_unless_turns_are_expanded(dtt: Dtt) -> None:

@@ -87,48 +87,6 @@ def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path) -> None:
         assert bin_path(tmp_path / "a").stat().st_size == 0
 
 
-def test_many_sequences_have_offsets_beyond_32_bits(tmp_path: Path) -> None:
-    """2^31 bytes of int32 tokens, in a sparse file."""
-    count, length = 3, 2**28
-    offsets = [i * length * 4 for i in range(count)]
-    idx_path(tmp_path / "a").write_bytes(megatron_index(4, [length] * count, offsets, [0, 1, 2, 3]))
-    with bin_path(tmp_path / "a").open("wb") as file:
-        file.truncate(count * length * 4)
-    file = TokenFile(tmp_path / "a")
-    assert file.total == count * length
-    assert file.offsets.tolist() == [0, 2**28, 2**29]
-
-
-@pytest.mark.parametrize(
-    ("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")]
-)
-def test_every_integer_type_of_other_tools_is_read(tmp_path: Path, code: int, dtype: str) -> None:
-    ids = np.array([1, 2, 3], dtype)
-    bin_path(tmp_path / "a").write_bytes(ids.tobytes())
-    idx_path(tmp_path / "a").write_bytes(megatron_index(code, [3], [0], [0, 1]))
-    assert TokenFile(tmp_path / "a").tokens.tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "offsets", "documents"),
-    [
-        ([2, 0, 1], [0, 4, 4], [0, 1, 2, 3]),  # a sequence of no tokens
-        ([2, 1], [0, 4], [0, 1, 1, 2]),  # a document of no sequences
-        ([2, 1, 0], [0, 4, 6], [0, 1, 2, 3]),  # at the end
-        ([2, 1], [0, 4], [0, 2]),  # two sequences, one document
-    ],
-)
-def test_empty_documents_of_other_tools_are_read(
-    tmp_path: Path, lengths: list[int], offsets: list[int], documents: list[int]
-) -> None:
-    bin_path(tmp_path / "a").write_bytes(np.array([7, 8, 9], np.uint16).tobytes())
-    idx_path(tmp_path / "a").write_bytes(megatron_index(8, lengths, offsets, documents))
-    file = TokenFile(tmp_path / "a")
-    assert file.tokens.tolist() == [7, 8, 9]
-    assert [len(file[i]) for i in range(len(file))] == lengths
-    assert file.documents.tolist() == documents
-
-
 def test_a_file_of_no_documents_is_read(tmp_path: Path) -> None:
     write(tmp_path / "a", [])
     file = TokenFile(tmp_path / "a")

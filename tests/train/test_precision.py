@@ -144,6 +144,7 @@ def test_what_each_precision_computes_in() -> None:
     wide, narrow = torch.float32, torch.bfloat16
     kinds = {p.value: (p.weights, p.compute_dtype) for p in Precision}
     assert kinds == {
+        "fp64": (torch.float64, torch.float64),
         "fp32": (wide, wide),
         "bf16": (wide, narrow),
         "bf16-pure": (narrow, narrow),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from dtt.artifacts.manifests import TokenShard
 from dtt.base.errors import InputError
@@ -25,6 +27,30 @@ def shard_stem(folder: Path, shard: TokenShard) -> Path:
         why=f"`dtt tokenize` left it on the disk of {shard.host}",
         next=f"rsync -a '{shard.host}:{shard.path}.*' {folder}/",
     )
+
+
+ID_BYTES = {"uint16": 2, "int32": 4}
+"""Bytes of a token id by the dtype of token files."""
+
+
+class ShardFile(NamedTuple):
+    """A file of a shard, as the manifest records it."""
+
+    path: Path
+    bytes: int
+    sha256: str
+
+
+def files_of(stem: Path, shard: TokenShard, dtype: str) -> Iterator[ShardFile]:
+    """Yield the files of a shard whose ids have `dtype`; `stem` is their path without suffix."""
+    counts = shard.counts
+    for suffix, size, sha256 in (
+        (".bin", counts.tokens * ID_BYTES[dtype], shard.bin_sha256),
+        (".idx", index_bytes(counts.documents, counts.documents + 1), shard.idx_sha256),
+        (".mask", counts.tokens, shard.mask_sha256),
+    ):
+        if sha256 is not None:
+            yield ShardFile(stem.with_name(stem.name + suffix), size, sha256)
 
 
 def index_bytes(sequences: int, entries: int) -> int:

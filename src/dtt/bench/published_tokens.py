@@ -154,7 +154,7 @@ def _download(
 
 def _check_format(path: Path) -> None:
     """Raise an error unless a file has a header of llm.c that agrees with its size."""
-    header, _ = read_header(path, "uint16")
+    header = read_header(path, "uint16")
     if header.format != "llm.c":
         raise InputError(
             "a published token file has no header of llm.c",

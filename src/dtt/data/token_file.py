@@ -68,9 +68,16 @@ class TokenFile:
     def __init__(self, stem: Path) -> None:
         """Open the pair at `stem`, the common path without `.bin` and `.idx`."""
         self.stem = stem
-        with _open(idx_path(stem)) as file:
-            bin_bytes = _size(bin_path(stem))
-            idx_bytes = os.fstat(file.fileno()).st_size
+        try:
+            idx_bytes = idx_path(stem).stat().st_size
+            bin_bytes = bin_path(stem).stat().st_size
+        except FileNotFoundError as error:
+            raise InputError(
+                "a token file is missing",
+                where=error.filename,
+                next="create it again: dtt tokenize",
+            ) from None
+        with idx_path(stem).open("rb") as file:
             header = file.read(HEADER.size)
             if len(header) < HEADER.size or not header.startswith(MAGIC):
                 raise self._damaged("it is not a Megatron index: it does not start with MMIDIDX")
@@ -178,24 +185,6 @@ class TokenFile:
             why=why,
             next="create it again: dtt tokenize",
         )
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        raise _missing(path) from None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        raise _missing(path) from None
-
-
-def _missing(path: Path) -> InputError:
-    return InputError("a token file is missing", where=path, next="create it again: dtt tokenize")
 
 
 class Written(NamedTuple):

@@ -51,7 +51,9 @@ class LoraLinear(Linear):
 
     def update(self, x: Tensor) -> Tensor:
         """Return B A x."""
-        return F.linear(F.linear(x, self.lora_a), self.lora_b)
+        # Generation has no autocast: there x and W are bf16, and A and B fp32.
+        low = F.linear(x, self.lora_a.to(x.dtype))
+        return F.linear(low, self.lora_b.to(low.dtype))
 
 
 def attach(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:

@@ -160,7 +160,8 @@ def _summand(module: nn.Module, x: DTensor) -> DTensor:
     assert isinstance(b, DTensor)
     # Each rank's gradient of B, which all ranks have, is a summand.
     whole_b = b.to_local(grad_placements=[Partial()])
-    update = functional.linear(functional.linear(x.to_local(), a), whole_b)
+    low = functional.linear(x.to_local(), a.to(x.dtype))
+    update = functional.linear(low, whole_b.to(low.dtype))
     return DTensor.from_local(update, x.device_mesh, [Partial()], run_check=False)
 
 

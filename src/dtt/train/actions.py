@@ -6,7 +6,7 @@ The loop holds a list of actions and runs those that are due, in the order of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,7 +16,6 @@ from dtt.evaluate.answers import AnswerEvaluator, Together
 from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
 from dtt.evaluate.validation import Evaluator, Sampler
 from dtt.mesh.sharding import on_this_rank
-from dtt.parallel.apply import autocast
 from dtt.track.base import Record
 from dtt.train.components import Run
 from dtt.train.data_hash import check_ranks
@@ -156,8 +155,7 @@ def validate(
     if record is None:
         return None
     if answers is not None:
-        with _one_dtype(run):
-            rate = answers.stop_rate(run.state.model, stop, _together(run))
+        rate = answers.stop_rate(run.state.model, stop, _together(run))
         if rate is None:
             return None
         record["answer_stop_rate"] = rate
@@ -174,19 +172,7 @@ def sample(sampler: Sampler, run: Run, _stop: Stop) -> list[Record]:
     """Generate a sample on rank 0; if the model is sharded, on all ranks together."""
     if not (run.world.first or run.state.layout.sharded):
         return []
-    with _one_dtype(run):
-        return [sampler.record(run.state.model, run.position.step, _together(run))]
-
-
-def _one_dtype(run: Run) -> AbstractContextManager[object]:
-    """Return the context in which the model generates.
-
-    Without an adapter, all weights have one dtype. The adapter is fp32, and the frozen matrices
-    below it have the compute dtype: without autocast, their products could not be added.
-    """
-    if run.state.base is None:
-        return nullcontext()
-    return autocast(run.world.device, run.state.step.precision)
+    return [sampler.record(run.state.model, run.position.step, _together(run))]
 
 
 def _together(run: Run) -> Together | None:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest
@@ -66,7 +65,7 @@ def at_step(
     )
     if as_json:
         facts = {"step": step, "samples_of_step": len(seen.samples), "ledger_agrees": agrees}
-        print(json.dumps(facts | {"samples": [asdict(sample) for sample in samples]}, indent=1))
+        print(json.dumps(facts | {"samples": [*samples]}, indent=1))
         return
     print(f"step {step} of {job}: {len(seen.samples)} samples, ", end="")
     print("the same as in metrics.jsonl" if agrees else "not trained yet")
@@ -120,9 +119,10 @@ def _difference(dataset: Dataset, job: JobDir) -> str:
 
 
 def _sample(sample: StepSample, *, full: bool) -> Iterator[str]:
-    yield f"\nsample {sample.sample:,} of {sample.source}, epoch {sample.epoch}"
-    for part in sample.documents:
-        where = f", from token {part.offset:,}" if part.offset else ""
-        yield f"  {part.file}, document {part.document:,}{where}: {part.tokens:,} tokens"
-        text = part.text if full or len(part.text) <= SHORT else f"{part.text[:SHORT]} …"
+    yield f"\nsample {sample['sample']:,} of {sample['source']}, epoch {sample['epoch']}"
+    for part in sample["documents"]:
+        where = f", from token {part['offset']:,}" if part["offset"] else ""
+        yield f"  {part['file']}, document {part['document']:,}{where}: {part['tokens']:,} tokens"
+        text = part["text"]
+        text = text if full or len(text) <= SHORT else f"{text[:SHORT]} …"
         yield from (f"    | {line}" for line in text.splitlines())

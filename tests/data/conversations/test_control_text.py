@@ -95,16 +95,6 @@ def test_parts_that_the_template_joins_to_a_special_token_stay_text(
         encoded("stop")
 
 
-def test_text_is_encoded_as_if_the_tokenizer_had_no_special_tokens(gpt2: bytes) -> None:
-    tokenizer = Tokenizer.from_buffer(gpt2)
-    tokenizer.encode_special_tokens = True
-    expected = tokenizer.encode("a <|im_end|> b", add_special_tokens=False).ids
-    ours = ChatEncoder(gpt2, ChatConfig(), "tokenizer.json", CHATML, NAMED)
-    row = {"messages": [user("x"), answer("a <|im_end|> b")]}
-    (sample,) = ours.encode(parse_row(row))
-    assert sample.ids[sample.mask].tolist()[:-1] == expected
-
-
 @pytest.mark.slow
 def test_a_special_token_that_merges_of_the_model_could_make_is_not_made_of_text(
     shared: Path,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.chat_shapes import NAMED, SHAPES, answer, hostile_rows, templates, user, with_tokens
-from tokenizers import AddedToken, Tokenizer
 
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
@@ -57,8 +56,8 @@ def test_both_engines_give_equal_ids_and_masks(name: str, template: str, shared:
         cfg = ChatConfig.model_validate(keys)
         exact = ChatEncoder(content, cfg, "x", TEXTS[template], NAMED)
         fast = ChatEncoder(content, cfg, "x", TEXTS[template], NAMED, engine="auto")
-        assert exact.engine == "hf"
-        assert fast.engine == ("hf" if name == "mistral-v1" else "gigatoken")
+        assert exact.tokens.engine == "hf"
+        assert fast.tokens.engine == ("hf" if name == "mistral-v1" else "gigatoken")
         doubt = fast.doubt(every)
         assert (doubt is None) == (name != "mistral-v1"), doubt
         want = [plain(result) for result in exact.encode_batch(every)]
@@ -70,24 +69,12 @@ def test_both_engines_give_equal_ids_and_masks(name: str, template: str, shared:
 @pytest.mark.slow
 def test_gigatoken_encodes_all_but_what_it_could_encode_differently(shared: Path) -> None:
     content = with_tokens(shared / "data/tokenizers/qwen")
-    tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, NAMED, engine="auto")._tokens
+    tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, NAMED, engine="auto").tokens
     texts = ["a<|im_end|>b", "日本語", "e\u0301", "\u0378", "", "<|endoftext|>"]
     taken = [one is not None for one in tokens._gigatoken(texts)]
     assert taken == [True, True, False, False, True, True]
     for ours, exact in zip(tokens.encode(texts), tokens._exact(texts), strict=True):
         assert all(map(np.array_equal, ours, exact))
-
-
-def test_a_text_with_every_special_token_is_left_to_tokenizers(shared: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(shared / "data/tokenizers/gpt2/tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
-    content = tokenizer.to_str().encode()
-    tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, engine="auto")._tokens
-    every = "<|im_start|>a<|im_end|><|endoftext|>"
-    texts = ["b", every, "c<|im_end|>", every]
-    assert [one is not None for one in tokens._gigatoken(texts)] == [True, False, True, False]
-    for text, one in zip(texts, tokens.encode(texts), strict=True):
-        assert one.ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
@@ -97,7 +84,7 @@ def test_added_tokens_that_strip_or_match_more_than_their_string_exclude_gigatok
     facts = json.loads(with_tokens(shared / "data/tokenizers/gpt2"))
     facts["added_tokens"][-1][flag] = True
     ours = ChatEncoder(json.dumps(facts).encode(), ChatConfig(), "x", CHATML, NAMED, engine="auto")
-    assert ours.engine == "hf"
+    assert ours.tokens.engine == "hf"
     assert ours.doubt([]) == f"an added token has {flag}"
 
 

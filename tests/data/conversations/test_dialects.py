@@ -11,15 +11,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder
-from dtt.data.conversations.dialects import QUESTIONS, REFUSED, parse_pair, parse_row
-from dtt.data.conversations.rows import TRAIN_FLAGS, RefusedRow
+from dtt.data.conversations.dialects import QUESTIONS, REFUSED, parse_pair, parse_prompt, parse_row
+from dtt.data.conversations.rows import MAX_DEPTH, TRAIN_FLAGS, Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML, ChatTemplate
+from dtt.data.corpus.json_rows import without_nulls
 
 Q, A = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
 EARLIER = [{"role": "user", "content": "EARLIER"}, {"role": "assistant", "content": "REPLY"}]
 SYSTEM = {"role": "system", "content": "SYSTEM"}
 SHAREGPT = [{"from": "human", "value": "QUESTION"}, {"from": "gpt", "value": "ANSWER"}]
 ALPACA = {"instruction": "QUESTION", "input": "", "output": "ANSWER"}
+HI = {"role": "user", "content": "Hi"}
+HELLO = {"role": "assistant", "content": "Hello"}
 COMPLETION = {"prompt": "QUESTION", "completion": "ANSWER"}
 
 
@@ -104,7 +107,22 @@ def test_arguments_render_alike_as_text_and_as_an_object(arguments: Any, templat
     assert '{"x": 1}' in ChatTemplate(template).render(parse_row(row))
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def with_answer(**keys: Any) -> dict[str, Any]:
+    return {"messages": [HI, {"role": "assistant", **keys}]}
+
+
+def calling(call: Any) -> dict[str, Any]:
+    return with_answer(tool_calls=[call])
+
+
+WRONG: list[tuple[Any, str]] = [
     (COMPLETION | {"label": False}, "KTO"),
     (COMPLETION | {"label": 1}, "KTO"),
     (COMPLETION | {"label": "False"}, "KTO"),
@@ -124,6 +142,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [Q, A], "loss_mask": [1]}, "loss_mask has 1 values for 2 messages"),
     (COMPLETION | {"loss_mask": [1, 0]}, "loss_mask is read beside messages"),
     ({"messages": [Q, A], "history": [["a", "b"]]}, "history is read beside instruction"),
+    ({"messages": [Q, A], "history": [["a", "b"]], "instruction": ""}, "history is read beside"),
     (ALPACA | {"history": ["a"]}, r"history\[0\]: expected a question and an answer"),
     (ALPACA | {"response": "OTHER"}, "output and response contradict"),
     ({"system": "OTHER", "messages": [SYSTEM, Q, A]}, "are different"),
@@ -134,6 +153,47 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [Q, A | {"reasoning": "a", "thinking": "b"}]}, "different texts of reasoning"),
     ({"segments": [{"label": "yes", "text": "a"}]}, "label: expected true or false"),
     ({"segments": [{"label": False, "text": "a"}]}, "no segment is trained"),
+    (["a"], "the row is a list, not an object"),
+    ({"messages": None}, "no messages"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": "Hi"}, "messages: expected a list, got a string"),
+    ({"messages": [HI]}, "no message has the role assistant"),
+    ({"messages": [HI, "Hello"]}, r"messages\[1\] is a string, not an object"),
+    ({"messages": [{"content": "Hi"}, HELLO]}, r"messages\[0\].role is missing"),
+    ({"messages": [{"role": "bot", "content": "Hi"}]}, r"messages\[0\].role: unknown role 'bot'"),
+    ({"messages": [{"role": ["user"], "content": "Hi"}]}, r"messages\[0\].role: unknown role"),
+    ({"messages": [{"role": "user"}, HELLO]}, r"messages\[0\].content is missing"),
+    (with_answer(content=None), r"messages\[1\].content is missing"),
+    (with_answer(content=7), r"messages\[1\].content: expected a string or a list of parts"),
+    (with_answer(content=["a"]), r"messages\[1\].content\[0\] is a string, not an object"),
+    (with_answer(content=[{"type": "image"}]), r"content\[0\].type: expected 'text', got 'image'"),
+    (with_answer(content=[{"type": "text"}]), r"content\[0\].text: expected a string, got null"),
+    (with_answer(content="a", train="no"), r"messages\[1\].train: expected true, false, 0 or 1"),
+    (with_answer(content="a", reasoning_content=1), r"reasoning_content: expected a string"),
+    (with_answer(content="a", name={}), r"messages\[1\].name: expected a string, got an object"),
+    (with_answer(tool_calls={}), r"content is missing|tool_calls: expected a list"),
+    (calling("f"), r"messages\[1\].tool_calls\[0\] is a string, not an object"),
+    (calling({"function": "f"}), r"tool_calls\[0\].function is a string, not an object"),
+    (calling({"function": {}}), r"tool_calls\[0\].function.name: expected the name of a tool"),
+    (calling({"name": "f", "arguments": 1}), r"arguments: expected an object or a JSON string"),
+    (
+        {"messages": [HI | {"tool_calls": [{"name": "f"}]}, HELLO]},
+        r"messages\[0\].tool_calls: only the assistant can call tools, not user",
+    ),
+    ({"messages": [HI, HELLO], "tools": {}}, "tools: expected a list, got an object"),
+    ({"messages": [HI, HELLO], "tools": ["f"]}, r"tools\[0\] is a string, not an object"),
+    ({"messages": [HI, HELLO], "tools": [{}]}, r"tools\[0\]: the tool has no name"),
+    ({"messages": [HI, HELLO], "template_kwargs": 1}, "template_kwargs: expected an object"),
+    (
+        {"messages": [HI, HELLO], "template_kwargs": {"messages": []}},
+        "template_kwargs.messages: this variable cannot be set",
+    ),
+    ({"messages": nested(MAX_DEPTH + 1)}, f"nested more than {MAX_DEPTH} deep"),
+    ({"prompt": 1, "completion": "a"}, "prompt: expected a list, got a number"),
+    ({"conversations": [1]}, r"messages\[0\] is a number, not an object"),
+    ({"conversations": [{"from": "me", "value": ""}]}, r"\[0\].from: unknown role 'me'"),
+    ({"conversations": [{"from": "human"}]}, r"messages\[0\].content is missing"),
+    ({"instruction": 1, "output": "a"}, "instruction: expected a string, got a number"),
 ]  # fmt: skip
 
 
@@ -221,3 +281,57 @@ def test_trained_tokens_are_those_of_the_labelled_segments() -> None:
     texts = [tokenizer.decode(some.tolist(), skip_special_tokens=False)
              for some in (sample.ids, sample.ids[sample.mask])]  # fmt: skip
     assert texts == ["Q: 1+1?A: 2<|im_end|>bye", "A: 2<|im_end|>"]
+
+
+def test_an_instruction_and_its_input_are_one_question_after_the_system_prompt() -> None:
+    row = {"instruction": "Add.", "input": "1 1", "output": "2", "system": "Be exact."}
+    assert [message["content"] for message in parse_row(row).messages] == [
+        "Be exact.", "Add.\n\n1 1", "2",
+    ]  # fmt: skip
+
+
+def test_nulls_that_parquet_pads_with_are_dropped_at_any_depth_only_where_rows_are_padded() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": 1, "b": None}}, "id": None}
+    row = {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    kept = parse_row(row).messages[1]
+    assert kept == {"role": "assistant", "tool_calls": [call]}
+    padded = parse_row(without_nulls(row)).messages[1]
+    assert padded["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}]
+
+
+def test_a_prompt_needs_no_answer() -> None:
+    assert parse_prompt({"prompt": "Hi"}).messages == (HI,)
+    assert parse_prompt({"messages": [HI]}).messages == (HI,)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
+        {"prompt": [HI], "chosen": [HELLO], "rejected": [HELLO | {"content": "No"}]},
+        {"chosen": [HI, HELLO], "rejected": [HI, HELLO | {"content": "No"}]},
+        {
+            "prompt": "Hi",
+            "chosen": [HI, HELLO],
+            "rejected": [HI, HELLO | {"content": "No"}],
+        },
+    ],
+)
+def test_a_preference_row_trains_only_what_follows_the_common_prompt(row: Any) -> None:
+    pair = parse_pair(row)
+    assert pair.chosen == Conversation((HI, HELLO), trained=(False, True))
+    assert pair.rejected.messages == (HI, HELLO | {"content": "No"})
+    assert pair.rejected.trained == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "Hi", "chosen": "Hello"}, "rejected is missing"),
+        ({"chosen": [HI], "rejected": [HI]}, "chosen has no message with the role"),
+        ({"prompt": "Hi", "chosen": "Hello", "rejected": 1}, "rejected: expected a list"),
+    ],
+)
+def test_a_wrong_preference_row_is_refused(row: Any, why: str) -> None:
+    with pytest.raises(RefusedRow, match=why):
+        parse_pair(row)

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
 from dtt.data.conversations.dialects import parse_row
-from dtt.data.conversations.loss_mask import header_length, suffix_overlap
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML
 
@@ -158,27 +157,3 @@ def test_masks_equal_those_of_trl_except_for_argued_classes(gpt2: bytes, every: 
     for what, count in counts.most_common():
         print(f"{count:5} {what}")
     assert counts["trl trains what follows the stop token"] > 100 / every
-
-
-@pytest.mark.parametrize(
-    ("prompt", "span", "length"),
-    [
-        ("<u>hi<a>", "<a>hello", 3),
-        ("<a>x<a>", "<a>x", 3),
-        ("<a>\n<think>\n", "<a>\nhello", 0),
-        ("", "x", 0),
-        ("abc", "", 0),
-        ("....long header text", "long header text and more", 16),
-    ],
-)
-def test_the_header_is_the_longest_suffix_of_the_prompt(
-    prompt: str, span: str, length: int
-) -> None:
-    assert suffix_overlap(prompt, span) == length
-
-
-def test_a_prompt_that_begins_the_answer_shares_only_its_header() -> None:
-    prompt = "<a>\n<think>\n"
-    assert header_length(f"<u>hi{prompt}", prompt, prompt, "<a>\n<tool>x") == 4
-    assert header_length(f"<u>hi{prompt}", prompt, prompt, "<a>\n<think>\ny") == 12
-    assert header_length(f"<u>hi{prompt}", prompt, prompt, "hello") is None

@@ -158,27 +158,11 @@ def test_a_link_keeps_the_name_that_shows_its_format(corpora: Any, tmp_path: Pat
         assert list(read_unit(corpus, unit, BadDocuments(stop=True))) == [b"some text"]
 
 
-def test_a_folder_without_read_permission_is_not_treated_as_empty(dtt: Dtt) -> None:
-    write_tree(dtt.folder, "source/a.txt", "source/closed/b.txt")
-    closed = dtt.folder / "source/closed"
-    closed.chmod(0)
-    if os.access(closed, os.R_OK):
-        return  # root may read everything
-    refused = dtt("download", "-d", "source", expect=74)
-    closed.chmod(0o755)
-    assert str(closed) in refused.stderr
-
-
 def test_a_name_that_no_manifest_can_hold_is_refused(dtt: Dtt) -> None:
     write_tree(dtt.folder, "source/a.txt", "source/b\udcff.txt")
     refused = dtt("download", "-d", "source", expect=66)
     assert "not UTF-8" in refused.stderr
     assert r"b\udcff.txt" in refused.stderr
-
-
-def test_max_files_takes_the_first_by_name(corpora: Any) -> None:
-    manifest = corpora.make({f"{i}.txt": b"x" for i in (2, 0, 1)}, max_files=2).manifest
-    assert [Path(file.path).name for file in manifest.files] == ["0.txt", "1.txt"]
 
 
 @pytest.mark.parametrize(
@@ -227,19 +211,6 @@ def test_a_later_file_without_the_column_is_named(
         corpora.make(files)
 
 
-@pytest.mark.parametrize("option", ["name", "revision"])
-def test_options_of_the_hub_are_refused_elsewhere(corpora: Any, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"download\.{option} \(x\) applies only to .* the Hub"):
-        corpora.make({"a.txt": b"x"}, **{option: "x"})
-    with pytest.raises(ConfigError, match=rf"download\.{option}=null"):
-        corpora.download(dataset="python-stdlib", **{option: "x"})
-
-
-def test_the_standard_library_has_no_splits(corpora: Any) -> None:
-    with pytest.raises(ConfigError, match=r"download\.split=null"):
-        corpora.download(dataset="python-stdlib", split="train")
-
-
 @pytest.mark.parametrize(
     ("columns", "found"),
     [
@@ -284,14 +255,6 @@ def test_the_standard_library_is_the_same_bytes_every_time(
     assert bad.count == 0
     assert len(texts) == len(ids)
     assert sum(map(len, texts)) > 5_000_000
-
-
-def test_an_altered_stdlib_file_is_rewritten(corpora: Any) -> None:
-    first = corpora.download(dataset="python-stdlib")
-    path = corpora.folder / "corpus" / first.files[0].path
-    path.write_bytes(b"broken")
-    again = corpora.download(dataset="python-stdlib")
-    assert again.files[0].sha256 == first.files[0].sha256
 
 
 @pytest.mark.slow

@@ -78,26 +78,6 @@ def test_utf_8_and_zeros_are_not_taken_for_another_encoding(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-def test_a_few_invalid_bytes_are_damage_and_cost_their_documents_only(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    lines = {
-        "a.txt": [b"good\n"] * 9 + [b"b\xffd\n"],
-        "a.jsonl": [b'{"text": "good"}\n'] * 9 + [b'{"text": "b\xffd"}\n'],
-        "a.csv": [b"text\n"] + [b"good\n"] * 9 + [b"b\xffd\n"],
-    }
-    (tmp_path / name).write_bytes(b"".join(lines[name]))
-    cfg = DownloadConfig(dataset=str(tmp_path / name), txt_documents="line")
-    download(cfg, tmp_path / "corpus")
-    assert "bytes: 1, such as 0xff" in caplog.text
-    corpus, bad = Corpus(tmp_path / "corpus"), BadDocuments()
-    found = [text for unit in corpus.units(10**6) for text in read_unit(corpus, unit, bad)]
-    assert found == [b"good"] * 9
-    assert bad.count == 1
-    assert "not UTF-8" in bad.examples[0]
-
-
 def test_a_csv_header_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"caf\xe9\nx\n")
     with pytest.raises(DamagedError, match="can't decode byte 0xe9"):

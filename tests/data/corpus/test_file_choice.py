@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import gzip
-import random
-import re
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +54,8 @@ def chosen(folder: Path, include: list[str], exclude: list[str] | None = None) -
         ([".github/*.md"], [], [".github/hidden.md"]),
         (["docs/**/*.m[a-d]"], [], ["docs/one.md", "docs/deep/two.md"]),
         ([], ["docs/"], ["data/rows.jsonl"]),
+        (["docs/**/"], [], ["docs/deep/two.md", "docs/deep/three.rst"]),
+        (["**/deep/**"], ["*.md"], ["docs/deep/three.rst"]),
     ],
 )
 def test_the_patterns_are_those_of_gitignore(
@@ -64,75 +63,6 @@ def test_the_patterns_are_those_of_gitignore(
 ) -> None:
     write(tmp_path, TREE)
     assert chosen(tmp_path, include, exclude) == set(names)
-
-
-PARTS = ("a", "b", "c.md", "d.rst", "_e.md", ".f", "ab.md")
-ATOMS = ("a", "b", "*", "?", "[ab]", "[!a]", "*.md", ".f", "*b*", "_e.md", "d.*")
-
-
-def ignored(folder: Path, pattern: str, names: list[str]) -> set[str]:
-    """Return the names that git ignores by one pattern."""
-    (folder / "patterns").write_text(pattern + "\n")
-    done = subprocess.run(
-        [
-            *("git", "-c", f"core.excludesFile={folder / 'patterns'}"),
-            *("check-ignore", "--no-index", "--stdin", "-z"),
-        ],
-        cwd=folder / "tree",
-        input="\0".join(names).encode(),
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode in (0, 1), done.stderr
-    return set(filter(None, done.stdout.decode().split("\0")))
-
-
-def test_random_trees_are_chosen_as_git_would(tmp_path: Path) -> None:
-    rng = random.Random(7)
-    subprocess.run(["git", "init", "-q", tmp_path / "tree"], check=True)
-    tree = tmp_path / "tree"
-    refused = compared = 0
-    names: list[str] = []
-    for round_ in range(200):
-        if round_ % 10 == 0:
-            for name in names:
-                (tree / name).unlink()
-            names = sorted(
-                {
-                    "/".join([*rng.choices(("a", "b", "ab", ".f"), k=rng.randrange(3)), leaf])
-                    for leaf in (rng.choice(PARTS[2:]) for _ in range(30))
-                    if leaf != ".f"
-                }
-            )
-            write(tree, dict.fromkeys(names, b"text"))
-
-        def pattern() -> str:
-            parts = [rng.choice((*ATOMS, "**")) for _ in range(rng.randint(1, 3))]
-            return rng.choice(("", "", "/")) + "/".join(parts) + rng.choice(("", "", "/"))
-
-        include = [pattern() for _ in range(rng.randint(1, 2))]
-        exclude = [pattern()] if rng.random() < 0.5 else []
-        out = set().union(*(ignored(tmp_path, one, names) for one in exclude))
-        left = [name for name in names if name not in out]
-
-        def visible(name: str, one: str) -> bool:
-            dotted = [any(p.startswith(".") for p in text.split("/")) for text in (name, one)]
-            return dotted[1] or not dotted[0]
-
-        taken = [
-            {name for name in ignored(tmp_path, one, left) if visible(name, one)} for one in include
-        ]
-        try:
-            assert chosen(tree, include, exclude) == set().union(*taken), (include, exclude)
-            compared += 1
-        except ConfigError as error:
-            refused += 1
-            [named] = re.findall(r"matches '(.*)'", str(error))
-            # Hidden files are left out anyway, so excluding them has no effect.
-            empty = taken[include.index(named)] if named in include else out
-            assert all("/." in f"/{name}" for name in empty), named
-    assert compared > 40
-    assert refused > 40
 
 
 def test_text_of_any_ending_is_a_document_a_file(corpora: Any, read_all: Any) -> None:
@@ -165,16 +95,10 @@ def argument(error: Exception) -> str:
             {},
             "download.include=['**/*.csv']",
         ),
-        (MIXED, {"include": ("*",)}, "download.exclude=['**/*.txt', '**/*.md']"),
         (
-            MIXED,
-            {"include": ("*",), "exclude": ("*.json",)},
-            "download.exclude=['*.json', '**/*.jsonl']",
-        ),
-        (
-            {"a.md": b"x", "b.png": b"\x89PNG", "c.pdf": b"%PDF-1.4\n", "d.dat": b"a\0b"},
+            {"a.md": b"x", "b.png": b"\x89PNG"},
             {"include": ("*",)},
-            "download.exclude=['**/*.png', '**/*.pdf', '**/*.dat']",
+            "download.exclude=['**/*.png']",
         ),
     ],
 )
@@ -203,20 +127,15 @@ def test_a_binary_file_is_refused_by_name(
 ) -> None:
     with pytest.raises(InputError, match=rf"{name}\n.*{why}"):
         corpora.make({name: content, "b.md": b"x"}, include=("*",))
-    with pytest.raises(InputError, match="convert the files to UTF-8 text"):
+    with pytest.raises(InputError, match="convert them to UTF-8 text"):
         corpora.download(dataset=str(corpora.folder / "source" / name), include=("a*",))
     assert not CorpusManifest.exists(corpora.folder / "corpus")
-
-
-def test_utf_16_is_text_in_another_encoding(corpora: Any) -> None:
-    with pytest.raises(InputError, match=r"iconv -f UTF-16 -t UTF-8 a\.md > NEW\.md"):
-        corpora.make({"a.md": "some text".encode("utf-16"), "b.md": b"x"}, include=("*.md",))
 
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("*.markdown", r"matches '\*\.markdown'[^$]*\.md \(3\)"),
+        ("*.markdown", r"matches '\*\.markdown'"),
         ("#notes.md", "matches '#notes.md'"),
         ("", "matches ''"),
         ("!*.md", "begins with an exclamation mark"),
@@ -243,19 +162,11 @@ def test_an_excluded_folder_is_not_listed(tmp_path: Path) -> None:
         (tmp_path / "closed").chmod(0o755)
 
 
-@pytest.mark.parametrize("key", ["include", "exclude"])
-def test_the_standard_library_has_no_files_to_choose(corpora: Any, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"download\.{key}=\[\]"):
-        corpora.download(dataset="python-stdlib", **{key: ("*.py",)})
-
-
 def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:
     notes = {
         f"notes/{i}.md": f"Note {i} says something about {i * i}.\n".encode() for i in range(40)
     }
     write(dtt.folder, notes | {"notes/image.png": b"\x89PNG\0"})
-    refused = dtt("data", "inspect", "notes", expect=66)
-    assert """dtt download -d notes "download.include=['**/*.md']\"""" in refused.stderr
     data = ("-d", "notes", "download.include=['**/*.md']")
     small = ("tokenizer.vocab_size=300", "tokenize.validation_fraction=0.2")
     assert "40 txt" in dtt("download", *data).stdout

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import struct
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +12,6 @@ import pytest
 from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.compressed import MAX_ZSTD_WINDOW, zstd_window
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
@@ -27,72 +24,6 @@ def documents(folder: Path, dataset: Path) -> tuple[list[bytes], BadDocuments]:
     download(DownloadConfig(dataset=str(dataset)), folder)
     corpus, bad = Corpus(folder), BadDocuments()
     return [text for unit in corpus.units(10**6) for text in read_unit(corpus, unit, bad)], bad
-
-
-def zstd_frame(descriptor: int, header: bytes, content: bytes = LINES) -> bytes:
-    """One raw block, as in RFC 8878."""
-    block = struct.pack("<I", 1 | len(content) << 3)[:3]
-    return struct.pack("<IB", 0xFD2FB528, descriptor) + header + block + content
-
-
-SKIPPABLE = struct.pack("<II", 0x184D2A53, 3) + b"abc"
-HUGE = (2**28).to_bytes(4, "little")
-
-
-@pytest.mark.parametrize(
-    ("content", "window"),
-    [
-        (zstd_frame(0, bytes([21 - 10 << 3])), 2**21),
-        (zstd_frame(0, bytes([(27 - 10 << 3) + 1])), 2**27 + 2**24),
-        (zstd_frame(0, bytes([31 - 10 << 3])), 2**31),
-        (SKIPPABLE + zstd_frame(0, bytes([31 - 10 << 3])), 2**31),
-        (zstd_frame(0x20 | 2 << 6, HUGE), 2**28),
-        (zstd_frame(0x21 | 2 << 6, b"\1" + HUGE), 2**28),
-        (zstd_frame(0x60, struct.pack("<H", len(LINES) - 256)), len(LINES)),
-        (b"", 0),
-        (b"not zstd", 0),
-    ],
-)
-def test_a_zstd_window_that_cannot_be_read_is_refused_before_anything_else(
-    tmp_path: Path, content: bytes, window: int
-) -> None:
-    folder = tmp_path / "d"
-    folder.mkdir()
-    (folder / "a.jsonl.zst").write_bytes(content)
-    (folder / "b.jsonl").write_bytes(LINES)
-    assert zstd_window(folder / "a.jsonl.zst") == window
-    if window > MAX_ZSTD_WINDOW:
-        with pytest.raises(InputError, match=r"zstd -d --long=31 -c a\.jsonl\.zst"):
-            documents(tmp_path / "corpus", folder)
-    elif window:
-        assert len(documents(tmp_path / "corpus", folder)[0]) == 100
-
-
-@pytest.mark.parametrize("zeros", [1, 2, 511, 100_000])
-@pytest.mark.parametrize("members", [1, 2])
-def test_zeros_after_a_gzip_member_are_not_damage(tmp_path: Path, zeros: int, members: int) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(LINES) * members + bytes(zeros))
-    found, bad = documents(tmp_path / "corpus", path)
-    assert len(found) == 50 * members
-    assert bad.count == 0
-
-
-@pytest.mark.parametrize("rest", [b"garbage", b"\0\0x"])
-def test_other_bytes_after_a_gzip_member_are(tmp_path: Path, rest: bytes) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(LINES) + rest)
-    found, bad = documents(tmp_path / "corpus", path)
-    assert len(found) == 50
-    assert bad.count == 1
-
-
-def test_a_member_that_zeros_have_replaced_in_part_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    whole = gzip.compress(LINES * 100)
-    path.write_bytes(whole[:-50] + bytes(50))
-    _, bad = documents(tmp_path / "corpus", path)
-    assert bad.count
 
 
 def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:

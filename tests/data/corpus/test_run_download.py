@@ -20,17 +20,3 @@ def test_results_go_to_stdout_and_a_rerun_reports_completion(tmp_path: Path) -> 
     assert second.stdout == first.stdout
     assert "already done" in second.stderr
     assert "already done" not in first.stderr
-
-
-def test_errors_are_one_message_and_an_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"a": "x", "b": "y"}\n')
-    (tmp_path / "empty").mkdir()
-    for arguments, code, word in (
-        (["-d", "nowhere"], 66, "no dataset 'nowhere'"),
-        (["-d", "empty"], 66, "no file of"),
-        (["-d", "a.jsonl"], 2, "download.text_column=a"),
-        ([], 2, "-d DATASET"),
-    ):
-        run = dtt(tmp_path, *arguments, code=code)
-        assert word in run.stderr
-        assert run.stdout == ""

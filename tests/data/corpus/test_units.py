@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-
-from dtt.base.errors import DamagedError, InputError
-from dtt.data.corpus.units import Corpus
 
 TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
 
@@ -71,12 +67,6 @@ def test_small_units_are_many_and_many_small_files_are_few_units(corpora: Any, n
     assert len(corpus.units(10**9)) == 1
 
 
-def test_units_are_the_same_every_time(corpora: Any) -> None:
-    corpus = corpora.make({"a.parquet": parquet(TEXTS), "b.parquet": parquet(TEXTS[:50])})
-    assert corpus.units(2000) == Corpus(corpus.folder).units(2000)
-    assert [unit.index for unit in corpus.units(2000)] == list(range(len(corpus.units(2000))))
-
-
 def test_line_ends_at_any_unit_boundary_lose_nothing(corpora: Any, read_all: Any) -> None:
     lines = ["a", "bb", "ccc", "d" * 40, "e"]
     corpus = corpora.make({"a.txt": ("\n".join(lines) + "\n").encode()}, txt_documents="line")
@@ -95,76 +85,6 @@ def test_sections_are_the_text_unchanged_and_of_some_kilobytes(corpora: Any, rea
     assert "".join(read_all(corpus, 10_000)[0]) == text
 
 
-def test_a_folder_of_txt_is_a_document_per_file(corpora: Any, read_all: Any) -> None:
-    corpus = corpora.make({"b.txt": b"second\n\nfile", "a.txt": b"\xef\xbb\xbffirst\n"})
-    assert read_all(corpus, 10**6)[0] == ["first\n", "second\n\nfile"]
-
-
-def test_bad_lines_are_skipped_and_reported(corpora: Any, read_all: Any) -> None:
-    good = b'{"text": "good %d"}\n'
-    bad_lines = {
-        4: b'{"text": "broken\n',
-        7: b'{"other": "key"}\n',
-        8: b'{"text": 17}\n',
-        9: b'{"text": null}\n',
-        10: b'["no object"]\n',
-        13: b'{"text": "\xff\xfe"}\n',
-    }
-    lines = [bad_lines.get(i, good % i) for i in range(1, 21)]
-    corpus = corpora.make({"a.jsonl": b"".join(lines)})
-    for unit_bytes in (50, 10**6):
-        texts, bad = read_all(corpus, unit_bytes)
-        assert texts == [f"good {i}" for i in range(1, 21) if i not in bad_lines]
-        assert bad.count == len(bad_lines)
-        named = [example.split(": ")[0].rsplit(":")[-1] for example in bad.examples]
-        assert [int(line) for line in named] == sorted(bad_lines)[:5]
-    assert bad.examples[1].endswith("a.jsonl:7: no key 'text'")
-
-
-@pytest.mark.slow(except_for=["0.5-a.txt.gz"])
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.gz", "a.txt.gz"])
-@pytest.mark.parametrize("kept", [0.3, 0.5, 0.9, 0.999])
-def test_a_truncated_compressed_file_yields_all_complete_documents_and_is_reported(
-    corpora: Any, read_all: Any, name: str, kept: float
-) -> None:
-    """Judged by what zlib and zstandard themselves get out of it."""
-    many = [f"{i * 7919 % 10007} {i * i % 10009}" for i in range(50_000)]
-    make = FORMATS.get(name) or (lambda texts: gzip.compress("\n".join(texts).encode()))
-    torn = make(many)[: int(len(make(many)) * kept)]
-    unpack = zstandard.ZstdDecompressor() if name.endswith("zst") else zlib
-    content = unpack.decompressobj(*[31] * name.endswith("gz")).decompress(torn)
-    whole, _, part = content.rpartition(b"\n")
-    header = name == "a.csv.gz"
-    corpus = corpora.make({name: torn}, txt_documents="line")
-    texts, bad = read_all(corpus, 10**6)
-    assert len(texts) == len(whole.splitlines()) - header
-    assert texts == many[: len(texts)]
-    assert bad.count == 1
-    assert f"{name}:" in bad.examples[0]
-    assert "the rest of the file cannot be read: Truncated" in bad.examples[0]
-    if not header:
-        assert bad.lost_bytes == len(part)
-        assert not part or f"lost: about {len(part):,} bytes" in bad.examples[0]
-
-
-def test_of_a_damaged_compressed_file_the_bytes_that_cannot_be_read_are_reported(
-    corpora: Any, read_all: Any
-) -> None:
-    lines = [b'{"text": "%d"}\n' % i for i in range(1000)]
-    members = [gzip.compress(b"".join(lines[i : i + 100])) for i in range(0, 1000, 100)]
-    bad_header = b"".join([*members[:7], b"XX", *members[7:]])
-    corpus = corpora.make({"a.jsonl.gz": bad_header})
-    texts, bad = read_all(corpus, 10**6)
-    assert texts == [str(i) for i in range(700)]
-    left = sum(map(len, members[7:])) + len(b"XX")
-    assert left - 2 <= bad.lost_bytes <= left, "zlib looks at two bytes of a header"
-    assert (
-        "a.jsonl.gz:701: the rest of the file cannot be read: zlib inflate failed"
-        in (bad.examples[0])
-    )
-    assert f"lost: about {bad.lost_bytes:,} bytes" in bad.examples[0]
-
-
 @pytest.mark.parametrize(
     "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
 )
@@ -176,14 +96,3 @@ def test_a_column_of_any_type_of_text_is_read(corpora: Any, read_all: Any, kind:
     texts, bad = read_all(corpus, 10**6)
     assert texts == TEXTS
     assert bad.examples[0].endswith(f"row {len(TEXTS)}: the text is null")
-
-
-def test_changed_and_deleted_files_are_detected(corpora: Any) -> None:
-    corpus = corpora.make({"a.txt": b"some text"})
-    path = corpus.path(0)
-    path.write_bytes(b"some other text")
-    with pytest.raises(DamagedError, match="has changed"):
-        Corpus(corpus.folder)
-    path.unlink()
-    with pytest.raises(InputError, match="is missing"):
-        Corpus(corpus.folder)

@@ -111,18 +111,6 @@ def test_a_terabyte_of_ids_is_inspected_without_reading_it(dtt: Dtt) -> None:
     assert "of 1,000,000,000,000 tokens, evenly spread; --all reads everything" in stdout
 
 
-@pytest.mark.slow
-def test_rounded_mixture_weights_are_reported(dtt: Dtt, tokens: Path, tiny: Settings) -> None:
-    """By `mix`, and by training."""
-    both = [{"path": str(tokens), "name": "a", "weight": 1.0}]
-    both += [{"path": str(tokens), "name": "rare", "weight": 1e-9}]
-    arguments = tiny(data__tokens="null", data__sources=json.dumps(both), train__steps=2)
-    reported = "rounded weight: rare has a share of 1e-05, not 1e-09, from step 1 on"
-    assert facts(dtt, "mix", *arguments)["rounded"] == [reported]
-    assert reported in dtt("data", "mix", *arguments).stdout
-    assert reported in dtt("train", *arguments).stderr
-
-
 def test_invalid_arguments_are_reported(dtt: Dtt, tokens: Path) -> None:
     assert "there is no nowhere" in dtt("data", "inspect", "nowhere", expect=66).stderr
     stem = tokens / "train-00000"
@@ -246,19 +234,6 @@ def decoded(tokens: Path, ids: list[int]) -> str:
 
     tokenizer = Tokenizer.from_file(str(tokens / "tokenizer.json"))
     return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-
-@pytest.mark.slow
-def test_long_texts_are_shortened_without_full(dtt: Dtt, tiny: Settings, tokens: Path) -> None:
-    dtt("train", *tiny(train__seq_len=64, train__steps=2, checkpoint__every=2))
-    short = dtt("data", "at-step", "jobs/t", 1).stdout
-    full = dtt("data", "at-step", "jobs/t", 1, "--full").stdout
-    texts = [
-        p["text"] for s in facts(dtt, "at-step", "jobs/t", 1)["samples"] for p in s["documents"]
-    ]
-    assert max(map(len, texts)) > 200
-    assert all(text in full for text in texts)
-    assert short.count(" …\n") == sum(len(text) > 200 for text in texts)
 
 
 def test_a_step_with_another_sample_hash_is_refused(dtt: Dtt, job: Path, tokens: Path) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.tiny_job import make_tokenizer
 from support.token_files import read_doc_ids
 
@@ -43,12 +41,6 @@ def twice(tokens: Path) -> Dataset:
     return opened(sources(a=(tokens, 0.75), b=(tokens, 0.25)))
 
 
-def test_a_single_source_yields_its_samples_in_its_own_order(tokens: Path) -> None:
-    dataset = opened(f"data.tokens={tokens}")
-    (source,) = dataset.sources
-    assert np.array_equal(dataset.order(5, 700), source.order(5, 700))
-
-
 def test_the_order_does_not_depend_on_the_path_of_the_folder(tokens: Path, tmp_path: Path) -> None:
     shutil.copytree(tokens, tmp_path / "elsewhere")
     here, there = opened(f"data.tokens={tokens}"), opened(f"data.tokens={tmp_path / 'elsewhere'}")
@@ -61,18 +53,6 @@ def test_sources_in_one_folder_are_shuffled_independently(twice: Dataset) -> Non
     a, b = (samples[samples >> np.uint64(SOURCE_SHIFT) == n] & NUMBER_MASK for n in (0, 1))
     assert (len(a), len(b)) == (300, 100)
     assert (a[:100] == b).mean() < 0.05
-
-
-@settings(max_examples=60, deadline=None)
-@given(first=st.integers(0, 700), cuts=st.lists(st.integers(0, 50), min_size=1, max_size=6))
-def test_samples_do_not_depend_on_how_the_run_is_divided(
-    twice: Dataset, first: int, cuts: list[int]
-) -> None:
-    parts, start = [], first
-    for count in cuts:
-        parts.append(twice.order(start, count))
-        start += count
-    assert np.array_equal(np.concatenate(parts), twice.order(first, sum(cuts)))
 
 
 def test_rows_come_from_the_source_that_their_number_names(twice: Dataset) -> None:
@@ -88,16 +68,6 @@ def test_rows_come_from_the_source_that_their_number_names(twice: Dataset) -> No
         assert found is source
         assert pieces == source.origin(own)
     assert twice.counts(samples).targets == 40 * SEQ_LEN
-
-
-def test_every_sample_of_a_source_is_used_once_per_epoch(tokens: Path) -> None:
-    dataset = opened(sources(a=(tokens, 1), b=(tokens, 3)), steps=1000)
-    samples = dataset.order(0, 8000)
-    for number, source in enumerate(dataset.sources):
-        own = samples[samples >> np.uint64(SOURCE_SHIFT) == number] & NUMBER_MASK
-        for start in range(0, len(own) - len(source), len(source)):
-            epoch = own[start : start + len(source)]
-            assert np.array_equal(np.sort(epoch), np.arange(len(source), dtype=np.uint64))
 
 
 def test_without_weights_sources_are_weighted_by_size(tokens: Path) -> None:
@@ -250,24 +220,3 @@ def test_a_vocabulary_that_is_not_that_of_the_token_files_is_reported(
     assert (
         compatibility.check_vocabulary(resolve(job_config=job.config), job, made.vocab_size) == []
     )
-
-
-def test_a_tokenizer_may_learn_fewer_entries_than_requested(tokens: Path, tmp_path: Path) -> None:
-    made = TokensManifest.read(tokens)
-    parts = {**made.key_parts, "tokenizer": {**made.key_parts["tokenizer"], "vocab_size": 512}}
-    content = made.model_copy(update={"key_parts": parts}).dump()
-    (tmp_path / "manifest.json").write_text(content)
-    arguments = [f"tokenize.out={tmp_path}", "tokenizer.vocab_size=512"]
-    job = JobDir(tmp_path / "j")
-    assert compatibility.check_vocabulary(resolve(None, arguments), job, made.vocab_size) == []
-
-
-def test_a_weight_that_must_be_rounded_is_reported(tokens: Path) -> None:
-    """Also where it only holds from some step on."""
-    reported = "rounded weight: rare has a share of 1e-05, not"
-    rare = opened(sources(a=(tokens, 1.0), rare=(tokens, 1e-9)))
-    assert rare.rounded_weights() == [f"{reported} 1e-09, from step 1 on"]
-    later = "data.weights=[{step: 41, weights: {a: 1, rare: 2.5e-8}}]"
-    rare = opened(sources(a=(tokens, 1.0), rare=(tokens, 1.0)), later)
-    assert rare.rounded_weights() == [f"{reported} 2.5e-08, from step 41 on"]
-    assert opened(sources(a=(tokens, 0.9), rare=(tokens, 0.1))).rounded_weights() == []

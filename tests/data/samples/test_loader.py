@@ -14,21 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.token_files import read_doc_ids
-from torch import Tensor
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
-from dtt.config.model import ModelConfig
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
 from dtt.data.samples.protocol import SOURCE_SHIFT
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
 from dtt.data.token_file import bin_path
-from dtt.model.decoder import Decoder
-from dtt.model.families import get as get_family
-from dtt.model.init import initialize
 
 SEQUENCES, SEQ_LEN = 8, 32
 CPU = torch.device("cpu")
@@ -198,43 +193,6 @@ def test_a_run_without_more_data_ends_with_its_last_complete_step(tokens: Path) 
     assert sizes == [*[1] * 5, *[2] * 5, *[4] * 5, *[8] * ((len(short.sources[0]) - 35) // 8)]
 
 
-def test_a_growing_run_resumes_at_any_step_as_if_uninterrupted(growing: Dataset) -> None:
-    whole = list(batches(growing))
-    for first in (1, 7, 13, 39):
-        for a, b in zip(batches(growing, first_step=first), whole[first:], strict=True):
-            assert np.array_equal(a.samples, b.samples)
-            assert rows(a) == rows(b)
-
-
-@pytest.mark.parametrize("mask_documents", [False, True])
-def test_the_loss_at_a_shorter_context_is_that_of_each_row_alone(
-    tokens: Path, mask_documents: bool
-) -> None:
-    growing = open_growing(tokens, masked=mask_documents)
-    arch = get_family("llama").architecture(
-        ModelConfig(dim=32, n_layers=2, n_heads=2), 512, SEQ_LEN
-    )
-    model = Decoder(arch)
-    initialize(model, seed=0)
-    batch = next(training_batches(growing, BatchReader(0, 1, 2, CPU), 0))
-    (part,) = batch.micro_batches
-    assert part.tokens.shape == (8, 8)
-    with torch.no_grad():
-        loss = model(part.tokens, part.targets, doc_ids_BT=part.doc_ids).loss
-        alone = [
-            model(
-                part.tokens[i : i + 1],
-                part.targets[i : i + 1],
-                doc_ids_BT=None if part.doc_ids is None else part.doc_ids[i : i + 1],
-            ).loss
-            for i in range(8)
-        ]
-        (whole,) = BatchReader(0, 1, 2, CPU).read(growing, batch.samples)
-        longest = model(whole.tokens, whole.targets, doc_ids_BT=whole.doc_ids).loss
-    torch.testing.assert_close(loss, torch.stack(alone).sum())
-    assert abs(loss - longest) > 1e-3  # there the rows see each other
-
-
 def test_padding_is_a_target_that_is_ignored_and_an_id_that_exists(tokens: Path) -> None:
     packed = opened(f"data.tokens={tokens}", "data.packing=best-fit")
     found = [part for batch in islice(batches(packed), 20) for part in batch.micro_batches]
@@ -245,51 +203,6 @@ def test_padding_is_a_target_that_is_ignored_and_an_id_that_exists(tokens: Path)
         assert torch.equal(
             part.tokens[:, 1:][~padded[:, :-1]], part.targets[:, :-1][~padded[:, :-1]]
         )
-
-
-@pytest.mark.parametrize("mask_documents", [False, True])
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_token_of_a_document_can_be_left_out_of_the_targets(
-    tokens: Path, kind: str, size: int, mask_documents: bool
-) -> None:
-    """Every rank counts the targets of all; tokens, samples and documents stay as they are."""
-    whole = open_kind(kind, tokens)
-    without = open_kind(kind, tokens, "data.eod_mask_loss=true", masked=mask_documents)
-    plain = [batches(whole, rank, size, 3) for rank in range(size)]
-    masked = [batches(without, rank, size, 3) for rank in range(size)]
-    started = 0
-    for _ in range(12):
-        before, after = [next(rank) for rank in plain], [next(rank) for rank in masked]
-        left = 0
-        for old, new in zip(before, after, strict=True):
-            assert np.array_equal(old.samples, new.samples)
-            for was, now in zip(old.micro_batches, new.micro_batches, strict=True):
-                assert torch.equal(was.tokens, now.tokens)
-                assert was.doc_ids is not None
-                assert (now.doc_ids is None) is not mask_documents
-                changed = was.targets != now.targets
-                assert (now.targets[changed] == IGNORE_INDEX).all()
-                inside = was.doc_ids[:, 1:] != was.doc_ids[:, :-1]
-                assert torch.equal(changed[:, :-1], inside & (was.targets[:, :-1] != IGNORE_INDEX))
-                started += int(changed.sum())
-                left += int((now.targets != IGNORE_INDEX).sum())
-        assert {batch.targets for batch in after} == {left}
-    assert started > 12
-
-
-def test_documents_are_omitted_if_attention_crosses_them(tokens: Path) -> None:
-    dataset = opened(f"data.tokens={tokens}", masked=False)
-    assert next(batches(dataset)).micro_batches[0].doc_ids is None
-
-
-@pytest.mark.parametrize("skipped", [1, 5, 300])
-def test_starting_at_a_step_equals_skipping_to_it(any_dataset: Dataset, skipped: int) -> None:
-    direct = islice(batches(any_dataset, first_step=skipped), 3)
-    walked = islice(batches(any_dataset), skipped, skipped + 3)
-    for a, b in zip(direct, walked, strict=True):
-        assert rows(a) == rows(b)
-        assert np.array_equal(a.samples, b.samples)
 
 
 def test_data_that_cannot_be_read_is_reported_with_its_step(
@@ -307,12 +220,6 @@ def test_data_that_cannot_be_read_is_reported_with_its_step(
     assert f"rank 0 cannot read the data of step {trained + 1}" in caplog.text
 
 
-def test_the_run_ends_with_its_last_step(tokens: Path) -> None:
-    short = opened(f"data.tokens={tokens}", steps=5)
-    assert len(list(batches(short))) == 5
-    assert len(list(batches(short, first_step=3))) == 2
-
-
 def loaders() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
@@ -322,27 +229,4 @@ def test_the_thread_ends_with_the_generator(dataset: Dataset) -> None:
     next(generator)
     assert len(loaders()) == 1
     generator.close()  # type: ignore[attr-defined]
-    assert loaders() == []
-
-
-def test_the_thread_ends_when_the_loop_is_left_by_an_error(dataset: Dataset) -> None:
-    def loop() -> Tensor:
-        for batch in batches(dataset):
-            return batch.micro_batches[5].tokens
-        raise AssertionError
-
-    with pytest.raises(IndexError) as caught:
-        loop()
-    del caught
-    assert loaders() == []
-
-
-def test_an_error_while_reading_ahead_reaches_the_loop(tokens: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "tokens"
-    shutil.copytree(tokens, copy)
-    dataset = opened(f"data.tokens={copy}")
-    for ids in copy.glob("*.bin"):
-        ids.unlink()
-    with pytest.raises(InputError, match="missing"):
-        next(batches(dataset))
     assert loaders() == []

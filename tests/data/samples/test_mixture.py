@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtt.data.samples.mixture import LONGEST_PATTERN, Mixture, OnExhausted, Weights, pattern, shares
+from dtt.data.samples.mixture import LONGEST_PATTERN, Mixture, OnExhausted, Weights, shares
 
 DECIMALS = st.integers(1, 300).map(lambda n: Fraction(n, 100))
 SOME_WEIGHTS = st.lists(DECIMALS, min_size=1, max_size=6).map(tuple)
@@ -141,13 +141,6 @@ def test_the_step_at_which_a_source_completes_an_epoch_is_known() -> None:
     assert mixed.exhausted_after(2) is None
 
 
-def test_a_source_of_weight_zero_waits_for_its_phase() -> None:
-    changes = [(0, weights(1, 0)), (10, weights(1, 3))]
-    found = order(Mixture([100, 100], changes, "repeat", 18))
-    assert [source for source, _ in found[:10]] == [0] * 10
-    assert sorted(source for source, _ in found[10:]) == [0] * 2 + [1] * 6
-
-
 def test_decimals_are_taken_as_they_are_written() -> None:
     assert shares(weights(0.1, 0.2, 0.7)) == (1, 2, 7)
     assert shares(weights(3, 1e-3)) == (3000, 1)
@@ -180,22 +173,11 @@ def test_shares_that_rounding_changes_by_more_than_one_percent_are_reported(
     given: tuple[float, ...], moved: list[int]
 ) -> None:
     mixed = mixture([10] * len(given), weights(*given), samples=100)
-    assert [one.source for one in mixed.rounded()] == moved
-    for one in mixed.rounded():
+    assert [source for source, *_ in mixed.rounded()] == moved
+    for source, _, asked, taken in mixed.rounded():
         exact = weights(*given)
-        assert one.asked == exact[one.source] / sum(exact)
-        counts = mixed.counts(LONGEST_PATTERN)
-        assert one.taken * LONGEST_PATTERN == counts[one.source]
-
-
-def test_rounding_is_reported_in_every_phase() -> None:
-    changes = [(0, weights(1, 1)), (50, weights(1, 1e-9))]
-    (one,) = Mixture([10, 10], changes, "repeat", 100).rounded()
-    assert (one.source, one.phase.first) == (1, 50)
-
-
-def test_a_single_source_has_a_pattern_of_one_slot() -> None:
-    assert len(pattern(shares(weights(0.7))).sources) == 1
+        assert asked == exact[source] / sum(exact)
+        assert taken * LONGEST_PATTERN == mixed.counts(LONGEST_PATTERN)[source]
 
 
 def test_the_order_of_sources_is_the_same_in_every_version() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.ranks import on_ranks
-from support.token_files import Document, random_documents, row, write_folder, write_pair
+from support.token_files import random_documents, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
 from dtt.base.targets import IGNORE_INDEX
@@ -32,20 +32,6 @@ def read(source: TokenSource) -> Any:
 
 def forbid(*_: object) -> None:
     raise AssertionError("packed again")
-
-
-def test_every_token_is_in_exactly_one_sample(tmp_path: Path) -> None:
-    write_folder(tmp_path, SHARDS)
-    source = opened(tmp_path)
-    ids = read(source)
-    whole = row([d for documents in SHARDS.values() for d in documents])
-    assert np.array_equal(np.sort(ids[ids != IGNORE_INDEX]), np.sort(whole))
-    every = np.arange(len(source), dtype=np.uint64)
-    assert source.counts(every).targets == (ids[:, 1:] != IGNORE_INDEX).sum()
-    assert source.counts(every[3:5]).targets == (ids[3:5, 1:] != IGNORE_INDEX).sum()
-    assert source.tokens == len(whole)
-    # Padding is at the end of a sample only.
-    assert ((ids[:, 1:] == IGNORE_INDEX) | (ids[:, :-1] != IGNORE_INDEX)).all()
 
 
 def test_no_document_that_fits_is_cut(tmp_path: Path) -> None:
@@ -113,17 +99,6 @@ def test_an_index_that_does_not_match_its_file_is_refused(
         opened(tmp_path)
 
 
-def test_an_interrupted_packing_is_recomputed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_folder(tmp_path, SHARDS)
-    with monkeypatch.context() as patch:
-        patch.setattr(packed, "pack", forbid)
-        with pytest.raises(AssertionError):
-            opened(tmp_path)
-    assert len(opened(tmp_path)) > 0
-
-
 def _pack(_world: World | None, path: Path) -> bytes:
     ids: np.ndarray[Any, Any] = read(opened(path))
     return ids.tobytes()
@@ -133,11 +108,3 @@ def test_processes_that_start_together_get_the_same(tmp_path: Path) -> None:
     write_folder(tmp_path / "a", SHARDS)
     write_folder(tmp_path / "b", SHARDS)
     assert {*on_ranks(3, _pack, tmp_path / "a")} == {_pack(None, tmp_path / "b")}
-
-
-@pytest.mark.parametrize("shards", [{}, {"train-0": []}], ids=["no shard", "no document"])
-def test_without_documents_there_are_no_samples(
-    tmp_path: Path, shards: dict[str, list[Document]]
-) -> None:
-    write_folder(tmp_path, shards)
-    assert len(opened(tmp_path)) == 0

@@ -15,7 +15,6 @@ from support.running import Dtt
 from support.token_files import FACTS, Conversation
 from support.token_files import write_conversations as write
 
-from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
@@ -118,22 +117,6 @@ def test_whole_turns_cuts_after_the_last_answer_that_fits(
     assert sorted(one for sample in samples(source) for one in sample) == sorted(expected)
     assert source.packing_counts is not None
     assert source.packing_counts.cut == cut
-
-
-LENGTHS = st.lists(st.integers(1, 40), max_size=80)
-
-
-@settings(max_examples=400, deadline=None)
-@given(lengths=LENGTHS, capacity=st.integers(40, 90))
-def test_least_slack_places_every_item_once_in_bins_that_hold_it(
-    lengths: list[int], capacity: int
-) -> None:
-    items = np.array(lengths, dtype=np.int64)
-    bins = least_slack(items, capacity)
-    sums = np.bincount(bins, weights=items)
-    assert len(bins) == len(items)
-    assert (sums <= capacity).all()
-    assert (sums > 0).all()  # no bin is empty
 
 
 @settings(max_examples=200, deadline=None)
@@ -282,31 +265,3 @@ def test_different_templates_are_not_mixed(tmp_path: Path) -> None:
     sources = f"[{{path: {tmp_path}/a}}, {{path: {tmp_path}/b}}]"
     with pytest.raises(ConfigError, match="a and b have different chat templates or stop tokens"):
         run_of("data.type=chat", f"data.sources={sources}")
-
-
-def test_plan_and_train_refuse_a_run_in_which_no_conversation_fits(folder: Path) -> None:
-    keys = [
-        "data.type=chat", f"data.tokens={folder}/one", "train.seq_len=4", "name=t",
-        "train.global_batch_tokens=16",
-    ]  # fmt: skip
-    for command in ("plan", "train"):
-        done = Dtt(folder)(command, *keys, expect=2)
-        assert "no conversation of tokens can be used" in done.stderr
-        assert "are longer than train.seq_len = 4: left out" in done.stderr
-        assert "train.seq_len=" in done.stderr
-
-
-def test_a_job_keeps_the_template_and_logs_omitted_conversations(folder: Path) -> None:
-    keys = [
-        "data.type=chat", f"data.tokens={folder}/one", "train.seq_len=128", "name=kept",
-        "train.global_batch_tokens=512", "train.micro_batch=2", "model.dim=16", "model.n_layers=2",
-        "model.n_heads=2", "train.steps=2", "schedule.warmup=1", "train.sample_tokens=2",
-    ]  # fmt: skip
-    done = Dtt(folder)("train", *keys)
-    assert "conversations are longer than train.seq_len = 128: left out" in done.stderr
-    job = folder / "jobs/kept"
-    assert (job / "chat_template.jinja").read_bytes() == (
-        folder / "one/chat_template.jinja"
-    ).read_bytes()
-    chat = json.loads((job / "data.json").read_text())["chat"]
-    assert chat == TokensManifest.read(folder / "one").chat.model_dump(mode="json")  # type: ignore[union-attr]

@@ -72,16 +72,6 @@ def test_bins_are_those_of_best_fit_decreasing_item_by_item(
     assert sorted(rooms.tolist()) == decreasing(lengths, capacity, best=True)
 
 
-@settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=80), capacity=st.integers(40, 60))
-def test_the_number_of_bins_is_within_the_known_bound(lengths: list[int], capacity: int) -> None:
-    """11/9 of the least possible + 4 (Johnson 1973), which first fit decreasing is not below."""
-    made = int(best_fit(np.array(lengths, dtype=np.int64), capacity).max()) + 1
-    least = max(-(-sum(lengths) // capacity), sum(2 * n > capacity for n in lengths))
-    first_fit = len(decreasing(lengths, capacity, best=False))
-    assert least <= made <= 11 / 9 * first_fit + 4
-
-
 def test_the_bins_are_the_same_in_every_version() -> None:
     """A golden value: to change it is to change what every resumed job is trained on."""
     lengths = np.array([8, 3, 5, 5, 2, 2, 4, 7], dtype=np.int64)

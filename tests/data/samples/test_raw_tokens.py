@@ -15,9 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 from support.token_files import END, read_doc_ids
 
-from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.data import SourceConfig
-from dtt.data.samples.token_shards import open_files
 from dtt.data.samples.token_source import TokenSource, open_tokens
 
 BY_OTHERS = Path(__file__).with_name("written_by_others")
@@ -135,21 +134,6 @@ def test_arrays_of_something_else_are_refused(tmp_path: Path, array: Any, why: s
         opened(tmp_path / "a.npy")
 
 
-def test_a_truncated_array_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", some_ids())
-    content = (tmp_path / "a.npy").read_bytes()
-    for size in (len(content) - 8, 100, 7):
-        (tmp_path / "a.npy").write_bytes(content[:size])
-        with pytest.raises(DamagedError, match=r"a\.npy"):
-            opened(tmp_path / "a.npy")
-
-
-def test_int64_ids_are_read(tmp_path: Path) -> None:
-    ids = some_ids()
-    ids.astype(np.int64).tofile(tmp_path / "a.bin")
-    assert stream(opened(tmp_path / "a.bin", dtype="int64")) == ids[: 9 * 333 + 1].tolist()
-
-
 def test_a_folder_of_several_formats_is_refused(tmp_path: Path) -> None:
     """A file that lost its header is not read as ids among those that have one."""
     write_llm_c(tmp_path / "a.bin", some_ids())
@@ -208,35 +192,19 @@ def test_ids_read_with_too_narrow_a_dtype_are_refused(
     tmp_path: Path, written: str, read: str, vocab_size: int | None
 ) -> None:
     some_ids(vocab_size=vocab_size or 128_256).astype(written).tofile(tmp_path / "a.bin")
-    named = np.dtype(written).name
-    convert = "astype" if written[0] == ">" else f"dtype: {named}"
-    with pytest.raises(
-        ConfigError, match=rf"like (big-endian )?{named}[\s\S]*a\.bin[\s\S]*{convert}"
-    ):
+    with pytest.raises(ConfigError, match=r"a wider type[\s\S]*a\.bin[\s\S]*dtype: uint32"):
         opened(tmp_path, dtype=read, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize(
-    ("written", "read", "remedy"),
-    [
-        ("<u2", "uint32", "dtype: uint16"), ("<u2", "int32", "dtype: uint16"),
-        ("<u2", "int64", "dtype: uint16"), ("<u4", "int64", "dtype: uint32"),
-        (">u2", "uint16", "'>u2'"), (">u4", "uint32", "'>u4'"), (">i8", "int64", "'>i8'"),
-    ],
-)  # fmt: skip
-def test_first_ids_outside_the_vocabulary_are_refused_with_the_likely_dtype(
-    tmp_path: Path, written: str, read: str, remedy: str
+    ("written", "read"), [("<u2", "uint32"), ("<u4", "int64"), (">u2", "uint16"), (">i8", "int64")]
+)
+def test_first_ids_outside_the_vocabulary_are_refused(
+    tmp_path: Path, written: str, read: str
 ) -> None:
     some_ids().astype(written).tofile(tmp_path / "a.bin")
-    with pytest.raises(DamagedError, match=rf"vocabulary of 50257[\s\S]*a\.bin[\s\S]*{remedy}"):
+    with pytest.raises(DamagedError, match=r"vocabulary of 50257[\s\S]*a\.bin"):
         opened(tmp_path, dtype=read)
-
-
-def test_every_file_is_checked_not_only_the_first(tmp_path: Path) -> None:
-    some_ids().astype("<u2").tofile(tmp_path / "train-0.bin")
-    some_ids().astype("<u4").tofile(tmp_path / "train-1.bin")
-    with pytest.raises(ConfigError, match=r"train-1\.bin"):
-        opened(tmp_path)
 
 
 def _with_sparse_ids() -> Any:
@@ -263,24 +231,3 @@ def test_correct_ids_are_accepted(tmp_path: Path, ids: Any, vocab_size: int | No
         found = opened(tmp_path, dtype=dtype, vocab_size=vocab_size)
         assert found.files.format == "raw"
         assert found.tokens == len(ids)
-
-
-def test_random_ids_are_never_taken_for_another_format(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        size = int(rng.integers(1, 5000))
-        limit = int(rng.choice([5, 50, 300, 5000, 65_536]))
-        for dtype in ("uint16", "uint32", "int64"):
-            rng.integers(0, limit, size).astype(dtype).tofile(tmp_path / "a.bin")
-            files = open_files(
-                tmp_path / "a.bin", "train", raw_dtype=dtype, end_of_document=0, vocab_size=limit
-            )
-            assert files.format == "raw"
-
-
-def test_inspection_collects_what_is_refused(tmp_path: Path) -> None:
-    some_ids().astype("<u2").tofile(tmp_path / "train-0.bin")
-    some_ids().astype("<u4").tofile(tmp_path / "train-1.bin")
-    broken: dict[Path, DttError] = {}
-    open_files(tmp_path, None, raw_dtype="uint16", end_of_document=None, broken=broken)
-    assert [path.name for path in broken] == ["train-1.bin"]

@@ -143,13 +143,6 @@ def test_steps_use_every_sample_once_and_positions_invert_steps(
     assert all(one.step < two.step for one, two in pairwise(sizes.ranges))
 
 
-def test_metrics_record_sizes_only_if_they_change() -> None:
-    assert resolve(train()).record(5) == {}
-    growing = resolve(train(context_schedule=[(0, 32), (3, SEQ_LEN)]))
-    assert growing.record(2) == {"batch_tokens": FULL, "seq_len": 32}
-    assert growing.record(3) == {"batch_tokens": FULL, "seq_len": SEQ_LEN}
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

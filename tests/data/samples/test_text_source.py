@@ -20,10 +20,9 @@ from dtt.config.data import TrainedTokenizerConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus
-from dtt.data.samples import encoded_documents, text_stream
-from dtt.data.samples.encoded_documents import DocumentMasks, Documents
-from dtt.data.samples.held_out import HeldOutText
-from dtt.data.samples.text_source import TextSource
+from dtt.data.samples import encoded_documents, text_source
+from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.text_source import HeldOutText, TextSource
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import train_tokenizer
 
@@ -76,7 +75,7 @@ def encoder(content: bytes) -> Encoder:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, and files that take several parts."""
     monkeypatch.setattr(encoded_documents, "UNIT_BYTES", 8_000)
-    monkeypatch.setattr(text_stream, "PART_BYTES", 10_000)
+    monkeypatch.setattr(text_source, "PART_BYTES", 10_000)
 
 
 @pytest.fixture(params=FILES)
@@ -94,8 +93,7 @@ def open_source(encoder: Encoder) -> Open:
 
     def open_(corpus: Corpus, **changes: Any) -> TextSource:
         options: dict[str, Any] = {
-            "name": "text", "seq_len": SEQ_LEN, "seed": 1, "validation_fraction": FRACTION,
-            "masks": DocumentMasks(encoder.end_of_document, True, False),
+            "seq_len": SEQ_LEN, "seed": 1, "validation_fraction": FRACTION
         } | changes  # fmt: skip
         return TextSource(Documents(corpus), encoder, **options)
 
@@ -170,45 +168,6 @@ def test_every_token_of_every_document_is_a_target_once_an_epoch(
 
 
 @pytest.mark.slow
-def test_epochs_differ_only_in_their_order(corpus: Corpus, open_source: Open) -> None:
-    first, second = gone_through(open_source(corpus), 2)
-    assert first != second
-    assert sorted(first) == sorted(second)
-    assert gone_through(open_source(corpus, seed=2), 1)[0] != first
-
-
-@pytest.mark.slow
-def test_the_order_does_not_depend_on_how_far_ahead_it_is_asked_for(
-    corpus: Corpus, open_source: Open
-) -> None:
-    expected = open_source(corpus).order(0, 3000)
-    for step in (7, 250):
-        source = open_source(corpus)
-        parts = [source.order(first, step) for first in range(0, 3000, step)]
-        assert np.concatenate(parts)[:3000].tolist() == expected.tolist()
-        assert source.order(2000, 10).tolist() == expected[2000:2010].tolist()  # look back
-
-
-def test_ranks_read_the_rows_that_one_process_would(corpus: Corpus, open_source: Open) -> None:
-    alone = open_source(corpus)
-    samples = alone.order(0, 900)
-    expected = alone.read(samples).ids
-    for rank in range(3):
-        source = open_source(corpus)
-        assert source.read(source.order(0, 900)[rank::3]).ids.tolist() == expected[rank::3].tolist()
-
-
-def test_a_sample_is_the_same_whenever_and_in_whatever_order_it_is_read(
-    corpus: Corpus, open_source: Open
-) -> None:
-    source = open_source(corpus)
-    samples = source.order(0, 600)
-    expected = source.read(samples).ids
-    shuffled = np.random.default_rng(0).permutation(600)[:100]
-    assert open_source(corpus).read(samples[shuffled]).ids.tolist() == expected[shuffled].tolist()
-
-
-@pytest.mark.slow
 def test_a_few_integers_suffice_to_resume_at_any_position(
     corpus: Corpus, open_source: Open
 ) -> None:
@@ -233,11 +192,10 @@ def test_a_few_integers_suffice_to_resume_at_any_position(
 def test_held_out_documents_are_never_trained_on(
     corpus: Corpus, encoder: Encoder, open_source: Open
 ) -> None:
-    documents, masks = Documents(corpus), DocumentMasks(encoder.end_of_document, True, False)
+    documents = Documents(corpus)
     held = HeldOutText(
-        documents, encoder, name="text", seq_len=SEQ_LEN, validation_fraction=FRACTION,
-        text_bytes=10**9, masks=masks,
-    )  # fmt: skip
+        documents, encoder, seq_len=SEQ_LEN, validation_fraction=FRACTION, text_bytes=10**9
+    )
     samples = held.order(0, len(held))
     ids = held.read(samples).ids
     row_ids = [*ids[:, :-1].ravel().tolist(), ids[-1, -1]]
@@ -246,20 +204,10 @@ def test_held_out_documents_are_never_trained_on(
     assert [i for i in row_ids if i != IGNORE_INDEX] == encoder.encode(expected)[0].tolist()
     assert held.counts(samples).targets == held.tokens - 1
     some = HeldOutText(
-        documents, encoder, name="text", seq_len=SEQ_LEN, validation_fraction=FRACTION,
-        text_bytes=1000, masks=masks,
-    )  # fmt: skip
+        documents, encoder, seq_len=SEQ_LEN, validation_fraction=FRACTION, text_bytes=1000
+    )
     assert some.read(some.order(0, 5)).ids.tolist() == ids[:5].tolist()
     assert 0 < len(some) < len(held)
-
-
-def test_sizes_are_estimated_to_within_20_percent(corpus: Corpus, open_source: Open) -> None:
-    source = open_source(corpus)
-    (samples,) = gone_through(source, 1)
-    if corpus.manifest.files[0].path.endswith(".gz"):
-        assert 0 < len(source) < 10 * len(samples)  # what is in it cannot be told
-    else:
-        assert len(source) == pytest.approx(len(samples), rel=0.2)
 
 
 def test_only_a_few_parts_of_a_large_file_are_in_memory(corpora: Any, open_source: Open) -> None:
@@ -314,12 +262,3 @@ def test_a_corpus_without_text_is_refused(corpora: Any, open_source: Open) -> No
     corpora.folder /= "other"
     with pytest.raises(InputError, match="contains no documents"):
         open_source(corpora.make({"a.parquet": parquet([])}))
-
-
-def test_another_corpus_or_share_of_held_out_text_is_another_identity(
-    corpora: Any, open_source: Open
-) -> None:
-    corpus = corpora.make({"a.jsonl": jsonl(TEXTS)})
-    identity = open_source(corpus).identity
-    assert open_source(corpus, validation_fraction=0.2).identity != identity
-    assert open_source(corpora.make({"a.jsonl": jsonl(TEXTS[1:])})).identity != identity

@@ -13,7 +13,6 @@ from support.token_files import END, random_documents, read_doc_ids, row, write_
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import SourceConfig
-from dtt.data.samples.token_shards import open_files
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFile, bin_path, idx_path
 
@@ -182,25 +181,6 @@ def test_files_on_a_nodes_own_disk_are_found(tmp_path: Path) -> None:
     assert documents(opened(tmp_path / "t", seq_len=1)) == written
 
 
-def test_the_key_depends_on_the_content_not_the_path(tmp_path: Path) -> None:
-    keys = []
-    for name, count in (("a", 10), ("b", 10), ("c", 11)):
-        (tmp_path / name).mkdir()
-        write_pair(tmp_path / name / "x", random_documents(count, 9))
-        keys.append(opened(tmp_path / name).files.key)
-    assert keys[0] == keys[1] != keys[2]
-
-
-def test_a_file_that_is_not_a_token_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no token files[\s\S]*nothing"):
-        opened(tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"folder without a manifest of token files, and"):
-        opened(tmp_path)
-    (tmp_path / "a.bin").write_bytes(b"123")
-    with pytest.raises(DamagedError, match=r"a\.bin[\s\S]*3 bytes, ids of 2"):
-        opened(tmp_path / "a.bin")
-
-
 def test_a_datatrove_file_must_fit_its_index(tmp_path: Path) -> None:
     ids, index = tmp_path / "a.ds", tmp_path / "a.ds.index"
     ids.write_bytes(bytes(20))
@@ -212,11 +192,3 @@ def test_a_datatrove_file_must_fit_its_index(tmp_path: Path) -> None:
     index.write_bytes(struct.pack("<2Q", 2, 11))
     with pytest.raises(DamagedError, match=r"a\.ds[\s\S]*20 bytes[\s\S]*11 tokens"):
         opened(ids)
-
-
-def test_opening_maps_no_ids(tmp_path: Path) -> None:
-    """A terabyte of ids is a stat."""
-    with (tmp_path / "train.bin").open("wb") as file:
-        file.truncate(2**40)
-    files = open_files(tmp_path, "train", raw_dtype="uint16", end_of_document=END)
-    assert files.shards[0].tokens == 2**39

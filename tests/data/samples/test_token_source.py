@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.token_files import END, random_documents, read_doc_ids, write_folder, write_pair
 
-from dtt.artifacts.manifests import TokensManifest
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import DamagedError
 from dtt.config.data import SourceConfig
 from dtt.data.samples import token_source
 from dtt.data.samples.protocol import Samples
 from dtt.data.samples.token_source import TokenSource, open_tokens
-from dtt.data.token_file import TokenFileWriter, bin_path
+from dtt.data.token_file import TokenFileWriter
 
 Stream = npt.NDArray[np.int64]
 
@@ -65,36 +64,6 @@ def test_samples_are_slices_of_the_shards_in_a_row(
         assert np.array_equal(sample_ids, stream[start : start + seq_len + 1])
 
 
-def test_a_split_shorter_than_a_sample_has_none(tmp_path: Path) -> None:
-    write_shards(tmp_path, [10])
-    assert len(opened(tmp_path, seq_len=10)) == 0
-    assert len(opened(tmp_path, seq_len=9)) == 1
-    assert len(opened(tmp_path, "validation", seq_len=49)) == 1
-    assert opened(tmp_path).read(np.array([], dtype=np.uint64)).ids.shape == (0, 11)
-
-
-def test_each_epoch_has_every_sample_once_in_a_different_order(tmp_path: Path) -> None:
-    write_shards(tmp_path, [2000])
-    source = opened(tmp_path)
-    first, second = source.order(0, 199), source.order(199, 199)
-    assert np.array_equal(np.sort(first), every(source))
-    assert np.array_equal(np.sort(second), every(source))
-    assert not np.array_equal(first, second)
-    other = open_tokens(SourceConfig(path=tmp_path), "train", seq_len=10, seed=1)
-    assert not np.array_equal(first, other.order(0, 199))
-    named = open_tokens(SourceConfig(path=tmp_path, name="b"), "train", seq_len=10, seed=0)
-    assert not np.array_equal(first, named.order(0, 199))
-
-
-def test_no_file_is_opened_before_it_is_read(tmp_path: Path) -> None:
-    write_shards(tmp_path, [100, 100])
-    bin_path(tmp_path / "train-1").unlink()
-    source = opened(tmp_path)
-    source.read(np.array([0, 8], dtype=np.uint64))
-    with pytest.raises(InputError, match=r"missing[\s\S]*train-1\.bin"):
-        source.read(np.array([9], dtype=np.uint64))  # its last token is in the second file
-
-
 def test_a_shard_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, [100, 100])
     with TokenFileWriter(tmp_path / "train-1", 60_000) as writer:
@@ -102,16 +71,6 @@ def test_a_shard_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> No
         writer.close()
     with pytest.raises(DamagedError, match=r"train-1\.bin[\s\S]*180 bytes for 100 tokens"):
         opened(tmp_path).read(np.array([12], dtype=np.uint64))
-
-
-def test_a_folder_made_by_dtt_reads_as_its_manifest_counts(tokens: Path) -> None:
-    manifest = TokensManifest.read(tokens)
-    for split in ("train", "validation"):
-        source = opened(tokens, split, seq_len=32)
-        assert source.tokens == manifest.counts(split).tokens > 0
-        batch = source.read(every(source)).ids
-        assert 0 <= batch.min() <= batch.max() < manifest.vocab_size
-        assert (batch == manifest.end_of_document).any()
 
 
 @pytest.mark.parametrize("packing", ["concat", "best-fit"])
@@ -186,12 +145,3 @@ def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert np.array_equal(source.read(order).ids, expected)
     assert [source.origin(sample) for sample in order.tolist()] == places
     assert len(list(Path("/dev/fd").iterdir())) - before <= 6
-
-
-def test_a_shard_that_changes_its_size_is_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path, {"train-0": random_documents(20, 30)})
-    source = opened(tmp_path, seq_len=5)
-    with (tmp_path / "train-0.bin").open("ab") as file:
-        file.write(b"xx")
-    with pytest.raises(DamagedError, match=r"train-0\.bin[\s\S]*bytes for"):
-        source.read(every(source))

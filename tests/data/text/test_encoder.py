@@ -60,24 +60,6 @@ def content() -> bytes:
     return train()
 
 
-def test_any_text_round_trips(content: bytes) -> None:
-    tokenizer = Tokenizer.from_buffer(content)
-    encoder = Encoder(content, "<|endoftext|>", "here")
-    ids, lengths = encoder.encode(utf8(STRANGE))
-    start = 0
-    for text, length in zip(STRANGE, lengths.tolist(), strict=True):
-        assert tokenizer.decode(ids[start : start + length - 1].tolist()) == text
-        assert ids[start + length - 1] == encoder.end_of_document
-        start += length
-
-
-def test_no_text_can_hold_the_end_of_document(content: bytes) -> None:
-    encoder = Encoder(content, None, "here")
-    ids, lengths = encoder.encode([b"a<|endoftext|>b", b"<|endoftext|>"])
-    assert (ids == encoder.end_of_document).sum() == 2
-    assert lengths.sum() == len(ids)
-
-
 def test_an_end_of_document_that_is_not_marked_special_is_safe_too(content: bytes) -> None:
     tokens = json.loads(content)["added_tokens"]
     tokens[0]["special"] = False
@@ -94,15 +76,6 @@ def test_truncation_and_padding_of_a_given_tokenizer_are_switched_off(content: b
     plain = Encoder(content, None, "here")
     for ours, expected in zip(encoder.encode(utf8(TEXTS)), plain.encode(utf8(TEXTS)), strict=True):
         assert ours.tolist() == expected.tolist()
-
-
-def test_dropout_of_a_given_tokenizer_is_switched_off(content: bytes) -> None:
-    model = json.loads(content)["model"] | {"dropout": 0.5}
-    encoder, plain = (
-        Encoder(altered(content, model=model), None, "here"),
-        Encoder(content, None, ""),
-    )
-    assert_equal((encoder, plain), TEXTS)
 
 
 def test_ids_are_those_of_tokenizers(content: bytes) -> None:
@@ -273,15 +246,6 @@ def test_an_end_of_document_that_takes_spaces_or_is_not_special_ends_documents_i
     assert_equal((fast, slow), spaces)
 
 
-def test_equality_is_proven_with_documents_that_the_fast_engine_takes_itself(
-    content: bytes,
-) -> None:
-    encoder = Encoder(content, None, "here", "auto")
-    assert encoder.doubt(utf8(TEXTS)) is None
-    encoder.settle(None)
-    assert encoder.engine == "gigatoken"
-
-
 def test_an_engine_that_differs_is_not_used_and_the_reason_is_reported(
     content: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -323,14 +287,6 @@ def test_tokenizers_it_may_interpret_differently_are_left_to_the_slow_engine(
     assert encoder.engine == "hf"
     assert re.search(why, caplog.text)
     assert_equal((encoder, Encoder(changed, None, "here")), ["SOME Text", *TEXTS[:5]])
-
-
-def test_a_tokenizer_file_that_leaves_out_its_empty_parts_is_known(content: bytes) -> None:
-    parts = {key: value for key, value in json.loads(content).items() if value is not None}
-    encoder = Encoder(json.dumps(parts).encode(), None, "here", "auto")
-    assert "normalizer" not in parts
-    assert encoder.doubt(utf8(TEXTS)) is None
-    assert_equal((encoder, Encoder(content, None, "here")), TEXTS)
 
 
 def test_without_gigatoken_the_slow_engine_encodes(

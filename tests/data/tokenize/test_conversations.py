@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +17,7 @@ from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
-from dtt.base.errors import ConfigError, DamagedError, EnvironmentUnfit, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import (
     DownloadConfig,
@@ -39,11 +32,8 @@ from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.conversations.template import CHATML
 from dtt.data.corpus.download import download
-from dtt.data.samples.compatibility import check_files
-from dtt.data.text.tokenizer import train_tokenizer
 from dtt.data.token_file import TokenFile, mask_path
 from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.data.tokenize.dry_run import explain
 from dtt.mesh.comm import Serial
 
 ROWS = [conversation(i) for i in range(300)]
@@ -142,34 +132,6 @@ def test_token_files_do_not_depend_on_the_engine(workshop: Workshop, engine: Eng
     assert sums(workshop.folder / "other") == sums(workshop.folder / "out")
 
 
-def test_a_required_engine_that_cannot_encode_the_rows_is_an_error(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
-    with pytest.raises(EnvironmentUnfit, match="gigatoken is not installed"):
-        workshop.run(engine="gigatoken")
-    workshop.run("other", engine="auto")
-    assert workshop.sequences("other")["train"]
-
-
-def test_hashes_in_the_manifest_are_those_of_the_files(workshop: Workshop) -> None:
-    manifest = workshop.run().manifest
-    found = sums(workshop.folder / "out")
-    for shard in manifest.shards:
-        assert found[f"{shard.stem}.bin"] == shard.bin_sha256
-        assert found[f"{shard.stem}.idx"] == shard.idx_sha256
-        assert found[f"{shard.stem}.mask"] == shard.mask_sha256
-
-
-@pytest.mark.parametrize("unit_bytes", [4096, 50_000, 10**6])
-def test_any_size_of_units_makes_the_same_sequences_in_the_same_order(
-    workshop: Workshop, unit_bytes: int
-) -> None:
-    workshop.run()
-    workshop.run("other", unit_bytes=unit_bytes)
-    assert workshop.sequences("other") == workshop.sequences()
-
-
 def test_parquet_holds_the_same_conversations_as_json_lines(workshop: Workshop) -> None:
     workshop.run()
     tool = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -191,43 +153,6 @@ def test_parquet_holds_the_same_conversations_as_json_lines(workshop: Workshop) 
     download(DownloadConfig(dataset=str(path)), workshop.folder / "corpus", rows=True)
     workshop.run("parquet", validation_fraction=0)
     assert workshop.sequences("parquet") == workshop.sequences("lines")
-
-
-def test_equal_rows_are_in_the_same_split_and_added_rows_move_none(workshop: Workshop) -> None:
-    workshop.run()
-    before = workshop.sequences()
-    workshop.corpus(jsonl(ROWS + ROWS + [conversation(i) for i in range(1000, 1100)]))
-    workshop.run("more")
-    after = workshop.sequences("more")
-    for split in ("train", "validation"):
-        assert {tuple(ids) for ids, _ in before[split]} <= {tuple(ids) for ids, _ in after[split]}
-    assert not {tuple(i) for i, _ in after["train"]} & {tuple(i) for i, _ in after["validation"]}
-
-
-@pytest.mark.parametrize("damage", ["truncate", "delete", "flip"])
-def test_only_the_unit_of_a_damaged_mask_is_encoded_again(workshop: Workshop, damage: str) -> None:
-    workshop.run()
-    out = workshop.folder / "out"
-    whole, victim = sums(out), out / "train-00002.mask"
-    content = victim.read_bytes()
-    if damage == "delete":
-        victim.unlink()
-    elif damage == "flip":
-        victim.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
-    else:
-        victim.write_bytes(content[:-1])
-    if damage != "flip":  # at the start of training, sizes are compared
-        with pytest.raises((DamagedError, InputError), match=r"train-00002\.mask"):
-            check_files([out])
-    reuse = explain(
-        TokenizeConfig(validation_fraction=0.1, unit_bytes=20_000), workshop.tokenizer,
-        workshop.folder / "corpus", out, Serial(), Conversations(ChatConfig()),
-    )  # fmt: skip
-    assert reuse is not None
-    assert list(reuse.faults) == [2]
-    assert workshop.run().units == 1
-    assert sums(out) == whole
-    assert workshop.run().units == 0
 
 
 def test_a_lost_template_is_written_again(workshop: Workshop) -> None:
@@ -288,49 +213,15 @@ def test_bad_rows_are_counted_with_line_and_reason_and_end_nothing(workshop: Wor
         workshop.run("stopped", validation_fraction=0, on_bad_document="stop")
 
 
-def test_lone_surrogates_are_replaced_and_counted_in_the_manifest(workshop: Workshop) -> None:
-    row = b'{"messages": [{"role": "assistant", "content": "%s"}]}\n'
-    workshop.corpus(row % b"cut \\ud83d here" + row % b"whole \\ud83d\\ude00")
-    manifest = workshop.run(validation_fraction=0).manifest
-    assert (manifest.replaced_documents, manifest.left_out) == (1, 0)
-    written = json.loads((row % b"cut \xef\xbf\xbd here").decode())
-    assert encoded(workshop.tokenizer, [written])[0] in workshop.sequences()["train"]
-
-
-def test_the_reasons_of_refused_rows_are_counted_without_their_numbers(workshop: Workshop) -> None:
-    rows = [
-        {"messages": [*ROWS[0]["messages"]] * i + [{"role": "alien", "content": "x"}]}
-        for i in range(5)
-    ]
-    workshop.corpus(jsonl([*ROWS[:5], *rows]))
-    refused = workshop.run(validation_fraction=0).manifest.refused
-    (why,) = refused
-    assert why.startswith("messages[N].role: unknown role 'alien'")
-    assert refused[why] == 5
-
-
 def test_a_corpus_without_a_single_conversation_is_an_error(workshop: Workshop) -> None:
     workshop.corpus(b'{"text": "plain"}\n')
     with pytest.raises(InputError, match=r"1 could not be used, such as .*\.jsonl:1: no messages"):
         workshop.run()
 
 
-def test_one_sample_per_answer_with_expand(workshop: Workshop) -> None:
-    workshop.run(chat=ChatConfig(turns="expand"), validation_fraction=0)
-    answers = sum(m["role"] == "assistant" for row in ROWS for m in row["messages"])
-    assert len(workshop.sequences()["train"]) == answers > len(ROWS)
-
-
 def test_a_trained_tokenizer_is_refused_with_what_to_do(workshop: Workshop) -> None:
     workshop.tokenizer = TrainedTokenizerConfig()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"tokenizer\.chat_tokens=true"):
-        workshop.run()
-
-
-def test_a_tokenizer_without_the_stop_token_is_refused(workshop: Workshop) -> None:
-    cfg = TrainedTokenizerConfig(vocab_size=260)
-    (workshop.folder / "tokenizer/tokenizer.json").write_text(train_tokenizer(cfg, [5 * [" a"]]))
-    with pytest.raises(ConfigError, match="does not end answers with a special token"):
         workshop.run()
 
 
@@ -367,8 +258,6 @@ def test_files_that_hold_no_rows_are_refused(
 
 # ---- real processes ------------------------------------------------------------------------------
 
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-
 
 def arguments(folder: Path, out: str) -> list[str]:
     return [
@@ -377,46 +266,6 @@ def arguments(folder: Path, out: str) -> list[str]:
         f"tokenizer.path={folder / 'tokenizer'}", "tokenize.validation_fraction=0.1",
         "tokenize.unit_bytes=20000",
     ]  # fmt: skip
-
-
-@pytest.mark.slow(except_for=["2"])
-@pytest.mark.skipif(
-    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
-)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_ranks_writes_the_same_bytes(workshop: Workshop, ranks: int) -> None:
-    workshop.corpus(jsonl(ROWS) + b'{"messages": []}\n')
-    workshop.run("alone")
-    assert MPIRUN is not None
-    command = [MPIRUN, "-n", str(ranks), sys.executable, "-m", "dtt.main"]
-    done = subprocess.run(
-        [*command, *arguments(workshop.folder, "out")],
-        cwd=workshop.folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "1 rows: messages is empty" in done.stdout
-    assert sums(workshop.folder / "out") == sums(workshop.folder / "alone")
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_change_no_byte(workshop: Workshop) -> None:
-    workshop.corpus(jsonl([conversation(i) for i in range(3000)]))
-    workshop.run("alone")
-    dtt = Dtt(workshop.folder)
-    rng, killed = random.Random(0), 0
-    for _ in range(12):
-        process = dtt.start(*arguments(workshop.folder, "out"))
-        work = workshop.folder / "out/.units"
-        while process.poll() is None and not (work / "identity.json").exists():
-            time.sleep(0.01)
-        time.sleep(rng.random())
-        killed += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert killed > 2
-    dtt(*arguments(workshop.folder, "out"))
-    assert sums(workshop.folder / "out") == sums(workshop.folder / "alone")
 
 
 def test_the_report_counts_conversations_and_trained_tokens(workshop: Workshop) -> None:

@@ -38,14 +38,6 @@ def test_an_error_of_the_reader_reaches_the_loop() -> None:
         assert list(ahead(items(), reader)) == [1]
 
 
-def test_actions_run_in_order_and_finish_before_exit() -> None:
-    done: list[int] = []
-    with Behind(3) as behind:
-        for i in range(100):
-            behind.do(done.append, i)
-    assert done == list(range(100))
-
-
 def test_no_more_actions_wait_than_allowed() -> None:
     """With room for two beside the one being done, the fourth call returns when that is done."""
     go, returned = threading.Event(), threading.Semaphore(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer, models
+from tokenizers import Encoding
 
 from dtt.artifacts.manifests import ChatFacts
 from dtt.base.errors import ConfigError
@@ -30,7 +30,7 @@ from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.data.conversations.sandbox import MARKS
 from dtt.data.conversations.template import ChatTemplate
 from dtt.data.text.encoder import find_end_of_document, vocabulary_size
-from dtt.data.text.tokenizer import parse_tokenizer
+from dtt.data.text.tokenizer import exact_tokenizer
 
 Mask = npt.NDArray[np.bool_]
 
@@ -79,16 +79,17 @@ class ChatEncoder:
         """Compile the template, and find the tokens that end answers.
 
         `tokenizer_json` was read from `where`, and `special_tokens` are the template's variables
-        `bos_token`, `eos_token` and others. With the engine `auto` or `gigatoken`, call `settle`
-        before encoding. `date` is that of `strftime_now`; None: now. Raises DamagedError if it is
-        not a tokenizer.json, and ConfigError if the template is invalid or ends answers with no
-        token of the tokenizer.
+        `bos_token`, `eos_token` and others. With the engine `auto` or `gigatoken`, call
+        `tokens.settle` before encoding. `date` is that of `strftime_now`; None: now. Raises
+        DamagedError if it is not a tokenizer.json, and ConfigError if the template is invalid or
+        ends answers with no token of the tokenizer.
         """
         self.cfg = cfg
         self.template = ChatTemplate(template_text, special_tokens, cfg.kwargs, cfg.template, date)
         facts = json.loads(tokenizer_json)
-        # A tokenizer.json may truncate or pad; conversations must keep every token.
-        self._tokenizer = _exact(tokenizer_json, where)
+        self._tokenizer = exact_tokenizer(tokenizer_json, where)
+        # Without added tokens, a post-processor only trims white space off the offsets.
+        self._tokenizer.post_processor = None
         self.vocab_size = vocabulary_size(facts)
         """Largest id + 1."""
         self._special = {
@@ -104,7 +105,7 @@ class ChatEncoder:
         # An array indexed by id: one lookup for a whole conversation.
         self._is_special = np.zeros(max([size, *(i + 1 for i in self._special)]), bool)
         self._is_special[list(self._special)] = True
-        self._tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, engine)
+        self.tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, engine)
         self._stops: frozenset[int] = frozenset()
         self.stop_tokens = self._find_stops(where)
         """Ids that end an answer, the most frequent first."""
@@ -148,7 +149,7 @@ class ChatEncoder:
             if one.written is None
         ]
         # One call for all, as the cost of a call exceeds that of a short text.
-        encodings = iter(self._tokens.encode(plain))
+        encodings = iter(self.tokens.encode(plain))
         results: list[list[EncodedConversation] | RefusedRow] = []
         for row in rendered:
             if isinstance(row, RefusedRow):
@@ -176,11 +177,6 @@ class ChatEncoder:
                 raise
             return None
 
-    @property
-    def engine(self) -> Engine:
-        """The tokenizer implementation in use."""
-        return self._tokens.engine
-
     def doubt(self, sample: Iterable[Conversation]) -> str | None:
         """Return the reason why gigatoken cannot be used, or None if it can.
 
@@ -190,11 +186,7 @@ class ChatEncoder:
         for conversation in sample:
             with suppress(RefusedRow):
                 texts.append(self.template.render(conversation))
-        return self._tokens.doubt(texts)
-
-    def settle(self, doubt: str | None) -> None:
-        """Choose the engine; see EngineChoice."""
-        self._tokens.settle(doubt)
+        return self.tokens.doubt(texts)
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation with the generation prompt.
@@ -289,7 +281,7 @@ class ChatEncoder:
     def _text_located(self, rendered: _Rendered) -> EncodedText:
         assert rendered.written is not None
         encoding = self._as_text(rendered.text, rendered.written)
-        return self._tokens.located(rendered.text, encoding)
+        return self.tokens.located(rendered.text, encoding)
 
     def _finish(self, rendered: _Rendered, encoded: EncodedText) -> EncodedConversation:
         ids = encoded.ids
@@ -414,15 +406,3 @@ def _overlap(encoded: EncodedText, answer: AnswerSpan) -> tuple[int, int]:
     first = int(encoded.ends.searchsorted(answer.start, side="right"))
     last = int(encoded.starts.searchsorted(answer.end, side="left"))
     return first, last
-
-
-def _exact(content: bytes, where: Path | str) -> Tokenizer:
-    """Return a tokenizer that changes nothing: no truncation, padding, dropout or trimming."""
-    tokenizer = parse_tokenizer(content, where)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if isinstance(tokenizer.model, models.BPE):
-        tokenizer.model.dropout = None
-    # Without added tokens, a post-processor only trims white space off the offsets.
-    tokenizer.post_processor = None
-    return tokenizer

@@ -26,6 +26,7 @@ from dtt.data.conversations.rows import (
     Message,
     RefusedRow,
     check_depth,
+    common_length,
     is_object,
     kind_of,
     list_of,
@@ -169,7 +170,7 @@ def parse_pair(row: object) -> PreferencePair:
         common = len(prompt)
         sides = [side if side[:common] == prompt else [*prompt, *side] for side in sides]
     else:
-        common = _common(*sides)
+        common = common_length(*sides)
     tools, kwargs = _variables(value)
     pair = [
         make_conversation([*system, *side], len(system) + common, tools, kwargs) for side in sides
@@ -202,12 +203,6 @@ def _question(row: _Row, sides: list[list[Any]]) -> list[Any]:
     prompt = next(iter(given.values()), [])
     # Complete conversations on both sides contain the question.
     return [] if prompt and all(side[:-1][-len(prompt) :] == prompt for side in sides) else prompt
-
-
-def _common(one: list[Any], other: list[Any]) -> int:
-    """Return the length of the longest common prefix of two lists of messages."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _messages_of(row: _Row) -> tuple[list[Any], int]:
@@ -321,7 +316,7 @@ def _from_segments(row: _Row) -> Conversation:
 
 
 def _conversation(row: _Row, messages: list[Any], answers_from: int) -> Conversation:
-    if "history" in row and row.read("history") and "instruction" not in row:
+    if "history" in row.unread and row.read("history"):
         raise RefusedRow("history is read beside instruction and output only")
     if "loss_mask" in row and not ("messages" in row or "conversations" in row):
         raise RefusedRow("loss_mask is read beside messages or conversations only")

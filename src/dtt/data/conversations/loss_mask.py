@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from dtt.data.conversations.rows import Conversation, Message, RefusedRow
+from dtt.data.conversations.rows import Conversation, Message, RefusedRow, common_length
 from dtt.data.conversations.sandbox import MESSAGE_END
 from dtt.data.conversations.template import ChatTemplate, Events
 
@@ -160,7 +160,8 @@ class LossMask:
         before = conversation.messages[index - 1]["role"] if index else ""
         if before not in prompts:
             # Turns after the same role have equivalent prompts for this purpose.
-            prompts[before] = self._prompt(conversation, index)
+            prompt = self._render(conversation.until(index), True) if index else None
+            prompts[before] = prompt
         expected = self._generation_prompt(conversation, before)
         if expected is None:
             expected = usual
@@ -231,10 +232,6 @@ class LossMask:
         return RefusedRow(
             f"messages[{index}]: the tokens of this answer cannot be derived from the chat template"
         )
-
-    def _prompt(self, conversation: Conversation, index: int) -> str | None:
-        """Return the prompt from which the model generates an answer."""
-        return self._render(conversation.until(index), True) if index else None
 
     def _generation_prompt(self, conversation: Conversation, before: str) -> str | None:
         """Return the text that the generation prompt adds after a message of the role `before`.
@@ -347,11 +344,3 @@ def suffix_overlap(prompt: str, span: str) -> int:
             return len(tail) - at
         at = tail.find(begin, at + 1)
     return next((n for n in range(min(7, len(span)), 0, -1) if tail.endswith(span[:n])), 0)
-
-
-def common_length(one: str, other: str) -> int:
-    """Return the length of the longest common prefix of two strings."""
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return min(len(one), len(other))

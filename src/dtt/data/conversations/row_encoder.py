@@ -89,17 +89,16 @@ class Conversations:
         """See DocumentKind."""
         assert isinstance(tokenizer, GivenTokenizerConfig)
         template = path.with_name(CHAT_TEMPLATE).read_bytes().decode()
-        special: dict[str, str] = key_parts["chat"]["special_tokens"]
-        return ConversationEncoder(
+        chat = ChatEncoder(
+            path.read_bytes(),
             self._cfg,
-            tokenizer,
-            path,
+            tokenizer.path,
             template,
-            special,
-            pairs=self._pairs,
+            key_parts["chat"]["special_tokens"],
             engine=self._engine,
             date=key_parts["chat"].get("date"),
         )
+        return ConversationEncoder(chat, path, tokenizer.end_of_document, pairs=self._pairs)
 
 
 class ConversationEncoder:
@@ -109,57 +108,40 @@ class ConversationEncoder:
     begin_of_document: int | None = None
 
     def __init__(
-        self,
-        cfg: ChatConfig,
-        tokenizer: GivenTokenizerConfig,
-        path: Path,
-        template: str,
-        special_tokens: Mapping[str, str],
-        *,
-        pairs: bool = False,
-        engine: Engine = "auto",
-        date: str | None = None,
+        self, chat: ChatEncoder, path: Path, end_of_document: str | None, *, pairs: bool
     ) -> None:
-        """Open the tokenizer at `path`, a copy of the one that `tokenizer` names.
+        """Encode with `chat`, whose tokenizer.json is at `path`.
 
         With `pairs`, a row is a preference pair, which becomes two sequences: the chosen
-        conversation, then the rejected one.
-
-        Raises ConfigError if the template does not fit the tokenizer.
+        conversation, then the rejected one. `end_of_document` is the token that the configuration
+        names, if any.
         """
         self.pairs = pairs
-        content = path.read_bytes()
-        self._asked = engine
         self._read: dict[str, bool] = {"role": True, "content": True}
         """Keys of messages, and whether the template may read them."""
-        self._chat = ChatEncoder(
-            content, cfg, tokenizer.path, template, special_tokens, engine=engine, date=date
-        )
-        facts = self._chat.facts.model_copy(update={"special_tokens": dict(special_tokens)})
-        self.chat: ChatFacts | None = facts
-        self.vocab_size = self._chat.vocab_size
+        self._chat = chat
+        self.chat: ChatFacts | None = chat.facts
+        self.vocab_size = chat.vocab_size
         # The same as for text, so that both can be mixed.
-        end = self._chat.end_of_document(tokenizer.end_of_document)
-        self.end_of_document = self._chat.stop_tokens[0] if end is None else end
+        end = chat.end_of_document(end_of_document)
+        self.end_of_document = chat.stop_tokens[0] if end is None else end
         self._bytes = token_bytes(path, self.vocab_size, self.end_of_document)
 
     @property
     def engine(self) -> Engine:
         """The tokenizer implementation in use."""
-        return self._chat.engine
+        return self._chat.tokens.engine
 
     def settle(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
         """Use the fast engine if it yields the same ids on some rows of all ranks.
 
         Raises EnvironmentUnfit if it does not, and the configuration requires it.
         """
-        if self._asked == "hf":
-            return
         sample: list[Conversation] = []
         for row in some_rows(corpus, units, comm.rank, comm.size):
             with suppress(RefusedRow):
                 sample += self._parse(row)
-        self._chat.settle(next(filter(None, comm.gather(self._chat.doubt(sample))), None))
+        self._chat.tokens.settle(next(filter(None, comm.gather(self._chat.doubt(sample))), None))
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:
         """See UnitEncoder."""

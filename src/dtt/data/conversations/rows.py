@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -145,7 +145,9 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     texts = {clean[key] for key in REASONING if key in clean}
     if len(texts) > 1:
         raise RefusedRow(f"{where} has different texts of reasoning under several keys")
-    if "content" not in clean and not (role == "assistant" and _answers_without_content(clean)):
+    # Tool calls or reasoning are an answer without content.
+    answers = role == "assistant" and any(clean.get(key) for key in ("tool_calls", *REASONING))
+    if "content" not in clean and not answers:
         raise RefusedRow(f"{where}.content is missing")
     return clean, train
 
@@ -181,11 +183,6 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
         return call
     function = {**function, "arguments": value}
     return {**call, "function": function} if "function" in call else function
-
-
-def _answers_without_content(message: Message) -> bool:
-    """Return True if an answer has tool calls or reasoning, so that it needs no content."""
-    return any(message.get(key) for key in ("tool_calls", *REASONING))
 
 
 def _check_content(value: object, where: str) -> None:
@@ -257,6 +254,12 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
         if not isinstance(schema.get("name"), str):
             raise RefusedRow(f"tools[{i}]: the tool has no name")
     return tools
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix of two texts or lists."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def list_of(value: object, where: str) -> list[Any]:

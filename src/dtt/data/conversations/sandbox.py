@@ -1,14 +1,16 @@
-"""A Jinja sandbox for chat templates, with limits on work and size, which traces messages."""
+"""A Jinja sandbox for chat templates, which traces messages.
+
+The sandbox of Jinja keeps a template from running code. Beyond that, a template can do what it can
+do in `transformers`, except that loops and the output have a limit: a row must not hang a run.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -23,15 +25,10 @@ from dtt.data.conversations.template_trees import instrument
 
 STATE = "dtt state"
 """Context variable of the RenderState. With a space in its name, no template can refer to it."""
-MAX_STEPS = 10_000_000
-"""Maximum number of loop iterations in one render, with MACRO_STEPS for each call of a macro."""
-MACRO_STEPS = 50
+MAX_STEPS = 1_000_000
+"""Maximum number of loop iterations in one render."""
 MAX_CHARS = 1 << 24
-"""Maximum size of a string, and of a list by repetition, that a template builds."""
-MAX_SECONDS = 10.0
-"""Maximum duration of one render. The other limits refuse nearly all runaway templates first."""
-CHUNK = 1000
-"""Iterations between two checks of the limits."""
+"""Maximum size of a render."""
 
 FROM_ROW = "\ufdd4"
 """Mark before a character of a row that is part of the string of a special token."""
@@ -42,17 +39,13 @@ MARKS = re.compile("[\ufdd0-\ufdef]")
 """Pattern of all these: Unicode noncharacters, which are for internal use and occur in no text."""
 
 
-class LimitExceeded(TemplateError):
-    """A render that takes too many steps, too long, or builds too large a string."""
-
-
 MESSAGE_END = -1
 """The event of the end of a message; that of its start is its index."""
 
 
 @dataclass(slots=True)
 class RenderState:
-    """The state of one render: its budget, and the messages whose text is traced."""
+    """The state of one render, and the messages whose text is traced."""
 
     messages: dict[int, int]
     """Index of each message by the `id` of its object."""
@@ -68,22 +61,7 @@ class RenderState:
     size: int = 0
     """Characters of the output so far."""
     steps: int = 0
-    chars: int = 0
-    deadline: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
-
-    def step(self, count: int) -> None:
-        """Count iterations or calls. Raises LimitExceeded."""
-        self.steps += count
-        if self.steps > MAX_STEPS:
-            raise LimitExceeded(f"the template takes more than {MAX_STEPS:,} steps")
-        if time.monotonic() > self.deadline:
-            raise LimitExceeded(f"the template takes more than {MAX_SECONDS:.0f} s")
-
-
-def check_size(size: int) -> None:
-    """Raise LimitExceeded if a string or list of `size` items is too large."""
-    if size > MAX_CHARS:
-        raise LimitExceeded(f"the template builds more than {MAX_CHARS:,} characters")
+    """Iterations of loops so far."""
 
 
 class GenerationTag(Extension):
@@ -114,8 +92,6 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON without Jinja's escapes for HTML."""
-    if isinstance(indent, int):
-        check_size(indent * 1024)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -129,9 +105,7 @@ def _strftime_now(date: str | None) -> Callable[[str], str]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment in which `transformers` renders chat templates, with limits."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    """The environment in which `transformers` renders chat templates."""
 
     def __init__(self, date: str | None = None) -> None:
         """Create the environment; `date` replaces the current time for templates."""
@@ -139,15 +113,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
         self.filters["tojson"] = _tojson
-        for name in GROWING & self.filters.keys():
-            self.filters[name] = _limited(name, self.filters[name])
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now(date)
-        del self.globals["lipsum"]  # unlimited, and random
-        self.concat = _concat  # type: ignore[method-assign]
         # Filters are called directly, which is faster than a function. With a space in their
         # names, no template can use them.
-        for hook in (_loop, _macro, _begin, _end, _join_text):
+        for hook in (_begin, _end):
             self.filters[f"dtt {hook.__name__[1:]}"] = hook
 
     def compile_template(self, text: str) -> Template:
@@ -168,7 +138,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for part in parts:
             state.size += len(part)
             if state.size > MAX_CHARS:
-                check_size(state.size)
+                raise TemplateError(f"the template builds more than {MAX_CHARS:,} characters")
             chunks.append(part)
         return "".join(chunks)
 
@@ -185,124 +155,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
-    # The sandbox calls these for each call and for the intercepted operators.
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function from the template."""
-        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        if isinstance(owner, str):
-            _check_growth(obj.__name__, (owner, *args), kwargs)
-        return super().call(context, obj, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Evaluate an operator that can build large objects."""
-        if operator == "+":
-            if isinstance(left, (str, list, tuple)) and isinstance(right, (str, Sized)):
-                check_size(len(left) + len(right))
-            return left + right
-        if operator == "%":
-            if isinstance(left, str):
-                _check_format(left, "%", (right,))
-        elif isinstance(left, int) and isinstance(right, int):
-            bits = right if operator == "**" else right.bit_length()
-            check_size(left.bit_length() * max(bits, 1))
-        elif operator == "*":
-            for sequence, times in ((left, right), (right, left)):
-                if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
-                    check_size(len(sequence) * times)
-        return super().call_binop(context, operator, left, right)
-
 
 DICT_ATTRIBUTES = frozenset(dir({}))
 """Names of the attributes of a dict, which templates find before its items."""
 
-GROWING = frozenset(
-    {
-        "batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust",
-        "replace", "rjust", "slice", "sum", "wordwrap", "zfill",
-    }
-)  # fmt: skip
-"""Filters and methods of strings whose result can be much larger than their input."""
-
-
-def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that checks its arguments first."""
-    passes = getattr(function, "jinja_pass_arg", None)
-
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        given = args[1:] if passes is not None else args
-        if not isinstance(given[0], (str, list, tuple, dict, int, float)):
-            given = ([*islice(given[0], MAX_CHARS)], *given[1:])  # a generator
-            args = (*args[:1], *given) if passes is not None else given
-        _check_growth(name, given, kwargs)
-        return function(*args, **kwargs)
-
-    if passes is not None:
-        limited.jinja_pass_arg = passes  # type: ignore[attr-defined]
-    return limited
-
-
-def _check_growth(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise LimitExceeded if a filter or method could build too large an object."""
-    if name not in GROWING:
-        return
-    values = [*args, *kwargs.values()]
-    if name in ("format", "format_map"):
-        _check_format(str(values[0]), "{", values[1:])
-        return
-    numbers = [abs(value) for value in values if isinstance(value, int)]
-    texts = [len(value) for value in values if isinstance(value, str)]
-    if name == "join":
-        items = next((v for v in values if isinstance(v, (list, tuple, dict))), ())
-        check_size(sum(len(v) for v in items if isinstance(v, str)))
-        check_size(sum(texts) * len(items))
-        return
-    if name == "replace" and len(args) > 2:
-        check_size((str(args[0]).count(str(args[1])) + 1) * len(str(args[2])))
-        return
-    size = max(texts, default=1)
-    for number in numbers:
-        # indent and expandtabs may insert this number of characters per line or tab, others only
-        # once.
-        check_size(number * (size if name in ("indent", "expandtabs") else 1))
-    if name == "wordwrap" and len(texts) > 1:
-        check_size(texts[0] * max(texts[1:]))
-
-
-def _check_format(form: str, sign: str, values: Iterable[Any]) -> None:
-    """Raise LimitExceeded if a format string has a large or a computed width."""
-    if re.search(r"\d{6}", form) or ("*" in form if sign == "%" else re.search(r":[^}]*\{", form)):
-        raise LimitExceeded("the template formats text with a large or computed width")
-
-
-def _concat(parts: Iterable[str]) -> str:
-    chunks, size = [], 0
-    for part in parts:
-        size += len(part)
-        if size > MAX_CHARS:
-            check_size(size)
-        chunks.append(part)
-    return "".join(chunks)
-
 
 # Hooks that `instrument` inserts into a template.
-
-
-@pass_context
-def _loop(context: Context, items: Any) -> Any:
-    """Count the iterations of a loop over `items`; return an equivalent iterable."""
-    state: RenderState = context.parent[STATE]
-    if isinstance(items, Sized) and (count := len(items)) <= CHUNK:
-        state.step(count)
-        return items
-    return _counted(items, state)
-
-
-@pass_context
-def _macro(context: Context, _: object) -> str:
-    """Count the call of a macro."""
-    context.parent[STATE].step(MACRO_STEPS)
-    return ""
 
 
 @pass_context
@@ -312,6 +170,9 @@ def _begin(context: Context, direct: bool, *variables: Any) -> str:
     `direct` is True if the body of the loop is output immediately.
     """
     state: RenderState = context.parent[STATE]
+    state.steps += 1
+    if state.steps > MAX_STEPS:
+        raise TemplateError(f"the template takes more than {MAX_STEPS:,} steps")
     for variable in variables:
         index = state.messages.get(id(variable))
         if index is not None:
@@ -332,19 +193,3 @@ def _end(context: Context, _: object) -> str:
     elif state.open.pop():
         state.events.append((MESSAGE_END, state.size))
     return ""
-
-
-@pass_context
-def _join_text(context: Context, *parts: Any) -> str:
-    """Return the concatenation of the operator `~`."""
-    text = "".join(map(str, parts))
-    check_size(len(text))
-    return text
-
-
-def _counted(items: Iterable[Any], state: RenderState) -> Iterator[Any]:
-    """Yield items, and count them in chunks."""
-    iterator = iter(items)
-    while chunk := [*islice(iterator, CHUNK)]:
-        state.step(len(chunk))
-        yield from chunk

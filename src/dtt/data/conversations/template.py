@@ -17,6 +17,7 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import STATE, RenderState, Sandbox
 from dtt.data.conversations.template_trees import ends_with_prompt
+from dtt.data.text.side_files import read_object
 
 CHATML = """\
 {%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
@@ -279,7 +280,7 @@ def _own_template(folder: Path) -> str | None:
     if own.is_file():
         named["default"] = own.read_bytes().decode()
     if not named:
-        value = _read_object(folder / "tokenizer_config.json").get("chat_template")
+        value = read_object(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(value, list):
             value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
         if isinstance(value, dict):
@@ -325,7 +326,7 @@ def special_tokens_beside(tokenizer: Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        facts = _read_object(tokenizer.parent / name)
+        facts = read_object(tokenizer.parent / name)
         for key in SPECIAL_TOKENS:
             value = facts.get(key)
             if isinstance(value, dict):
@@ -333,11 +334,3 @@ def special_tokens_beside(tokenizer: Path) -> dict[str, str]:
             if isinstance(value, str):
                 found[key] = value
     return found
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

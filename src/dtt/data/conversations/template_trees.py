@@ -38,14 +38,9 @@ def ends_with_prompt(tree: nodes.Template) -> bool:
 
 
 def instrument(tree: nodes.Template) -> None:
-    """Insert the hooks for limits and for traces into the tree of a template."""
-    for concat in list(tree.find_all(nodes.Concat)):
-        _replace(tree, concat, _hook("join_text", concat.nodes))
-    for macro in tree.find_all(nodes.Macro):
-        macro.body.insert(0, _output("macro"))
+    """Insert the hooks that trace messages into the tree of a template."""
     direct = {id(node) for node in _direct(tree)}
     for loop in tree.find_all(nodes.For):
-        loop.iter = _hook("loop", [loop.iter])
         names = [loop.target] if isinstance(loop.target, nodes.Name) else []
         names += [*loop.target.find_all(nodes.Name)]
         variables = [nodes.Name(name.name, "load") for name in names]
@@ -71,13 +66,10 @@ def _direct(node: nodes.Node) -> Iterator[nodes.Node]:
             yield from _direct(child)
 
 
-def _hook(name: str, args: list[Any] | None = None) -> nodes.Filter:
-    first, *others = args or [nodes.Const(None)]
-    return nodes.Filter(first, f"dtt {name}", others, [], None, None)
-
-
 def _output(name: str, args: list[Any] | None = None) -> nodes.Output:
-    return nodes.Output([_hook(name, args)])
+    """Return the output of a hook, which is empty."""
+    first, *others = args or [nodes.Const(None)]
+    return nodes.Output([nodes.Filter(first, f"dtt {name}", others, [], None, None)])
 
 
 def _end_early(body: list[nodes.Node]) -> None:
@@ -93,14 +85,3 @@ def _end_early(body: list[nodes.Node]) -> None:
                 _end_early(branch.body)
         elif isinstance(node, (nodes.With, nodes.FilterBlock)):
             _end_early(node.body)
-
-
-def _replace(tree: nodes.Node, old: nodes.Node, new: nodes.Node) -> None:
-    """Replace a node of a tree."""
-    for node in [tree, *tree.find_all(nodes.Node)]:
-        for name in node.fields:
-            value = getattr(node, name)
-            if value is old:
-                setattr(node, name, new)
-            elif isinstance(value, list) and any(item is old for item in value):
-                setattr(node, name, [new if item is old else item for item in value])

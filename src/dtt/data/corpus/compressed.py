@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import struct
-import zlib
-from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -48,7 +44,7 @@ class Decompressed(io.RawIOBase):
             self._damage = error
             self._stream = io.BytesIO(self._rescue(self._file.tell()))
             size = self._stream.readinto(buffer)
-        if not size and self._damage is not None and not self._is_only_padded():
+        if not size and self._damage is not None:
             raise self._damage
         self.text_bytes += size
         return size
@@ -58,21 +54,6 @@ class Decompressed(io.RawIOBase):
         self._stream.close()
         self._file.close()
         super().close()
-
-    def _is_only_padded(self) -> bool:
-        """Return True if the content ends with zeros after a complete gzip member.
-
-        Tapes and some uploads fill the last block so, and gzip itself ignores them (RFC 1952 does
-        not mention them). Reads the file again, since zeros may also be the rest of a torn write.
-        """
-        if self._compression != "gzip" or self.unread_bytes == self._path.stat().st_size:
-            return False
-        with suppress(OSError, EOFError, zlib.error), gzip.open(self._path) as file:
-            while file.read(CHUNK_BYTES):
-                pass
-            self.unread_bytes = 0
-            return True
-        return False
 
     def _rescue(self, broke_at: int) -> bytes:
         """Return the content between the current position and the damage.
@@ -93,41 +74,6 @@ class Decompressed(io.RawIOBase):
                     raise
             self.unread_bytes = self._path.stat().st_size - file.tell()
             return bytes(content)
-
-
-MAX_ZSTD_WINDOW = 2**27
-"""Bytes of the largest window that zstd's decoder, and so pyarrow's, accepts by default."""
-ZSTD_FRAME, ZSTD_SKIPPABLE = 0xFD2FB528, range(0x184D2A50, 0x184D2A60)
-"""Magic numbers of frames."""
-
-
-def zstd_window(path: Path) -> int:
-    """Return the window of the first frame of a zstd file, in bytes; 0 if it is not one.
-
-    The format is RFC 8878, section 3.1.1.1. Dumps of Pushshift and the Pile have windows of 2 GiB
-    (`zstd --long=31`).
-    """
-    with path.open("rb") as file:
-        while True:
-            start = file.read(8)
-            if len(start) < 8:
-                return 0
-            magic, size = struct.unpack("<II", start)
-            if magic not in ZSTD_SKIPPABLE:
-                break
-            file.seek(size, io.SEEK_CUR)
-        if magic != ZSTD_FRAME:
-            return 0
-        file.seek(-4, io.SEEK_CUR)
-        header = file.read(14)
-    descriptor = header[0]
-    if not descriptor & 0x20:  # else a single segment, whose window is its content
-        exponent, mantissa = header[1] >> 3, header[1] & 7
-        return (8 + mantissa) << (7 + exponent)
-    start_of_size = 1 + (0, 1, 2, 4)[descriptor & 3]
-    width = (1, 2, 4, 8)[descriptor >> 6]
-    content = int.from_bytes(header[start_of_size : start_of_size + width], "little")
-    return content + 256 * (width == 2)
 
 
 def lost_bytes(stream: object, used: int | None = None, size: int = 0) -> int:

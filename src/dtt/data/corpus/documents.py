@@ -11,23 +11,24 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.compressed import lost_bytes
 from dtt.data.corpus.formats import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
-    UTF_16_MARKS,
     is_compressed,
     is_text,
     open_csv,
     open_stream,
+    starts_with_array,
 )
-from dtt.data.corpus.json_array import elements, is_array_file
+from dtt.data.corpus.json_array import elements
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
 
@@ -35,6 +36,7 @@ SECTION_BYTES = 4096
 """Approximate size of a section, where documents are sections (runs of paragraphs)."""
 BATCH_BYTES = 2**21
 """Default size of a batch of documents: about what the processor's cache holds."""
+T = TypeVar("T")
 TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
 
 
@@ -67,13 +69,17 @@ def read_batches(
             yield from batches(_documents(corpus, span, bad), size)
 
 
-def batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
-    """Group documents into lists of about `size` bytes."""
-    batch: list[bytes] = []
+def batches(
+    documents: Iterable[T],
+    size: int,
+    length: Callable[[T], int] = len,  # type: ignore[assignment]
+) -> Iterator[list[T]]:
+    """Group documents into lists of about `size` bytes; `length` returns the bytes of one."""
+    batch: list[T] = []
     room = size
     for document in documents:
         batch.append(document)
-        room -= len(document) + 1
+        room -= length(document) + 1
         if room <= 0:
             yield batch
             batch, room = [], size
@@ -89,9 +95,10 @@ def _documents(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[bytes]
         return
     match manifest.file_format:
         case "csv":
-            yield from _csv(path, str(manifest.text_column), bad)
+            yield from _column(csv_rows(path, bad), "column", manifest, bad)
         case "jsonl":
-            yield from _json(path, span, str(manifest.text_column), bad)
+            rows = ((where, row) for where, _, row in json_objects(path, span, bad))
+            yield from _column(rows, "key", manifest, bad)
         case "txt":
             pieces = {"file": _whole, "line": _text_lines, "section": _sections}
             for where, content in pieces[manifest.txt_documents or "file"](path, span, bad):
@@ -112,8 +119,6 @@ def raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
     stream = None
     try:
         with open_stream(path) as stream:
-            if stream.peek(2)[:2] in UTF_16_MARKS:
-                raise OSError("it is UTF-16, not UTF-8")
             if position:
                 stream.seek(position - 1)
                 position += _skip_line(stream, span.stop - position + 1) - 1
@@ -258,16 +263,6 @@ def json_objects(
                 bad.add(where, "not a JSON object")
 
 
-def starts_with_array(path: Path) -> bool:
-    """Return True if a file contains one JSON array; False if it cannot be read."""
-    try:
-        with open_stream(path) as stream:
-            return is_array_file(path, stream)
-    except OSError as error:
-        raise_if_refused(error)
-        return False
-
-
 def _array_objects(
     path: Path, span: Span, bad: BadDocuments
 ) -> Iterator[tuple[Callable[[], str], bytes, dict[str, Any]]]:
@@ -289,20 +284,17 @@ def _array_objects(
         bad.add(partial("{}:{}".format, path, line), why, lost_bytes=max(span.stop - used, 1))
 
 
-def _json(path: Path, span: Span, key: str, bad: BadDocuments) -> Iterator[bytes]:
-    for where, _, value in json_objects(path, span, bad):
-        if key not in value:
-            bad.add(where, f"no key {key!r}")
+def _column(
+    rows: Iterable[tuple[Callable[[], str], dict[Any, Any]]],
+    noun: str,
+    manifest: CorpusManifest,
+    bad: BadDocuments,
+) -> Iterator[bytes]:
+    for where, row in rows:
+        if manifest.text_column not in row:
+            bad.add(where, f"no {noun} {manifest.text_column!r}")
         else:
-            yield from _encoded(value[key], where, bad, is_json=True)
-
-
-def _csv(path: Path, column: str, bad: BadDocuments) -> Iterator[bytes]:
-    for where, row in csv_rows(path, bad):
-        if column not in row:
-            bad.add(where, f"no column {column!r}")
-        else:
-            yield from _encoded(row[column], where, bad)
+            yield from _encoded(row[manifest.text_column], where, bad, is_json=noun == "key")
 
 
 def csv_rows(

@@ -7,7 +7,6 @@ neither fetched nor read again.
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,6 @@ from dtt.data.corpus.encodings import check_encodings
 from dtt.data.corpus.file_choice import FilePatterns, one_format
 from dtt.data.corpus.formats import (
     check_rows,
-    check_windows,
     find_text_column,
     holds_conversations,
 )
@@ -141,8 +139,7 @@ def local_manifest(path: Path) -> CorpusManifest:
     """Return a manifest of a local file or folder for inspection; nothing is hashed or written."""
     cfg = DownloadConfig()
     found = local_files(path, None)
-    # Other advice than a download's: an inspection has no configuration that could choose files.
-    one_format(found, str(path), FilePatterns(cfg, f"dtt download -d {shlex.quote(str(path))} "))
+    one_format(found, str(path), FilePatterns(cfg))
     files = tuple(_record(file, str(file), sha256="not hashed") for file in found)
     source = CorpusSource(kind="local", id=str(path))
     rows = holds_conversations([path / record.path for record in files if record.bytes])
@@ -254,7 +251,6 @@ def _manifest(
             next="specify another file or folder with -d",
         )
     file_format = one_format(paths, source.id, FilePatterns(cfg))
-    check_windows(paths)
     if file_format != "parquet":
         check_encodings(paths)
     is_txt = file_format == "txt"

@@ -6,9 +6,7 @@ itself, too. `fnmatch`, and thus `allow_patterns` of `huggingface_hub`, would no
 
 from __future__ import annotations
 
-import mimetypes
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -21,8 +19,6 @@ from dtt.data.corpus.encodings import binary_kind
 from dtt.data.corpus.formats import KNOWN, METADATA, FileFormat, file_format, is_compressed
 
 Key = Literal["include", "exclude"]
-SHOWN = 8
-"""Maximum number of endings in a message."""
 
 
 class FilePatterns:
@@ -31,8 +27,8 @@ class FilePatterns:
     Names are relative to the folder or repository, with slashes.
     """
 
-    def __init__(self, cfg: DownloadConfig, command: str = "") -> None:
-        """Compile the patterns; errors suggest `command` followed by a key.
+    def __init__(self, cfg: DownloadConfig) -> None:
+        """Compile the patterns.
 
         Raises ConfigError for a pattern that is not valid.
         """
@@ -50,8 +46,6 @@ class FilePatterns:
             for pattern in cfg.include
             if any(part.startswith(".") for part in pattern.split("/"))
         }
-        self._endings: Counter[str] = Counter()
-        self._command = command
 
     @property
     def chooses(self) -> bool:
@@ -77,7 +71,6 @@ class FilePatterns:
         if not self.chooses:
             return True
         path = Path(name)
-        self._endings[_ending(path)] += 1
         if path.name in METADATA:
             return False
         hidden = any(part.startswith(".") for part in path.parts)
@@ -99,21 +92,12 @@ class FilePatterns:
             for pattern in patterns:
                 if (key, pattern) not in self._unused:
                     continue
-                some = [f"{name} ({count})" for name, count in self._endings.most_common(SHOWN)]
-                outside = " outside of download.exclude" if self._patterns["exclude"] else ""
                 raise ConfigError(
                     f"no file of {dataset} matches {pattern!r}",
                     where=f"download.{key}",
-                    why=f"files{outside}, by ending: {', '.join(some)}"
-                    if some
-                    else "patterns are those of .gitignore, relative to the folder",
+                    why="patterns are those of .gitignore, relative to the folder, and exclude is "
+                    "applied first",
                 )
-
-    def with_pattern(self, key: Key, endings: Iterable[str]) -> str:
-        """Return the argument that sets `include` to `endings`, or adds them to `exclude`."""
-        patterns = [*self._patterns["exclude"]] if key == "exclude" else []
-        patterns += [f"**/*{_escaped(one)}" for one in endings]
-        return f'{self._command}"download.{key}={patterns}"'
 
     def refuse_binary(self, paths: Sequence[Path]) -> None:
         """Raise InputError for a file that is not text, among those that are read as text.
@@ -124,22 +108,14 @@ class FilePatterns:
         kinds = {path: kind for path in foreign if (kind := binary_kind(path))}
         if not kinds:
             return
-        texts = {_ending(path) for path in paths if path not in kinds}
-        endings = dict.fromkeys(map(_ending, kinds))  # in this order, each once
-        mixed = [one for one in endings if one in texts]
         path, kind = next(iter(kinds.items()))
         more = f", and {len(kinds) - 1} others are not text either" if len(kinds) > 1 else ""
-        if len(kinds) == len(paths):
-            then = "convert the files to UTF-8 text first, such as with pdftotext or pandoc"
-        elif mixed:
-            then = f"move the files that are not text elsewhere: {mixed[0]} names both"
-        else:
-            then = self.with_pattern("exclude", endings)
         raise InputError(
             "download.include matches a file that is not text",
             where=path,
             why=f"it {kind}{more}",
-            next=then,
+            next=f"{_pattern('exclude', path)} leaves such files out; or convert them to UTF-8 "
+            "text first",
         )
 
 
@@ -162,28 +138,20 @@ def one_format(paths: Sequence[Path], dataset: str, patterns: FilePatterns) -> F
             f"load('{dataset}')['train']",
         )
     if not by_format:
-        text = _text_ending(paths)
         raise InputError(
             f"no file of {dataset} has a format that dtt reads",
             why=f"found {', '.join(path.name for path in paths[:3])}"
             if paths
             else "no file at all",
             next=f"use {KNOWN}"
-            + (
-                ""
-                if text is None
-                else f"; text of another ending: {patterns.with_pattern('include', [text])}"
-            ),
+            + (f"; text of another ending: {_pattern('include', paths[0])}" if paths else ""),
         )
     if len(by_format) > 1:
-        most = max(by_format, key=lambda name: len(by_format[name]))
-        others = (path for name, many in by_format.items() if name != most for path in many)
+        most = max(by_format.values(), key=len)
         raise ConfigError(
             f"{dataset} mixes formats",
             why=", ".join(f"{many[0].name} is {name}" for name, many in by_format.items()),
-            next=patterns.with_pattern("exclude", dict.fromkeys(map(_ending, others)))
-            if patterns.chooses
-            else patterns.with_pattern("include", dict.fromkeys(map(_ending, by_format[most]))),
+            next=f"choose one, such as {_pattern('include', *most)}",
         )
     return next(iter(by_format))
 
@@ -207,28 +175,11 @@ def _compiled(key: Key, pattern: str) -> GitIgnoreSpec:
         ) from None
 
 
-def _ending(path: Path) -> str:
-    """Return the last suffix of a name, with that of a compression; or the name if it has none."""
-    return "".join(path.suffixes[-1 - is_compressed(path) :]) or path.name
+def _pattern(key: Key, *paths: Path) -> str:
+    """Return the argument that sets `key` to patterns of the endings of `paths`.
 
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([\\*?\[\] ])", r"\\\1", name)
-
-
-def _text_ending(paths: Sequence[Path]) -> str | None:
-    """Return the most common ending of files that are text, or None.
-
-    The content of local files decides; of files on the Hub, there is only the name.
+    An ending is the last suffix with that of a compression, or the name if it has none.
     """
-    examples = {_ending(path): path for path in reversed(paths)}  # the first of each ending
-    for ending, _ in Counter(map(_ending, paths)).most_common(SHOWN):
-        path = examples[ending]
-        if path.is_file():
-            is_text = not binary_kind(path)
-        else:
-            # Python alone does not know .md and .rst, so an unknown type counts as text.
-            is_text = (mimetypes.guess_type(path.name)[0] or "text/").startswith("text/")
-        if is_text and path.name not in METADATA:
-            return ending
-    return None
+    endings = ("".join(p.suffixes[-1 - is_compressed(p) :]) or p.name for p in paths)
+    escaped = (re.sub(r"([\\*?\[\] ])", r"\\\1", one) for one in dict.fromkeys(endings))
+    return f'"download.{key}={[f"**/*{one}" for one in escaped]}"'

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
-from dtt.data.corpus.compressed import CHUNK_BYTES, MAX_ZSTD_WINDOW, Decompressed, zstd_window
+from dtt.data.corpus.bad_documents import raise_if_refused
+from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
 from dtt.data.corpus.json_array import elements, is_array_file
 
 FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
@@ -50,7 +51,6 @@ SHOWN = 3
 UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
 """Exceptions that the readers of the formats raise for a damaged file."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 MAX_DOCUMENT_BYTES = 64 * 2**20
 """Maximum length of a document. A longer one is assumed to be an error; this also bounds memory."""
 
@@ -80,6 +80,16 @@ def open_stream(path: Path) -> io.BufferedReader:
     return io.BufferedReader(Decompressed(path, compression), buffer_size=CHUNK_BYTES)
 
 
+def starts_with_array(path: Path) -> bool:
+    """Return True if a file contains one JSON array; False if it cannot be read."""
+    try:
+        with open_stream(path) as stream:
+            return is_array_file(path, stream)
+    except OSError as error:
+        raise_if_refused(error)
+        return False
+
+
 def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
     """Open a CSV file; return the stream and its rows.
 
@@ -102,25 +112,14 @@ def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
     contain text, or if the text column is ambiguous; DamagedError or InputError if no file can be
     read.
     """
-    column = asked
-    undecided: list[tuple[Path, Kinds]] = []
-    unreadable: dict[Path, DamagedError | InputError] = {}
-    for path in paths:
-        try:
-            kinds = _kinds(path, column)
-        except (DamagedError, InputError) as error:
-            unreadable[path] = error
-            continue
-        column = column or _choose_column(path, kinds)
-        undecided.append((path, kinds))
-        if column is not None:
-            for found in undecided:
-                _check_column(*found, column)
-            undecided.clear()
-    if undecided:
-        raise _no_column(*undecided[0], "cannot tell which column contains the text")
-    _report_unreadable(paths, unreadable)
-    assert column is not None
+    kinds = _kinds_of_all(paths, asked)
+    found = (_choose_column(path, kind) for path, kind in kinds.items())
+    column = asked or next(filter(None, found), None)
+    if column is None:
+        path, kind = next(iter(kinds.items()))
+        raise _no_column(path, kind, "cannot tell which column contains the text")
+    for path, kind in kinds.items():
+        _check_column(path, kind, column)
     return column
 
 
@@ -138,25 +137,28 @@ def check_rows(paths: Sequence[Path]) -> None:
 
     Raises DamagedError or InputError if no file can be read.
     """
-    unreadable: dict[Path, DamagedError | InputError] = {}
+    _kinds_of_all(paths, None)
+
+
+def _kinds_of_all(paths: Sequence[Path], wanted: str | None) -> dict[Path, Kinds]:
+    """Return the columns of each readable file; log the others, and raise if there are only such.
+
+    `wanted` is the column that the user asked for, if any.
+    """
+    kinds: dict[Path, Kinds] = {}
+    unreadable: list[DamagedError | InputError] = []
     for path in paths:
         try:
-            _kinds(path, None)
+            kinds[path] = _kinds(path, wanted)
         except (DamagedError, InputError) as error:
-            unreadable[path] = error
-    _report_unreadable(paths, unreadable)
-
-
-def _report_unreadable(
-    paths: Sequence[Path], unreadable: dict[Path, DamagedError | InputError]
-) -> None:
-    """Log files that cannot be read; raise the error of the first one if there are no others."""
-    if len(unreadable) == len(paths):
-        raise unreadable[paths[0]]
-    for problem in islice(unreadable.values(), SHOWN):
+            unreadable.append(error)
+    if not kinds:
+        raise unreadable[0]
+    for problem in unreadable[:SHOWN]:
         log.warning("%s", problem)
     if unreadable:
         log.warning("files that cannot be read: %d; tokenize skips them", len(unreadable))
+    return kinds
 
 
 Kinds = dict[str, str]
@@ -228,8 +230,7 @@ def _kinds(path: Path, wanted: str | None) -> Kinds:
             case _:
                 return _json_kinds(path, wanted)
     except UNREADABLE as damage:
-        if isinstance(damage, OSError) and damage.errno is not None:
-            raise  # an I/O error of the system: the file itself may be intact
+        raise_if_refused(damage)
         raise DamagedError(
             "cannot read a file of the dataset",
             where=path,
@@ -262,23 +263,6 @@ def _check_names(path: Path, names: list[str]) -> None:
             why="so it is unknown which of them holds the text",
             next="write the file again with other names",
         )
-
-
-def check_windows(paths: Sequence[Path]) -> None:
-    """Raise InputError for a zstd file whose window is too large for the decoder.
-
-    Otherwise each such file would count as one unreadable document, and training would continue
-    with the others.
-    """
-    for path in paths:
-        if path.suffix.lower() == ".zst" and (window := zstd_window(path)) > MAX_ZSTD_WINDOW:
-            raise InputError(
-                "a file is compressed with a window that is too large to read",
-                where=path,
-                why=f"its window has {window / 2**20:,.0f} MiB (zstd --long), and "
-                f"{MAX_ZSTD_WINDOW / 2**20:,.0f} are possible",
-                next=f"compress it again: zstd -d --long=31 -c {path.name} | zstd -o NEW.zst",
-            )
 
 
 def _json_kinds(path: Path, wanted: str | None) -> Kinds:
@@ -342,7 +326,7 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
                 )
             try:
                 value = json.loads(content)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
                 yield value

@@ -63,6 +63,11 @@ class RemoteFile:
     sha256: str | None
     """sha256 of the content; known for LFS files only."""
 
+    @classmethod
+    def of(cls, entry: RepoFile) -> RemoteFile:
+        """Return an entry of the Hub's listing."""
+        return cls(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None)
+
 
 def pin(repo: str, revision: str | None) -> str:
     """Return the commit that a branch or tag of a dataset points to; None is the main branch."""
@@ -104,11 +109,7 @@ def all_files(repo: str, commit: str) -> list[RemoteFile]:
     """Return all files of a dataset, ordered by path."""
     with _told_apart(repo, commit):
         tree = HfApi().list_repo_tree(repo, recursive=True, repo_type="dataset", revision=commit)
-        files = [
-            RemoteFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None)
-            for entry in tree
-            if isinstance(entry, RepoFile)
-        ]
+        files = [RemoteFile.of(entry) for entry in tree if isinstance(entry, RepoFile)]
     return sorted(files, key=lambda file: checked_name(file.path, Path(repo)))
 
 
@@ -123,8 +124,7 @@ def files_named(repo: str, paths: Sequence[str], commit: str) -> list[RemoteFile
             part = list(paths[start : start + PATHS_PER_REQUEST])
             for entry in HfApi().get_paths_info(repo, part, repo_type="dataset", revision=commit):
                 if isinstance(entry, RepoFile):
-                    sha256 = entry.lfs.sha256 if entry.lfs else None
-                    found[entry.path] = RemoteFile(entry.path, entry.size, sha256)
+                    found[entry.path] = RemoteFile.of(entry)
     elsewhere = [path for path in paths if path not in found]
     if elsewhere:
         raise InputError(f"{repo} names files that it does not contain", where=elsewhere[0])
@@ -186,7 +186,7 @@ def fetch_tokenizer(repo: str, revision: str | None) -> Path:
 
     Also fetches those of TEMPLATE_FILES that the model has.
     """
-    with _told_apart(repo, revision, "model"), _cache_told_apart():
+    with _told_apart(repo, revision, "model"):
         for name in TEMPLATE_FILES:
             try:
                 hf_hub_download(repo, name, revision=revision)
@@ -208,19 +208,8 @@ def fetch_tokenizer(repo: str, revision: str | None) -> Path:
 
 def fetch_model(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     """Fetch the `files` (patterns) of a model; return its folder in the Hub's cache."""
-    with _told_apart(repo, revision, "model"), _cache_told_apart():
+    with _told_apart(repo, revision, "model"):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
-
-
-@contextmanager
-def _cache_told_apart() -> Iterator[None]:
-    """Turn LocalEntryNotFoundError into the error that caused it: offline mode or no connection."""
-    try:
-        yield
-    except LocalEntryNotFoundError as error:
-        if constants.is_offline_mode():
-            raise OfflineModeIsEnabled from None
-        raise ConnectionError(str(error)) from None
 
 
 @contextmanager
@@ -232,27 +221,23 @@ def _told_apart(repo: str, revision: str | None, kind: str = "dataset") -> Itera
         yield
     except RevisionNotFoundError:
         raise ConfigError(f"{repo} has no revision {revision!r}", where=page) from None
-    except GatedRepoError:
+    except (GatedRepoError, DatasetNotFoundError) as error:
+        if isinstance(error, DatasetNotFoundError) and "gated" not in str(error):
+            raise InputError(f"{repo} cannot be read", where=page, why=str(error)) from None
         raise InputError(
             f"{repo} is gated: its owner decides who may read it",
             where=page,
             next=f"request access on that page, then {sign_in}",
         ) from None
-    except DatasetNotFoundError as error:
-        if "gated" in str(error):
-            raise InputError(
-                f"{repo} is gated: its owner decides who may read it",
-                where=page,
-                next=f"request access on that page, then {sign_in}",
-            ) from None
-        raise InputError(f"{repo} cannot be read", where=page, why=str(error)) from None
     except (RepositoryNotFoundError, HFValidationError):
         raise InputError(
             f"there is no {kind} {repo} on the Hub, or it is private",
             where=page,
             next=f"check the name; for a private one: {sign_in}",
         ) from None
-    except OfflineModeIsEnabled:
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        if not constants.is_offline_mode():  # the cache does not have it, and the Hub is away
+            raise _unreachable(error) from None
         raise EnvironmentUnfit(
             f"{repo} is not on this machine, and access to the Hub is disabled",
             why="HF_HUB_OFFLINE is set",
@@ -266,15 +251,18 @@ def _told_apart(repo: str, revision: str | None, kind: str = "dataset") -> Itera
             next="try again later; what has been fetched is kept",
         ) from None
     except (HTTPError, ConnectionError) as error:
-        raise EnvironmentUnfit(
-            "cannot reach the Hub",
-            where=constants.ENDPOINT,
-            why=str(error).splitlines()[0],
-            next="check the network, set HF_ENDPOINT to a mirror, or specify a local file or "
-            "folder; "
-            "what has been fetched is kept",
-        ) from None
+        raise _unreachable(error) from None
     except FileNotFoundError as error:  # EmptyDatasetError, DataFilesNotFoundError
         raise InputError(f"{repo} has no data files", where=page, why=str(error)) from None
     except OSError as error:
         raise StorageError(f"cannot fetch {repo}", why=str(error)) from None
+
+
+def _unreachable(error: Exception) -> EnvironmentUnfit:
+    return EnvironmentUnfit(
+        "cannot reach the Hub",
+        where=constants.ENDPOINT,
+        why=str(error).splitlines()[0],
+        next="check the network, set HF_ENDPOINT to a mirror, or specify a local file or folder; "
+        "what has been fetched is kept",
+    )

@@ -8,7 +8,7 @@ and line.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import SURROGATE, BadDocuments
-from dtt.data.corpus.documents import BATCH_BYTES, csv_rows, json_objects
+from dtt.data.corpus.documents import BATCH_BYTES, batches, csv_rows, json_objects
 from dtt.data.corpus.formats import MAX_DOCUMENT_BYTES
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
@@ -57,7 +57,7 @@ def read_rows(
             most = min(size, PARQUET_BATCH_BYTES)
             yield from read_span(path, span, None, _rows_of, bad, most)
         else:
-            yield from _batches(_line_rows(corpus, span, bad), size)
+            yield from batches(_line_rows(corpus, span, bad), size, lambda row: len(row.content))
 
 
 def _line_rows(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[JsonRow]:
@@ -140,16 +140,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _batches(rows: Iterable[JsonRow], size: int) -> Iterator[list[JsonRow]]:
-    batch: list[JsonRow] = []
-    room = size
-    for row in rows:
-        batch.append(row)
-        room -= len(row.content) + 1
-        if room <= 0:
-            yield batch
-            batch, room = [], size
-    if batch:
-        yield batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,23 +26,8 @@ HIDDEN = {
 """The reason to leave out hidden files, without and with `download.include`."""
 
 
-class LeftOut:
-    """Files that were found but left out, by reason."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, list[str]] = {}
-
-    def add(self, reason: str, name: str) -> None:
-        """Record a file, or a folder with all files below it; a folder's name ends with a slash."""
-        self._names.setdefault(reason, []).append(name)
-
-    def report(self) -> None:
-        """Log a line for each reason: the number of files and the first names."""
-        for reason, names in self._names.items():
-            shown = ", ".join(sorted(names)[:SHOWN])
-            log.info(
-                "left out %d: %s: %s%s", len(names), reason, shown, " …" * (len(names) > SHOWN)
-            )
+LeftOut = dict[str, list[str]]
+"""Files, and folders (with a slash), that were found but left out, by reason."""
 
 
 def local_files(
@@ -61,7 +46,7 @@ def local_files(
     pattern matches nothing.
     """
     patterns = patterns or FilePatterns(DownloadConfig())
-    left_out = LeftOut()
+    left_out: LeftOut = defaultdict(list)
     folder = dataset if dataset.is_dir() else dataset.parent
     if dataset.is_dir():
         found = list(_files_below(dataset, left_out, patterns))
@@ -74,20 +59,27 @@ def local_files(
     if known:
         for path in found:
             if not patterns.format_of(path):
-                left_out.add("files of other formats", path.name)
+                left_out["files of other formats"].append(path.name)
     chosen = [path for path in known if split is None or _has_word(path, folder, split)]
     if known and not chosen:
-        left_out.report()
+        _report(left_out)
         raise InputError(
             f"no file of {dataset} belongs to split {split!r}",
             why=f"files are chosen by a word in their path; found {known[0].name}, …",
             next="omit download.split to use every file",
         )
     files = sorted(_once(chosen or found, folder, left_out))
-    left_out.report()
+    _report(left_out)
     for path in files:
         _check_is_utf8(path)
     return files
+
+
+def _report(left_out: LeftOut) -> None:
+    """Log a line for each reason: the number of files and the first names."""
+    for reason, names in left_out.items():
+        shown = ", ".join(sorted(names)[:SHOWN])
+        log.info("left out %d: %s: %s%s", len(names), reason, shown, " …" * (len(names) > SHOWN))
 
 
 def real_path(path: Path) -> Path:
@@ -116,7 +108,7 @@ def _files_below(folder: Path, left_out: LeftOut, patterns: FilePatterns) -> Ite
         here = pending.popleft() if pending else linked.popleft()
         real = os.path.realpath(here)
         if real in seen:
-            left_out.add("links to folders that are already read", _name(here, folder) + "/")
+            left_out["links to folders that are already read"].append(_name(here, folder) + "/")
             continue
         seen.add(real)
         with os.scandir(here) as entries:
@@ -126,18 +118,18 @@ def _files_below(folder: Path, left_out: LeftOut, patterns: FilePatterns) -> Ite
                 is_folder = path.is_dir() if is_link else entry.is_dir()
                 name = _name(path, folder) + "/" * is_folder
                 if patterns.excludes(name):
-                    left_out.add("matched by download.exclude", name)
+                    left_out["matched by download.exclude"].append(name)
                 elif patterns.skips(entry.name):
-                    left_out.add(HIDDEN[patterns.chooses], name)
+                    left_out[HIDDEN[patterns.chooses]].append(name)
                 elif is_folder:
                     (linked if is_link else pending).append(path)
                 elif path.is_file() if is_link else entry.is_file():
                     if patterns.includes(name):
                         yield path
                     else:
-                        left_out.add("not matched by download.include", name)
+                        left_out["not matched by download.include"].append(name)
                 else:
-                    left_out.add("not regular files (broken links, pipes, …)", name)
+                    left_out["not regular files (broken links, pipes, …)"].append(name)
 
 
 def _once(paths: Iterable[Path], folder: Path, left_out: LeftOut) -> Iterator[Path]:
@@ -146,7 +138,7 @@ def _once(paths: Iterable[Path], folder: Path, left_out: LeftOut) -> Iterator[Pa
     for path in sorted(paths, key=os.path.islink):  # a file's own name comes before links to it
         real = os.path.realpath(path)
         if real in seen:
-            left_out.add("links to files that are already read", _name(path, folder))
+            left_out["links to files that are already read"].append(_name(path, folder))
         else:
             seen.add(real)
             yield real_path(path)

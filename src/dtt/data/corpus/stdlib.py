@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.base.errors import EnvironmentUnfit
-from dtt.base.files import check_space, fsync_file
-from dtt.base.log import log, progress
+from dtt.base.files import fsync_file
+from dtt.base.log import log
 
 NAME = "python-stdlib"
 FILE = "python-stdlib.parquet"
@@ -47,24 +47,17 @@ def write_stdlib(folder: Path) -> Path:
     The columns are `id` (the module name) and `text`. There is one row per module, sorted by name.
     The same Python produces the same bytes. Raises EnvironmentUnfit if Python has no sources.
     """
-    modules = source_files()
-    sizes = {path: path.stat().st_size for _, path in modules}
-    check_space(folder, sum(sizes.values()), "the standard library's sources")
     aside, skipped = folder / f".{FILE}.tmp", 0
     group: list[dict[str, str]] = []
     group_bytes = 0
-    with (
-        pq.ParquetWriter(aside, SCHEMA, compression="zstd") as writer,
-        progress("reading the standard library", sum(sizes.values())) as advance,
-    ):
-        for name, path in modules:
-            advance(sizes[path])
+    with pq.ParquetWriter(aside, SCHEMA, compression="zstd") as writer:
+        for name, path in source_files():
             try:
                 group.append({"id": name, "text": path.read_text(encoding="utf-8")})
             except UnicodeDecodeError:
                 skipped += 1
                 continue
-            group_bytes += sizes[path]
+            group_bytes += path.stat().st_size
             if group_bytes >= ROW_GROUP_BYTES:
                 writer.write_table(pa.Table.from_pylist(group, SCHEMA))
                 group, group_bytes = [], 0

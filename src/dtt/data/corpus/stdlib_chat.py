@@ -12,8 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtt.base.files import check_space, fsync_file
-from dtt.base.log import progress
+from dtt.base.files import fsync_file
 from dtt.data.corpus.stdlib import source_files
 
 NAME = "python-stdlib-chat"
@@ -33,15 +32,9 @@ def write_stdlib_chat(folder: Path) -> Path:
     names that it defines. Every second conversation starts with a system message. The same Python
     produces the same bytes. Raises EnvironmentUnfit if Python has no sources.
     """
-    modules = source_files()
-    check_space(folder, sum(path.stat().st_size for _, path in modules), "conversations")
     aside, number = folder / f".{FILE}.tmp", 0
-    with (
-        aside.open("w", encoding="utf-8") as file,
-        progress("reading the standard library", len(modules)) as advance,
-    ):
-        for name, path in modules:
-            advance(1)
+    with aside.open("w", encoding="utf-8") as file:
+        for name, path in source_files():
             for turns in _conversations(name, path):
                 system = [{"role": "system", "content": SYSTEM}] if number % 2 else []
                 row = {"messages": system + turns}

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.safe_names import checked_file
-from dtt.data.corpus.formats import is_compressed
-from dtt.data.corpus.json_array import is_array_file
+from dtt.data.corpus.bad_documents import raise_if_refused
+from dtt.data.corpus.formats import is_compressed, starts_with_array
 from dtt.mesh.comm import Comm, Serial
 
 COMPRESSION_RATIO = 4
@@ -98,20 +98,11 @@ class Corpus:
             )
         return self._text_bytes(path) if self.manifest.file_format == "parquet" else []
 
-    def _is_array(self, file: int) -> bool:
-        """Return True if the file is a JSON array, which cannot be divided."""
-        path = self.path(file)
-        if path.suffix.lower() != ".json" or self.manifest.file_format != "jsonl":
-            return False
-        with path.open("rb") as stream:
-            return is_array_file(path, stream)
-
     def _text_bytes(self, path: Path) -> list[int]:
         try:
             groups = text_chunks(path, self.manifest.text_column)
         except (OSError, pa.ArrowException) as error:
-            if getattr(error, "errno", None) is not None:
-                raise  # an I/O error: a later attempt may succeed and would produce different units
+            raise_if_refused(error)  # a later attempt may succeed, and would make other units
             return [0]  # the file is damaged; documents.py reports the details
         return [sum(chunk.total_uncompressed_size for chunk in chunks) for chunks in groups]
 
@@ -153,7 +144,7 @@ class Corpus:
             elif (
                 self.manifest.file_format == "csv"
                 or self.manifest.txt_documents == "file"
-                or self._is_array(file)
+                or (self.manifest.file_format == "jsonl" and starts_with_array(self.path(file)))
             ):
                 yield Span(file, 0, record.bytes, record.bytes)
             else:

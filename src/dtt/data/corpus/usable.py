@@ -9,9 +9,6 @@ from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.units import Corpus, Unit
 
-COLUMN_REASONS = ("no key", "no column", "the text is")
-"""Parts of the reasons for which another column may hold the text; see documents.py."""
-
 
 def check_usable(corpus: Corpus, units: Sequence[Unit], *, stop_at_bad: bool) -> None:
     """Raise InputError if no document of text contains anything but white space.
@@ -44,26 +41,17 @@ def nothing_usable(
     `unread`, `empty` and `blank` are numbers of documents: unreadable, without text, and of white
     space only. `refused` means that the unreadable ones are conversations of an unknown format.
     """
-    reasons = []
-    if unread:
-        shown = f", such as {examples[0]}" if examples else ""
-        reasons.append(f"{unread} could not be used{shown}")
-    if empty:
-        reasons.append(f"{empty} are empty")
-    if blank:
-        reasons.append(f"{blank} contain only white space, no word to learn from")
-    example = examples[0] if examples else ""
-    has_column = corpus.manifest.text_column is not None
+    shown = f", such as {examples[0]}" if examples else ""
+    reasons = {
+        f"could not be used{shown}": unread,
+        "are empty": empty,
+        "contain only white space, no word to learn from": blank,
+    }
+    why = "; ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
     if refused:
         then = "change the rows as the reason says; docs/tutorial-chat.md lists the formats"
-    elif "UTF" in example:
-        then = "convert the files to UTF-8: iconv -f ENCODING -t UTF-8 FILE > NEW"
-    elif has_column and (
-        any(reason in example for reason in COLUMN_REASONS) or (not unread and (empty or blank))
-    ):
+    elif corpus.manifest.text_column is not None:
         then = "choose another column, download.text_column=NAME, or another data set"
-    elif unread:
-        then = "write the files again as the reason says, then dtt download with the same options"
     else:
         then = "specify another file or folder: dtt download -d PATH"
     return InputError(
@@ -71,6 +59,6 @@ def nothing_usable(
         if blank and not unread and not empty
         else "the corpus contains no documents to learn from",
         where=corpus.folder,
-        why="of its documents, " + "; ".join(reasons) if reasons else "all of its files are empty",
+        why=f"of its documents, {why}" if why else "all of its files are empty",
         next=then,
     )

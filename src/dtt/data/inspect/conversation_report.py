@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, TokensManifest
-from dtt.data.inspect.report import DocumentSample
+from dtt.data.inspect.report import DocumentSample, spread
 from dtt.data.memory_map import map_file
 from dtt.data.samples.packed_conversations import read_mask
 from dtt.data.samples.token_shards import Shard, TokenFiles
@@ -39,20 +38,6 @@ PROBE = (
 )
 
 
-@dataclass
-class MaskStatistics:
-    """Counts over the conversations that were read."""
-
-    conversations: int = 0
-    without_targets: int = 0
-    doubled_start: int = 0
-    """Conversations that start with the same special token twice."""
-    answers: int = 0
-    """Runs of trained tokens."""
-    unstopped: int = 0
-    """Of them, those that do not end with a stop token."""
-
-
 class ConversationReport:
     """The findings on token files of conversations."""
 
@@ -68,7 +53,10 @@ class ConversationReport:
         self._shards = shards[::step]
         special = () if tokenizer is None else tokenizer.get_added_tokens_decoder().items()
         self._special = np.array([i for i, token in special if token.special], dtype=np.int64)
-        self.statistics = MaskStatistics()
+        # Numbers of conversations without targets, and of those that start with the same special
+        # token twice; of runs of trained tokens, and of those without a stop token.
+        self._without_targets = self._doubled_start = 0
+        self._answers = self._unstopped = 0
         lengths = [self._read(shard) for shard in self._shards]
         self._lengths = np.sort(np.concatenate([np.empty(0, np.int64), *lengths]))
 
@@ -78,19 +66,17 @@ class ConversationReport:
         ids = map_file(shard.path).view(shard.dtype)
         mask = read_mask(shard)
         start, length = bounds[:-1], np.diff(bounds)
-        found = self.statistics
-        found.conversations += len(start)
         if not len(ids):
             return length
-        found.without_targets += int((np.add.reduceat(mask, start, dtype=np.int64) == 0).sum())
+        self._without_targets += int((np.add.reduceat(mask, start, dtype=np.int64) == 0).sum())
         two = start[length > 1]
         same = two[ids[two] == ids[two + 1]]
-        found.doubled_start += int(np.isin(ids[same], self._special).sum())
+        self._doubled_start += int(np.isin(ids[same], self._special).sum())
         is_last = np.zeros(len(ids), dtype=np.bool_)
         is_last[bounds[1:] - 1] = True
         ends = np.flatnonzero((mask != 0) & (is_last | (np.append(mask[1:], 0) == 0)))
-        found.answers += len(ends)
-        found.unstopped += int((~np.isin(ids[ends], self._chat.stop_tokens)).sum())
+        self._answers += len(ends)
+        self._unstopped += int((~np.isin(ids[ends], self._chat.stop_tokens)).sum())
         return length
 
     def facts(self) -> dict[str, object]:
@@ -118,19 +104,18 @@ class ConversationReport:
 
     def warnings(self) -> Iterator[str]:
         """Yield a line for each mistake that fine-tuned models commonly suffer from."""
-        found = self.statistics
         options = self._manifest.key_parts.get("chat", {})
-        if found.without_targets:
-            yield f"conversations without trained tokens, left out: {found.without_targets:,}"
-        if found.doubled_start:
+        if self._without_targets:
+            yield f"conversations without trained tokens, left out: {self._without_targets:,}"
+        if self._doubled_start:
             yield (
                 f"conversations that start with the same special token twice: "
-                f"{found.doubled_start:,}; the chat template and the tokenizer both add it"
+                f"{self._doubled_start:,}; the chat template and the tokenizer both add it"
             )
-        if found.unstopped and options.get("train_on") != "all":
+        if self._unstopped and options.get("train_on") != "all":
             yield (
-                f"answers that do not end with a stop token: {found.unstopped:,} of "
-                f"{found.answers:,}; the model would not learn to end them"
+                f"answers that do not end with a stop token: {self._unstopped:,} of "
+                f"{self._answers:,}; the model would not learn to end them"
             )
         if options.get("turns", "all") == "all" and self._rewrites_history():
             yield REWRITES
@@ -145,8 +130,7 @@ class ConversationReport:
         Trained text is between BEGIN and END.
         """
         chosen = [shard for shard in self._shards if shard.tokens]
-        places = np.linspace(0, len(chosen) - 1, min(count, len(chosen))).round().astype(int)
-        return [self._sample(chosen[i]) for i in places.tolist()]
+        return [self._sample(shard) for shard in spread(chosen, count)]
 
     def _sample(self, shard: Shard) -> DocumentSample:
         ((length, trained, parts),) = read_conversations(shard, 1, self._text)

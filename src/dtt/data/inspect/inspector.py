@@ -11,7 +11,7 @@ import numpy as np
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifest import Manifest
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
-from dtt.artifacts.shard_files import index_bytes
+from dtt.artifacts.shard_files import ShardFile, files_of
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import progress
@@ -19,24 +19,21 @@ from dtt.data.inspect import raw_text
 from dtt.data.inspect.conversation_report import ConversationReport
 from dtt.data.inspect.report import (
     Damages,
-    Expected,
     InspectOptions,
+    LengthSummary,
     Read,
     Report,
     damage_lines,
     damages,
 )
 from dtt.data.inspect.token_ids import IdStatistics, count, places
-from dtt.data.samples import compatibility
 from dtt.data.samples.token_shards import Documents, TokenFiles, open_files
-from dtt.data.token_file import idx_path, mask_path
+from dtt.data.token_file import idx_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
-DATATROVE = (".index", ".metadata")
-"""Suffixes of the files that belong to a `.ds` file."""
 TOKEN_FILES = (".bin", ".idx", ".ds", ".npy", ".mds")
 KINDS = {
     "dtt": "token files of dtt",
@@ -99,7 +96,12 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
     total = sum(shard.tokens for shard in files.shards)
     chat = None
     if files.are_conversations:
-        chat = ConversationReport(files, _broken_shards(files, damaged), tokenizer)
+        broken_shards = {
+            shard.path
+            for shard in files.shards
+            if damaged.keys() & {shard.path.with_suffix(s) for s in (".bin", ".idx", ".mask")}
+        }
+        chat = ConversationReport(files, broken_shards, tokenizer)
     paths = [path for shard in files.shards for path in _files_of(shard.path, files.format)]
     return Report(
         path=str(files.path),
@@ -118,7 +120,7 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
         | ({} if manifest is None else _facts(manifest))
         | ({} if chat is None else chat.facts()),
         read=Read(statistics.tokens, total, "tokens"),
-        lengths=None if documents is None else statistics.lengths.summary("tokens"),
+        lengths=None if documents is None else LengthSummary.of(statistics.lengths, "tokens"),
         samples=statistics.samples(options.samples, _decoder(tokenizer))
         if chat is None
         else chat.samples(options.samples),
@@ -126,16 +128,6 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
         damaged=damage_lines(damaged),
         verified=options.hashes,
     )
-
-
-def _broken_shards(files: TokenFiles, damaged: Damages) -> set[Path]:
-    """Return the `.bin` of each shard of which a file is damaged."""
-    suffixes = (".bin", ".idx", ".mask")
-    return {
-        shard.path
-        for shard in files.shards
-        if damaged.keys() & {shard.path.with_suffix(suffix) for suffix in suffixes}
-    }
 
 
 def _facts(manifest: TokensManifest) -> dict[str, object]:
@@ -151,37 +143,30 @@ def _facts(manifest: TokensManifest) -> dict[str, object]:
 
 def _files_of(ids: Path, file_format: str) -> list[Path]:
     """Return the file of ids and the files that belong to it, as far as they exist."""
+    stem, name = ids.with_suffix("").name, ids.name
     beside = {
-        "dtt": [idx_path(ids.with_suffix("")), mask_path(ids.with_suffix(""))],
-        "megatron": [idx_path(ids.with_suffix(""))],
-        "datatrove": [ids.with_name(ids.name + suffix) for suffix in DATATROVE],
+        "dtt": [f"{stem}.idx", f"{stem}.mask"],
+        "megatron": [f"{stem}.idx"],
+        "datatrove": [f"{name}.index", f"{name}.metadata"],
     }.get(file_format, [])
-    return [path for path in (ids, *beside) if path.is_file()]
+    return [path for path in (ids, *map(ids.with_name, beside)) if path.is_file()]
 
 
 def _damages(files: TokenFiles, manifest: TokensManifest, *, hashes: bool) -> Damages:
     """Return the problems of the files in a manifest, by size and, with `hashes`, by content."""
-    expected = []
+    expected: list[ShardFile] = []
     for shard, record in zip(files.shards, manifest.shards, strict=True):
-        item, documents = compatibility.BYTES[manifest.dtype], record.counts.documents
-        index = idx_path(shard.path.with_suffix(""))
-        size = index_bytes(documents, documents + 1)
-        expected.append(Expected(shard.path, record.bin_sha256, record.counts.tokens * item))
-        expected.append(Expected(index, record.idx_sha256, size))
-        if shard.mask is not None and record.mask_sha256 is not None:
-            expected.append(Expected(shard.mask, record.mask_sha256, record.counts.tokens))
+        expected += files_of(shard.path.with_suffix(""), record, manifest.dtype)
     found = damages(expected, hashes=hashes)
-    tokenizer = files.path / TOKENIZER
-    if not tokenizer.is_file():
-        found[tokenizer] = "missing"
-    elif sha256_file(tokenizer) != manifest.tokenizer_sha256:
-        found[tokenizer] = "not the one that made these ids"
+    beside = {TOKENIZER: manifest.tokenizer_sha256}
     if manifest.chat is not None:
-        template = files.path / CHAT_TEMPLATE
-        if not template.is_file():
-            found[template] = "missing"
-        elif sha256_file(template) != manifest.chat.template_sha256:
-            found[template] = "not the one that rendered these conversations"
+        beside[CHAT_TEMPLATE] = manifest.chat.template_sha256
+    for name, sha256 in beside.items():
+        path = files.path / name
+        if not path.is_file():
+            found[path] = "missing"
+        elif sha256_file(path) != sha256:
+            found[path] = "not the one that made these ids"
     return found
 
 
@@ -254,8 +239,8 @@ def _oddities(statistics: IdStatistics) -> Iterator[str]:
     if statistics.outside:
         yield f"ids outside the vocabulary of {statistics.vocab_size:,}: {statistics.outside:,}"
         yield from statistics.examples
-    if statistics.lengths.empty:
-        yield f"empty documents: {statistics.lengths.empty:,}"
+    if empty := int((statistics.lengths == 0).sum()):
+        yield f"empty documents: {empty:,}"
     found = statistics.end_of_documents()
     if found is None and statistics.last:
         yield "no id ends most documents: training cannot tell where they end"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.shard_files import ShardFile
 from dtt.base.errors import InputError
 from dtt.base.log import progress
 from dtt.data.conversations.dialects import parse_pair, parse_row
@@ -21,22 +23,21 @@ from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import local_manifest
 from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.inspect.lengths import Lengths
 from dtt.data.inspect.report import (
     SHOWN,
     DocumentSample,
-    Expected,
     InspectOptions,
+    LengthSummary,
     Read,
     Report,
     damage_lines,
     damages,
+    spread,
 )
 
 SAMPLE_BYTES = 2**26
 PLACES = 32
 """Number of evenly spread positions at which a large corpus is read."""
-BATCH = 4096
 SHOWN_CHARACTERS = 300
 
 
@@ -54,7 +55,7 @@ def describe(path: Path) -> CorpusManifest:
 
 def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOptions) -> Report:
     """Report on the documents of `manifest`, listing unreadable ones among the oddities."""
-    files = [Expected(path / file.path, file.sha256, file.bytes) for file in manifest.files]
+    files = [ShardFile(path / file.path, file.bytes, file.sha256) for file in manifest.files]
     damaged = damages(files, hashes=options.hashes)
     whole_files = tuple(file for file in manifest.files if path / file.path not in damaged)
     corpus = Corpus(path, manifest.model_copy(update={"files": whole_files}))
@@ -83,8 +84,8 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
         )
         | statistics.keys,
         read=Read(statistics.bytes, statistics.bytes if whole else total, "bytes of text"),
-        lengths=statistics.lengths.summary("bytes"),
-        samples=statistics.samples(options.samples),
+        lengths=LengthSummary.of(np.array(statistics.lengths, dtype=np.int64), "bytes"),
+        samples=spread(statistics.firsts, options.samples),
         oddities=list(statistics.oddities()),
         damaged=damage_lines(damaged),
         verified=options.hashes,
@@ -99,28 +100,29 @@ def _documents(
     It is exact if the whole corpus was read, or from the footers of Parquet files.
     """
     if whole:
-        return statistics.documents, True
+        return len(statistics.lengths), True
     if corpus.manifest.file_format == "parquet":
         try:
             paths = map(corpus.path, range(len(corpus.manifest.files)))
             return sum(pq.read_metadata(path).num_rows for path in paths), True
         except (OSError, pa.ArrowException):  # reported as an anomaly if this part was read
             pass
-    return round(statistics.documents * total / max(statistics.bytes, 1)), False
+    return round(len(statistics.lengths) * total / max(statistics.bytes, 1)), False
 
 
 class _TextStatistics:
     """Running statistics of the documents read so far."""
 
     def __init__(self) -> None:
-        self.lengths = Lengths()
-        self.bytes = self.documents = self._blank = 0
+        self.lengths = array("q")
+        """UTF-8 bytes of each document."""
+        self.bytes = self._blank = 0
         self._bad = BadDocuments(shown=SHOWN)
         self._refused = BadDocuments()
         self.keys: dict[str, Counter[str]] = {}
         """Number of rows of conversations by key that dtt reads, and by key that it does not."""
-        self._firsts: list[DocumentSample] = []
-        self._waiting: list[int] = []
+        self.firsts: list[DocumentSample] = []
+        """The first document of each unit."""
 
     def read(self, corpus: Corpus, unit: Unit, limit: int | None) -> None:
         """Read the documents of a unit until `limit` bytes of text are read (None: all)."""
@@ -128,16 +130,16 @@ class _TextStatistics:
         where = corpus.path(unit.spans[0].file).name
         for number, text in enumerate(self._contents(corpus, unit)):
             size = len(text)
-            self._add(size)
+            self.bytes += size
+            self.lengths.append(size)
             self._blank += text.isspace()
             if number == 0:
                 start = text[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")[:SHOWN_CHARACTERS]
-                self._firsts.append(DocumentSample(f"{where}, unit {unit.index}", start))
+                self.firsts.append(DocumentSample(f"{where}, unit {unit.index}", start))
             if room is not None:
                 room -= size
                 if room <= 0:
                     break
-        self._count()
 
     def _contents(self, corpus: Corpus, unit: Unit) -> Iterator[bytes]:
         """Yield the text of each document; for conversations, the JSON text of each row."""
@@ -167,26 +169,10 @@ class _TextStatistics:
             if keys:
                 self.keys.setdefault(place + name, Counter()).update(keys)
 
-    def _add(self, size: int) -> None:
-        self.bytes += size
-        self.documents += 1
-        self._waiting.append(size)
-        if len(self._waiting) == BATCH:
-            self._count()
-
-    def _count(self) -> None:
-        self.lengths.add(np.array(self._waiting, dtype=np.int64))
-        self._waiting.clear()
-
-    def samples(self, count: int) -> list[DocumentSample]:
-        """Return the first documents at up to `count` positions, spread evenly."""
-        chosen = np.linspace(0, len(self._firsts) - 1, min(count, len(self._firsts)))
-        return [self._firsts[round(i)] for i in chosen.tolist()]
-
     def oddities(self) -> Iterator[str]:
         """Yield a line for each anomaly in the documents."""
-        if self.lengths.empty:
-            yield f"empty documents, which tokenize skips: {self.lengths.empty:,}"
+        if empty := self.lengths.count(0):
+            yield f"empty documents, which tokenize skips: {empty:,}"
         if self._blank:
             yield f"documents that contain only white space: {self._blank:,}"
         for why, count in self._refused.reasons.most_common(SHOWN):

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts.shard_files import ShardFile
 from dtt.base.errors import DamagedError
 from dtt.base.files import sha256_file
 from dtt.base.log import progress
-from dtt.data.inspect.lengths import LengthSummary
 
+T = TypeVar("T")
 SHOWN = 10
 """Maximum number of oddities of one kind listed by name; the rest are only counted."""
 
@@ -54,6 +59,36 @@ class Read:
         return self.amount >= self.total
 
 
+@dataclass(frozen=True)
+class LengthSummary:
+    """Summary statistics of document lengths."""
+
+    unit: str
+    """`tokens` or `bytes`."""
+    documents: int
+    """Number of documents measured."""
+    empty: int
+    mean: float
+    median: int
+    p90: int
+    max: int
+
+    @classmethod
+    def of(cls, lengths: npt.NDArray[np.int64], unit: str) -> LengthSummary:
+        """Summarize the lengths of documents, which take 8 bytes each."""
+        some = lengths if len(lengths) else np.zeros(1, dtype=np.int64)
+        median, p90 = np.percentile(some, (50, 90), method="inverted_cdf").tolist()
+        return cls(
+            unit=unit,
+            documents=len(lengths),
+            empty=len(lengths) - int(np.count_nonzero(lengths)),
+            mean=round(float(some.mean()), 1),
+            median=median,
+            p90=p90,
+            max=int(some.max()),
+        )
+
+
 @dataclass(kw_only=True)
 class Report:
     """The result of inspecting a path."""
@@ -81,52 +116,44 @@ class Report:
     """True if the content of every file was compared with its sha256."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """A file as recorded in a manifest."""
-
-    path: Path
-    sha256: str
-    bytes: int
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Return up to `count` items, spread evenly."""
+    places = np.linspace(0, len(items) - 1, min(count, len(items))).round()
+    return [items[int(place)] for place in places]
 
 
 Damages = dict[Path, str]
 """Problems of files, by path."""
 
 
-def damages(files: Sequence[Expected], *, hashes: bool) -> Damages:
+def damages(files: Sequence[ShardFile], *, hashes: bool) -> Damages:
     """Return the files that differ from their manifest in size or, with `hashes`, in content.
 
     With `hashes`, every file is read completely.
     """
-    found = {file.path: _by_size(file) for file in files}
+    found: Damages = {}
+    whole = []
+    for file in files:
+        if not file.path.is_file():
+            found[file.path] = "missing"
+        elif (size := file.path.stat().st_size) != file.bytes:
+            found[file.path] = f"{size} bytes, the manifest records {file.bytes}"
+        else:
+            whole.append(file)
     if hashes:
-        whole = [file for file in files if found[file.path] is None]
         with progress("verifying", sum(file.bytes for file in whole)) as advance:
             for file in whole:
-                found[file.path] = _by_content(file)
+                sha256 = sha256_file(file.path)
+                if sha256 != file.sha256:
+                    then = f"the manifest records {file.sha256[:16]}…"
+                    found[file.path] = f"its sha256 is {sha256[:16]}…, {then}"
                 advance(file.bytes)
-    return {path: problem for path, problem in found.items() if problem is not None}
+    return found
 
 
 def damage_lines(damaged: Damages) -> list[str]:
     """Return a line for each damaged file."""
     return [f"{path}: {problem}" for path, problem in damaged.items()]
-
-
-def _by_size(file: Expected) -> str | None:
-    try:
-        size = file.path.stat().st_size
-    except FileNotFoundError:
-        return "missing"
-    return None if size == file.bytes else f"{size} bytes, the manifest records {file.bytes}"
-
-
-def _by_content(file: Expected) -> str | None:
-    found = sha256_file(file.path)
-    if found == file.sha256:
-        return None
-    return f"its sha256 is {found[:16]}…, the manifest records {file.sha256[:16]}…"
 
 
 def raise_if_damaged(report: Report) -> None:

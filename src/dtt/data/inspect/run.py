@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from dtt.base.errors import ConfigError
 from dtt.config.data import SourceConfig
@@ -18,7 +18,7 @@ from dtt.config.run import RunConfig
 from dtt.config.source import is_config
 from dtt.data.inspect.conversation_report import BEGIN, END
 from dtt.data.inspect.inspector import inspect_path
-from dtt.data.inspect.mixture_preview import MixturePreview, SourceShare, preview_mixture
+from dtt.data.inspect.mixture_preview import preview_mixture
 from dtt.data.inspect.report import InspectOptions, Report, raise_if_damaged
 from dtt.data.samples.dataset import open_dataset
 
@@ -71,7 +71,7 @@ def inspect(
 def mix(cfg: RunConfig, *, as_json: bool) -> None:
     """Print the share, samples, tokens and epochs of each data source in the run of `cfg`."""
     mixture = preview_mixture(cfg, open_dataset(cfg))
-    print(json.dumps(asdict(mixture), indent=1) if as_json else "\n".join(_mix(mixture)))
+    print(json.dumps(mixture, indent=1) if as_json else "\n".join(_mix(mixture)))
 
 
 def _report(report: Report) -> Iterator[str]:
@@ -155,48 +155,48 @@ def _nested(name: str, value: dict[str, object]) -> Iterator[str]:
         yield _line(name, ", ".join(f"{k} {v}" for k, v in value.items() if v is not None))
 
 
-def _mix(mix: MixturePreview) -> Iterator[str]:
-    width = max(6, *(len(source.name) for source in mix.sources))
+def _mix(mix: dict[str, Any]) -> Iterator[str]:
+    sources = mix["sources"]
+    width = max(6, *(len(source["name"]) for source in sources))
     yield (
         f"{'source':<{width}}  {'share':>7}  {'tokens':>15}  {'samples':>11}  {'of run':>11}"
         f"  {'tokens of run':>15}  {'epochs':>8}  {'bytes/token':>11}  exhausted"
     )
-    for source in mix.sources:
+    total = {
+        **mix, "name": "total", "share": 1, "run_samples": mix["samples"],
+        "run_tokens": mix["tokens"],
+        **{key: sum(source[key] for source in sources) for key in ("tokens", "samples")},
+    }  # fmt: skip
+    for row in (*sources, total):
+        per_token = row["bytes_per_token"]
         yield (
-            f"{source.name:<{width}}  {source.share:>7.2%}  {source.tokens:>15,}"
-            f"  {source.samples:>11,}  {source.run_samples:>11,}  {source.run_tokens:>15,}"
-            f"  {source.epochs:>8.2f}  {_number(source.bytes_per_token):>11}"
-            f"  {_exhausted(source, mix)}"
+            f"{row['name']:<{width}}  {row['share']:>7.2%}  {row['tokens']:>15,}"
+            f"  {row['samples']:>11,}  {row['run_samples']:>11,}  {row['run_tokens']:>15,}"
+            f"  {row['epochs']:>8.2f}  {'' if per_token is None else f'{per_token:.2f}':>11}"
+            f"  {'' if row is total else _exhausted(row['exhausted_at_step'], mix)}".rstrip()
         )
-    yield (
-        f"{'total':<{width}}  {1:>7.2%}  {sum(s.tokens for s in mix.sources):>15,}"
-        f"  {sum(s.samples for s in mix.sources):>11,}  {mix.samples:>11,}  {mix.tokens:>15,}"
-        f"  {mix.epochs:>8.2f}  {_number(mix.bytes_per_token):>11}"
-    )
-    for source in mix.sources:
-        if source.utilisation is not None:
-            yield f"{source.name}: best-fit packing fills {source.utilisation:.2%} of the positions"
-    if len(mix.phases) > 1:
-        for phase in mix.phases:
-            shares = ", ".join(f"{name} {share:.2%}" for name, share in phase.shares.items())
-            yield f"from step {phase.from_step:,}: {shares}"
-    yield from mix.rounded
-    ends = "" if mix.steps == mix.steps_asked else f" of the {mix.steps_asked:,} requested"
-    first, last = mix.samples_per_step
+    for source in sources:
+        if source["utilisation"] is not None:
+            used = f"{source['utilisation']:.2%}"
+            yield f"{source['name']}: best-fit packing fills {used} of the positions"
+    if len(mix["phases"]) > 1:
+        for phase in mix["phases"]:
+            shares = ", ".join(f"{name} {share:.2%}" for name, share in phase["shares"].items())
+            yield f"from step {phase['from_step']:,}: {shares}"
+    yield from mix["rounded"]
+    steps, asked = mix["steps"], mix["steps_asked"]
+    ends = "" if steps == asked else f" of the {asked:,} requested"
+    first, last = mix["samples_per_step"]
     size = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-    yield f"{mix.steps:,} steps{ends}, {size} samples each"
+    yield f"{steps:,} steps{ends}, {size} samples each"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _exhausted(source: SourceShare, mix: MixturePreview) -> str:
-    if source.exhausted_at_step is None:
+def _exhausted(step: int | None, mix: dict[str, Any]) -> str:
+    if step is None:
         return "no"
     then = {
         "repeat": "then it starts its next epoch",
         "stop": "then the run ends",
         "renormalise": "then the other sources continue",
     }
-    return f"at step {source.exhausted_at_step:,}, {then[mix.on_exhausted]}"
+    return f"at step {step:,}, {then[mix['on_exhausted']]}"

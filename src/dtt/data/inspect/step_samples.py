@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from dtt.data.samples.dataset import NUMBER_MASK, Dataset
 from dtt.data.samples.protocol import Samples
 from dtt.data.samples.shuffle import extend_data_hash
 
 
-@dataclass(frozen=True)
-class DocumentExcerpt:
-    """The part of one document that a sample contains."""
-
-    file: str
-    document: int
-    """Number of the document in the file."""
-    offset: int
-    """Number of tokens of the document before this part."""
-    tokens: int
-    text: str
-
-
-@dataclass(frozen=True)
-class StepSample:
-    """One sequence of the step."""
+class StepSample(TypedDict):
+    """One sequence of a step, and the part of each document in it (see DocumentSpan)."""
 
     position: int
     """Number of samples before it in the run."""
@@ -34,7 +21,7 @@ class StepSample:
     """Number of the sample in its source."""
     epoch: int
     """Epoch of the source, from 1; estimated for a source that is tokenized on the fly."""
-    documents: list[DocumentExcerpt]
+    documents: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class StepSamples:
         position = self.first + row
         number = self.samples[row : row + 1]
         _, places = dataset.mixture.places(position, 1)
-        source, pieces = dataset.origin(int(number[0]))
+        source, spans = dataset.origin(int(number[0]))
         ids = dataset.read(number).ids[0]
         return StepSample(
             position=position,
@@ -75,13 +62,13 @@ class StepSamples:
             sample=int((number & NUMBER_MASK)[0]),
             epoch=int(places[0]) // len(source) + 1,
             documents=[
-                DocumentExcerpt(
-                    file=str(piece.file),
-                    document=piece.document,
-                    offset=piece.offset,
-                    tokens=piece.stop - piece.start,
-                    text=decode(ids[piece.start : piece.stop].tolist()),
-                )
-                for piece in pieces
+                {
+                    "file": str(span.file),
+                    "document": span.document,
+                    "offset": span.offset,
+                    "tokens": span.stop - span.start,
+                    "text": decode(ids[span.start : span.stop].tolist()),
+                }
+                for span in spans
             ],
         )

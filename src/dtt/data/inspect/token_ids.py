@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
-from dtt.data.inspect.lengths import Lengths
-from dtt.data.inspect.report import SHOWN, DocumentSample
+from dtt.data.inspect.report import SHOWN, DocumentSample, spread
 from dtt.data.samples.token_shards import Documents, Ends, Shard
 from dtt.data.token_file import TokenFile, Tokens
 
@@ -62,11 +62,17 @@ class IdStatistics:
     """Number of ids that are negative or not below `vocab_size`."""
     examples: list[str] = field(default_factory=list)
     """Locations of the first ids outside the vocabulary."""
-    lengths: Lengths = field(default_factory=Lengths)
+    measured: list[Tokens] = field(default_factory=list)
+    """Lengths of documents."""
     last: Counter[int] = field(default_factory=Counter)
     """Number of documents by their last id."""
     beginnings: list[tuple[str, list[int]]] = field(default_factory=list)
     """Location and first ids of one document per part."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[documents]: tokens of each document."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self.measured])
 
     def read(self, shard: Shard, documents: Documents | None, start: int, stop: int) -> None:
         """Read tokens start … stop - 1 of a shard, and count the documents that end there.
@@ -109,7 +115,7 @@ class IdStatistics:
                 where=shard.path,
                 why=f"documents {first} … {first + len(lengths) - 1} do not follow one another",
             )
-        self.lengths.add(lengths)
+        self.measured.append(lengths)
         filled = np.flatnonzero(lengths)
         values, counts = np.unique(ids[starts[filled + 1] - 1 - at], return_counts=True)
         self.last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
@@ -122,8 +128,7 @@ class IdStatistics:
 
     def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[DocumentSample]:
         """Return the decoded starts of up to `number` documents, spread evenly."""
-        chosen = np.linspace(0, len(self.beginnings) - 1, min(number, len(self.beginnings)))
-        found = [self.beginnings[round(i)] for i in chosen.tolist()]
+        found = spread(self.beginnings, number)
         return [DocumentSample(where, decode(ids)) for where, ids in found]
 
     def end_of_documents(self) -> tuple[int, int] | None:

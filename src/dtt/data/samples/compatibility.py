@@ -17,10 +17,9 @@ from dtt.artifacts.manifests import (
     CHAT_TEMPLATE,
     ChatFacts,
     CheckpointManifest,
-    TokenShard,
     TokensManifest,
 )
-from dtt.artifacts.shard_files import index_bytes, shard_stem
+from dtt.artifacts.shard_files import files_of, shard_stem
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.safe_names import checked_file
@@ -28,8 +27,6 @@ from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
 from dtt.data.samples.schedules import resolve
-
-BYTES = {"uint16": 2, "int32": 4}
 
 
 def check_batches(train: TrainConfig, processes: int) -> None:
@@ -295,7 +292,7 @@ def _shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
         except InputError as error:
             yield error
             continue
-        for path, expected in _expected_sizes(stem, shard, tokens.dtype):
+        for path, expected, _ in files_of(stem, shard, tokens.dtype):
             try:
                 if path.parent == folder:
                     checked_file(path.name, folder / TokensManifest.filename)
@@ -315,12 +312,3 @@ def _shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
                     why=f"{size} bytes, expected {expected}",
                     next="create it again: dtt tokenize --overwrite",
                 )
-
-
-def _expected_sizes(stem: Path, shard: TokenShard, dtype: str) -> Iterator[tuple[Path, int]]:
-    """Yield the files of a shard with their expected sizes in bytes."""
-    yield stem.with_name(f"{stem.name}.bin"), shard.counts.tokens * BYTES[dtype]
-    documents = shard.counts.documents
-    yield stem.with_name(f"{stem.name}.idx"), index_bytes(documents, documents + 1)
-    if shard.mask_sha256 is not None:
-        yield stem.with_name(f"{stem.name}.mask"), shard.counts.tokens

@@ -151,12 +151,11 @@ class Dataset:
 
     def rounded_weights(self) -> list[str]:
         """Return a line for each source whose share of the samples rounding changed by over 1 %."""
-        lines = []
-        for one in self.mixture.rounded():
-            name, step = self.sources[one.source].name, self.step_sizes.step_of(one.phase.first) + 1
-            shares = f"{float(one.taken):.4g}, not {float(one.asked):.4g}"
-            lines.append(f"rounded weight: {name} has a share of {shares}, from step {step} on")
-        return lines
+        return [
+            f"rounded weight: {self.sources[source].name} has a share of {float(taken):.4g}, not "
+            f"{float(asked):.4g}, from step {self.step_sizes.step_of(phase.first) + 1} on"
+            for source, phase, asked, taken in self.mixture.rounded()
+        ]
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the state from which `restore` resumes at `position`, by source name.

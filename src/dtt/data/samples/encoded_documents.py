@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +50,7 @@ class Documents:
         self.units = corpus.units(UNIT_BYTES)
         if not self.units:
             raise InputError("the corpus contains no documents", where=corpus.folder)
-        self._before = lru_cache(maxsize=1024)(self._count_before)
+        self.before = lru_cache(maxsize=1024)(self._before)
 
     def of(self, unit: Unit, bad: BadDocuments) -> Iterator[Document]:
         """Yield the readable documents of a unit in file order, including empty ones."""
@@ -60,18 +59,8 @@ class Documents:
             for number, text in enumerate(texts):
                 yield Document(self.corpus.path(span.file), span.start, number, text)
 
-    def origin(self, row: EncodedDocuments, sample: int) -> list[DocumentSpan]:
-        """Return the documents in a sample of `row`.
-
-        They are numbered among the readable documents of their file. If the file is divided into
-        spans, this reads all earlier spans to count their documents.
-        """
-        return [
-            part._replace(document=part.document + self._before(part.file, span_start))
-            for part, span_start in row.documents(sample)
-        ]
-
-    def _count_before(self, file: Path, span_start: int) -> int:
+    def _before(self, file: Path, span_start: int) -> int:
+        """Return the number of readable documents of a file before a span, by reading them."""
         spans = tuple(
             span
             for unit in self.units
@@ -95,8 +84,9 @@ class EncodedDocuments:
         none = np.empty(0, dtype=np.int32)
         self.ids = np.concatenate([none, *(ids.astype(np.int32) for ids, _ in encoded)])
         lengths = np.concatenate([none, *(n for _, n in encoded)])
-        self._ends = Ends(np.cumsum(lengths, dtype=np.int64))
-        self._origins = [(d.file, d.span_start, d.number) for d in documents]
+        self.ends = Ends(np.cumsum(lengths, dtype=np.int64))
+        self.places = [(d.file, d.span_start, d.number) for d in documents]
+        """File, span and number of each document; see Document."""
         self._seq_len = seq_len
         self.text_bytes = sum(len(document.text) for document in documents)
         """UTF-8 bytes of all documents."""
@@ -117,31 +107,28 @@ class EncodedDocuments:
         rest = len(self.ids) - 1 - samples.astype(np.int64) * self._seq_len
         return int(np.minimum(rest, self._seq_len).sum())
 
-    def documents(self, sample: int) -> Iterator[tuple[DocumentSpan, int]]:
-        """Yield each document in a sample, numbered within its span, and the start of the span."""
-        start = sample * self._seq_len
-        stop = min(start + self._seq_len + 1, len(self.ids))
-        for document, *place in spans_in(self._ends, start, stop, 0):
-            file, span_start, number = self._origins[document]
-            yield DocumentSpan(file, number, *place), span_start
-
-
-class DocumentMasks(NamedTuple):
-    """The effect of document boundaries on samples of text."""
-
-    end_of_document: int
-    doc_ids: bool
-    """True if samples have document ids, to which attention is restricted."""
-    eod_mask_loss: bool
-    """True if the first token of a document is no target."""
-
 
 class TextSamples(ABC):
     """The samples of rows of encoded documents: the part of Source that all of text shares."""
 
-    def __init__(self, documents: Documents, masks: DocumentMasks, seq_len: int) -> None:
-        """Take the documents of a corpus; their rows have samples of `seq_len` + 1 tokens."""
-        self._documents, self._masks, self._seq_len = documents, masks, seq_len
+    name = "text"
+
+    def __init__(
+        self,
+        documents: Documents,
+        encoder: Encoder,
+        *,
+        seq_len: int,
+        doc_ids: bool = True,
+        eod_mask_loss: bool = False,
+    ) -> None:
+        """Take the documents of a corpus; their rows have samples of `seq_len` + 1 tokens.
+
+        With `doc_ids`, samples have the document ids to which attention is restricted. With
+        `eod_mask_loss`, the first token of a document is no target.
+        """
+        self._documents, self._encoder, self._seq_len = documents, encoder, seq_len
+        self._with_doc_ids, self._eod_mask_loss = doc_ids, eod_mask_loss
 
     @abstractmethod
     def _by_row(
@@ -154,22 +141,30 @@ class TextSamples(ABC):
         ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
         for row, where, numbers in self._by_row(samples):
             ids[where] = row.read(numbers)
-        doc_ids = None
-        end, with_doc_ids, eod_mask_loss = self._masks
-        if with_doc_ids or eod_mask_loss:
-            # No text is encoded as the end-of-document token: each occurrence ends a document.
-            ends = ids == end
-            doc_ids = np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
-        targets = targets_of(ids, doc_ids=doc_ids if eod_mask_loss else None)
-        return Rows(ids, targets, doc_ids if with_doc_ids else None)
+        # No text is encoded as the end-of-document token: each occurrence ends a document.
+        ends = ids == self._encoder.end_of_document
+        doc_ids = np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
+        targets = targets_of(ids, doc_ids=doc_ids if self._eod_mask_loss else None)
+        return Rows(ids, targets, doc_ids if self._with_doc_ids else None)
 
     def counts(self, samples: Samples) -> Counts:
         """See Source."""
         followed = sum(row.targets(numbers) for row, _, numbers in self._by_row(samples))
-        targets = count_targets(self.read, samples) if self._masks.eod_mask_loss else followed
+        targets = count_targets(self.read, samples) if self._eod_mask_loss else followed
         return Counts(targets, targets, followed + len(samples))
 
     def origin(self, sample: int) -> list[DocumentSpan]:
-        """Return the documents of a sample, numbered among the readable ones of their file."""
+        """Return the documents of a sample, numbered among the readable ones of their file.
+
+        If the file is divided into spans, this reads all earlier spans to count their documents.
+        """
         ((row, _, numbers),) = self._by_row(np.array([sample], dtype=np.uint64))
-        return self._documents.origin(row, int(numbers[0]))
+        start = int(numbers[0]) * self._seq_len
+        stop = min(start + self._seq_len + 1, len(row.ids))
+        found = []
+        for document, *part in spans_in(row.ends, start, stop, 0):
+            file, span_start, number = row.places[document]
+            found.append(
+                DocumentSpan(file, number + self._documents.before(file, span_start), *part)
+            )
+        return found

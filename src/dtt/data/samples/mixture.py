@@ -130,16 +130,6 @@ class Phase:
         return self.first + periods * len(self.pattern.sources) + slot + 1
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """A share of the samples that rounding changed by more than MOVED, relative to itself."""
-
-    source: int
-    phase: Phase
-    asked: Fraction
-    taken: Fraction
-
-
 class Mixture:
     """The order of the sources in a run."""
 
@@ -225,8 +215,11 @@ class Mixture:
         """Return [sources]: samples of each source before a position."""
         return self._phase(position).counts(position)
 
-    def rounded(self) -> list[Rounded]:
-        """Return the shares of each phase that differ from the weights by more than MOVED."""
+    def rounded(self) -> list[tuple[int, Phase, Fraction, Fraction]]:
+        """Return the shares of each phase that rounding changed by more than MOVED of themselves.
+
+        Each is the source, the phase, the share by the weights, and the one in the pattern.
+        """
         found = []
         for phase in self.phases:
             total, period = sum(phase.weights), len(phase.pattern.sources)
@@ -234,7 +227,7 @@ class Mixture:
                 asked = weight / total
                 taken = Fraction(int(phase.pattern.counts[source]), period)
                 if abs(taken - asked) > MOVED * asked:
-                    found.append(Rounded(source, phase, asked, taken))
+                    found.append((source, phase, asked, taken))
         return found
 
     def exhausted_after(self, source: int) -> int | None:

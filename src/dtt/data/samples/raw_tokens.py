@@ -75,8 +75,8 @@ class Header(NamedTuple):
     tokens: int
 
 
-def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
-    """Return the header of a file of ids, and its first ids.
+def read_header(path: Path, raw_dtype: str) -> Header:
+    """Return the header of a file of ids.
 
     `raw_dtype` is the dtype of ids without a header. Raises InputError for a file in a known format
     that does not hold token ids, DamagedError if the file size contradicts the header.
@@ -113,7 +113,7 @@ def read_header(path: Path, raw_dtype: str) -> tuple[Header, Ids]:
             why=f"{size:,} bytes; {header.tokens:,} ids of {dtype.name} behind a header of "
             f"{header.offset:,} bytes are {expected:,}",
         )
-    return header, _whole(head[header.offset :], dtype)
+    return header
 
 
 def refusal(path: Path, other: str) -> InputError:
@@ -212,78 +212,37 @@ def _chunk(head: bytes, size: int, file: BinaryIO) -> str | None:
     return "a shard of MosaicML's streaming" if file.read(1) == b"{" else None
 
 
-def _whole(content: bytes, dtype: np.dtype[Any]) -> Ids:
-    """Return the complete ids in `content`, whose last id may be cut off."""
-    return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
-
-
 def check_width(path: Path, ids: Ids, vocab_size: int | None) -> None:
     """Raise ConfigError if the first `ids` of a raw file look like ids of a wider dtype.
 
     The high-order parts of wide ids are zero, or at most a few in a vocabulary above 65,536. No
     text has such small ids at every second position. `vocab_size` is None if unknown.
     """
-    bits, largest = 8 * ids.itemsize, (vocab_size or 2**18) - 1
-    limit = largest >> bits
-    # Fast path that rules out nearly all files in a tenth of the time. The factor 257 also covers
-    # big-endian ids, whose bytes are swapped here.
-    if len(ids) < MIN_IDS or min(ids[::2].max(), ids[1::2].max()) > 257 * limit:
+    if len(ids) < MIN_IDS or ids.itemsize == 8:
         return
-    for wide in map(np.dtype, ("<i8", ">i8", "<u4", ">u4")):
-        found = _whole(ids.tobytes(), wide)
-        ratio = wide.itemsize // ids.itemsize
-        # The check of the low-order parts excludes files whose ids are all tiny, such as zeros.
-        if (
-            ratio > 1
-            and _fits(ids, wide, largest + 1)
-            and (found & ((1 << bits) - 1)).max() > limit
-        ):
-            many = {2: "every second", 4: "three of every four"}[ratio]
-            raise ConfigError(
-                f"token ids are read as {ids.dtype.name}, but look like {_spoken(wide)}",
-                where=path,
-                why=f"{many} of the first {len(ids):,} ids is "
-                + ("0" if limit == 0 else "almost always 0, as the upper half of a wider id is"),
-                next=_remedy(path, wide),
-            )
-
-
-def check_vocabulary(path: Path, ids: Ids, vocab_size: int, *, raw: bool) -> None:
-    """Raise DamagedError if one of the first token ids of a file is outside the vocabulary.
-
-    `ids` are these ids. `raw` is True if the dtype comes from the configuration alone; the error
-    then suggests others.
-    """
-    if not len(ids) or 0 <= ids.min() <= ids.max() < vocab_size:
-        return
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    others = map(np.dtype, ("<i8", "<u4", "<u2", ">i8", ">u4", ">u2") if raw else ())
-    fitting = [other for other in others if _fits(ids, other, vocab_size)]
-    raise DamagedError(
-        f"a token id lies outside the vocabulary of {vocab_size}",
-        where=f"{path}, token {wrong[0]}",
-        why=f"it is {ids[wrong[0]]}; {len(wrong):,} of the first {len(ids):,} ids are outside"
-        + (f", and none if they are {_spoken(fitting[0])}" if fitting else ""),
-        next=_remedy(path, fitting[0])
-        if fitting
-        else "check that data.tokenizer made these files, and that their dtype is right",
-    )
-
-
-def _fits(ids: Ids, dtype: np.dtype[Any], vocab_size: int) -> bool:
-    found = _whole(ids.tobytes(), dtype)
-    return len(found) >= MIN_IDS and 0 <= found.min() <= found.max() < vocab_size
-
-
-def _spoken(dtype: np.dtype[Any]) -> str:
-    return f"{'big-endian ' if dtype.str[0] == '>' else ''}{dtype.name}"
-
-
-def _remedy(path: Path, dtype: np.dtype[Any]) -> str:
-    if dtype.str[0] == ">":
-        name = dtype.newbyteorder("<").str
-        return (
-            f"numpy.save('{path.stem}.npy', numpy.fromfile('{path.name}', '{dtype.str}')"
-            f".astype('{name}')), and use that file"
+    limit = ((vocab_size or 2**18) - 1) >> (8 * ids.itemsize)
+    first, second = ids[::2], ids[1::2]
+    # Big-endian ids begin with the high-order part. The low-order ones are large, unless the ids
+    # are all tiny, such as zeros.
+    parts = ((second, first), (first.byteswap(), second))
+    if any(int(high.max()) <= limit < int(low.max()) for high, low in parts):
+        raise ConfigError(
+            f"token ids are read as {ids.dtype.name}, but look like those of a wider type",
+            where=path,
+            why=f"every second of the first {len(ids):,} ids is "
+            + ("0" if limit == 0 else "almost always 0, as the upper half of a wider id is"),
+            next="dtype: uint32, int32 or int64 next to the path of the source (dtt data inspect: "
+            "--dtype); if the ids are big-endian, write them again with numpy.save",
         )
-    return f"dtype: {dtype.name} next to the path of the source (dtt data inspect: --dtype)"
+
+
+def check_vocabulary(path: Path, ids: Ids, vocab_size: int) -> None:
+    """Raise DamagedError if one of the first token ids of a file is outside the vocabulary."""
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(wrong):
+        raise DamagedError(
+            f"a token id lies outside the vocabulary of {vocab_size}",
+            where=f"{path}, token {wrong[0]}",
+            why=f"it is {ids[wrong[0]]}; {len(wrong):,} of the first {len(ids):,} ids are outside",
+            next="check that data.tokenizer made these files, and that their dtype is right",
+        )

@@ -43,11 +43,11 @@ def permutation(index: Samples, size: int, key: bytes) -> Samples:
 def _feistel(x: Samples, half: np.uint64, mask: np.uint64, keys: Samples) -> Samples:
     left, right = x >> half, x & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << half) | right
 
 
-def _mix(x: Samples) -> Samples:
+def mix(x: Samples) -> Samples:
     """Apply the finalizer of splitmix64 (Steele, Lea & Flood 2014); wraps modulo 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

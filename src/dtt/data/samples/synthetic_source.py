@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.files import sha256_file
@@ -21,6 +20,7 @@ from dtt.data.samples.protocol import (
     Vocabulary,
     targets_of,
 )
+from dtt.data.samples.shuffle import mix
 
 NAME = "synthetic"
 SAMPLES = 2**40
@@ -67,12 +67,9 @@ class SyntheticSource:
         return [DocumentSpan(Path(NAME), sample, 0, 0, self._width)]
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mixed(values: Samples) -> Samples:
     """Return the output of splitmix64 for each state (Steele, Lea and Flood 2014)."""
-    x = values + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return mix(values + np.uint64(0x9E3779B97F4A7C15))
 
 
 def open_synthetic(vocab_size: int, seq_len: int, seed: int) -> Opened:

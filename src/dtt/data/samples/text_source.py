@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from itertools import takewhile
+from dataclasses import asdict, dataclass
+from itertools import chain, count, islice, takewhile
 from threading import Lock
 from typing import Any
 
@@ -27,29 +27,38 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
-from dtt.base.errors import ConfigError, DamagedError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import sha256_file
+from dtt.base.log import log
 from dtt.base.reading import fits
 from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
+from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.described import read_corpus
-from dtt.data.corpus.document_sampling import some_text
-from dtt.data.corpus.units import Corpus
+from dtt.data.corpus.document_sampling import HELD_OUT_BY, held_out, some_text
+from dtt.data.corpus.documents import batches
+from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.corpus.usable import check_usable
 from dtt.data.samples.encoded_documents import (
-    DocumentMasks,
+    UNIT_BYTES,
+    Document,
     Documents,
     EncodedDocuments,
     TextSamples,
 )
-from dtt.data.samples.held_out import HeldOutText
 from dtt.data.samples.protocol import Opened, Samples, Vocabulary
 from dtt.data.samples.shuffle import permutation
-from dtt.data.samples.text_stream import Cursor, TextStream, UnitPart
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.side_files import tokenizer_content
 from dtt.data.text.tokenizer import find_tokenizer
 
-NAME = "text"
+PART_BYTES = 2**24
+"""Text per part, including held-out documents; bounds the memory."""
+ESTIMATE_BYTES = 2**20
+SEARCHED_BYTES = 2**29
+"""Maximum bytes of the corpus to search for held-out text; this takes seconds at each start."""
+UNIT_SHIFT = 26
+"""A sample's number is (unit index << UNIT_SHIFT) + index of the sample within the unit."""
 RECENT_PARTS = 2**16
 """Number of recent parts whose position is kept.
 
@@ -80,27 +89,17 @@ def open_text(cfg: RunConfig) -> Opened:
         encoder.end_of_document,
         encoder.begin_of_document,
     )
-    masks = DocumentMasks(encoder.end_of_document, cfg.data.mask_documents, cfg.data.eod_mask_loss)
-    train = TextSource(
-        documents,
-        encoder,
-        name=NAME,
-        seq_len=cfg.train.seq_len,
-        seed=cfg.seed,
-        validation_fraction=cfg.tokenize.validation_fraction,
-        masks=masks,
-        stop_on_bad_document=cfg.tokenize.on_bad_document == "stop",
-    )
+    options: dict[str, Any] = {
+        "seq_len": cfg.train.seq_len,
+        "doc_ids": cfg.data.mask_documents,
+        "eod_mask_loss": cfg.data.eod_mask_loss,
+        "validation_fraction": cfg.tokenize.validation_fraction,
+    }
+    stop = cfg.tokenize.on_bad_document == "stop"
+    train = TextSource(documents, encoder, seed=cfg.seed, stop_on_bad_document=stop, **options)
     assert train.bytes_per_token is not None
-    validation = HeldOutText(
-        documents,
-        encoder,
-        name=NAME,
-        seq_len=cfg.train.seq_len,
-        validation_fraction=cfg.tokenize.validation_fraction,
-        text_bytes=int(cfg.train.eval_tokens * train.bytes_per_token),
-        masks=masks,
-    )
+    text_bytes = int(cfg.train.eval_tokens * train.bytes_per_token)
+    validation = HeldOutText(documents, encoder, text_bytes=text_bytes, **options)
     return Opened(
         train,
         validation if len(validation) else None,
@@ -108,6 +107,81 @@ def open_text(cfg: RunConfig) -> Opened:
         vocabulary,
         documents.corpus.manifest.source,
     )
+
+
+class HeldOutText(TextSamples):
+    """The first held-out documents of a corpus, encoded at the start. Implements Source."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        encoder: Encoder,
+        *,
+        validation_fraction: float,
+        text_bytes: int,
+        **options: Any,
+    ) -> None:
+        """Encode about `text_bytes` of UTF-8, or less if the first SEARCHED_BYTES hold less.
+
+        `options` are those of TextSamples.
+        """
+        super().__init__(documents, encoder, **options)
+        found: list[Document] = []
+        missing, room, bad = text_bytes, SEARCHED_BYTES, BadDocuments()
+        for document in chain.from_iterable(documents.of(unit, bad) for unit in documents.units):
+            if validation_fraction == 0 or missing <= 0 or room <= 0:
+                break
+            if document.text and held_out(document.text, validation_fraction):
+                found.append(document)
+                missing -= len(document.text)
+            room -= len(document.text) + 1
+        self._row = EncodedDocuments(found, encoder, self._seq_len)
+        self.tokens = len(self._row.ids)
+        self.bytes_per_token: float | None = self._row.text_bytes / max(self.tokens, 1)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._row)
+
+    def order(self, first: int, count: int) -> Samples:
+        """Return the samples in their stored order, starting over after the last one."""
+        return np.arange(first, first + count, dtype=np.uint64) % np.uint64(len(self))
+
+    def _by_row(
+        self, samples: Samples
+    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
+        """See TextSamples."""
+        yield self._row, np.arange(len(samples)), samples
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The start of a part in training order, sufficient to resume from there."""
+
+    place: int = 0
+    """Number of samples before the part, over all epochs."""
+    epoch: int = 0
+    unit_place: int = 0
+    """Number of units before the part's unit in this epoch."""
+    part: int = 0
+    """Number of parts before this one in its unit."""
+    sample: int = 0
+    """Number of samples before this part in its unit."""
+
+
+@dataclass(frozen=True)
+class UnitPart:
+    """A group of a unit's documents whose samples are consecutive in training order."""
+
+    begin: Cursor
+    first: int
+    """Number of the part's first sample."""
+    samples: int
+
+    @property
+    def end(self) -> int:
+        """Position after the part's last sample."""
+        return self.begin.place + self.samples
 
 
 class TextSource(TextSamples):
@@ -125,33 +199,32 @@ class TextSource(TextSamples):
         documents: Documents,
         encoder: Encoder,
         *,
-        name: str,
-        seq_len: int,
         seed: int,
         validation_fraction: float,
-        masks: DocumentMasks,
         stop_on_bad_document: bool = False,
+        **options: Any,
     ) -> None:
-        """Encode about 1 MB to estimate the number of tokens.
+        """Encode about 1 MB to estimate the number of tokens; `options` are those of TextSamples.
 
-        Raises InputError if there is no text to train on. With `stop_on_bad_document`, `order`
-        raises DamagedError at the first unreadable document.
+        Raises InputError if there is no text to train on. Unreadable documents are skipped and
+        counted; with `stop_on_bad_document`, `order` raises DamagedError at the first one.
         """
-        super().__init__(documents, masks, seq_len)
-        self.name = name
-        self._key = f"{seed}/{name}"
-        self._stream = TextStream(
-            documents,
-            encoder,
-            key=self._key,
-            seq_len=seq_len,
-            validation_fraction=validation_fraction,
-            stop_on_bad_document=stop_on_bad_document,
-        )
-        self.identity = self._stream.identity()
-        """Facts that determine the samples, besides tokenizer, seq_len, seed and name."""
-        beginning, self.tokens = self._stream.beginning()
+        super().__init__(documents, encoder, **options)
+        self._fraction, self._stop = validation_fraction, stop_on_bad_document
+        self._key = f"{seed}/{self.name}"
+        self.identity = {
+            "corpus": documents.corpus.manifest.content_key(),
+            "validation_fraction": validation_fraction,
+            "held_out_by": HELD_OUT_BY,
+            "unit_bytes": UNIT_BYTES,
+            "part_bytes": PART_BYTES,
+        }
+        """Facts that determine the samples, besides tokenizer, seq_len and seed."""
+        beginning = self._beginning()
         self.bytes_per_token: float | None = beginning.text_bytes / len(beginning.ids)
+        text_bytes = sum(unit.text_bytes for unit in documents.units) * (1 - validation_fraction)
+        estimate = int(text_bytes * len(beginning.ids) / beginning.text_bytes)
+        self.tokens = max(estimate, len(beginning.ids))
         self._lock = Lock()
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self.restore(asdict(Cursor()))
@@ -190,8 +263,9 @@ class TextSource(TextSamples):
         if not sound or len(state) > len(asdict(Cursor())):
             raise DamagedError(f"{state} is not a valid position in a data source")
         with self._lock:
-            self._parts = self._stream.parts(Cursor(**state))
+            self._parts = self._parts_from(Cursor(**state))
             self._ahead: Future[tuple[UnitPart, EncodedDocuments]] | None = None
+            # Without the rows, which would fill the memory.
             self._recent: deque[UnitPart] = deque(maxlen=RECENT_PARTS)
             self._rows: OrderedDict[int, EncodedDocuments] = OrderedDict()
             """Rows in memory, by the number of their first sample, oldest first."""
@@ -245,7 +319,7 @@ class TextSource(TextSamples):
                 if first <= sample < first + len(row):
                     return first, row
             # Runs in the encoder thread: two threads must not use one encoder at once.
-            first, row = self._encoding.submit(self._stream.find, sample).result()
+            first, row = self._encoding.submit(self._find, sample).result()
             self._rows[first] = row
             self._forget()
             return first, row
@@ -254,3 +328,87 @@ class TextSource(TextSamples):
         """Drop the oldest rows, but keep those that the last call of `order` needs."""
         while len(self._rows) > self._needed + 1:
             self._rows.popitem(last=False)
+
+    def _beginning(self) -> EncodedDocuments:
+        """Return the first megabyte of text, without groups that have no sample, or no word.
+
+        Raises InputError if the corpus has no text to train on, or only white space.
+        """
+        corpus, bad = self._documents.corpus, BadDocuments()
+        for unit in self._documents.units:
+            for documents in batches(self._documents.of(unit, bad), ESTIMATE_BYTES, _size):
+                row = self._encode(documents)
+                if len(row) and not all(document.text.isspace() for document in documents):
+                    return row
+        check_usable(corpus, self._documents.units, stop_at_bad=False)
+        raise InputError(
+            "every document with text is held out for validation",
+            where=corpus.folder,
+            why=f"tokenize.validation_fraction={self._fraction:g}",
+            next="tokenize.validation_fraction=0 holds out none",
+        )
+
+    def _parts_from(self, cursor: Cursor) -> Iterator[tuple[UnitPart, EncodedDocuments]]:
+        """Yield all non-empty parts from `cursor` on, epoch after epoch, without end."""
+        bad, logged = BadDocuments(stop=self._stop), 0
+        units = self._documents.units
+        place, skip, sample = cursor.place, cursor.part, cursor.sample
+        unit_places = range(cursor.unit_place, len(units))
+        for epoch in count(cursor.epoch):
+            before = place
+            index = permutation(
+                np.arange(len(units), dtype=np.uint64), len(units), f"{self._key}/{epoch}".encode()
+            )
+            for unit_place in unit_places:
+                unit = units[int(index[unit_place])]
+                for part, row in enumerate(self._rows_of(unit, skip, bad), skip):
+                    self._check_number(sample + len(row), unit)
+                    if len(row):
+                        begin = Cursor(place, epoch, unit_place, part, sample)
+                        yield UnitPart(begin, (unit.index << UNIT_SHIFT) + sample, len(row)), row
+                    place, sample = place + len(row), sample + len(row)
+                skip = sample = 0
+                if bad.count > 2 * logged:
+                    logged = bad.count
+                    log.info("skipped %d documents, such as %s", logged, bad.examples[0])
+            if place == before:  # the files have changed since the start
+                raise InputError(
+                    "the corpus has no documents to train on any more",
+                    where=self._documents.corpus.folder,
+                )
+            unit_places = range(len(units))
+
+    def _find(self, sample: int) -> tuple[int, EncodedDocuments]:
+        """Return the number of the first sample in the row that contains `sample`, and that row.
+
+        Encodes the sample's unit from its start. Raises IndexError if there is no such sample.
+        """
+        unit = self._documents.units[sample >> UNIT_SHIFT]
+        first = unit.index << UNIT_SHIFT
+        for row in self._rows_of(unit, 0, BadDocuments()):
+            if sample < first + len(row):
+                return first, row
+            first += len(row)
+        raise IndexError(f"there is no sample {sample}")
+
+    def _rows_of(self, unit: Unit, skip: int, bad: BadDocuments) -> Iterator[EncodedDocuments]:
+        """Yield the rows of a unit; its first `skip` parts are read, but not encoded."""
+        parts = batches(self._documents.of(unit, bad), PART_BYTES, _size)
+        return map(self._encode, islice(parts, skip, None))
+
+    def _encode(self, documents: list[Document]) -> EncodedDocuments:
+        train = [d for d in documents if d.text and not held_out(d.text, self._fraction)]
+        return EncodedDocuments(train, self._encoder, self._seq_len)
+
+    def _check_number(self, samples: int, unit: Unit) -> None:
+        if samples > 1 << UNIT_SHIFT:
+            raise InputError(
+                "a file holds too much text to train from it directly",
+                where=self._documents.corpus.path(unit.spans[0].file),
+                why=f"more than {1 << UNIT_SHIFT} sequences, and it must be read from its start",
+                next="create token files from it: dtt tokenize",
+            )
+
+
+def _size(document: Document) -> int:
+    return len(document.text)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol, Self
@@ -209,16 +208,16 @@ def open_files(
     elif split == "validation":
         found = []
     openers: dict[str, Callable[[Path], Shard]] = {
-        "megatron": partial(_megatron, vocab_size=vocab_size),
-        "datatrove": partial(_datatrove, vocab_size=vocab_size),
-        "raw": partial(
-            _raw, dtype=raw_dtype, end_of_document=end_of_document, vocab_size=vocab_size
-        ),
+        "megatron": _megatron,
+        "datatrove": _datatrove,
+        "raw": lambda path: _raw(path, raw_dtype, end_of_document),
     }
     shards = []
     for one in found:
         try:
-            shards.append(openers[format_](one))
+            shard = openers[format_](one)
+            check_first_ids(shard, vocab_size)
+            shards.append(shard)
         except (ConfigError, DamagedError, InputError) as error:
             if broken is None:
                 raise
@@ -319,21 +318,19 @@ def _named(folder: Path, dtype: str, record: TokenShard) -> Shard:
     )
 
 
-def _megatron(stem: Path, vocab_size: int | None) -> Shard:
+def _megatron(stem: Path) -> Shard:
     file = TokenFile(stem)
-    version = _version(idx_path(stem))
-    shard = Shard(
+    return Shard(
         bin_path(stem),
         file.total,
         file.dtype.str,
-        version,
+        _version(idx_path(stem)),
         lambda: TokenFile(stem),
         format="megatron",
     )
-    return _checked(shard, vocab_size)
 
 
-def _datatrove(path: Path, vocab_size: int | None) -> Shard:
+def _datatrove(path: Path) -> Shard:
     index = path.with_name(path.name + ".index")
     try:
         ends = map_file(index).view("<u8")
@@ -351,7 +348,7 @@ def _datatrove(path: Path, vocab_size: int | None) -> Shard:
             where=path,
             why=f"{size} bytes; the index ends at {tokens} tokens, of 2 or 4 bytes each",
         )
-    shard = Shard(
+    return Shard(
         path,
         tokens,
         dtypes[0],
@@ -359,25 +356,24 @@ def _datatrove(path: Path, vocab_size: int | None) -> Shard:
         lambda: Ends(map_file(index).view("<u8")),
         format="datatrove",
     )
-    return _checked(shard, vocab_size)
 
 
-def _checked(shard: Shard, vocab_size: int | None) -> Shard:
-    """Return `shard`; raise DamagedError if one of its first ids is outside the vocabulary."""
+def check_first_ids(shard: Shard, vocab_size: int | None) -> None:
+    """Check the first ids of a shard that dtt did not write.
+
+    Raises DamagedError if one is outside the vocabulary, and ConfigError if raw ids look like ids
+    of a wider dtype.
+    """
+    dtype = np.dtype(shard.dtype)
+    ids = np.fromfile(shard.path, dtype, HEAD_BYTES // dtype.itemsize, offset=shard.offset)
+    if shard.format == "raw":
+        check_width(shard.path, ids, vocab_size)
     if vocab_size is not None:
-        dtype = np.dtype(shard.dtype)
-        ids = np.fromfile(shard.path, dtype, HEAD_BYTES // dtype.itemsize)
-        check_vocabulary(shard.path, ids, vocab_size, raw=False)
-    return shard
+        check_vocabulary(shard.path, ids, vocab_size)
 
 
-def _raw(path: Path, dtype: str, end_of_document: int | None, vocab_size: int | None) -> Shard:
-    header, ids = read_header(path, dtype)
-    raw = header.format == "raw"
-    if raw:
-        check_width(path, ids, vocab_size)
-    if vocab_size is not None:
-        check_vocabulary(path, ids, vocab_size, raw=raw)
+def _raw(path: Path, dtype: str, end_of_document: int | None) -> Shard:
+    header = read_header(path, dtype)
     return Shard(
         path,
         header.tokens,

@@ -33,24 +33,17 @@ def open_tokens(
     cfg: SourceConfig,
     split: Split,
     *,
-    seq_len: int,
     seed: int,
-    packing: Literal["concat", "best-fit"] = "concat",
-    too_long: TooLong = "drop",
     vocab_size: int | None = None,
     end_of_document: int | None = None,
-    doc_ids: bool = True,
-    eod_mask_loss: bool = False,
+    **options: Any,
 ) -> TokenSource:
     """Open one split of a source; the result has no samples if the source has no such split.
 
     `vocab_size` and `end_of_document` come from the tokenizer, because files that dtt did not write
-    store neither. Raises InputError if no known format is found, DamagedError if files are
-    inconsistent or one of their first ids is outside the vocabulary, and ConfigError if `cfg.dtype`
-    is not the dtype of the ids.
-
-    Conversations are packed whole, whatever `packing` is; `too_long` is what happens to those
-    longer than a sample.
+    store neither. The other options are those of TokenSource. Raises InputError if no known format
+    is found, DamagedError if files are inconsistent or one of their first ids is outside the
+    vocabulary, and ConfigError if `cfg.dtype` is not the dtype of the ids.
     """
     if split == "validation" and cfg.validation is not None:
         path, part = cfg.validation, None  # both splits: all of it is held out
@@ -63,18 +56,12 @@ def open_tokens(
         end_of_document=end_of_document,
         vocab_size=vocab_size,
     )
-    return TokenSource(
-        cfg.label,
-        files,
-        seq_len=seq_len,
-        key=f"{seed}/{cfg.label}",
-        packing=packing,
-        too_long=too_long,
-        vocab_size=vocab_size if files.manifest is None else files.manifest.vocab_size,
-        end_of_document=end_of_document,
-        doc_ids=doc_ids,
-        eod_mask_loss=eod_mask_loss,
-    )
+    if files.manifest is not None:
+        vocab_size, end_of_document = files.manifest.vocab_size, files.manifest.end_of_document
+    elif files.has_index:
+        end_of_document = None  # the index stores the boundaries
+    options |= {"vocab_size": vocab_size, "end_of_document": end_of_document}
+    return TokenSource(cfg.label, files, key=f"{seed}/{cfg.label}", **options)
 
 
 class TokenSource:
@@ -99,8 +86,11 @@ class TokenSource:
     ) -> None:
         """Prepare samples of `seq_len + 1` tokens, in the order derived from `key`.
 
-        If `vocab_size` is given, `read` checks all ids against it. With `doc_ids`, it returns them.
-        With `eod_mask_loss`, the first token of a document is no target.
+        Conversations are packed whole, whatever `packing` is; `too_long` is what happens to those
+        longer than a sample. `end_of_document` is the id that ends each document; None if the ids
+        do not tell where documents end. If `vocab_size` is given, `read` checks all ids against it.
+        With `doc_ids`, it returns them. With `eod_mask_loss`, the first token of a document is no
+        target.
         """
         self.name, self.files = name, files
         self.bytes_per_token = files.bytes_per_token
@@ -122,7 +112,7 @@ class TokenSource:
         self._shuffle = Order(key, len(self._layout))
         self._width = seq_len + 1
         self._vocab_size = vocab_size
-        self._end = _end_in_the_ids(files, end_of_document)
+        self._end = end_of_document
         self._with_doc_ids, self._eod_mask_loss = doc_ids, eod_mask_loss
         self._extra: dict[str, npt.NDArray[Any]] = {}
 
@@ -233,13 +223,3 @@ def _mask_of(shard: Shard) -> Shard:
     """Return the loss mask of a shard as a shard of bytes."""
     assert shard.mask is not None
     return replace(shard, path=shard.mask, dtype="|u1")
-
-
-def _end_in_the_ids(files: TokenFiles, end_of_document: int | None) -> int | None:
-    """Return the id that ends each document; None if it is unknown.
-
-    None is also returned for files of other programs with an index, which stores the boundaries.
-    """
-    if files.manifest is not None:
-        return files.manifest.end_of_document
-    return None if files.has_index else end_of_document

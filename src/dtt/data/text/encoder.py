@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer
 
 from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.base.log import log
 from dtt.config.data import Engine
 from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
-from dtt.data.text.tokenizer import begin_of_document, parse_tokenizer
+from dtt.data.text.tokenizer import begin_of_document, exact_tokenizer
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Tokens that may end documents, in order of preference, where the configuration names none."""
@@ -82,11 +82,7 @@ class Encoder(EngineChoice):
         Raises DamagedError if `content` is not a tokenizer.json, and ConfigError if the tokenizer
         has no end-of-document token.
         """
-        self._tokenizer = tokenizer = parse_tokenizer(content, where)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        if isinstance(tokenizer.model, models.BPE):
-            tokenizer.model.dropout = None  # BPE dropout would make the ids random
+        self._tokenizer = tokenizer = exact_tokenizer(content, where)
         facts = json.loads(content)
         self.vocab_size = vocabulary_size(facts)
         """Largest id + 1."""

@@ -25,10 +25,6 @@ CHANGES_IDS = (
     "add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case", "split_special_tokens",
 )  # fmt: skip
 """Options of tokenizer_config.json with which `transformers` may yield other ids."""
-SEVERAL = (
-    "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens",
-)  # fmt: skip
-"""Keys that declare several tokens, in a list or by name."""
 PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that take tokenizer.json as it is; LlamaTokenizer and others rebuild parts of it."""
 FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
@@ -44,7 +40,7 @@ def tokenizer_content(path: Path) -> bytes:
     """
     content = path.read_bytes()
     folder = path.parent
-    config = _object(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     if not any((folder / name).is_file() for name in (CONFIG, MAP, ADDED)):
         return content
     try:
@@ -52,12 +48,16 @@ def tokenizer_content(path: Path) -> bytes:
     except Exception:  # noqa: BLE001 - it raises nothing more specific; the caller reports it
         return content
     added = own.get_added_tokens_decoder()
-    known = {token.content: i for i, token in added.items()}
-    missing = sorted(
+    known = {token.content for token in added.values()}
+    facts = {name: read_object(folder / name) for name in (MAP, ADDED)}
+    declared = {
         token
-        for token, i in _declared(folder, config)
-        if known.get(token) is None or i not in (None, known[token])
-    )
+        for one in (config, facts[MAP])
+        for key, value in one.items()
+        if "_token" in key
+        for token in _texts(value)
+    }
+    missing = sorted((declared | facts[ADDED].keys()) - known)
     changes = (
         any(config.get(name) is not None for name in CHANGES_IDS)
         or config.get("tokenizer_class") not in PLAIN_CLASSES
@@ -137,24 +137,15 @@ def _as_transformers(folder: Path, missing: list[str]) -> Tokenizer | None:
     )
 
 
-def _declared(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, int | None]]:
-    """Yield the tokens that the files beside tokenizer.json declare, with their ids if given."""
-    decoder = config.get("added_tokens_decoder")
-    for number, token in decoder.items() if isinstance(decoder, dict) else ():
-        if str(number).isdecimal() and (text := _text(token)) is not None:
-            yield text, int(number)
-    for facts in (config, _object(folder / MAP)):
-        for key, value in facts.items():
-            if key in SEVERAL:
-                several = value.values() if isinstance(value, dict) else value
-                for token in several if isinstance(value, list | dict) else ():
-                    if (text := _text(token)) is not None:
-                        yield text, None
-            elif key.endswith("_token") and (text := _text(value)) is not None:
-                yield text, None
-    for text, number in _object(folder / ADDED).items():
-        if isinstance(number, int):
-            yield text, number
+def _texts(value: object) -> Iterator[str]:
+    """Yield the tokens in a value of a side file: text, objects with `content`, several of them."""
+    if isinstance(value, str):
+        yield from [value] if value else []
+    elif isinstance(value, dict):
+        yield from _texts(value["content"] if "content" in value else [*value.values()])
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
 
 
 def _other_flags(config: dict[str, Any], added: dict[int, AddedToken]) -> bool:
@@ -168,16 +159,12 @@ def _other_flags(config: dict[str, Any], added: dict[int, AddedToken]) -> bool:
     )
 
 
-def _text(token: object) -> str | None:
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) and value else None
-
-
 def _around(token: str) -> tuple[str, ...]:
     return token, f"go{token}on", f"a {token} b", f"{token}{token} "
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file beside a tokenizer; empty if there is none."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -90,7 +90,9 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
     raise InputError(
         f"no tokenizer at {cfg.path}",
         where=path.absolute(),
-        why=_only_sentencepiece(path.parent),
+        why="there is a tokenizer.model, but dtt reads the Hugging Face format: tokenizer.json"
+        if (path.parent / "tokenizer.model").is_file()
+        else None,
         next="specify a tokenizer.json, a folder that contains one, or a model on the Hub",
     )
 
@@ -99,27 +101,28 @@ def _is_hub_id(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None and not path.endswith(".json")
 
 
-def _only_sentencepiece(folder: Path) -> str | None:
-    if (folder / "tokenizer.model").is_file():
-        return "there is a tokenizer.model, but dtt reads the Hugging Face format: tokenizer.json"
-    return None
-
-
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Open a tokenizer.json, with truncation and padding switched off.
+    """Open a tokenizer.json; see `exact_tokenizer`.
 
     Raises InputError if the file is missing, DamagedError if it is not a tokenizer.json.
     """
     try:
         parse_tokenizer(path.read_bytes(), path)
-        tokenizer = parse_tokenizer(tokenizer_content(path), path)
+        return exact_tokenizer(tokenizer_content(path), path)
     except FileNotFoundError:
-        raise InputError(
-            "the tokenizer is missing",
-            where=path,
-        ) from None
+        raise InputError("the tokenizer is missing", where=path) from None
+
+
+def exact_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
+    """Return the tokenizer in `content` without what makes ids random or drops or adds tokens.
+
+    These are BPE dropout, truncation and padding. Raises the errors of `parse_tokenizer`.
+    """
+    tokenizer = parse_tokenizer(content, where)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
     return tokenizer
 
 

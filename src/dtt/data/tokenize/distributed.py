@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,19 +24,17 @@ from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import check_space, exclusive, write_atomically
 from dtt.base.log import log, progress
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
-from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.corpus.units import Corpus
 from dtt.data.corpus.usable import nothing_usable
 from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype
-from dtt.data.tokenize.markers import WORK, UnitMarker, marker_path, read_marker
-from dtt.data.tokenize.shards import Work, encode_units
+from dtt.data.tokenize.markers import UnitMarker, marker_path, read_marker
+from dtt.data.tokenize.shards import encode_units
 from dtt.data.tokenize.work_plan import TOKENIZER, WorkPlan, clear, local_folder, make_work_plan
 from dtt.mesh.comm import Comm
 
 BYTES_PER_TOKEN = 2.5
 """Cautious (low) estimate of bytes of text per token, to check the free disk space in advance."""
-TEXT_PER_TOKEN_BYTE = 2.0
-"""Estimated bytes of text per byte of a shard, for the progress of an unfinished unit."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,8 @@ class Tokenized:
     """`file:line: why` of some documents that were skipped."""
     units: int = 0
     """Number of units that this run encoded; 0 if everything was finished before."""
-    ranks: tuple[Work, ...] = ()
-    """The work of each rank in this run."""
+    text_bytes: int = 0
+    """UTF-8 bytes of the text that all ranks encoded in this run."""
     engine: Engine | None = None
     """The engine that encoded them; None if nothing was encoded."""
     seconds: float = 0.0
@@ -78,8 +74,7 @@ def tokenize(
     """
     # Before the tokenizer is loaded: its threads read the variables once.
     cores = _share_cores(comm)
-    kind = PlainText(cfg.engine) if kind is None else kind
-    first = comm.rank == 0
+    kind, first = kind or PlainText(cfg.engine), comm.rank == 0
     # One process per folder; rank 0 holds the lock for all its ranks.
     with exclusive(out, "dtt tokenize") if first else nullcontext():
         corpus, plan = make_work_plan(
@@ -95,10 +90,12 @@ def tokenize(
         place = local_folder(cfg, out)
         _check_space(out, place, plan, encoder, comm)
         start = time.monotonic()
-        with _progress_of_all(out, plan.pending, shown=first):
-            work = encode_units(
+        units = plan.units_of(comm.rank, comm.size)
+        # Of rank 0 alone: all ranks have about as much to do.
+        with progress("tokenizing", sum(u.text_bytes for u in units), shown=first) as advance:
+            encoded = encode_units(
                 corpus,
-                plan.units_of(comm.rank, comm.size),
+                units,
                 encoder,
                 out,
                 place,
@@ -106,18 +103,17 @@ def tokenize(
                 validation_fraction=cfg.validation_fraction,
                 stop_at_bad=cfg.on_bad_document == "stop",
                 cores=cores,
+                advance=advance,
             )
-            # A gather is also a barrier: all units have their markers after it.
-            ranks = [Work(*work) for work in comm.gather(work)]
+        # A gather is also a barrier: all units have their markers after it.
+        text_bytes = sum(comm.gather(encoded))
         manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
         # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
         if manifest is None:
             return None
-        seconds = time.monotonic() - start
-        return Tokenized(
-            manifest, problems, len(plan.pending), tuple(ranks), encoder.engine, seconds
-        )
+        took = time.monotonic() - start
+        return Tokenized(manifest, problems, len(plan.pending), text_bytes, encoder.engine, took)
 
 
 def _share_cores(comm: Comm) -> int:
@@ -150,47 +146,6 @@ def _check_space(
         token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize + encoder.has_mask
         needed = sum(unit.text_bytes for unit in units) / BYTES_PER_TOKEN * token_bytes
         check_space(place, int(needed), "the token files")
-
-
-@contextmanager
-def _progress_of_all(out: Path, units: list[Unit], *, shown: bool) -> Iterator[None]:
-    """Show the progress of all ranks, estimated from their markers and unfinished shards."""
-    stop = threading.Event()
-
-    def watch() -> None:
-        sizes = {f"{unit.index:05d}": unit.text_bytes for unit in units}
-        seen = 0
-        with progress("tokenizing", sum(sizes.values())) as advance:
-            # Rank 0 watches files instead of asking: messages would wait for ranks that encode.
-            while not stop.wait(1.0):
-                now = _done_bytes(out / WORK, sizes)
-                advance(max(now - seen, 0))
-                seen = max(now, seen)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    if shown:
-        watcher.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        if shown:
-            watcher.join()
-
-
-def _done_bytes(folder: Path, sizes: dict[str, int]) -> int:
-    """Return about how many bytes of text are encoded; `sizes` are the bytes of each unit."""
-    done: dict[str, int] = {}
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name, _, kind = entry.name.partition(".")
-            if kind == "json":
-                done[name] = sizes.get(name, 0)
-            elif kind == "train.bin" and name in sizes:
-                with suppress(FileNotFoundError):  # a rank has just finished and moved it
-                    estimate = int(entry.stat().st_size * TEXT_PER_TOKEN_BYTE)
-                    done.setdefault(name, min(estimate, sizes[name]))
-    return sum(done.values())
 
 
 def _finish(

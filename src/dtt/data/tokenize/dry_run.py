@@ -12,6 +12,7 @@ from dtt.data.text.unit_encoder import DocumentKind, PlainText
 from dtt.data.tokenize.verification import NOT_MADE, Fault, find_faults, sound_manifest
 from dtt.data.tokenize.work_plan import (
     TOKENIZER,
+    Identity,
     cut_corpus,
     differences,
     given_content,
@@ -32,16 +33,14 @@ class Reuse:
 
     units: int
     """Number of units of the corpus."""
-    started: bool
-    """True if `dtt tokenize` has been started in the folder."""
+    identity: Identity | None
+    """That of the token files in the folder; None if `dtt tokenize` has not been started there."""
     differences: list[str]
     """Differences between the folder's key and the requested one; if any, nothing is reusable."""
     tokenizer_intact: bool
     """True if tokenizer.json has the recorded sha256."""
     faults: dict[int, Fault]
     """The units that are not finished, by index."""
-    is_chat: bool
-    """True if the folder is for conversations."""
     complete: bool
     """True if the manifest, the tokenizer and all units are complete."""
 
@@ -52,20 +51,20 @@ class Reuse:
 
     def lines(self) -> Iterator[str]:
         """Yield a human-readable report, line by line."""
-        if not self.started:
+        if self.identity is None:
             yield "nothing has been created there yet"
-        for part in TITLES if self.started else ():
-            other = [line for line in self.differences if line.startswith(f"{part}.")]
-            if part == "chat" and not (self.is_chat or other):
-                continue
-            yield f"{TITLES[part]:<12}{'; '.join(other) or 'as before'}"
+        else:
+            for part, title in TITLES.items():
+                other = [line for line in self.differences if line.startswith(f"{part}.")]
+                if other or part in self.identity.key_parts:
+                    yield f"{title:<12}{'; '.join(other) or 'as before'}"
         if self.differences:
             yield (
                 "next        refused: --overwrite replaces everything, tokenize.out=FOLDER writes "
                 "elsewhere"
             )
             return
-        if self.started and not self.tokenizer_intact:
+        if self.identity is not None and not self.tokenizer_intact:
             yield f"            {TOKENIZER} is missing or damaged: it will be created again"
         damaged = {unit: fault for unit, fault in self.faults.items() if fault.why != NOT_MADE}
         if not self.complete:
@@ -74,14 +73,12 @@ class Reuse:
             if len(damaged) > SHOWN:
                 yield f"            … and {len(damaged) - SHOWN} more"
         yield f"units       {self.units - self.pending} of {self.units} are finished and kept"
-        yield f"next        {self._next()}"
-
-    def _next(self) -> str:
         if self.complete:
-            return "nothing to do"
-        if not self.pending:
-            return "only the manifest is missing"
-        return f"{self.pending} {'unit' if self.pending == 1 else 'units'} would be created"
+            yield "next        nothing to do"
+        elif not self.pending:
+            yield "next        only the manifest is missing"
+        else:
+            yield f"next        units that would be created: {self.pending}"
 
 
 def explain(
@@ -114,5 +111,4 @@ def explain(
         and sound_manifest(out) is not None
         and all(fault.intact for fault in faults.values())
     )
-    is_chat = started is not None and "chat" in started.key_parts
-    return Reuse(len(cut.units), started is not None, other, intact, faults, is_chat, complete)
+    return Reuse(len(cut.units), started, other, intact, faults, complete)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dtt.artifacts.manifests import SplitCounts
     from dtt.data.text.unit_encoder import DocumentKind
     from dtt.data.tokenize.distributed import Tokenized
-    from dtt.data.tokenize.shards import Work
 
 NULLS = """\
 rows have keys with null in their tools or calls, which the chat template may print. `datasets` \
@@ -44,11 +43,14 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     keep()
     comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # before slow imports
     from dtt.data.corpus.described import read_corpus
+    from dtt.data.text.tokenizer import find_tokenizer
     from dtt.data.tokenize.distributed import tokenize
 
     read_corpus(cfg)
     compare = cfg.tokenize.compare
-    other = _find_tokenizer(compare) if compare and comm.rank == 0 else None
+    other = None
+    if compare and comm.rank == 0:  # a mistake is reported before the work
+        other = find_tokenizer(GivenTokenizerConfig(path=compare))
     result = tokenize(
         cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, kind=_kind(cfg), overwrite=overwrite
     )
@@ -64,11 +66,17 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
             log.warning("replaced lone surrogates by U+FFFD in %d documents", replaced)
         if nulls := result.manifest.nulls:
             log.warning("%d %s", nulls, NULLS)
-        compared = _compare(out, str(compare), other) if other else None
+        compared = _compared(out, str(compare), other) if other else None
         if as_json:
             print(json.dumps(_facts(out, result) | {"compared": compared}))
-        else:
-            print("\n".join([_report(out, result), *_comparison_lines(compared)]))
+            return
+        print(_report(out, result))
+        if compared is not None:
+            print(
+                f"compared    {compared['bytes_per_token']:.2f} bytes per token, "
+                f"{compared['other_bytes_per_token']:.2f} with {compared['with']}, "
+                f"on {compared['text_bytes'] / 1e6:.2f} MB of held-out text"
+            )
 
 
 def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
@@ -143,58 +151,29 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
         "file_bytes": sum(path.stat().st_size for path in files),
         "engine": result.engine,
         "seconds": round(result.seconds, 3),
-        "mb_per_second": _rate(sum(work.text_bytes for work in result.ranks), result.seconds),
-        "ranks": [
-            {
-                **work._asdict(),
-                "seconds": round(work.seconds, 3),
-                "mb_per_second": _rate(work.text_bytes, work.seconds),
-                "tokens_per_second": round(work.tokens / work.seconds) if work.units else None,
-            }
-            for work in result.ranks
-        ],
+        "mb_per_second": round(result.text_bytes / 1e6 / result.seconds, 3)
+        if result.text_bytes
+        else None,
     }
 
 
-def _find_tokenizer(name: str) -> Path:
-    from dtt.data.text.tokenizer import find_tokenizer
-
-    return find_tokenizer(GivenTokenizerConfig(path=name))
-
-
-def _compare(out: Path, name: str, other: Path) -> dict[str, Any] | None:
+def _compared(out: Path, name: str, other: Path) -> dict[str, Any] | None:
     """Compare bytes per token on held-out text with those of the tokenizer `other`, called `name`.
 
     Returns None, with a warning, if this node has no held-out text.
     """
     from dtt.data.tokenize.comparison import compare
 
-    result = compare(out, other)
-    if not result.text_bytes:
+    text_bytes, tokens, other_tokens = compare(out, other)
+    if not text_bytes:
         log.warning("not compared with %s: this node has no held-out text", name)
         return None
     return {
         "with": name,
-        "text_bytes": result.text_bytes,
-        "bytes_per_token": round(result.text_bytes / result.tokens, 3),
-        "other_bytes_per_token": round(result.text_bytes / result.other_tokens, 3),
+        "text_bytes": text_bytes,
+        "bytes_per_token": round(text_bytes / tokens, 3),
+        "other_bytes_per_token": round(text_bytes / other_tokens, 3),
     }
-
-
-def _comparison_lines(compared: dict[str, Any] | None) -> list[str]:
-    if compared is None:
-        return []
-    line = (
-        f"compared    {compared['bytes_per_token']:.2f} bytes per token, "
-        f"{compared['other_bytes_per_token']:.2f} with {compared['with']}, "
-        f"on {compared['text_bytes'] / 1e6:.2f} MB of held-out text"
-    )
-    return [line]
-
-
-def _rate(text_bytes: int, seconds: float) -> float | None:
-    """Return the speed in MB/s, or None if nothing was encoded."""
-    return round(text_bytes / 1e6 / seconds, 3) if text_bytes else None
 
 
 def _report(out: Path, result: Tokenized) -> str:
@@ -220,12 +199,11 @@ def _report(out: Path, result: Tokenized) -> str:
         more = f" and {len(keys) - REASONS} others" if len(keys) > REASONS else ""
         lines.append(f"not used    keys of rows: {', '.join(keys[:REASONS])}{more}")
     if result.units:
-        text_bytes = sum(work.text_bytes for work in result.ranks)
+        size = result.text_bytes / 1e6
         lines.append(
-            f"speed       {text_bytes / 1e6:.1f} MB in {result.seconds:.2f} s: "
-            f"{text_bytes / 1e6 / result.seconds:.1f} MB/s; engine {result.engine}"
+            f"speed       {size:.1f} MB in {result.seconds:.2f} s: "
+            f"{size / result.seconds:.1f} MB/s; engine {result.engine}"
         )
-        lines += [_rank_line(rank, work) for rank, work in enumerate(result.ranks) if work.units]
     return "\n".join(lines)
 
 
@@ -238,12 +216,4 @@ def _counts(counts: SplitCounts) -> str:
     return (
         f"{counts.documents:,} conversations, {counts.tokens:,} tokens, "
         f"{counts.trained:,} of them trained ({counts.trained / counts.tokens:.1%})"
-    )
-
-
-def _rank_line(rank: int, work: Work) -> str:
-    return (
-        f"  rank {rank:<5}{work.text_bytes / 1e6:.1f} MB in {work.seconds:.2f} s: "
-        f"{work.text_bytes / 1e6 / work.seconds:.1f} MB/s, "
-        f"{work.tokens / work.seconds:,.0f} tokens/s; {work.units} units"
     )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from dtt.artifacts.manifests import SplitCounts, TokenShard
 from dtt.base.files import fsync_folder
+from dtt.base.log import Advance
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus, Unit
@@ -31,18 +31,6 @@ def aside_path(out: Path, unit: int, split: Split) -> Path:
     return out / WORK / f"{unit:05d}.{split}"
 
 
-class Work(NamedTuple):
-    """The work of one rank in numbers."""
-
-    units: int = 0
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    """UTF-8 bytes of the text of the documents."""
-    seconds: float = 0.0
-    """Wall-clock time from the rank's first unit to its last."""
-
-
 def encode_units(
     corpus: Corpus,
     units: list[Unit],
@@ -54,19 +42,20 @@ def encode_units(
     validation_fraction: float,
     stop_at_bad: bool,
     cores: int,
-) -> Work:
-    """Write the shards of each unit into `place`, then its marker into `out`.
+    advance: Advance,
+) -> int:
+    """Write the shards of each unit into `place`, then its marker into `out`; return bytes of text.
 
     `place` is `out`, or a folder on this node's local disk. `cores` is the number of cores of this
     rank alone. With more than one, documents are read and decoded ahead in a second thread; on a
-    single core the threads would only alternate. Shards are written by another thread.
+    single core the threads would only alternate. Shards are written by another thread. `advance`
+    is called with the bytes of each batch.
 
     The content of the shards depends only on the unit, the tokenizer and `validation_fraction`.
     Memory use is a few batches, regardless of the size of files and units.
     """
     splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
-    start = time.monotonic()
-    total = SplitCounts()
+    text_bytes = 0
     with ExitStack() as opened, ThreadPoolExecutor(1) as reader, Behind(BATCHES_BEHIND) as behind:
 
         def read() -> Iterator[tuple[_UnitShards, list[D] | None]]:
@@ -94,12 +83,12 @@ def encode_units(
                     bytes=part.text_bytes,
                     trained=None if part.mask is None else int(part.mask.sum()),
                 )
-                total += counts
+                text_bytes += counts.bytes
                 behind.do(shards.append, split, part, counts)
+            advance(sum(map(len, contents)))
             shards.empty += contents.count(b"")
             shards.blank += sum(map(bytes.isspace, contents))
-    seconds = time.monotonic() - start
-    return Work(len(units), total.documents, total.tokens, total.bytes, seconds)
+    return text_bytes
 
 
 def _divided(

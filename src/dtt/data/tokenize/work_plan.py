@@ -185,7 +185,13 @@ def _prepare(
         identity = read_identity(out)
         asked = key_parts(cfg, tokenizer, cut, content, kind, identity)
         if identity is not None and identity.key_parts != asked:
-            raise _other_content(out, identity.key_parts, asked)
+            raise ConfigError(
+                "the folder contains token files of other text or settings",
+                where=out,
+                why="; ".join(differences(identity.key_parts, asked)),
+                next="specify another folder: tokenize.out=FOLDER, or replace what is there: "
+                "--overwrite",
+            )
         if identity is not None and not holds(out / TOKENIZER, identity.tokenizer_sha256):
             identity = None
     # If rank 0 raises, the others wait in the next collective until they are terminated.
@@ -314,15 +320,6 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-
-
-def _other_content(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> ConfigError:
-    return ConfigError(
-        "the folder contains token files of other text or settings",
-        where=out,
-        why="; ".join(differences(there, asked)),
-        next="specify another folder: tokenize.out=FOLDER, or replace what is there: --overwrite",
-    )
 
 
 def _flat(parts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -238,7 +238,7 @@ class Muon(torch.optim.Optimizer):
         The factors bring all rows to about the same norm and keep the norm of the matrix.
         """
         assert self._config.normuon_beta2 is not None
-        squares = wide(update).square().mean(dim=-1, keepdim=True)
+        squares = update.to(old.dtype).square().mean(dim=-1, keepdim=True)
         # The assigned rank has complete rows, so the mean square needs no all-reduce.
         new = old.lerp(squares, 1 - self._config.normuon_beta2)
         factor = 1 / (new.sqrt() + EPS)
@@ -253,7 +253,7 @@ class Muon(torch.optim.Optimizer):
         # Three numbers per matrix cross the network instead of the matrix. After the all-reduce
         # every rank knows the norm of the new matrix before it computes its shard of it.
         old = wide(torch.stack(batch.of(lambda p: p)))
-        update = wide(update) if rows is None else wide(update) * rows[..., 1:]
+        update = update.to(old.dtype) if rows is None else update.to(old.dtype) * rows[..., 1:]
         pairs = (old, old), (old, update), (update, update)
         return torch.stack([(a * b).sum((-2, -1)) for a, b in pairs], dim=-1)
 
