@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from support.tiny_architectures import penalise
 
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, parameter_role, params_of
@@ -40,6 +41,22 @@ def test_gradients_of_the_loss_are_those_of_plain_cross_entropy(arch: Architectu
     F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum").backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(ours[name], p.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_auxiliary_losses_of_the_blocks_add_up_with_their_gradients(arch: Architecture) -> None:
+    (found, tokens), (expected, _) = make(arch), make(arch)
+    streams: list[torch.Tensor] = []
+    for block in expected.layers:
+        block.register_forward_hook(lambda _block, _inputs, output: streams.append(output[0]))
+    output = penalise(found)(tokens, tokens)
+    main = expected(tokens, tokens).loss
+    squares = sum(0.01 * x_BTD.square().sum() for x_BTD in streams)
+    assert output.aux.keys() == {"squares"}
+    torch.testing.assert_close(output.aux["squares"], squares)
+    torch.autograd.backward([output.loss, *output.aux.values()])
+    (main + squares).backward()
+    for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_a_token_never_changes_what_comes_before_it(arch: Architecture) -> None:

@@ -52,7 +52,7 @@ def outcome(world: World, sizes: Sizes, family: str, precision: str) -> Outcome:
     seen: set[str] = set()
 
     def watch(_module: nn.Module, inputs: Any, output: Any) -> None:
-        for x in (inputs[0], output):
+        for x in (inputs[0], output[0]):
             seen.add(f"forward {x.dtype}")
             x.register_hook(lambda grad: seen.add(f"backward {grad.dtype}"))
 

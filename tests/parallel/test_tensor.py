@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_ranks
-from support.tiny_architectures import VARIANTS, tiny_architecture
+from support.tiny_architectures import VARIANTS, penalise, tiny_architecture
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,9 +28,14 @@ CASES = [(False, 0.0), (True, 0.1)]
 Outcome = dict[str, Tensor]
 
 
+def empty(variant: str) -> Decoder:
+    model = Decoder(tiny_architecture(variant.removesuffix("-penalised"), 128, SEQ_LEN))
+    return penalise(model) if variant.endswith("penalised") else model
+
+
 def make_model(variant: str) -> Decoder:
     """With weights in which nothing is the identity: norms and biases too are drawn."""
-    model = Decoder(tiny_architecture(variant, 128, SEQ_LEN))
+    model = empty(variant)
     initialize(model, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -44,7 +49,7 @@ def divided(variant: str, world: World, sizes: Sizes, compile_blocks: bool = Fal
     torch.set_num_threads(1)
     whole = make_model(variant)
     with torch.device("meta"):
-        model = Decoder(whole.arch)
+        model = empty(variant)
     module = apply(model, world, make_mesh(sizes, world), compile_blocks=compile_blocks)
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -73,7 +78,7 @@ def outcome(
     rows: slice = slice(None),
     copies: int = 1,
 ) -> Outcome:
-    """Logits, loss, and gradients times `copies`, over which FSDP2 has averaged them."""
+    """Logits, losses, and gradients of the total times `copies`, over which FSDP2 has averaged."""
     tokens, targets, documents = (x[rows] for x in batch())
     options = {"doc_ids_BT": documents} if masked else {}
     model.zero_grad()
@@ -81,9 +86,9 @@ def outcome(
         found = {"logits": model(tokens, **options)}
         found["evaluated"] = model(tokens, targets, **options).loss
     with autocast(torch.device("cpu"), precision):
-        loss = model(tokens, targets, z_loss=z_loss, **options).loss
-    (loss * copies).backward()
-    found["loss"] = loss.detach()
+        output = model(tokens, targets, z_loss=z_loss, **options)
+    (sum(output.aux.values(), output.loss) * copies).backward()
+    found |= {name: value.detach() for name, value in output.named().items()}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         assert grad is not None, name
@@ -110,7 +115,9 @@ def assert_close(got: dict[str, Any], wanted: Outcome) -> None:
 
 
 def of_two(world: World) -> list[dict[str, Any]]:
-    models = (divided(variant, world, Sizes(tensor=2)) for variant in VARIANTS)
+    models = (
+        divided(variant, world, Sizes(tensor=2)) for variant in (*VARIANTS, "llama-penalised")
+    )
     return [numbers(outcome(model, *case)) for model in models for case in CASES]
 
 
@@ -118,7 +125,7 @@ def of_two(world: World) -> list[dict[str, Any]]:
 def test_two_ranks_compute_what_one_does_for_every_family() -> None:
     first, second = on_ranks(2, of_two)
     assert first == second
-    models = map(make_model, VARIANTS)
+    models = map(make_model, (*VARIANTS, "llama-penalised"))
     wanted = [outcome(model, *case) for model in models for case in CASES]
     for one, expected in zip(first, wanted, strict=True):
         assert_close(one, expected)

@@ -14,10 +14,12 @@ from dtt.config.model import (
     ModelConfig,
     YarnRopeScaling,
 )
+from dtt.mesh.dtypes import wide
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from dtt.model.layers import Block
 
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
 VARIANTS = {
@@ -65,6 +67,20 @@ def tiny_architecture(variant: str, vocab_size: int = 100, max_seq_len: int = 24
     """Return one with 2 or 3 layers."""
     cfg = VARIANTS[variant]
     return families.get(cfg.family).architecture(cfg, vocab_size, max_seq_len)
+
+
+class Penalised(Block):
+    """A block with an auxiliary loss: the squares of what it returns."""
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        x_BTD, _ = super().forward(*inputs)
+        return x_BTD, {"squares": 0.01 * wide(x_BTD).square().sum()}
+
+
+def penalise(model: Decoder) -> Decoder:
+    for block in model.layers:
+        block.__class__ = Penalised
+    return model
 
 
 def make(arch: Architecture) -> tuple[Decoder, Tensor]:

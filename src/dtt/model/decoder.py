@@ -107,15 +107,18 @@ class Decoder(nn.Module):
             attention_fns = make_attention_fns(
                 self.arch, tokens_BT, doc_ids_BT, cache, self.attention
             )
+        aux: dict[str, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, angles[self.ropes[i]], attention_fns[i])
+            x_BTD, of_layer = layer(x_BTD, angles[self.ropes[i]], attention_fns[i])
+            aux |= {name: aux.get(name, 0.0) + value for name, value in of_layer.items()}
         # Only now, because every layer writes at the positions that the lengths of the cache give.
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
         # Sampling needs one row of logits. For a prompt of T tokens, norm and head over all of them
         # would cost T times as much, and T * V floats of memory.
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
-        return self._output(_scaled(x_BTD, self.arch.logit_scale), targets_BT, z_loss, reduction)
+        x_BTD = _scaled(x_BTD, self.arch.logit_scale)
+        return self._output(x_BTD, aux, targets_BT, z_loss, reduction)
 
     def _check_growth(self, cache: KVCache | None, count: int) -> None:
         """Raise InputError if `count` more tokens invalidate cached keys: see `becomes_long`."""
@@ -130,11 +133,15 @@ class Decoder(nn.Module):
     def _output(
         self,
         x_BTD: Tensor,
+        aux: dict[str, Tensor],
         targets_BT: Tensor | None,
         z_loss: float,
         reduction: Literal["sum", "none", "scores"],
     ) -> Tensor | Output:
-        """Return what `forward` returns, from the scaled final hidden states."""
+        """Return what `forward` returns, from the scaled final hidden states.
+
+        `aux` are the sums of the auxiliary losses of all blocks.
+        """
         # A DTensor here is the vocabulary shard of this rank. The loss works on plain shards and
         # exchanges two numbers per token; DTensor's own cross-entropy would need the logits of all
         # tokens.
@@ -158,7 +165,9 @@ class Decoder(nn.Module):
             fused=self.fused_loss,
             reduction=reduction,
         )
-        return Output(loss if reduction == "sum" else loss.view(targets_BT.shape), {}, {})
+        if self.part is not None:
+            aux = {name: _of_all_tokens(value, self.part) for name, value in aux.items()}
+        return Output(loss if reduction == "sum" else loss.view(targets_BT.shape), aux, {})
 
 
 def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None, cache: KVCache | None) -> Tensor:
@@ -204,6 +213,13 @@ def _softcapped(logits: Tensor, cap: float | None) -> Tensor:
 def _gather_vocabulary(logits: Tensor, part: VocabShard) -> Tensor:
     """Return the logits of all of the vocabulary, gathered from all vocabulary shards."""
     return torch.cat(tuple(part.gather(logits)), dim=-1)
+
+
+def _of_all_tokens(aux: Tensor, part: VocabShard) -> Tensor:
+    """Return the sum of an auxiliary loss over the tokens of all tensor-parallel ranks, []."""
+    # Only the value: each rank's gradient is that of its own tokens, and tensor parallelism adds
+    # them up. The gradient of the sum would be counted once per rank.
+    return part.gather(aux.detach()).sum(0) + (aux - aux.detach())
 
 
 def params_of(model: nn.Module, mesh: Mesh | None = None) -> Params:

@@ -89,11 +89,15 @@ class Block(nn.Module):
         x_BTD: Tensor,
         rotations: Rotations | None,
         attention_fn: AttentionFn,
-    ) -> Tensor:
-        """Apply the block: [B, T, D] → [B, T, D]; other arguments are those of `Attention`."""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Apply the block: [B, T, D] → [B, T, D]; other arguments are those of `Attention`.
+
+        Also return the auxiliary losses of the block by name, [] each: sums over the tokens of the
+        stream, of which this rank has some under tensor parallelism.
+        """
         attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, attention_fn)
         x_BTD = self.add(x_BTD, self.attn_post_norm(attn_BTD))
-        return self.add(x_BTD, self.mlp_post_norm(self.mlp(self.mlp_norm(x_BTD))))
+        return self.add(x_BTD, self.mlp_post_norm(self.mlp(self.mlp_norm(x_BTD)))), {}
 
     def add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
         """Return x + residual_scale * dropout(update)."""

@@ -25,6 +25,8 @@ class Output(NamedTuple):
     """
     aux: dict[str, Tensor]
     """Auxiliary losses by name, [] each: sums over the batch that are minimised with the main loss.
+
+    Those of a decoder are what its blocks return. An evaluation does not report them.
     """
     metrics: dict[str, Tensor]
     """Values by name that are only reported, [] each: sums over the terms of the batch."""

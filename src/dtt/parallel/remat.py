@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -47,17 +47,15 @@ def rematerialize(model: nn.Module, kind: Literal["full", "selective"], every: i
         block.forward = forward.__get__(block)
 
 
-def _full(block: nn.Module, *inputs: Any) -> Tensor:
+def _full(block: nn.Module, *inputs: Any) -> Any:
     # The non-reentrant version works with DDP, FSDP2 and compilation, and saves the RNG state.
-    out: Tensor = checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
-    return out
+    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
 
 
-def _selective(block: nn.Module, *inputs: Any) -> Tensor:
-    out: Tensor = checkpoint(
+def _selective(block: nn.Module, *inputs: Any) -> Any:
+    return checkpoint(
         type(block).forward, block, *inputs, use_reentrant=False, context_fn=_contexts
     )
-    return out
 
 
 def _contexts() -> Any:

@@ -279,7 +279,7 @@ def make_evaluator(inputs: Inputs, step: Step, mesh: Mesh, reader: BatchReader) 
     cfg, plan = inputs.cfg, inputs.plan
     parts = held_out(inputs.dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
     if not parts:
-        log.warning("no validation: the held-out text is shorter than one sequence")
+        log.warning("no validation: there is no held-out text, or less than one sequence")
         return None
     table = inputs.dataset.token_bytes()
     token_bytes = None if table is None else torch.from_numpy(table).to(inputs.world.device)
