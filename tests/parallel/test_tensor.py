@@ -25,6 +25,7 @@ ROWS, SEQ_LEN = 2, 16
 CASES = [(False, 0.0), (True, 0.1)]
 """Whether documents are masked, and the z-loss."""
 
+ALL = (*VARIANTS, "llama-penalised")
 Outcome = dict[str, Tensor]
 
 
@@ -115,9 +116,7 @@ def assert_close(got: dict[str, Any], wanted: Outcome) -> None:
 
 
 def of_two(world: World) -> list[dict[str, Any]]:
-    models = (
-        divided(variant, world, Sizes(tensor=2)) for variant in (*VARIANTS, "llama-penalised")
-    )
+    models = (divided(variant, world, Sizes(tensor=2)) for variant in ALL)
     return [numbers(outcome(model, *case)) for model in models for case in CASES]
 
 
@@ -125,7 +124,7 @@ def of_two(world: World) -> list[dict[str, Any]]:
 def test_two_ranks_compute_what_one_does_for_every_family() -> None:
     first, second = on_ranks(2, of_two)
     assert first == second
-    models = map(make_model, (*VARIANTS, "llama-penalised"))
+    models = map(make_model, ALL)
     wanted = [outcome(model, *case) for model in models for case in CASES]
     for one, expected in zip(first, wanted, strict=True):
         assert_close(one, expected)
