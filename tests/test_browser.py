@@ -15,6 +15,7 @@ from support.browser import OpenPage
 PAGE = """<!doctype html>
 <html lang="en" data-ready="1"><head><meta charset="utf-8"><title>t</title>{head}</head>
 <body><main><h1>t</h1>{body}</main></body></html>"""
+pytestmark = pytest.mark.slow
 POLICY = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
     "script-src 'nonce-1'\">"

@@ -120,12 +120,14 @@ def project(made: Project, tmp_path: Path) -> Project:
     return copy
 
 
+@pytest.mark.slow
 def test_the_command_runs_inside_the_environment(made: Project) -> None:
     run = made.bash("./env.sh python -c 'import sys, importlib.metadata as m; "
                     "print(sys.prefix); print(m.version(\"dtt\"))'")  # fmt: skip
     assert run.stdout.splitlines() == [f"{made.root}/.venv", "1"]
 
 
+@pytest.mark.slow
 def test_nothing_is_done_or_printed_if_nothing_changed(made: Project) -> None:
     before = made.installs
     run = made.bash("time ./env.sh true")
@@ -134,6 +136,7 @@ def test_nothing_is_done_or_printed_if_nothing_changed(made: Project) -> None:
     assert run.returncode == 0
 
 
+@pytest.mark.slow
 def test_arguments_exit_code_and_folder_are_passed_through(made: Project, tmp_path: Path) -> None:
     run = made.bash(
         f"'{made.root}/env.sh' bash -c 'pwd; echo \"$1\"; exit 7' _ 'a  b'", cwd=tmp_path
@@ -142,6 +145,7 @@ def test_arguments_exit_code_and_folder_are_passed_through(made: Project, tmp_pa
     assert run.stdout.splitlines() == [str(tmp_path), "a  b"]
 
 
+@pytest.mark.slow
 def test_sourcing_activates_and_leaks_nothing(made: Project) -> None:
     run = made.bash(
         "unset VIRTUAL_ENV; declare -F | sort >before; shopt -o >options; "
@@ -177,6 +181,7 @@ def test_a_python_that_is_too_old_is_passed_over(project: Project, tmp_path: Pat
     assert not project.stamp.startswith("python3|")
 
 
+@pytest.mark.slow
 def test_developers_tools_come_with_a_developers_command_and_stay(made: Project) -> None:
     assert "dev" not in made.stamp
     made.bash("./env.sh pytest --version")
@@ -186,6 +191,7 @@ def test_developers_tools_come_with_a_developers_command_and_stay(made: Project)
     assert made.installs == before
 
 
+@pytest.mark.slow
 def test_a_changed_pyproject_is_installed_again(made: Project) -> None:
     before = made.installs
     with (made.root / "pyproject.toml").open("a") as file:
@@ -196,6 +202,7 @@ def test_a_changed_pyproject_is_installed_again(made: Project) -> None:
     assert made.installs == before + 1
 
 
+@pytest.mark.slow
 def test_a_failed_update_keeps_the_working_environment(made: Project) -> None:
     stamp = made.stamp
     pyproject = made.root / "pyproject.toml"

@@ -122,6 +122,7 @@ def test_the_mpirun_beside_this_python_comes_first(
     assert local.mpi_argv(3, ["x"]) == [str(tmp_path / "venv" / "mpirun"), "-n", "3", "x"]
 
 
+@pytest.mark.slow
 def test_the_commands_that_are_built_run() -> None:
     for argv in (local.dtt_argv("--help"), local.torchrun_argv(1, ["--help"])):
         run = subprocess.run(argv, capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ IN_ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "planted-aws-secret",
     "SLURM_JWT": "planted-slurm-jwt",
     "NCCL_SOCKET_AUTH": "planted-nccl-auth",
-    "TORCH_MIRROR": "https://user:planted-mirror@host/torch",
+    "PIP_INDEX_URL": "https://user:planted-mirror@host/simple",
     "HTTPS_PROXY": "http://user:planted-proxy@127.0.0.1:9",
 }
 IN_FILES = {

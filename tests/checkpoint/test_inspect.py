@@ -119,22 +119,3 @@ def tokens_of(config: Path) -> Path:
 def test_a_missing_step_supersedes_nothing(dtt: Dtt) -> None:
     assert "there are: 4, 8, 12" in dtt("train", "jobs/t", "--from-step", 5, expect=66).stderr
     assert len(checkpoints(dtt)) == 3
-
-
-@pytest.mark.slow
-def test_a_new_job_starts_with_the_weights_of_another(dtt: Dtt, tokens: Path) -> None:
-    where = (f"data.tokens={tokens}", *SMALL)
-    whole = dtt("train", *where, "name=u", "init.from=jobs/t@8", "train.steps=2")
-    assert "21 of 21 tensors" in whole.stderr
-    first = json.loads((dtt.folder / "jobs/u/metrics.jsonl").open().readline())
-    assert (first["kind"], first["step"]) == ("eval", 0)
-    assert first["loss"] == checkpoints(dtt)[1]["eval_loss"]
-
-    deeper = dtt("train", *where, "name=v", "init.from=jobs/t", "model.n_layers=3")
-    assert "21 of 30 tensors" in deeper.stderr
-    assert "layers.2.mlp.down.weight: [16, 64] here, none there" in deeper.stderr
-
-    wider = dtt("train", *where, "name=w", "init.from=jobs/t", "model.dim=20", expect=2)
-    assert "nothing in jobs/t/checkpoints/step-000012 fits" in wider.stderr
-    absent = dtt("train", *where, "name=x", "init.from=jobs/no", expect=66)
-    assert "there is no such job" in absent.stderr

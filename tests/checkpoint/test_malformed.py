@@ -6,39 +6,24 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.running import Dtt, in_this_process
+from support.running import Dtt
 
 from dtt.artifacts.manifest import FileRecord
 from dtt.artifacts.manifests import CheckpointManifest, sealed
-from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
+from dtt.base.errors import DamagedError, ExitCode
 from dtt.base.files import sha256_file
-from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
-from dtt.checkpoint.store import Checkpoint
-from dtt.config.load import load_job
-from dtt.config.run import RunConfig
-from dtt.data.samples.dataset import Dataset, open_dataset
-from dtt.mesh.dist import World, start
-from dtt.optim.ema import Ema
-from dtt.train.anomaly_guard import Guard
-from dtt.train.assemble import assemble, make_optimizers
-from dtt.train.run_plan import RunPlan, make_plan
 from dtt.train.state import (
-    Position,
     check_position,
-    load_optimizers,
-    load_parameters,
-    restore_rng,
 )
 
 MODEL, STATE = store.rank_file(store.MODEL, 0), store.rank_file(store.STATE, 0)
@@ -47,7 +32,6 @@ SETTINGS = {
     "train__ema_decay": 0.9, "guard__spike": "skip",
     "checkpoint__keep_last": 9, "train__steps": 8,
 }  # fmt: skip
-MUTATIONS = 400
 
 
 @pytest.fixture(scope="module")
@@ -318,130 +302,3 @@ def test_branching_from_a_manifest_with_such_a_name_overwrites_nothing(job: Path
     )  # fmt: skip
     assert "a manifest names a file outside its folder" in done.stderr
     assert victim.read_text() == "mine"
-
-
-# ---- anything else -------------------------------------------------------------------------------
-
-
-class Run:
-    """What a resume puts a checkpoint into."""
-
-    def __init__(self, job: Path) -> None:
-        self.cfg: RunConfig = load_job(job)
-        self.world: World = start(Ranks(), "cpu")
-        self.dataset: Dataset = open_dataset(self.cfg)
-        self.plan: RunPlan = make_plan(self.cfg, self.dataset, self.world)
-        self.made = assemble(self.cfg, self.plan, self.world)
-        self.optimizers = make_optimizers(self.cfg, self.plan, self.made, None)
-        self.ema = Ema(self.made.params, 0.9)
-        self.guard = Guard(self.cfg.guard, self.world, job)
-
-    def restore(self, found: Checkpoint) -> None:
-        load_parameters(self.made.params, found.stored(store.MODEL))
-        state = found.stored(store.STATE)
-        load_optimizers(self.optimizers, state)
-        self.ema.restore(state)
-        self.guard.load(state)
-        restore_rng(state, 0, 0, self.world.device)
-        Position.from_json(found.position())
-        self.dataset.restore(found.position()["sources"])
-
-
-VALUES = [
-    None, True, -1, 0, 1, 2**31, 2**63, 2**70, 1.5, 1e308, "", "x", "../x", "\ud800", "0" * 64, [],
-    [0], [1, 2], [[]], {}, {"a": 1}, {"offset": [0], "shape": [1]}, [-1], "F8_E4M3", "I64", "U8",
-]  # fmt: skip
-
-
-def mutate_json(value: Any, rng: random.Random) -> Any:
-    """`value` with one thing changed, somewhere in it."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        key = rng.choice(list(value))
-        match rng.randrange(6):
-            case 0:
-                return {k: v for k, v in value.items() if k != key}
-            case 1:
-                return {**value, rng.choice(["", "x", "a/b/c", "__metadata__"]): value[key]}
-            case 2:
-                return {(f"{k}x" if k == key else k): v for k, v in value.items()}
-            case _:
-                return value | {key: mutate_json(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.8:
-        place = rng.randrange(len(value))
-        return [*value[:place], mutate_json(value[place], rng), *value[place + 1 :]]
-    if isinstance(value, int) and rng.random() < 0.5:
-        return value + rng.choice([-1, 1, 4, 8, -8, 1000])
-    return rng.choice(VALUES)
-
-
-def mutate(folder: Path, rng: random.Random) -> None:
-    """Change something in a checkpoint, and seal it."""
-    which = rng.choice([MODEL, STATE, STATE, store.POSITION, store.POSITION, MANIFEST])
-    path = folder / which
-    if which == MANIFEST:
-        content = json.loads(path.read_text())
-        content.pop("seal")
-        for _ in range(rng.randint(1, 2)):
-            content = mutate_json(content, rng)
-        if isinstance(content, dict):
-            write_manifest_as_is(folder, content)
-        else:
-            path.write_text(json.dumps(content))
-        return
-    kind = rng.randrange(4)
-    if kind == 0:
-        content = bytearray(path.read_bytes())
-        for _ in range(rng.randint(1, 8)):
-            content[rng.randrange(min(len(content), 4000))] = rng.randrange(256)
-        path.write_bytes(content)
-    elif kind == 1:
-        content = path.read_bytes()
-        path.write_bytes(content[: rng.randrange(len(content))] + rng.randbytes(rng.randrange(9)))
-    elif which == store.POSITION:
-        path.write_text(json.dumps(mutate_json(json.loads(path.read_text()), rng)))
-    else:
-        header, data = header_of(path)
-        for _ in range(rng.randint(1, 3)):
-            header = mutate_json(header, rng)
-        write_header(path, header, data)
-    seal(folder)
-
-
-def write_manifest_as_is(folder: Path, content: dict[str, Any]) -> None:
-    """Seal what cannot be text, too: a file with half a surrogate pair in it."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    try:
-        (folder / MANIFEST).write_text(sealed(content))
-    except UnicodeEncodeError:
-        (folder / MANIFEST).write_text(text + "\n")
-
-
-def outcomes(job: Path, seeds: range) -> Iterator[tuple[int, str]]:
-    """What becomes of each mutation; anything but a DttError is raised."""
-    run = Run(job)
-    whole = newest(job).with_name("whole")
-    shutil.copytree(newest(job), whole)
-    for seed in seeds:
-        shutil.rmtree(newest(job))
-        shutil.copytree(whole, newest(job))
-        mutate(newest(job), random.Random(seed))
-        try:
-            found = store.newest(job / "checkpoints", check_position)
-            assert found is not None
-            if found.step == 8:
-                run.restore(found)
-            yield seed, f"step {found.step}"
-        except (DamagedError, ConfigError, InputError) as error:
-            yield seed, type(error).__name__
-
-
-@pytest.mark.slow
-def test_no_sealed_mutation_of_a_checkpoint_ends_in_anything_but_one_message(
-    job: Path, tokens: Path
-) -> None:
-    with in_this_process(job.parents[1]):
-        found = dict(outcomes(Path("jobs/t"), range(MUTATIONS)))
-    counts = {outcome: list(found.values()).count(outcome) for outcome in set(found.values())}
-    assert counts["step 4"] > MUTATIONS / 2, counts
-    assert counts.get("InputError", 0) == 0, counts
-    assert counts["step 8"] < MUTATIONS / 4, counts  # other numbers: those cannot be told

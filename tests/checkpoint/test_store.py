@@ -243,24 +243,6 @@ def test_a_planted_pickle_is_refused_and_never_executed(
     assert not went_off.exists()
 
 
-def test_a_pickle_listed_in_the_manifest_is_not_executed_either(tmp_path: Path) -> None:
-    went_off = tmp_path / "went off"
-    staging = tmp_path / "checkpoints" / store.staging_name(1, 1)
-    staging.mkdir(parents=True)
-    written = []
-    for name in (FILES[0], store.POSITION):
-        torch.save({"w": Bomb(went_off)}, staging / name)
-        written.append(tensors.write_bytes(staging / name, [(staging / name).read_bytes()]))
-    checkpoint = store.commit(staging, written, step=1, **FACTS)
-    with pytest.raises(DamagedError, match="header"):
-        checkpoint.tensors(store.MODEL)
-    with pytest.raises(DamagedError, match="codec"):
-        checkpoint.position()
-    with pytest.raises(DamagedError, match="header"):
-        store.verify(checkpoint.path)
-    assert not went_off.exists()
-
-
 def test_no_line_of_dtt_loads_pickles() -> None:
     forbidden = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
     for path in Path(dtt.__file__).parent.rglob("*.py"):
@@ -307,22 +289,6 @@ def test_newer_checkpoints_are_set_aside_with_their_content(folder: Path) -> Non
     save(folder, 10)
     moved.rename(folder / "step-000010.old")
     assert store.verify(folder / "step-000010").step == 10
-
-
-def test_a_checkpoint_with_an_unreadable_file_is_skipped(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad = folder / "step-000010" / FILES[1]
-    sha256_file = store.sha256_file
-
-    def unreadable(path: Path) -> str:
-        if path == bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return sha256_file(path)
-
-    monkeypatch.setattr(store, "sha256_file", unreadable)
-    monkeypatch.setattr(reading, "PATIENCE", (0.0,))
-    assert falls_back(folder, f"{FILES[1]} cannot be read", caplog)
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ def _numeric_keys() -> list[tuple[str, tuple[str, ...]]]:
     return list(found)
 
 
+@pytest.mark.slow(except_for=["seed-", "tokenize.validation_fraction-"])
 @pytest.mark.parametrize(("key", "others"), _numeric_keys(), ids=lambda x: x if x else "")
 def test_an_extreme_number_is_valid_or_refused_by_name(key: str, others: tuple[str, ...]) -> None:
     others = tuple(o for o in others if not o.startswith(f"{key}="))

@@ -182,6 +182,7 @@ def load_adapter(world: World, folder: Path) -> tuple[str, list[Any], dict[str, 
     return message, initial, model.whole()
 
 
+@pytest.mark.slow
 def test_an_adapter_saved_on_four_ranks_loads_on_two_over_its_base(tmp_path: Path) -> None:
     saved: dict[str, list[Any]] = {}
     for of_rank in on_ranks(4, save_adapter, tmp_path / "job"):

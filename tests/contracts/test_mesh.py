@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import numpy as np
+import pytest
 import torch
 from support.ranks import on_ranks
 
@@ -50,6 +51,7 @@ def differences(world: World) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_every_factorisation_of_eight_ranks_is_a_numpy_array() -> None:
     assert len(FACTORISATIONS) == 20
     assert on_ranks(RANKS, differences) == [[]] * RANKS

@@ -60,6 +60,7 @@ def records(job: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_runs_stop_at_the_target_and_are_scored_there(benches: Benches) -> None:
     benches.publish([learnable(600), *[learnable(2000)] * (FILES - 1)])
     dtt = benches.dtt
@@ -93,6 +94,7 @@ def test_runs_stop_at_the_target_and_are_scored_there(benches: Benches) -> None:
     assert "fineweb-3.28" in dtt("bench").stdout
 
 
+@pytest.mark.slow
 def test_a_bench_that_was_interrupted_continues_and_says_that_the_target_was_missed(
     benches: Benches,
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_bench_that_was_interrupted_continues_and_says_that_the_target_was_mis
         assert words in damaged
 
 
+@pytest.mark.slow
 def test_the_laptop_recipe_needs_no_network(dtt: Dtt) -> None:
     small = (
         "model.dim=32", "model.n_layers=1", "model.n_heads=2", "schedule.warmup=0",

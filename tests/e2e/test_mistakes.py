@@ -559,7 +559,7 @@ def printed() -> dict[str, str]:
     return {}
 
 
-@pytest.mark.slow(except_for=[mistake.name for mistake in MISTAKES[::3]])
+@pytest.mark.slow(except_for=[mistake.name for mistake in MISTAKES[1::3]])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_mistake_is_reported_with_what_to_do(
     mistake: Mistake, dtt: Dtt, folder: Path, printed: dict[str, str]
@@ -577,16 +577,6 @@ def test_a_mistake_is_reported_with_what_to_do(
     assert {name: after.get(name) for name in before} == before
     named = done.stderr.replace(f"{folder}/", "/home/me/")
     printed[mistake.name] = named.replace(sys.executable, "/home/me/dtt/.venv/bin/python")
-
-
-def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
-    dtt: Dtt, folder: Path
-) -> None:
-    cut("jobs/small/checkpoints/step-000008/model-00000.safetensors")(folder)
-    done = dtt("train", "jobs/small")
-    assert "rejected a checkpoint: checkpoint jobs/small/checkpoints/step-000008" in done.stderr
-    assert "resumed from jobs/small/checkpoints/step-000004" in done.stderr
-    assert "saved jobs/small/checkpoints/step-000008" in done.stderr
 
 
 def test_the_page_of_errors_has_every_mistake_and_every_exit_code(printed: dict[str, str]) -> None:

@@ -213,7 +213,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, L
         yield folder, hub
 
 
-@pytest.mark.slow(except_for=["README.md"])
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", LINES)
 def test_every_command_of_a_page_runs_as_printed(

@@ -60,6 +60,7 @@ def trained(corpus: Path) -> Path:
     return corpus
 
 
+@pytest.mark.slow(except_for=["train -c run.yaml name=new"])
 @pytest.mark.parametrize(
     "command",
     [
@@ -119,6 +120,7 @@ def test_the_wait_for_a_slow_slurm_is_logged_and_its_answer_is_read(
     assert "waiting for Slurm: squeue\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow(except_for=["tokenize-the finished units are kept"])
 @pytest.mark.parametrize(
     ("command", "kept"),
     [

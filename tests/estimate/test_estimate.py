@@ -472,6 +472,7 @@ def _simulate(pipe: object) -> None:
     pipe.send((planned, (*peaks, sum(received.values()))))  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_simulated_ranks_hold_and_receive_what_the_formulas_say() -> None:
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_simulate, args=(there,))

@@ -155,6 +155,7 @@ def test_a_conversation_without_a_system_prompt_gets_that_of_the_command(dtt: Dt
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_answer_is_printed_on_terminals_that_cannot_show_it(dtt: Dtt) -> None:
     job = write_chat_job(dtt.folder, "wörld🙂!")
     ascii_only = {"PYTHONIOENCODING": "ascii"}
@@ -193,6 +194,7 @@ def test_the_averaged_weights_and_another_template_can_be_chosen(dtt: Dtt) -> No
     assert done.stderr == f"(prompt ids: {ids('user:x<|im_end|>assistant:')})\n"
 
 
+@pytest.mark.slow
 def test_the_variables_of_training_reach_the_template_of_job_and_export(dtt: Dtt) -> None:
     template = CHATML.replace("assistant\\n'", "assistant' + mood + '\\n'")
     assert template != CHATML
@@ -365,6 +367,7 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
         assert chat.end() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_the_conversation_continues(tmp_path: Path) -> None:
     job = write_chat_job(tmp_path, seq_len=2**15)
     a, newline = ids("a\n")
@@ -411,6 +414,7 @@ def test_ctrl_c_pressed_again_does_not_interrupt_the_handling_of_the_first() -> 
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_text_while_it_is_generated_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     job = write_chat_job(tmp_path, seq_len=2**15)
     a, newline = ids("a\n")

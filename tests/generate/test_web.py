@@ -246,6 +246,7 @@ def test_three_turns_in_a_browser(chat: Served, chromium: Browser) -> None:
         assert opened.problems == []
 
 
+@pytest.mark.slow
 def test_an_answer_is_stopped_in_a_browser(endless: Served, chromium: Browser) -> None:
     with OpenPage(chromium, endless.url) as opened:
         page = opened.page
@@ -260,6 +261,7 @@ def test_an_answer_is_stopped_in_a_browser(endless: Served, chromium: Browser) -
         assert opened.problems == []
 
 
+@pytest.mark.slow
 def test_hostile_output_is_shown_as_text(tmp_path: Path, chromium: Browser) -> None:
     script = "<b onclik='wd.pn=1>"  # its characters differ, as the model needs
     unique = "".join(dict.fromkeys(script))
@@ -272,6 +274,7 @@ def test_hostile_output_is_shown_as_text(tmp_path: Path, chromium: Browser) -> N
             assert (opened.problems, opened.pwned) == ([], None)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_format_continues_texts(base: Served, chromium: Browser) -> None:
     with pytest.raises(openai.BadRequestError, match="no chat template"):
         base.ask("hello")

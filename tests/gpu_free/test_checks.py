@@ -27,6 +27,7 @@ def check() -> Iterator[Ask]:
         yield ask
 
 
+@pytest.mark.slow(except_for=["llama", "fsdp2"])
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_in_a_step_slows_a_gpu_down(check: Ask, case: str) -> None:
     assert check(case) == []

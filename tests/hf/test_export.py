@@ -13,7 +13,7 @@ from support.tiny_job import write_job
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest, ExportManifest
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import InputError
 from dtt.hf import export
 
 
@@ -113,12 +113,6 @@ def test_a_repeated_export_writes_nothing(job: Path) -> None:
     assert Path("exports/tiny").stat().st_mtime_ns == before
 
 
-def test_step_folder_and_dtype_can_be_set(job: Path, tmp_path: Path) -> None:
-    out = tmp_path / "released" / "five"
-    manifest = run_export(job, ["export.dtype=fp32"], step=5, out=out)
-    assert (manifest.step, manifest.dtype) == (5, "fp32")
-
-
 def test_a_link_and_the_current_folder_are_valid_destinations(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,24 +127,6 @@ def test_a_link_and_the_current_folder_are_valid_destinations(
     run_export(job, out=Path())
     assert ExportManifest.read(tmp_path / "here") == manifest
     assert not list(tmp_path.glob(".*"))
-
-
-def test_a_later_export_replaces_the_earlier_one(
-    job: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_export(job, step=5)
-    caplog.set_level("INFO", logger="dtt")
-    assert run_export(job).step == ExportManifest.read(Path("exports/tiny")).step == 10
-    assert "step 10: exports/tiny, replacing an earlier export" in caplog.text
-
-
-def test_an_export_of_another_job_is_refused(job: Path) -> None:
-    out = Path("exports/tiny")
-    theirs = run_export(job, step=5).model_copy(update={"job": "theirs"})
-    (out / theirs.filename).write_text(theirs.dump())
-    with pytest.raises(ConfigError, match="the export of another job: theirs, step 5"):
-        run_export(job)
-    assert ExportManifest.read(out) == theirs
 
 
 def test_a_step_is_part_of_a_name_and_a_branch_needs_a_repository(dtt: Dtt, job: Path) -> None:

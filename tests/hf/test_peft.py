@@ -83,6 +83,7 @@ def section_of(folder: Path, arch: Architecture) -> LoraConfig:
     return LoraConfig.model_validate_json(json.dumps(section["adapter"]))
 
 
+@pytest.mark.slow(except_for=["llama", "gpt2", "phi3"])
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_an_adapter_of_peft_has_the_same_logits(tmp_path: Path, variant: str) -> None:
     arch = write_base(tmp_path / "base", variant)
@@ -101,6 +102,7 @@ def test_an_adapter_of_peft_has_the_same_logits(tmp_path: Path, variant: str) ->
     torch.testing.assert_close(logits(weights, arch), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(except_for=["llama", "gpt2", "phi3"])
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_peft_reads_what_dtt_writes(tmp_path: Path, variant: str) -> None:
     arch = write_base(tmp_path / "base", variant)

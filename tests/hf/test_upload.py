@@ -63,6 +63,7 @@ def commits(hub: LoopbackHub) -> int:
     return sum("/commit/" in request for request in hub.requests)
 
 
+@pytest.mark.slow
 def test_a_branch_holds_the_files_of_its_export_and_no_others(folder: Path) -> None:
     main = {"model-00001-of-00002.safetensors": b"old", "chat_template.jinja": b"", "plot.png": b""}
     with LoopbackHub() as hub:

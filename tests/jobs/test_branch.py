@@ -80,6 +80,7 @@ def test_an_interrupted_branch_equals_a_run_of_its_length_without_its_parent(
     assert CHILD.run_id() != WHOLE.run_id()
 
 
+@pytest.mark.slow
 def test_branches_leave_the_parent_unchanged_and_ls_shows_them_as_a_tree(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -133,6 +134,7 @@ def test_invalid_branches_are_refused_and_create_nothing() -> None:
     assert not CHILD.root.exists()
 
 
+@pytest.mark.slow
 def test_the_decay_of_a_run_that_ends_with_its_data_limits_branches(settings: list[str]) -> None:
     ends = ["data.on_exhausted=stop", "train.global_batch_tokens=2048", "checkpoint.every=2"]
     run(*settings, *ends, "name=e", "train.steps=1000", "schedule.decay=4")

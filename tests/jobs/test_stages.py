@@ -143,6 +143,7 @@ def test_a_stage_resumes_before_it_looks_at_its_predecessor(
     assert final_files(dtt.folder, "s/last", 6) == by_hand
 
 
+@pytest.mark.slow
 def test_a_stage_that_lost_its_origin_is_refused_and_resumes_alone(
     dtt: Dtt, tiny_stages: str
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_stage_that_lost_its_origin_is_refused_and_resumes_alone(
     assert "jobs/s/midtrain is done" in alone.stderr
 
 
+@pytest.mark.slow
 def test_a_stage_starts_from_the_average_and_the_optimizer_if_asked(
     dtt: Dtt, tiny_stages: str
 ) -> None:
@@ -182,6 +184,7 @@ def test_a_stage_starts_from_the_average_and_the_optimizer_if_asked(
     assert after[0]["loss"] == before[-1]["ema_loss"] != before[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_without_an_average_a_stage_that_asks_for_it_is_refused(dtt: Dtt, tiny_stages: str) -> None:
     train(dtt, tiny_stages, "pretrain")
     refused = dtt(
@@ -191,6 +194,7 @@ def test_without_an_average_a_stage_that_asks_for_it_is_refused(dtt: Dtt, tiny_s
     assert "step-000012 has no moving average of the weights" in refused.stderr
 
 
+@pytest.mark.slow
 def test_other_token_ids_than_in_the_stage_before_are_refused(dtt: Dtt, tiny_stages: str) -> None:
     train(dtt, tiny_stages, "pretrain")
     (dtt.folder / "rivers.txt").write_text("the river runs to the sea\n\n" * 2000)
@@ -205,6 +209,7 @@ def test_other_token_ids_than_in_the_stage_before_are_refused(dtt: Dtt, tiny_sta
     assert not (dtt.folder / "jobs/s/midtrain").exists()
 
 
+@pytest.mark.slow
 def test_a_job_of_the_same_name_is_not_taken_for_a_stage(
     dtt: Dtt, tiny: Settings, tiny_stages: str
 ) -> None:
@@ -216,6 +221,7 @@ def test_a_job_of_the_same_name_is_not_taken_for_a_stage(
     assert "jobs/u is already a job" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_states_of_stages_are_shown_in_order(dtt: Dtt, tiny_stages: str) -> None:
     train(dtt, tiny_stages, "pretrain", "midtrain")
     lines = dtt("job", "status", "jobs/s").stdout.splitlines()[1:]

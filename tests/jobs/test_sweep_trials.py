@@ -47,6 +47,7 @@ NASTY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_values_survive_the_manifest_and_the_trials_own_config() -> None:
     rates = [1e-3, 1.234567890123456e-38, 1e30]
     plan = planned({"train.sample_prompt": NASTY, "optim.lr": rates}, max_trials=200)
@@ -109,6 +110,7 @@ def test_more_than_max_trials_are_refused_with_their_number() -> None:
     assert len(planned({"seed": list(range(12))}, max_trials=12).trials) == 12
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

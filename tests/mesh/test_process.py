@@ -102,7 +102,6 @@ def test_a_file_size_limit_is_reported_and_no_partial_file_counts(dtt: Dtt, tmp_
     [
         ("open('nowhere')", ExitCode.INPUT_MISSING, "no such file or directory\n  where: nowhere"),
         ("os.mkdir('file/sub')", ExitCode.IO, "there is a file where a folder is expected"),
-        ("os.mkdir('file/sub')", ExitCode.IO, "where: file\n"),
         ("os.makedirs('file', exist_ok=True)", ExitCode.IO, "where: file\n  next:  specify"),
         ("raise PermissionError(13, 'Permission denied', 'x')", ExitCode.IO, "ls -ld"),
         ("raise OSError('odd')", ExitCode.IO, "dtt: odd\n"),

@@ -162,28 +162,6 @@ def test_flex_attention_equals_tiles(window: int | None, share: float | None) ->
     torch.testing.assert_close(got, tiled_attention(q, k, v, documents, window, SCALE))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("share", [None, 0.03])
-@torch.no_grad()
-def test_flex_attention_of_some_queries_equals_tiles(
-    window: int | None, share: float | None
-) -> None:
-    torch.manual_seed(1)
-    q, k, v = (x.detach() for x in heads(2, 200, 4, 2))
-    documents = None if share is None else documents_of(2, 200, share)
-    chunks = chunks_of(1, 2, 50)
-    places = torch.tensor([place for chunk in chunks for place in chunk])
-    rule = attention_backend.visible(documents, window, places)
-    blocks = create_block_mask(rule, 2, None, 100, 200, device="cpu", BLOCK_SIZE=16)
-    some = q[:, :, places]
-    got = flex_attention(some, k, v, block_mask=blocks, scale=SCALE, enable_gqa=True)
-    assert isinstance(got, Tensor)
-    starts = [chunk.start for chunk in chunks]
-    expected = tiled_attention(some, k, v, documents, window, SCALE, starts)
-    torch.testing.assert_close(got, expected)
-
-
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is compiled yet, and nothing has failed to."""

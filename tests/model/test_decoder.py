@@ -133,6 +133,7 @@ def test_bf16_autocast_is_close_to_fp32(arch: Architecture) -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.slow(except_for=["llama"])
 def test_blocks_compile_without_a_graph_break(arch: Architecture) -> None:
     model, tokens = make(arch)
     expected = model(tokens)

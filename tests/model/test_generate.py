@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_architectures import tiny_architecture
 
 from dtt.base.errors import Diverged, InputError
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.model import families
-from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch, sample
 from dtt.model.init import initialize
@@ -19,9 +19,10 @@ PROMPTS = [PROMPT, [41], [9] * 20, [7, 2, 64, 30, 12, 99, 1, 8, 70]]
 """Longer and shorter than the windows of the tiny architectures; one leaves room for 4 tokens."""
 
 
-@pytest.fixture
-def model(arch: Architecture) -> Decoder:
-    model = Decoder(arch)
+@pytest.fixture(params=["gpt2", "llama-grouped-tied", "qwen2", "phi3", "gemma3"])
+def model(request: pytest.FixtureRequest) -> Decoder:
+    """Learned positions, all keys, windows, partial rotation, and windows in some layers."""
+    model = Decoder(tiny_architecture(request.param))
     initialize(model, seed=3)
     with torch.no_grad():
         for p in model.parameters():

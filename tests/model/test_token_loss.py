@@ -7,16 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import on_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtt.mesh.dist import World
 from dtt.model.loss import linear_cross_entropy
-from dtt.parallel.tensor import VocabularyPart
 
-N, D, V, ROWS = 50, 16, 96, 48
+N, D, V = 50, 16, 96
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,48 +62,3 @@ def test_under_autocast_the_gradients_are_as_exact_as_those_of_the_sum() -> None
         pairs = zip(got, exact, strict=True)
         errors.append(max(((a - b).norm() / b.norm()).item() for a, b in pairs))
     assert errors[1] < 1.1 * errors[0] < 0.02
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation put out."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
-def test_no_tensor_is_ever_larger_than_the_weight_or_a_chunk_of_logits() -> None:
-    hidden, weight, targets, factors = problem()
-    with LargestTensor() as largest:
-        losses = linear_cross_entropy(hidden, weight, targets, chunk=4, reduction="none")
-        losses.backward(factors)
-    assert 0 < largest.elements <= max(V * D, 4 * V) < N * V
-
-
-def part_of_losses(world: World) -> tuple[list[float], list[Any]]:
-    """Losses, and gradients of all hidden states and of this rank's rows."""
-    hidden, weight, targets, factors = problem()
-    part = VocabularyPart(init_device_mesh("cpu", (2,)), V)
-    mine = weight[part.first : part.first + ROWS]
-    options: Any = {"part": part, "chunk": 7, "softcap": 5.0, "reduction": "none"}
-    losses = linear_cross_entropy(hidden, mine, targets, **options)
-    grads = torch.autograd.grad(losses, (hidden, mine), factors)
-    return losses.tolist(), [grad.tolist() for grad in grads]
-
-
-@pytest.mark.slow
-def test_two_ranks_with_half_of_the_rows_each_have_the_same_losses_and_exact_gradients() -> None:
-    hidden, weight, targets, factors = problem()
-    expected = plain(hidden, weight, targets, 5.0)
-    wanted = torch.autograd.grad(expected, (hidden, weight), factors)
-    (losses, first), (other_losses, second) = on_ranks(2, part_of_losses)
-    assert losses == other_losses == pytest.approx(expected.tolist(), 1e-12)
-    summands = torch.tensor([first[0], second[0]], dtype=torch.float64)
-    rows = torch.tensor([first[1], second[1]], dtype=torch.float64)
-    torch.testing.assert_close(summands.sum(0), wanted[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(rows.flatten(0, 1), wanted[1], rtol=1e-12, atol=1e-12)

@@ -20,6 +20,7 @@ from dtt.mup.transfer import final_loss, with_rate
 from dtt.track import jsonl
 
 
+@pytest.mark.slow
 def test_a_probe_under_mup_has_the_losses_of_the_run_whose_export_transformers_agrees_with(
     dtt: Dtt, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

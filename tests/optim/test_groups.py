@@ -294,23 +294,3 @@ def test_the_table_names_every_group_and_counts_every_parameter() -> None:
         ["adamw", "1", "32", "0.002", "0", "0.9,", "0.95"],
     ]
     assert len({len(line) for line in table.splitlines()}) == 1
-
-
-def test_a_step_that_is_skipped_leaves_every_bit_of_both_optimizers() -> None:
-    optimizers = made(MuonConfig(momentum_warmup=3, normuon_beta2=0.9))
-    params = {p for o in optimizers.values() for g in o.param_groups for p in g["params"]}
-
-    def step(gradient: float, found_inf: float) -> list[bytes]:
-        for p in params:
-            p.grad = torch.full_like(p, gradient)
-        for optimizer in optimizers.values():
-            optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
-            optimizer.step()
-        held = [
-            v for o in optimizers.values() for state in o.state.values() for v in state.values()
-        ]
-        return [tensor.detach().numpy().tobytes() for tensor in (*params, *held)]
-
-    before = step(1.0, 0.0)
-    assert step(float("nan"), 1.0) == before
-    assert step(1.0, 0.0) != before

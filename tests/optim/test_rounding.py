@@ -98,22 +98,6 @@ def test_tiny_updates_count_on_average_and_are_all_lost_without(kind: str) -> No
     assert deviation < 0.1
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_skipped_step_changes_nothing(kind: str) -> None:
-    parameter = nn.Parameter(torch.randn(8, 8).bfloat16())
-    before = parameter.detach().clone()
-    optimizer = groups.build(
-        CONFIGS[kind],
-        table({"w": parameter}),
-        torch.float32,
-        rounding=StochasticRounding(0),
-    )[kind]
-    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    parameter.grad = torch.full_like(parameter, torch.nan)
-    optimizer.step()
-    assert torch.equal(parameter, before)
-
-
 def on_a_mesh(world: World) -> dict[str, list[list[float]]]:
     """This rank's part after one step on weights that are all one, with the same gradients: two
     ranks hold each half."""

@@ -112,6 +112,7 @@ def test_two_that_share_a_sequence_compute_what_one_alone_does_in_every_family()
     assert_none(on_ranks(2, differences, Sizes(context=2), list(FAMILIES)))
 
 
+@pytest.mark.slow
 def test_four_that_share_a_sequence_compute_what_one_alone_does() -> None:
     """A window is longer than a chunk, documents are longer or shorter, the end is padded."""
     assert_none(on_ranks(4, differences, Sizes(context=4), ["gemma3"]))

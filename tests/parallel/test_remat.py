@@ -143,6 +143,7 @@ def test_without_gradients_nothing_is_recomputed() -> None:
         assert executed(kind, backward_too=False)["aten::mm"] == plain["aten::mm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_blocks_recompute_too_and_share_one_compilation(
     kind: Literal["full", "selective"], monkeypatch: pytest.MonkeyPatch
@@ -186,5 +187,6 @@ def differing(world: World) -> list[tuple[str, str, str]]:
     return different
 
 
+@pytest.mark.slow
 def test_on_sharded_and_divided_layers_gradients_are_the_same_to_the_last_bit() -> None:
     assert on_ranks(2, differing) == [[], []]

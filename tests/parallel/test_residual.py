@@ -68,13 +68,17 @@ def outcome(world: World, sizes: Sizes, family: str, precision: str) -> Outcome:
     return sorted(seen), loss.item()
 
 
+def outcomes(world: World, family: str) -> dict[str, Outcome]:
+    return {name: outcome(world, sizes, family, "bf16") for name, sizes in LAYOUTS.items()}
+
+
 @pytest.mark.slow(except_for=["llama"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 def test_the_residual_stream_is_bf16_on_every_layout(family: str) -> None:
     alone = outcome(start(Ranks(), "cpu"), Sizes(), family, "bf16")
     assert alone[0] == ["backward torch.bfloat16", "forward torch.bfloat16"]
-    for name, sizes in LAYOUTS.items():
-        for dtypes, loss in on_ranks(2, outcome, sizes, family, "bf16"):
+    for of_rank in on_ranks(2, outcomes, family):
+        for name, (dtypes, loss) in of_rank.items():
             assert dtypes == alone[0], name
             if name in ("DDP", "FSDP2"):
                 assert loss == alone[1], name

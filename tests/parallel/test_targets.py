@@ -29,7 +29,6 @@ from dtt.train.step import Step, next_token
 ROWS, SEQ_LEN = 8, 16
 LAYOUTS = {
     "DDP 2": Sizes(replicate=2),
-    "DDP 4": Sizes(replicate=4),
     "FSDP2 2": Sizes(shard=2),
     "tensor 2": Sizes(tensor=2),
     "context 2": Sizes(context=2),
@@ -100,15 +99,11 @@ def test_micro_batches_without_targets_change_nothing(alone: dict[str, Any]) -> 
     assert_same(outcome(start(Ranks(), "cpu"), {}, 1), alone)
 
 
-@pytest.mark.parametrize("micro_batch", [1, ROWS])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_without_targets_change_nothing(
-    layout: str, micro_batch: int, alone: dict[str, Any]
-) -> None:
+def test_ranks_without_targets_change_nothing(layout: str, alone: dict[str, Any]) -> None:
     sizes = LAYOUTS[layout]
-    ranks = sizes.data * sizes.context * sizes.tensor
-    found = on_ranks(ranks, outcome, sizes._asdict(), micro_batch)
+    found = on_ranks(2, outcome, sizes._asdict(), 1)
     if sizes.data > 1:
-        assert [one["own targets"] > 0 for one in found] == [True, False] * (ranks // 2)
+        assert [one["own targets"] > 0 for one in found] == [True, False]
     for one in found:
         assert_same(one, alone)

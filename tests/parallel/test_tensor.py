@@ -8,47 +8,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_ranks
-from support.tiny_architectures import penalise
+from support.tiny_architectures import VARIANTS, penalise, tiny_architecture
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local_shard
-from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast
 from dtt.parallel.tensor import overlap
 
 ROWS, SEQ_LEN = 2, 16
-SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
-GEMMA: dict[str, Any] = {"family": "gemma3", "window": 5, "window_pattern": 2, **SIZES}
-VARIANTS = {
-    "gpt2": ModelConfig(family="gpt2", **SIZES),
-    "gpt2-untied": ModelConfig(family="gpt2", tie_embeddings=False, **SIZES),
-    "llama": ModelConfig(family="llama", **SIZES),
-    "llama-grouped-tied": ModelConfig(family="llama", n_kv_heads=2, tie_embeddings=True, **SIZES),
-    "mistral": ModelConfig(family="mistral", window=7, **SIZES),
-    "qwen2": ModelConfig(family="qwen2", n_kv_heads=2, **SIZES),
-    "olmo2": ModelConfig(family="olmo2", n_kv_heads=2, **SIZES),
-    "qwen3": ModelConfig(family="qwen3", n_kv_heads=2, head_dim=16, **SIZES),
-    "phi3": ModelConfig(family="phi3", n_kv_heads=2, **SIZES),
-    "gemma3": ModelConfig(n_kv_heads=2, logit_softcap=3.0, **GEMMA),
-    "gemma3-untied": ModelConfig(tie_embeddings=False, **GEMMA),
-    "llama-penalised": ModelConfig(family="llama", **SIZES),
-}
 CASES = [(False, 0.0), (True, 0.1)]
 """Whether documents are masked, and the z-loss."""
 
+ALL = (*VARIANTS, "llama-penalised")
 Outcome = dict[str, Tensor]
 
 
 def empty(variant: str) -> Decoder:
-    config = VARIANTS[variant]
-    model = Decoder(families.get(config.family).architecture(config, 128, SEQ_LEN))
+    model = Decoder(tiny_architecture(variant.removesuffix("-penalised"), 128, SEQ_LEN))
     return penalise(model) if variant.endswith("penalised") else model
 
 
@@ -134,14 +116,15 @@ def assert_close(got: dict[str, Any], wanted: Outcome) -> None:
 
 
 def of_two(world: World) -> list[dict[str, Any]]:
-    models = (divided(variant, world, Sizes(tensor=2)) for variant in VARIANTS)
+    models = (divided(variant, world, Sizes(tensor=2)) for variant in ALL)
     return [numbers(outcome(model, *case)) for model in models for case in CASES]
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does_for_every_family() -> None:
     first, second = on_ranks(2, of_two)
     assert first == second
-    models = map(make_model, VARIANTS)
+    models = map(make_model, ALL)
     wanted = [outcome(model, *case) for model in models for case in CASES]
     for one, expected in zip(first, wanted, strict=True):
         assert_close(one, expected)
@@ -195,6 +178,7 @@ def initialised(world: World) -> bool:
     return all(torch.equal(part.local, theirs[part.box.slices]) for part, theirs in pairs)
 
 
+@pytest.mark.slow
 def test_initial_weights_are_those_of_one_process() -> None:
     assert on_ranks(4, initialised) == [True] * 4
 

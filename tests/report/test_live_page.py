@@ -85,6 +85,7 @@ def tables(page: Page, charts: Sequence[str] = CHARTS) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_page_shows_new_points_within_seconds_and_what_a_new_page_shows(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_page_shows_new_points_within_seconds_and_what_a_new_page_shows(
         assert tables(opened.page) == by_tokens
 
 
+@pytest.mark.slow
 def test_a_page_shows_how_its_job_ends_and_new_samples(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_page_shows_how_its_job_ends_and_new_samples(
         assert opened.problems == []
 
 
+@pytest.mark.slow
 def test_a_page_that_was_opened_before_the_first_step_shows_the_run(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
@@ -146,6 +149,7 @@ def test_a_page_that_was_opened_before_the_first_step_shows_the_run(
         assert opened.problems == []
 
 
+@pytest.mark.slow
 def test_a_redraw_keeps_the_sample_the_axis_and_the_cursor(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_page_follows_a_job_that_resumes_from_an_earlier_step(
         expect(page.locator(".tiles")).to_contain_text("110 of 400", timeout=LIVE_MS)
 
 
+@pytest.mark.slow
 def test_the_list_shows_all_jobs_with_their_states_and_opens_several_of_them(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
@@ -203,6 +208,7 @@ def test_the_list_shows_all_jobs_with_their_states_and_opens_several_of_them(
         page.wait_for_selector("h1:text-is('Jobs')")
 
 
+@pytest.mark.slow
 def test_a_server_that_went_away_is_reported_on_the_page(tmp_path: Path, chromium: Browser) -> None:
     start(tmp_path, SyntheticRun(), 50)
     process = Dtt(tmp_path).start_python("-m", "dtt.main", "report", "jobs/run", "--serve")

@@ -63,6 +63,7 @@ def colored(figure: Locator, left: float, right: float, top: float, bottom: floa
     return int(figure.locator("canvas").evaluate(script, [left, right, top, bottom]))
 
 
+@pytest.mark.slow(except_for=["jobs/finished/report-1280-light"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
 @pytest.mark.parametrize(
@@ -101,6 +102,7 @@ def test_the_sections_follow_each_other_in_the_order_of_importance(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_axis_radio_buttons_change_the_axis_of_every_chart(
     jobs: Path, chromium: Browser
 ) -> None:
@@ -122,6 +124,7 @@ def test_the_axis_radio_buttons_change_the_axis_of_every_chart(
         assert opened.problems == []
 
 
+@pytest.mark.slow
 def test_dragging_zooms_all_charts_and_the_button_shows_everything_again(
     jobs: Path, chromium: Browser
 ) -> None:
@@ -147,6 +150,7 @@ def test_dragging_zooms_all_charts_and_the_button_shows_everything_again(
         assert not everything.is_visible()
 
 
+@pytest.mark.slow
 def test_run_toggles_remove_the_curves_of_a_run(jobs: Path, chromium: Browser) -> None:
     with OpenPage(chromium, jobs / "both.html") as opened:
         page = opened.page
@@ -161,6 +165,7 @@ def test_run_toggles_remove_the_curves_of_a_run(jobs: Path, chromium: Browser) -
         assert colored(chart, 0.1, 1, 0, 0.9) > 100
 
 
+@pytest.mark.slow
 def test_lines_of_a_chart_differ_in_color_and_in_dashes(tmp_path: Path, chromium: Browser) -> None:
     job = write_finished_job(tmp_path)
     lines = (job / "metrics.jsonl").read_text().splitlines()
@@ -185,6 +190,7 @@ def test_lines_of_a_chart_differ_in_color_and_in_dashes(tmp_path: Path, chromium
             assert len({dash for _, dash in styles}) == count
 
 
+@pytest.mark.slow
 def test_a_logarithmic_axis_and_zoom_work_beside_a_run_that_has_not_started(
     tmp_path: Path, chromium: Browser
 ) -> None:
@@ -207,6 +213,7 @@ def test_a_logarithmic_axis_and_zoom_work_beside_a_run_that_has_not_started(
         assert opened.problems == []
 
 
+@pytest.mark.slow
 def test_a_run_with_no_step_and_one_with_step_0_only_have_a_page(
     tmp_path: Path, chromium: Browser
 ) -> None:
@@ -223,6 +230,7 @@ def test_a_run_with_no_step_and_one_with_step_0_only_have_a_page(
             assert opened.axe() == []
 
 
+@pytest.mark.slow
 def test_smoothing_is_off_at_first_and_changes_no_value(jobs: Path, chromium: Browser) -> None:
     with OpenPage(chromium, jobs / "jobs/finished/report.html") as opened:
         page = opened.page
@@ -236,6 +244,7 @@ def test_smoothing_is_off_at_first_and_changes_no_value(jobs: Path, chromium: Br
         assert chart.evaluate("canvas => canvas.toDataURL()") != drawn
 
 
+@pytest.mark.slow
 def test_the_page_can_be_used_with_the_keyboard_alone(jobs: Path, chromium: Browser) -> None:
     with OpenPage(chromium, jobs / "jobs/finished/report.html") as opened:
         page = opened.page
@@ -270,6 +279,7 @@ def test_the_page_can_be_used_with_the_keyboard_alone(jobs: Path, chromium: Brow
         assert page.locator("#samples output").inner_text() == "step 0"
 
 
+@pytest.mark.slow
 def test_charts_that_are_drawn_later_leave_the_cursor_of_the_keyboard_where_it_is(
     jobs: Path, chromium: Browser
 ) -> None:
@@ -325,6 +335,7 @@ def test_a_sweep_names_the_best_trial_and_plots_each_key(jobs: Path, chromium: B
         assert "lr=0.016, n_layers=2" in diverged.inner_text()
 
 
+@pytest.mark.slow
 def test_two_hundred_hostile_texts_are_shown_and_none_is_executed(
     tmp_path: Path, chromium: Browser
 ) -> None:
@@ -363,6 +374,7 @@ def test_no_planted_secret_is_in_any_page(tmp_path: Path, monkeypatch: pytest.Mo
     assert "[secret]" in page
 
 
+@pytest.mark.slow
 def test_a_spike_of_one_step_is_visible_in_a_long_run(tmp_path: Path, chromium: Browser) -> None:
     run = SyntheticRun(
         steps=60_000, spike=44_444, log_every=100, eval_every=10_000, save_every=20_000
@@ -387,6 +399,7 @@ def test_a_spike_of_one_step_is_visible_in_a_long_run(tmp_path: Path, chromium: 
         assert colored(figure, at - 0.05, at - 0.01, 0.02, 0.3) == 0
 
 
+@pytest.mark.slow
 def test_print_shows_light_pages_without_controls(jobs: Path, chromium: Browser) -> None:
     with OpenPage(
         chromium, jobs / "jobs/interrupted/report.html", color_scheme="dark", media="print"

@@ -122,6 +122,7 @@ def test_the_history_equals_the_records_also_after_more_uploads(
         assert private not in arrived
 
 
+@pytest.mark.slow
 def test_a_history_that_a_resumed_job_dropped_is_replaced(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_history_that_a_resumed_job_dropped_is_replaced(
     assert "is up to date" in upload(dtt, server.url, "jobs/one").stderr
 
 
+@pytest.mark.slow
 def test_several_jobs_go_to_any_project_and_failures_do_not_stop_the_others(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
@@ -171,6 +173,7 @@ def test_several_jobs_go_to_any_project_and_failures_do_not_stop_the_others(
     assert len(server.runs) == 4
 
 
+@pytest.mark.slow
 def test_a_job_without_a_run_id_keeps_its_run_wherever_it_lies_and_if_it_cannot_be_written(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
@@ -200,6 +203,7 @@ tracker.close()
 """
 
 
+@pytest.mark.slow
 def test_the_run_of_the_tracker_is_continued(
     dtt: Dtt, server: LoopbackWandb, tmp_path: Path
 ) -> None:
@@ -246,6 +250,7 @@ def test_a_running_job_that_is_online_is_not_written_to_by_two(
     assert_equal(server, "me/dtt/id-one", job)
 
 
+@pytest.mark.slow
 def test_rows_that_the_server_refuses_are_an_error_and_the_next_upload_completes_them(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
@@ -271,6 +276,7 @@ def test_a_connection_that_is_lost_is_an_error_and_the_next_upload_completes_it(
     assert_equal(server, "me/dtt/id-one", job)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_listen_and_a_missing_key_are_errors(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 from multiprocessing import connection, process
@@ -26,7 +25,7 @@ class ForkedRun:
         self._arguments = list(map(str, arguments))
         self._said = tempfile.TemporaryDirectory()
         (Path(self._said.name) / "in").touch()
-        port = _free_port() if ranks > 1 else 0
+        port = forked.free_port() if ranks > 1 else 0
         self._ranks = []
         for rank in range(ranks):
             env = _variables(rank, ranks, port) if ranks > 1 else {}
@@ -100,13 +99,6 @@ def _run(*arguments: object) -> None:
     """Become a process that may have children, which daemons may not."""
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     forked.become_dtt(*arguments)  # type: ignore[arg-type]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:

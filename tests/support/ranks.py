@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from dtt.base.ranks import Ranks
 from dtt.mesh.dist import World, start, stop
-from support.forked import CONTEXT
+from support.forked import CONTEXT, free_port
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -19,9 +18,7 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     `work` is a function at the top of a test module.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     source = (work.__code__.co_filename, work.__name__)
     pipes, processes = [], []
     for rank in range(size):

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtt.config.model import LinearRopeScaling, LongRopeScaling, ModelConfig, YarnRopeScaling
+from dtt.config.model import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    ModelConfig,
+    YarnRopeScaling,
+)
 from dtt.mesh.dtypes import wide
 from dtt.model import families
 from dtt.model.architecture import Architecture
@@ -15,59 +21,41 @@ from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.model.layers import Block
 
+SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
 VARIANTS = {
-    "gpt2": ModelConfig(family="gpt2", dim=32, n_layers=2, n_heads=4),
-    "llama": ModelConfig(family="llama", dim=32, n_layers=2, n_heads=4),
+    "gpt2": ModelConfig(family="gpt2", **SIZES),
+    "gpt2-untied": ModelConfig(family="gpt2", **SIZES, ffn_dim=96, tie_embeddings=False),
+    "llama": ModelConfig(family="llama", **SIZES),
     "llama-grouped-tied": ModelConfig(
-        family="llama", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, tie_embeddings=True
+        family="llama", **SIZES, n_kv_heads=2, tie_embeddings=True, rope_theta=5e5,
+        rope_scaling=Llama3RopeScaling(original_max_seq_len=16, factor=4.0),
     ),
-    "mistral": ModelConfig(family="mistral", dim=32, n_layers=2, n_heads=4, window=7),
+    "mistral": ModelConfig(family="mistral", **SIZES, n_kv_heads=2, window=7),
     "qwen2": ModelConfig(
-        family="qwen2", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, window=7, max_window_layers=1
+        family="qwen2", **SIZES, n_kv_heads=2, window=7, max_window_layers=1,
+        rope_scaling=YarnRopeScaling(factor=8.0, original_max_seq_len=16, attention_factor=1.3),
     ),
-    "qwen3": ModelConfig(family="qwen3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16),
+    "qwen3": ModelConfig(family="qwen3", **SIZES, n_kv_heads=2, head_dim=16),
     "phi3": ModelConfig(
-        family="phi3",
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        window=7,
-        partial_rotary_factor=0.5,
+        family="phi3", **SIZES, n_kv_heads=2, window=7, partial_rotary_factor=0.5,
         rope_scaling=LongRopeScaling(
-            short_factor=(1.0, 1.5),
-            long_factor=(2.0, 8.0),
-            original_max_seq_len=24,
+            short_factor=(1.0, 1.5), long_factor=(2.0, 8.0), original_max_seq_len=24,
             attention_factor=1.1,
         ),
     ),
-    "smollm3": ModelConfig(
-        family="smollm3", dim=32, n_layers=2, n_heads=4, n_kv_heads=2, no_rope_layer_interval=2
-    ),
+    "smollm3": ModelConfig(family="smollm3", **SIZES, n_kv_heads=2, no_rope_layer_interval=2),
+    "olmo2": ModelConfig(family="olmo2", **SIZES, n_kv_heads=2),
     "olmo3": ModelConfig(
-        family="olmo3",
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        window=5,
-        window_pattern=2,
-        rope_theta=5e5,
+        family="olmo3", **SIZES, window=5, window_pattern=2, rope_theta=5e5,
         rope_scaling=YarnRopeScaling(original_max_seq_len=8),
     ),
     "gemma3": ModelConfig(
-        family="gemma3",
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=1,
-        window=5,
-        window_pattern=2,
-        rope_theta=1e6,
-        rope_scaling=LinearRopeScaling(),
-        logit_softcap=3.0,
+        family="gemma3", **(SIZES | {"n_layers": 3}), n_kv_heads=2, head_dim=16, window=5,
+        window_pattern=3, rope_theta=1e6, rope_scaling=LinearRopeScaling(factor=4.0),
+        query_pre_attn_scalar=12, logit_softcap=3.0,
     ),
-}
+    "gemma3-untied": ModelConfig(family="gemma3", **SIZES, window=9, tie_embeddings=False),
+}  # fmt: skip
 
 LENGTHS = [[5, 1, 11, 7], [24], [1, 1, 22]]
 DOCUMENTS = torch.tensor(
@@ -75,10 +63,10 @@ DOCUMENTS = torch.tensor(
 )
 
 
-def tiny_architecture(variant: str) -> Architecture:
-    """Return one with 2 layers, a vocabulary of 128, and a context of 24."""
+def tiny_architecture(variant: str, vocab_size: int = 100, max_seq_len: int = 24) -> Architecture:
+    """Return one with 2 or 3 layers."""
     cfg = VARIANTS[variant]
-    return families.get(cfg.family).architecture(cfg, 100, 24)
+    return families.get(cfg.family).architecture(cfg, vocab_size, max_seq_len)
 
 
 class Penalised(Block):

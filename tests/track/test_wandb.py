@@ -54,7 +54,7 @@ def went_on(run: subprocess.CompletedProcess[str]) -> bool:
     return run.returncode == 0 and "went on" in run.stdout and "Traceback" not in run.stderr
 
 
-@pytest.mark.slow(except_for=["offline"])
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [{}, {"WANDB_MODE": "offline"}], ids=["unset", "offline"])
 def test_without_a_key_each_attempt_is_kept_offline_under_the_same_id(
     tmp_path: Path, env: dict[str, str]

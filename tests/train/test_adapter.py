@@ -114,6 +114,7 @@ def test_a_resumed_adapter_has_the_same_bits(dtt: Dtt) -> None:
     assert all(tensor.equal(after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.slow(except_for=["changed"])
 @pytest.mark.parametrize("change", ["changed", "gone"])
 def test_an_adapter_is_not_resumed_on_other_weights(dtt: Dtt, change: str) -> None:
     dtt("train", *arguments(LORA, name="t"))
@@ -204,6 +205,7 @@ def test_an_export_holds_the_merged_weights(dtt: Dtt) -> None:
         assert exported[name].equal(weight[()].to(exported[name].dtype)), name
 
 
+@pytest.mark.slow
 def test_an_adapter_job_generates_as_its_export_does(dtt: Dtt) -> None:
     dtt("export", "jobs/lora", "export.dtype=fp32")
     asked = "-p", "one", "--max-new-tokens", "8", "--temperature", "0"
@@ -211,6 +213,7 @@ def test_an_adapter_job_generates_as_its_export_does(dtt: Dtt) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_to_peft_and_back(dtt: Dtt) -> None:
     assert "those of PEFT by" in dtt("export", "jobs/lora", "--adapter").stdout
     folder = dtt.folder / "exports/lora-adapter"
@@ -229,6 +232,7 @@ def test_an_adapter_goes_to_peft_and_back(dtt: Dtt) -> None:
     assert "alpha: 8.0" in dtt("train", *other, expect=2).stderr
 
 
+@pytest.mark.slow
 def test_only_an_adapter_of_released_weights_goes_to_peft(dtt: Dtt) -> None:
     said = dtt("export", "jobs/base", "--adapter", expect=2).stderr
     assert "has no adapter" in said
@@ -237,6 +241,7 @@ def test_only_an_adapter_of_released_weights_goes_to_peft(dtt: Dtt) -> None:
     assert "omit --adapter to export the merged model" in said
 
 
+@pytest.mark.slow
 def test_a_job_that_starts_from_an_adapter_job_starts_from_the_merged_weights(dtt: Dtt) -> None:
     dtt("train", *arguments(LORA, name="next", init__from="jobs/lora", **sizes()))
     assert losses(dtt.folder / "jobs/next")[0] == pytest.approx(
@@ -255,6 +260,7 @@ def sizes() -> dict[str, object]:
     return {key.replace(".", "__"): value for key, value in MODEL.items()}
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_the_adapter(dtt: Dtt) -> None:
     dtt("train", *arguments(LORA, name="t", train__ema_decay=0.5))
     checkpoint = newest(dtt.folder / "jobs/t")
@@ -267,6 +273,7 @@ def test_the_average_is_that_of_the_adapter(dtt: Dtt) -> None:
     torch.testing.assert_close(averaged, base + 2 * b @ a)
 
 
+@pytest.mark.slow
 def test_the_reference_of_dpo_is_the_model_without_the_adapter(tmp_path: Path) -> None:
     dtt = Dtt(tmp_path)
     prepare(dtt)
@@ -279,6 +286,7 @@ def test_the_reference_of_dpo_is_the_model_without_the_adapter(tmp_path: Path) -
     assert losses(tmp_path / "jobs/lora")[-1] < losses(tmp_path / "jobs/lora")[0]
 
 
+@pytest.mark.slow
 def test_the_reference_of_dpo_has_the_adapter_that_the_run_starts_from(tmp_path: Path) -> None:
     dtt = Dtt(tmp_path)
     prepare(dtt)

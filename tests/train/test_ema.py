@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,19 +42,6 @@ def test_its_loss_is_recorded_next_to_that_of_the_weights(job: Path) -> None:
     assert [r["step"] for r in evals] == [0, 5, 10, 12]
     assert evals[0]["ema_loss"] == evals[0]["loss"]
     assert all(r["ema_loss"] > r["loss"] for r in evals[1:])  # it falls, and the average lags
-
-
-def test_a_resumed_run_keeps_it_bit_for_bit(job: Path, tmp_path: Path) -> None:
-    resumed = tmp_path / "jobs/t"
-    shutil.copytree(job, resumed)
-    Dtt(tmp_path)("train", resumed, "--from-step", 4)
-    before, after = (store.find(str(folder)) for folder in (job, resumed))
-    for kind in (store.MODEL, store.STATE):
-        file = store.rank_file(kind, 0)
-        assert (before.path / file).read_bytes() == (after.path / file).read_bytes(), kind
-    state = after.tensors(store.STATE)
-    assert len(averages(state)) == 21
-    assert state["ema/updates/count"] == 12
 
 
 def exported(job: Path, out: Path, *, ema: bool) -> dict[str, torch.Tensor]:

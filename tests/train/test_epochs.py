@@ -81,6 +81,7 @@ def test_the_last_one_given_of_steps_and_epochs_counts(
         length("{steps: 0}")
 
 
+@pytest.mark.slow
 def test_a_run_lasts_its_epochs_and_a_resume_keeps_them(
     dtt: Dtt, tiny: Callable[..., list[str]]
 ) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.forked_runs import run
-from support.running import Dtt
+from support.running import Dtt, wait_until
 from support.tokenized_conversations import write_conversations
 
 from dtt.artifacts.jobdir import JobDir
@@ -105,6 +104,7 @@ def test_the_console_shows_how_full_the_steps_are_and_the_answers_that_stop(
     assert "<|im_start|>user\n    7, two?<|im_end|>\n    <|im_start|>assistant\n" in stderr
 
 
+@pytest.mark.slow
 def test_a_sample_prompt_that_the_template_refuses_is_reported_before_the_first_step(
     dtt: Dtt, chat_tokens: Path
 ) -> None:
@@ -184,6 +184,7 @@ def test_the_validation_loss_is_the_mean_over_the_targets_of_each_conversation_a
     assert last["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_answers_change_no_bit_of_training(dtt: Dtt, chat_tokens: Path, undisturbed: Path) -> None:
     dtt("train", *settings(chat_tokens, train__eval_answers=0))
     job = dtt.folder / "jobs/t"
@@ -198,6 +199,7 @@ def reached(job: Path) -> int:
     return max((r["step"] for r in records(job, "train")), default=0)
 
 
+@pytest.mark.slow
 def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
     dtt: Dtt, chat_tokens: Path, undisturbed: Path
 ) -> None:
@@ -205,10 +207,7 @@ def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
     generator, killed = random.Random(0), []
     for target in (steps // 4, steps // 2 - 1, steps // 2 + 1, 3 * steps // 4):
         process = dtt.start("train", *settings(chat_tokens))
-        end = time.monotonic() + 120
-        while process.poll() is None and reached(job) < target:
-            assert time.monotonic() < end, "waited too long"
-            time.sleep(0.005)
+        wait_until(lambda: process.poll() is not None or reached(job) >= target)  # noqa: B023
         time.sleep(generator.random() * 0.02)
         process.kill()
         if Dtt.wait(process).returncode == -signal.SIGKILL:
@@ -221,30 +220,3 @@ def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
         assert file.read_bytes() == (job / file.relative_to(undisturbed)).read_bytes(), file.name
     kinds = "train", "eval", "sample"
     assert records(job, *kinds) == records(undisturbed, *kinds)
-
-
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "micro-batch 1": (1, ["train.micro_batch=1"]),
-    "micro-batch 8": (1, ["train.micro_batch=8"]),
-    "DDP 2": (2, []),
-    "DDP 4": (4, ["train.micro_batch=1"]),
-    "FSDP2 2": (2, ["parallel.shard=2"]),
-    "tensor 2": (2, ["parallel.tensor=2"]),
-    "context 2": (2, ["parallel.context=2"]),
-}
-
-
-@pytest.mark.slow(except_for=["micro-batch 1", "FSDP2 2"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_curves_are_those_of_one_process(
-    dtt: Dtt, chat_tokens: Path, undisturbed: Path, layout: str
-) -> None:
-    ranks, keys = LAYOUTS[layout]
-    run(dtt, "train", *settings(chat_tokens), *keys, ranks=ranks)
-    job = dtt.folder / "jobs/t"
-    pairs = zip(records(job, "train", "eval"), records(undisturbed, "train", "eval"), strict=True)
-    for found, expected in pairs:
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
-        same = {"padding_efficiency", "trained_share", "tokens", "answer_stop_rate"}
-        assert {k: found.get(k) for k in same} == {k: expected.get(k) for k in same}
-    assert records(job, "train")[-1]["loss"] < records(job, "train")[0]["loss"] - 1

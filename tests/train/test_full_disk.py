@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.running import Dtt, in_this_process
+from support.running import Dtt, in_this_process, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import reading
@@ -53,13 +53,6 @@ def fill(folder: Path) -> Path:
             return ballast
 
 
-def wait_for(ready: Callable[[], bool], seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.05)
-
-
 def read_until(process: subprocess.Popen[str], text: str) -> str:
     """Return the lines of standard error up to the one that contains `text`."""
     assert process.stderr is not None
@@ -88,7 +81,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run(
     dtt, job = Dtt(small_disk), JobDir(small_disk / "jobs/t")
     keys = sizes(600, checkpoint__every=100, checkpoint__on_full=on_full)
     process = dtt.start("train", *tiny(**keys))
-    wait_for(lambda: job.lead.exists() and trained_to(job) > 0)
+    wait_until(lambda: job.lead.exists() and trained_to(job) > 0)
     ballast = fill(small_disk)
     if on_full == "stop":
         done = dtt.wait(process)
@@ -110,22 +103,6 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run(
     trained = [record["step"] for record in steps if record["kind"] == "train"]
     assert trained == list(range(1, 601))  # no line was lost
     assert not list(job.root.rglob(".*.tmp"))
-
-
-@pytest.mark.slow
-def test_a_run_that_starts_on_a_full_disk_waits_for_space(
-    small_disk: Path, tiny: Callable[..., list[str]]
-) -> None:
-    dtt, job = Dtt(small_disk), JobDir(small_disk / "jobs/t")
-    arguments = tiny(**sizes(8, checkpoint__on_full="wait"))
-    job.root.mkdir(parents=True)
-    ballast = fill(small_disk)
-    process = dtt.start("train", *arguments)
-    read_until(process, "waiting for space")
-    ballast.unlink()
-    done = dtt.wait(process)
-    assert done.returncode == 0, done.stderr
-    assert job.exit_record(1) is not None
 
 
 def test_a_stop_request_ends_the_wait_for_space_at_the_start(
@@ -214,7 +191,7 @@ HIT: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-@pytest.mark.slow(except_for=["rename and link"])
+@pytest.mark.slow
 @pytest.mark.skipif(STRACE is None, reason="no strace")
 @pytest.mark.parametrize("calls", HIT, ids=["rename and link", "open and mkdir"])
 def test_one_input_output_error_of_each_small_file_ends_no_run(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked_runs import run
 from support.running import Dtt
 from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
 from support.token_files import write_folder
@@ -102,17 +101,6 @@ def test_a_killed_and_resumed_run_ends_bit_for_bit_equal(
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_on_other_ranks_it_sees_the_same_samples(
-    dtt: Dtt, mixed: list[str], killed: Path, undisturbed: Path
-) -> None:
-    job = shutil.copytree(killed, dtt.folder / "jobs/t")
-    run(dtt, "train", *mixed, ranks=2)
-    for a, b in zip(metrics(undisturbed, "train"), metrics(job, "train"), strict=True):
-        assert a["ledger"] == b["ledger"]
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-
-
-@pytest.mark.slow
 def test_each_source_is_measured(undisturbed: Path) -> None:
     evals, data = metrics(undisturbed, "eval"), metrics(undisturbed, "data")
     assert [record["step"] for record in data] == [*range(3, 40, 3), 40]
@@ -133,23 +121,6 @@ def test_the_overall_loss_counts_sources_by_their_share_of_the_run(undisturbed: 
         losses = record["losses"]
         expected = (144 * losses["counting"] + 176 * losses["products"]) / 320
         assert record["loss"] == pytest.approx(expected)
-
-
-@pytest.mark.slow
-def test_packed_it_trains_the_same_on_any_number_of_ranks(dtt: Dtt, mixed: list[str]) -> None:
-    """Batches differ in their number of targets, and so do the ranks' shares of them."""
-    packed = [*mixed, "data.packing=best-fit", "train.steps=12"]
-    dtt("train", *packed, "name=one")
-    run(dtt, "train", *packed, "train.micro_batch=2", ranks=2)
-    one, two = (metrics(dtt.folder / "jobs" / name, "train") for name in ("one", "t"))
-    seen = [record["tokens"] for record in one]
-    targets = [after - before for before, after in zip([0, *seen], seen, strict=False)]
-    assert len(set(targets)) > 1
-    assert max(targets) <= 256
-    for a, b in zip(one, two, strict=True):
-        assert (a["ledger"], a["tokens"]) == (b["ledger"], b["tokens"])
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
 @pytest.mark.slow

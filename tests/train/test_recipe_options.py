@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from support.forked_runs import run, start
 from support.running import Dtt
 
 from dtt.checkpoint import store
 from dtt.config.load import load_job, resolve, shipped_configs
-from dtt.hf.read import read_hf_folder
-from dtt.optim.ema import averages
 from dtt.track import jsonl
 
 Settings = Callable[..., list[str]]
@@ -33,12 +29,7 @@ OPTIONS = {
         "optim.groups=[{match: embed, lr: 3e-2, decay: 100%}, {match: head, decay: 6}]"
     ],
     "late average": ["train.eval_every=2", "train.ema_decay=0.8 from 50% blend 0.6"],
-    "initial std by role": ["model.init_std={embed: 0.5, head: 0, output: 0}"],
     "muon by horizon": ["optim.weight_decay=horizon 0.2"],
-    "adamw by horizon": [
-        "optim.type=adamw",
-        "optim.groups=[{match: embed.weight, weight_decay: horizon 0.1}]",
-    ],
 }
 WITHOUT = {
     "cautious adamw": ["optim.weight_decay=horizon 0.1"],
@@ -78,28 +69,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_two_ranks_train_the_same(
     assert losses(dtt.folder / "jobs/plain") != losses(job), "the option has no effect"
 
 
-@pytest.mark.slow(except_for=["shard and tensor"])
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (2, ["parallel.replicate=2"]),
-        (4, ["parallel.shard=2", "parallel.tensor=2"]),
-        (2, ["parallel.context=2"]),
-        (4, ["parallel.replicate=2", "parallel.shard=2"]),
-    ],
-    ids=["replicate", "shard and tensor", "context", "replicate and shard"],
-)
-def test_hyperball_trains_the_same_on_every_layout(
-    ranks: int, layout: list[str], dtt: Dtt, tiny: Settings
-) -> None:
-    settings = [*tiny(**FP32, train__micro_batch=2), *OPTIONS["hyperball"]]
-    dtt("train", *settings)
-    run(dtt, "train", *settings, "name=ranks", *layout, ranks=ranks)
-    assert losses(dtt.folder / "jobs/ranks") == pytest.approx(
-        losses(dtt.folder / "jobs/t"), rel=1e-5
-    )
-
-
+@pytest.mark.slow
 def test_hyperball_refuses_weight_decay_and_matrices_of_zeros_before_the_first_step(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -122,19 +92,7 @@ def test_hyperball_refuses_weight_decay_and_matrices_of_zeros_before_the_first_s
     dtt("train", *hyperball, "model.init_std={output: 0}", f"optim.groups=[{others}]")
 
 
-def test_a_job_keeps_the_initial_std_by_role_and_its_export_is_verified(
-    dtt: Dtt, tiny: Settings
-) -> None:
-    dtt("train", *tiny(), "model.init_std={embed: 0.5, head: 0, output: 0}")
-    job = dtt.folder / "jobs/t"
-    assert load_job(job).model.init_std == {"embed": 0.5, "head": 0.0, "output": 0.0}
-    refused = dtt("train", job, "model.init_std.embed=0.4", expect=2).stderr
-    assert "was started with different values of: model.init_std" in refused
-    dtt("export", job)
-    facts = json.loads(next(dtt.folder.rglob("config.json")).read_text())
-    assert facts["initializer_range"] == 0.02
-
-
+@pytest.mark.slow
 def test_a_horizon_trains_as_its_number_does_and_follows_the_length_of_the_run(
     dtt: Dtt, tiny: Settings
 ) -> None:
@@ -154,29 +112,7 @@ def test_a_horizon_trains_as_its_number_does_and_follows_the_length_of_the_run(
     assert "divided" not in again
 
 
-def test_a_late_average_is_blended_alike_in_evaluations_exports_and_new_jobs(
-    dtt: Dtt, tiny: Settings
-) -> None:
-    settings = tiny(**FP32, train__eval_every=2)
-    dtt("train", *settings, "train.ema_decay=0.8 from 50% blend 0.6")
-    job = dtt.folder / "jobs/t"
-    evals = [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
-    assert all((r["ema_loss"] == r["loss"]) == (r["step"] <= 6) for r in evals)
-    found = store.find(str(job))
-    weights, state = found.tensors(store.MODEL), found.tensors(store.STATE)
-    average = averages(state)
-    dtt("export", job, "--ema", "--out", "averaged", "export.dtype=fp32")
-    exported = read_hf_folder(dtt.folder / "averaged").state
-    for name, tensor in exported.items():
-        expected = 0.6 * average[name] + 0.4 * weights[name]
-        torch.testing.assert_close(tensor, expected, msg=name)
-    dtt("train", *settings, "name=next", "init.from=jobs/t", "init.average=true")
-    first = next(
-        r for r in jsonl.read(dtt.folder / "jobs/next/metrics.jsonl") if r["kind"] == "eval"
-    )
-    assert first["loss"] == pytest.approx(evals[-1]["ema_loss"], rel=1e-6)
-
-
+@pytest.mark.slow
 def test_a_branch_starts_before_the_first_decay_of_any_group(dtt: Dtt, tiny: Settings) -> None:
     """The group decays over steps 7 to 12, all others over the last two."""
     own = "optim.groups=[{match: embed, decay: 6}]"
@@ -188,6 +124,7 @@ def test_a_branch_starts_before_the_first_decay_of_any_group(dtt: Dtt, tiny: Set
     assert_same_state(dtt.folder / "jobs/b", dtt.folder / "jobs/whole")
 
 
+@pytest.mark.slow
 def test_a_branch_of_another_length_would_have_decayed_otherwise_and_is_refused(
     dtt: Dtt, tiny: Settings
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked_runs import run
 from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
@@ -90,6 +89,7 @@ def test_evaluation_changes_no_bit_of_the_training(
     assert records(plain, *kinds) == records(evaluated, *kinds)
 
 
+@pytest.mark.slow
 def test_a_finished_job_is_evaluated_on_tasks_that_are_added(
     tiny: Settings, tasks: str, evaluated: Path, tmp_path: Path
 ) -> None:
@@ -122,24 +122,6 @@ def test_a_job_whose_last_evaluation_gave_no_scores_is_done(
     newest = store.newest(job.checkpoints)
     assert newest is not None
     assert is_done(load_job(job.root), job, newest, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["shard", "context"])
-def test_ranks_share_the_questions_and_train_as_without_tasks(
-    dtt: Dtt, tiny: Settings, tasks: str, evaluated: Path, layout: str
-) -> None:
-    settings = tiny(model__dropout=0.1, train__steps=3, **{f"parallel__{layout}": 2})
-    done = {}
-    for name, more in (("plain", []), ("tasks", [f"eval.tasks={tasks}", "eval.every=3"])):
-        run(dtt, "train", *settings, f"name={name}", *more, ranks=2)
-        done[name] = dtt.folder / "jobs" / name
-    assert weights_and_state(done["plain"], 3) == weights_and_state(done["tasks"], 3)
-    assert records(done["plain"], "train", "eval") == records(done["tasks"], "train", "eval")
-    found = records(done["tasks"], "task")
-    assert [r["step"] for r in found] == [0, 0, 3, 3]
-    alone = records(evaluated, "task")[0]  # the initial weights are equal
-    assert found[0]["bits_per_byte"] == pytest.approx(alone["bits_per_byte"], rel=1e-3)
 
 
 def test_a_task_that_is_missing_ends_the_run_before_it_starts(dtt: Dtt, tiny: Settings) -> None:

@@ -65,7 +65,7 @@ def assert_equal_on(
         assert (None if isinstance(got, RefusedRow) else got[0].ids.tolist()) == want
 
 
-@pytest.mark.slow(except_for=["gpt2", "mistral-v1"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_ids_of_a_sample_of_real_conversations_equal_those_of_transformers(
     name: str, shared: Path, rows: dict[str, list[Conversation]]

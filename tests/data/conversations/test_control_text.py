@@ -35,6 +35,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow(except_for=["gpt2-llama3"])
 @pytest.mark.parametrize(("name", "template"), PLACES, ids=str)
 def test_of_1000_hostile_contents_none_becomes_a_special_token_and_nothing_runs(
     name: str, template: str, shared: Path
@@ -74,6 +75,7 @@ FORGED: list[Any] = [
 ]
 
 
+@pytest.mark.slow(except_for=["content1"])
 @pytest.mark.parametrize("content", FORGED)
 def test_parts_that_the_template_joins_to_a_special_token_stay_text(
     content: Any, gpt2: bytes
@@ -93,6 +95,7 @@ def test_parts_that_the_template_joins_to_a_special_token_stay_text(
         encoded("stop")
 
 
+@pytest.mark.slow
 def test_a_special_token_that_merges_of_the_model_could_make_is_not_made_of_text(
     shared: Path,
 ) -> None:

@@ -66,6 +66,7 @@ def test_both_engines_give_equal_ids_and_masks(name: str, template: str, shared:
         assert alone == want[::5]
 
 
+@pytest.mark.slow
 def test_gigatoken_encodes_all_but_what_it_could_encode_differently(shared: Path) -> None:
     content = with_tokens(shared / "data/tokenizers/qwen")
     tokens = ChatEncoder(content, ChatConfig(), "x", CHATML, NAMED, engine="auto").tokens
@@ -124,6 +125,7 @@ def test_only_a_constant_end_counts_as_a_constant_generation_prompt(text: str) -
     assert ChatTemplate(LOOP + text).ends_with_prompt == ENDS[text]
 
 
+@pytest.mark.slow
 def test_an_answer_that_contains_the_generation_prompt_gets_the_same_header(shared: Path) -> None:
     """A text of the row that looks like the header does not move the begin of the answer."""
     content = with_tokens(shared / "data/tokenizers/gpt2")

@@ -27,6 +27,7 @@ def every(pytestconfig: pytest.Config) -> int:
     return 1 if pytestconfig.option.all else 6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_masks_are_derived_for_nearly_all_pairs_of_public_templates_and_shapes(
     gpt2: bytes, every: int
@@ -127,6 +128,7 @@ def trl_masks(content: bytes, text: str, conversations: list[Conversation]) -> l
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_masks_equal_those_of_trl_except_for_argued_classes(gpt2: bytes, every: int) -> None:
     """The text of an answer and its stop token are the targets of both.

@@ -44,6 +44,7 @@ def rendered(template: ChatTemplate, conversation: Conversation, prompt: bool) -
         return None
 
 
+@pytest.mark.slow
 def test_renders_equal_those_of_transformers_with_every_template_and_shape(
     pytestconfig: pytest.Config,
 ) -> None:
@@ -126,6 +127,7 @@ RUNAWAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(except_for=RUNAWAYS.keys() - {"nested loops"})
 @pytest.mark.parametrize("runaway", RUNAWAYS)
 def test_a_runaway_or_hostile_template_refuses_the_row(runaway: str) -> None:
     template = ChatTemplate(RUNAWAYS[runaway])

@@ -188,6 +188,7 @@ def test_each_mistake_is_reported_with_what_to_do(
         assert word in answer["error"]
 
 
+@pytest.mark.slow
 def test_without_the_hub_a_complete_corpus_is_still_done_and_others_are_reported(
     downloads: Downloads,
 ) -> None:

@@ -122,6 +122,7 @@ def test_invalid_arguments_are_reported(dtt: Dtt, tokens: Path) -> None:
     assert "not a job directory" in dtt("data", "at-step", "jobs/none", 1, expect=66).stderr
 
 
+@pytest.mark.slow
 def test_no_command_needs_torch(dtt: Dtt, tokens: Path, tiny: Settings, job: Path) -> None:
     assert job == dtt.folder / "jobs/t"
     for command in (["inspect", str(tokens)], ["mix", *tiny()], ["at-step", "jobs/t", "3"]):
@@ -205,6 +206,7 @@ def job(dtt: Dtt, trained: Path) -> Path:
     return shutil.copytree(trained, dtt.folder / "jobs/t")
 
 
+@pytest.mark.slow
 def test_at_step_lists_the_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
     seen = {step: facts(dtt, "at-step", job, step) for step in (1, 8, 9)}
     for step, found in seen.items():

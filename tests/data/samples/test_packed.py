@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import on_ranks
 from support.token_files import random_documents, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
@@ -16,6 +16,7 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples import packed
 from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.mesh.dist import World
 
 SHARDS = {f"train-{i}": random_documents(40, 30, seed=i) for i in range(3)}
 
@@ -98,7 +99,7 @@ def test_an_index_that_does_not_match_its_file_is_refused(
         opened(tmp_path)
 
 
-def _pack(path: Path) -> bytes:
+def _pack(_world: World | None, path: Path) -> bytes:
     ids: np.ndarray[Any, Any] = read(opened(path))
     return ids.tobytes()
 
@@ -106,6 +107,4 @@ def _pack(path: Path) -> bytes:
 def test_processes_that_start_together_get_the_same(tmp_path: Path) -> None:
     write_folder(tmp_path / "a", SHARDS)
     write_folder(tmp_path / "b", SHARDS)
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        made = pool.map(_pack, [tmp_path / "a"] * 3 + [tmp_path / "b"], chunksize=1)
-    assert len(set(made)) == 1
+    assert {*on_ranks(3, _pack, tmp_path / "a")} == {_pack(None, tmp_path / "b")}

@@ -268,6 +268,7 @@ def test_units_are_distributed_evenly() -> None:
     assert max(loads) - min(loads) <= 2
 
 
+@pytest.mark.slow(except_for=["web/c4_sample.jsonl"])
 @pytest.mark.parametrize("file", ["web/c4_sample.jsonl", "techdocs/val-00000-of-00001.jsonl.gz"])
 def test_gpt2_ids_are_those_of_tokenizers_on_real_text(
     shared: Path, corpora: Any, tmp_path: Path, file: str
@@ -361,6 +362,7 @@ def find_rank(job: subprocess.Popen[str], rank: int) -> int | None:
     return None
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_an_error_in_one_rank_ends_all_with_its_exit_code(corpora: Any, tmp_path: Path) -> None:
     corpus = corpora.make({"a.jsonl": jsonl(TEXTS) + b"broken\n" + jsonl(TEXTS)})

@@ -171,6 +171,7 @@ CASES: list[tuple[str, Draw, dict[str, float]]] = [
 ]
 
 
+@pytest.mark.slow(except_for=["cloze"])
 @pytest.mark.parametrize(("type_", "draw", "truth"), CASES, ids=[case[0] for case in CASES])
 def test_95_percent_intervals_contain_the_truth_in_93_to_97_percent_of_samples(
     type_: str, draw: Draw, truth: dict[str, float]

@@ -71,6 +71,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_task_of_lm_eval_is_evaluated_and_recorded_beside_the_other_results(job: Path) -> None:
     arguments = ["eval", "jobs/tiny", "--harness", "choices.yaml", "eval.limit=20"]
     code, out, err = run_dtt(arguments, job, {}, 170)
@@ -120,6 +121,7 @@ def coded(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_task_with_functions_is_printed_as_json(coded: Path) -> None:
     out = run(["eval", "jobs/tiny", "--harness", "coded.yaml", "--json"], coded)
     [path] = (coded / "jobs/tiny/evals/step-000010").glob("harness-*.json")
@@ -142,6 +144,7 @@ def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         eval_harness.run("jobs/tiny", ["choices"])
 
 
+@pytest.mark.slow
 def test_a_chat_model_answers_in_its_conversation_format(tmp_path: Path) -> None:
     job = write_chat_job(tmp_path, "Fine.")
     (tmp_path / "rows.jsonl").write_text('{"question": "How?", "answer": "Fin"}\n')

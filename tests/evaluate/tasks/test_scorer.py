@@ -188,6 +188,7 @@ def on_shards(world: World, family: str, sizes: Sizes) -> tuple[Scores | None, l
 PROMPTS = [[1, 2, 3], [7], list(range(94)), [5, 5]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [

@@ -96,6 +96,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tasks]:
         opened.close()
 
 
+@pytest.mark.slow
 def test_rows_come_from_the_hub_once_and_then_from_the_folder(tasks: Tasks) -> None:
     first = tasks(TASK)
     assert [q["contexts"] for q in first["questions"]] == [[f"{n} + 1 ="] for n in range(5)]

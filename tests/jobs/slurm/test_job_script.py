@@ -236,6 +236,7 @@ def own_parameters(value: str, launch: dict[str, Any]) -> dict[str, Any]:
     return taken
 
 
+@pytest.mark.slow
 def test_no_hostile_value_adds_a_directive_or_breaks_the_script(tmp_path: Path) -> None:
     texts = []
     for value in hostile(1000, tmp_path / "canary"):
@@ -739,6 +740,7 @@ def test_the_other_commands_have_attempts_and_endings_too(
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_watch_may_wait_for_days_but_not_fail_again_and_again(
     tmp_path: Path, fakes: Path
 ) -> None:

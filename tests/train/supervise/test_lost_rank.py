@@ -8,13 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Dtt
+from support.running import Dtt, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode, PeerLost
@@ -22,13 +21,6 @@ from dtt.train.supervise.lost_rank import explained
 
 Settings = Callable[..., list[str]]
 HERE = socket.gethostname()
-
-
-def wait_until(true: Callable[[], object], limit: float = 200.0) -> None:
-    deadline = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_killed_rank_is_named_by_the_other_in_the_message_and_in_exit_json(
