@@ -149,6 +149,7 @@ CASES = {
     "dtt job save jobs/run": RUNNING,
     "dtt job profile jobs/stories": RUNNING,
     "dtt job profile jobs/run": RUNNING,
+    "dtt job logs jobs/run -f": Case((130,), interrupt=True),
     "dtt report --serve": Case((0, 130), interrupt=True),
     # Recipes download gigabytes and train for minutes to hours.
     "dtt bench laptop": Case(

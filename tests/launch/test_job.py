@@ -360,3 +360,33 @@ def test_rm_without_yes_deletes_nothing_unless_both_question_and_answer_have_a_t
         process.communicate(timeout=60)
     assert process.returncode == 2
     assert (job / "config.yaml").exists()
+
+
+def test_logs_of_the_first_node_or_another(dtt: Dtt) -> None:
+    logs = made(dtt, "t") / "logs"
+    for node in ("n1", "n2"):
+        (logs / f"train-7-r0-{node}.log").write_text("".join(f"{node} {i}\n" for i in range(99)))
+        (logs / f"latest-{node}.log").symlink_to(f"train-7-r0-{node}.log")
+    (logs / "latest.log").symlink_to("train-7-r0-n1.log")
+    assert dtt("job", "logs", "jobs/t", "-n", "2").stdout == "n1 97\nn1 98\n"
+    assert dtt("job", "logs", "jobs/t", "-n", "1", "--node", "n2").stdout == "n2 98\n"
+    refused = dtt("job", "logs", "jobs/t", "--node", "n3", expect=66)
+    assert "use --node n1 or n2" in refused.stderr
+
+
+def test_followed_logs_continue_with_the_next_attempt(dtt: Dtt) -> None:
+    logs = made(dtt, "t") / "logs"
+    (logs / "train-7-r0-n1.log").write_text("one\n")
+    (logs / "latest.log").symlink_to("train-7-r0-n1.log")
+    process = dtt.start("job", "logs", "jobs/t", "-f")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "one\n"
+    with (logs / "train-7-r0-n1.log").open("a") as file:
+        file.write("two\n")
+    assert process.stdout.readline() == "two\n"
+    (logs / "train-7-r1-n1.log").write_text("three\n")
+    (logs / "aside").symlink_to("train-7-r1-n1.log")
+    (logs / "aside").replace(logs / "latest.log")
+    assert process.stdout.readline() == "three\n"
+    process.send_signal(signal.SIGINT)
+    assert Dtt.wait(process).returncode == 130

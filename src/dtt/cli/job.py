@@ -131,3 +131,26 @@ def job_rm(
         from dtt.launch import job as body
 
         body.rm(job, yes=yes)
+
+
+@job_cli.command(
+    "logs", epilog=examples("dtt job logs jobs/run -f", "dtt job logs jobs/run --node n2")
+)
+def job_logs(
+    job: Job,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines as they appear.")
+    ] = False,
+    node: Annotated[
+        str | None, typer.Option(help="Node; slurm: the job script. Default: the first node.")
+    ] = None,
+    lines: Annotated[
+        int,
+        typer.Option("--lines", "-n", min=0, metavar="N", help="Number of lines to print first."),
+    ] = 50,
+) -> None:
+    """Print the last lines of the newest attempt's log."""
+    with command():
+        from dtt.launch import job as body
+
+        body.logs(job, follow=follow, node=node, lines=lines)

@@ -157,17 +157,21 @@ class JobFiles:
 
     def log_tail(self, lines: int) -> list[str]:
         """Return the last non-empty lines of the log that best explains how the job ended."""
-        log = _newest_log(self.job, "latest.log" if self.attempt else "latest-slurm.log")
+        log = newest_log(self.job) if self.attempt else newest_log(self.job, "slurm")
         return last_lines(log, lines) if log else []
 
 
-def _newest_log(job: JobDir, latest: str) -> Path | None:
-    """Return the log to which a link points; without it, the most recently modified one."""
-    if (job.logs / latest).is_file():
-        return job.logs / latest
-    return max(
-        (path for path in job.logs.glob("*.log") if path.is_file()), key=_modified, default=None
-    )
+def newest_log(job: JobDir, node: str | None = None) -> Path | None:
+    """Return the newest attempt's log, of its first node or of `node`; None if there is none.
+
+    The `node` "slurm" selects the log of the job script itself. Without a link `latest….log`,
+    the most recently modified log is returned.
+    """
+    latest = job.logs / (f"latest-{node}.log" if node else "latest.log")
+    if latest.is_file():
+        return latest
+    others = job.logs.glob("*.log" if node in (None, "slurm") else f"*-{node}.log")
+    return max((path for path in others if path.is_file()), key=_modified, default=None)
 
 
 def last_lines(log: Path, lines: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""`dtt job …`: control, resume and delete jobs."""
+"""`dtt job …`: control, resume and delete jobs, and print their logs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import shlex
 import shutil
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from dtt.artifacts.jobdir import ANSWER, JobDir
-from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit
+from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.base.files import exclusive, remove, write_atomically
+from dtt.base.log import log
 from dtt.base.reading import read_record
 from dtt.config.profile import Kind
 from dtt.jobs import job_state
-from dtt.jobs.job_files import requester
+from dtt.jobs.job_files import newest_log, requester
 from dtt.jobs.job_state import State, Status
 from dtt.jobs.slurm import squeue, submissions
 from dtt.jobs.sweep_trials import SweepManifest
@@ -229,3 +232,42 @@ def resume(path: Path) -> None:
     if SweepManifest.exists(job.root.parent):
         there, argv = "", ["sweep", "retry", str(job.root.parent), job.root.name]
     print(there + shlex.join(["dtt", *argv]))
+
+
+def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
+    """Print the last `lines` lines of the newest attempt's log; with `follow`, also new lines."""
+    job = job_state.open_job(path)
+    newest = newest_log(job, node)
+    if newest is None:
+        there = sorted(p.name[7:-4] for p in job.logs.glob("latest-*.log"))
+        raise InputError(
+            f"no log{f' of node {node}' if node else ''} in {job.logs}",
+            next=f"use --node {' or '.join(there)}"
+            if there
+            else "only Slurm jobs and sweeps have logs",
+        )
+    log.info("%s", newest.resolve())
+    _print_log(newest, lines, lambda: newest_log(job, node), follow=follow)
+
+
+def _print_log(path: Path, lines: int, newest: Callable[[], Path | None], *, follow: bool) -> None:
+    """Print the last lines of a log; with `follow`, print new lines until interrupted.
+
+    When `newest` returns another file, because a new attempt started, continues with that one.
+    """
+    file = path.open(encoding="utf-8", errors="replace")
+    try:
+        print("".join(deque(file, maxlen=lines)), end="", flush=True)
+        shown = path.resolve()
+        while follow:
+            print(file.read(), end="", flush=True)
+            now = newest()
+            if now is not None and now.resolve() != shown:  # another attempt has started
+                print(file.read(), end="")
+                file.close()
+                file, shown = now.open(encoding="utf-8", errors="replace"), now.resolve()
+                log.info("%s", shown)
+            else:
+                time.sleep(POLL_SECONDS)
+    finally:
+        file.close()
