@@ -25,6 +25,7 @@ from dtt.config.schedule import (
     WsdConfig,
 )
 from dtt.optim.schedule import resolve
+from dtt.track.plot import save
 
 STEPS = 1000
 TYPES: dict[str, ScheduleConfig] = {
@@ -62,8 +63,7 @@ def main() -> None:
     right.set(title="shape of a wsd decay", xlabel="step of the decay")
     draw(left, TYPES)
     draw(right, SHAPES)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
-    drawing.savefig(path)
+    path = save(drawing, Path(sys.argv[1]) if len(sys.argv) > 1 else default)
     Image.open(path).quantize(64).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 

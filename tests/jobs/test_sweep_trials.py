@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config import source
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
@@ -21,6 +21,7 @@ from dtt.jobs import sweep_results as results
 from dtt.jobs import sweep_trials as trials
 from dtt.jobs.sweep_trials import Sweep, SweepManifest
 from dtt.launch.sweep.local_trials import split_gpus, visible_gpus
+from dtt.track import plot
 
 
 @pytest.fixture(autouse=True)
@@ -267,6 +268,15 @@ def test_a_curve_for_each_combination_of_the_other_keys() -> None:
     ]  # fmt: skip
     assert list(curves[0].y) == [mean([3.0, 3.4]), mean([2.0, 2.5]), 4.0]
     assert curves[0].error[1] == pytest.approx(0.25)
+    histories = results.histories(made, "eval.loss")
+    assert len(histories) == 12
+    assert [list(histories[0].x), list(histories[0].y)] == [[0, 10], [9.0, 3.0]]
+
+
+def test_a_plot_without_results_is_an_error() -> None:
+    made = measured(dict.fromkeys(LOSSES))
+    with pytest.raises(InputError, match="nothing to plot"):
+        results.against(made, results.table(made), "optim.lr")
 
 
 @pytest.mark.parametrize(
@@ -277,4 +287,44 @@ def test_a_curve_for_each_combination_of_the_other_keys() -> None:
 def test_a_logarithmic_axis_is_for_values_far_apart_above_zero(
     values: list[Any], logarithmic: bool
 ) -> None:
-    assert results.spread([values[:1], values[1:]]) is logarithmic
+    assert plot.spread([values[:1], values[1:]]) is logarithmic
+
+
+def test_a_plot_has_axes_error_bars_and_a_short_legend(tmp_path: Path) -> None:
+    curves = [plot.Curve(f"$x$={i}", [1e-4, 1e-2], [2.0, 1.0], [0.1, 0.0]) for i in range(15)]
+    figure = plot.figure(curves, "optim.lr", "eval.loss", log_x=True, log_y=False)
+    [axes] = figure.axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "linear")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optim.lr", "eval.loss")
+    assert len(axes.containers) == 15
+    legend = axes.get_legend()
+    assert legend is not None
+    assert len(legend.get_texts()) == 12
+    assert legend.get_title().get_text() == "and 3 more"
+    plot.save(figure, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    words = plot.figure(
+        [plot.Curve("", ["a$b$", "c"], [1.0, 2.0])], "x", "y", log_x=False, log_y=True
+    )
+    plot.save(words, tmp_path / "words.png")
+    assert [t.get_text() for t in words.axes[0].get_xticklabels()] == [r"a\$b\$", "c"]
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/victim", "a/../../victim"])
+def test_a_manifest_with_trials_outside_the_sweep_is_refused(name: str) -> None:
+    made = planned({"optim.lr": [1e-3, 1e-2]}).write()
+    path = made.root / SweepManifest.filename
+    content = json.loads(path.read_text())
+    one, _ = content["trials"]
+    for listed in ({one: {"values": {}, "folder": name}}, {name: content["trials"][one]}):
+        path.write_text(json.dumps(content | {"trials": listed}))
+        with pytest.raises(DamagedError, match="a manifest names a file outside its folder"):
+            trials.find("s")
+        with pytest.raises(DamagedError, match="a manifest names a file outside its folder"):
+            planned({"optim.lr": [1e-3, 1e-2]})
+
+
+@pytest.mark.parametrize("name", ["../victim", "a/../../b", "/victim", ".."])
+def test_a_sweep_file_cannot_name_a_folder_outside_of_jobs(name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        planned({"optim.lr": [1e-3]}, name=name)

@@ -110,3 +110,15 @@ def sweep_results(
         from dtt.launch.sweep import run as sweep
 
         sweep.results(name, as_csv=csv, as_json=json)
+
+
+@sweep_cli.command(name="plot")
+def sweep_plot(name: SweepName) -> None:
+    """Plot the metric against each key, and the curves of all trials.
+
+    Reads metrics.jsonl of the trials, writes PNG files to jobs/<sweep>/plots/.
+    """
+    with command():
+        from dtt.launch.sweep import run as sweep
+
+        sweep.plot(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, stdev
@@ -11,12 +11,14 @@ from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
+from dtt.base.errors import InputError
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
 from dtt.jobs import job_state
 from dtt.jobs.job_state import State, Status
 from dtt.jobs.sweep_trials import Sweep
 from dtt.track import jsonl
+from dtt.track.plot import Curve
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,6 @@ class ResultRow:
     """Mean of the metric; None if no trial counts."""
     error: float | None
     """Standard error of the mean; None for fewer than two trials."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The metric as a function of a key; `x` holds numbers, or strings for a categorical axis."""
-
-    label: str
-    x: Sequence[float | str]
-    y: Sequence[float]
-    error: Sequence[float]
-    """Half the height of the error bar at each point, 0 for no bar."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +161,18 @@ def _is_number(value: Any) -> bool:
 
 
 def against(sweep: Sweep, rows: Sequence[ResultRow], key: str) -> list[Curve]:
-    """Return the metric as a function of a key: a curve for each combination of the other keys."""
+    """Return the metric as a function of a key: a curve for each combination of the other keys.
+
+    Raises InputError if no trial has finished.
+    """
     others = [other for other in varied(sweep) if other != key]
     points = [row for row in rows if row.mean is not None]
+    if not points:
+        raise InputError(
+            f"there is nothing to plot in {sweep.root}",
+            why=f"no finished trial has measured {sweep.manifest.metric}",
+            next=f"dtt sweep status {sweep.root}",
+        )
     # Within a curve, sort numbers numerically, followed by strings alphabetically.
     points.sort(
         key=lambda r: (label(r.values, others), not _is_number(r.values[key]), _order(r, key))
@@ -200,10 +200,12 @@ def _order(row: ResultRow, key: str) -> Any:
     return value if _is_number(value) else scalar(value)
 
 
-def spread(groups: Iterable[Sequence[Any]]) -> bool:
-    """Return True if the values need a logarithmic axis.
-
-    That is the case if all are positive and the largest is more than 100 times the smallest.
-    """
-    values = [value for group in groups for value in group]
-    return bool(values) and all(map(_is_number, values)) and 0 < 100 * min(values) < max(values)
+def histories(sweep: Sweep, metric: str) -> list[Curve]:
+    """Return a metric over the steps: a curve for each trial that has measured it."""
+    curves = []
+    for trial, record in sweep.manifest.trials.items():
+        points = measured(sweep.job(trial), metric)
+        if points:
+            name = label(record.values, list(record.values))
+            curves.append(Curve(name, [step for step, _ in points], [value for _, value in points]))
+    return curves

@@ -8,6 +8,7 @@ from typing import Any
 from dtt.jobs import sweep_results as results
 from dtt.jobs.sweep_results import ResultRow
 from dtt.jobs.sweep_trials import Sweep
+from dtt.track.plot import spread
 
 
 def of_sweep(sweep: Sweep) -> dict[str, Any]:
@@ -28,15 +29,19 @@ def of_sweep(sweep: Sweep) -> dict[str, Any]:
             }
             for row in rows
         ],
-        "plots": [_plot(sweep, rows, key) for key in keys if any(row.done for row in rows)],
+        "plots": [_plot(sweep, rows, key) for key in keys] if _has_result(rows) else [],
     }
+
+
+def _has_result(rows: Sequence[ResultRow]) -> bool:
+    return any(row.mean is not None for row in rows)
 
 
 def _plot(sweep: Sweep, rows: Sequence[ResultRow], key: str) -> dict[str, Any]:
     found = results.against(sweep, rows, key)
     return {
         "key": key,
-        "log_x": key in sweep.manifest.logarithmic or results.spread([curve.x for curve in found]),
+        "log_x": key in sweep.manifest.logarithmic or spread([curve.x for curve in found]),
         "curves": [
             {"label": curve.label, "x": list(curve.x), "y": list(curve.y),
              "error": list(curve.error)}

@@ -117,6 +117,11 @@ def test_status_and_results_equal_an_independent_reading_of_the_logs(
         assert (job / "metrics.jsonl").stat() == stat
         assert endings(job) == [0]
 
+    pictures = dtt("sweep", "plot", "jobs/s").stdout.splitlines()
+    assert len(pictures) == 4
+    for picture in pictures:
+        assert (dtt.folder / picture).read_bytes().startswith(b"\x89PNG")
+
 
 def check_status(dtt: Dtt, jobs: dict[Any, Path], expected: dict[str, str]) -> None:
     """What status tells of each trial is what its files say."""

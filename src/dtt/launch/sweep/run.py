@@ -1,4 +1,4 @@
-"""`dtt sweep submit | status | cancel | retry | results`: run and evaluate sweeps."""
+"""`dtt sweep submit | status | cancel | retry | results | plot`: run and evaluate sweeps."""
 
 from __future__ import annotations
 
@@ -182,6 +182,29 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
         csv.writer(sys.stdout, lineterminator="\n").writerows([head, *lines])
     else:
         print("\n".join(columns([head, *lines])))
+
+
+def plot(name: str) -> None:
+    """Plot the metric against each varied key and the curves of all trials, as PNG files."""
+    from dtt.track import plot as draw
+
+    sweep = planning.find(name)
+    rows, metric = sweep_results.table(sweep), sweep.manifest.metric
+    folder = sweep.root / "plots"
+    for one in sweep_results.varied(sweep):
+        curves = sweep_results.against(sweep, rows, one)
+        figure = draw.figure(
+            curves, one, metric,
+            log_x=one in sweep.manifest.logarithmic or draw.spread(c.x for c in curves),
+            log_y=draw.spread(c.y for c in curves),
+        )  # fmt: skip
+        print(draw.save(figure, folder / f"{one}.png"))
+    for one in dict.fromkeys((metric, "train.loss")):
+        curves = sweep_results.histories(sweep, one)
+        figure = draw.figure(
+            curves, "step", one, log_x=False, log_y=draw.spread(c.y for c in curves)
+        )
+        print(draw.save(figure, folder / f"curves-{one}.png"))
 
 
 def _drop_invalid(plan: SweepPlan, local: int | None) -> SweepPlan:
