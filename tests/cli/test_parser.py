@@ -13,7 +13,7 @@ from support.running import Dtt
 from dtt.base.errors import ExitCode
 from dtt.main import cli
 
-REPEATABLE = {"allow_change", "prompt"}
+REPEATABLE = {"allow_change", "copied", "prompt"}
 
 
 def options(command: typer.core.TyperGroup, path: str = "dtt") -> list[tuple[str, str, bool]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from support.loopback_wandb import KEY, LoopbackWandb
 from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import EnvironmentUnfit
+from dtt.report import wandb_upload
 from dtt.track.jsonl import JsonlTracker
 from dtt.track.wandb import history_row
 
@@ -229,6 +233,105 @@ def test_the_run_of_the_tracker_is_continued(
     assert_equal(server, "me/copy/id-one", job)
 
 
+SOURCE = """
+import sys, wandb
+quiet = wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True)
+for id, steps in ("exp", (0, 1, 5, *range(900, 2300), 4001)), ("exp-2", range(3)), ("none", ()):
+    with wandb.init(
+        entity="old", project="p", id=id, name="a name", group="g", tags=["a", "b"], notes="why",
+        config={"seed": 7, "deep": {"x": [1, None]}}, settings=quiet,
+    ) as run:
+        run.define_metric("tokens", hidden=True)
+        run.define_metric("train/*", step_metric="tokens")
+        for step in steps:
+            row = {"train/loss": 1 / (step + 1), "tokens": 10**12 + step, "_timestamp": 1e9 + step}
+            if step % 2:
+                row |= {"nan": float("nan"), "inf": float("inf"), "text": "é", "nested": {"a": 1}}
+                row |= {"h": wandb.Histogram([1, 2, 3]), "none": None, "yes": True}
+            run.log(row, step=step, commit=True)
+        run.summary.update({"best": 0.5, "train/loss": 3})
+"""
+
+
+@pytest.fixture
+def runs(dtt: Dtt, server: LoopbackWandb) -> LoopbackWandb:
+    """Three runs of `old/p` that exist only on the server: `exp`, `exp-2`, and one without rows."""
+    env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
+    made = dtt.start_python("-c", SOURCE, HOME=str(dtt.folder), **env)
+    assert Dtt.wait(made).returncode == 0
+    return server
+
+
+def assert_copied(server: LoopbackWandb, source: str, target: str) -> None:
+    """Both runs have the same rows, config, axes, summary, names, tags and notes."""
+    one, other = server.runs[source], server.runs[target]
+
+    def plain(values: dict[str, Any], *without: str) -> str:
+        kept = {name: value for name, value in values.items() if name not in without}
+        return (
+            json.dumps(kept, sort_keys=True)
+            .replace('"NaN"', "NaN")
+            .replace('"Infinity"', "Infinity")
+        )
+
+    for a, b in zip(one.history, other.history, strict=True):
+        assert plain(a, "_runtime") == plain(b, "_runtime")
+    assert plain(one.summary, "_runtime", "_wandb") == plain(other.summary, "_runtime", "_wandb")
+    assert plain(one.config, "_wandb") == plain(other.config, "_wandb")
+    assert one.config["_wandb"]["value"]["m"] == other.config["_wandb"]["value"]["m"]
+    for field in ("name", "group", "tags", "notes"):
+        assert getattr(one, field) == getattr(other, field)
+
+
+@pytest.mark.slow
+def test_runs_of_the_server_are_copied_completely_and_not_twice(
+    dtt: Dtt, runs: LoopbackWandb
+) -> None:
+    names = ["old/p/exp", "old/p/exp-2", "old/p/none"]
+    arguments = ("--from", *names, "--entity", "new", "--project", "q")
+    done = upload(dtt, runs.url, *arguments, "--json")
+    assert [result["from"] for result in json.loads(done.stdout)] == names
+    assert [result["sent"] for result in json.loads(done.stdout)] == [1404, 3, 0]
+    for name in names:
+        assert_copied(runs, name, name.replace("old/p", "new/q"))
+
+    again = upload(dtt, runs.url, *arguments).stderr
+    assert again.count("is up to date") == 3
+    assert [runs.runs[f"new/q/{name}"].opened for name in ("exp", "exp-2", "none")] == [1, 1, 1]
+    assert runs.deleted == []
+
+    del runs.runs["new/q/exp"].history[1000:]  # as after a lost connection
+    runs.runs["new/q/exp-2"].summary.pop("best")
+    done = upload(dtt, runs.url, *arguments, "--json")
+    assert [result["sent"] for result in json.loads(done.stdout)] == [404, 0, 0]
+    for name in names:
+        assert_copied(runs, name, name.replace("old/p", "new/q"))
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_be_copied_does_not_stop_the_others(
+    dtt: Dtt, runs: LoopbackWandb
+) -> None:
+    runs.runs["me/p/exp"] = replace(runs.runs["old/p/exp"], history=[{"_step": 0, "x": 1}])
+    done = upload(
+        dtt, runs.url, "--from", "old/p/no", "old/p/exp", "old/p", "--from", "me/p/exp",
+        "old/p/exp-2", "--json", expect=66,
+    )  # fmt: skip
+    assert "there is no run old/p/no" in done.stderr
+    assert "the history of me/p/exp is not the beginning of that of old/p/exp" in done.stderr
+    assert "old/p is not a W&B run" in done.stderr
+    assert "me/p/exp is the run to copy" in done.stderr
+    assert sum("error" in result for result in json.loads(done.stdout)) == 4
+    assert_copied(runs, "old/p/exp-2", "me/p/exp-2")
+
+
+def test_jobs_are_not_taken_for_runs(dtt: Dtt, job: JobDir, server: LoopbackWandb) -> None:
+    mixed = upload(dtt, server.url, "--from", "jobs/one", expect=2).stderr
+    assert "jobs/one is a job, and --from copies runs" in mixed
+    assert "no job and no --from" in upload(dtt, server.url, expect=2).stderr
+
+
+@pytest.mark.slow
 def test_a_running_job_that_is_online_is_not_written_to_by_two(
     dtt: Dtt, server: LoopbackWandb
 ) -> None:
@@ -298,3 +401,12 @@ def test_a_server_that_never_answers_is_an_error(
 ) -> None:
     server.silent.set()
     assert "did not respond" in upload(dtt, server.url, "jobs/one", expect=78).stderr
+
+
+def test_without_wandb_the_error_names_the_package(
+    dtt: Dtt, job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.chdir(dtt.folder)
+    with pytest.raises(EnvironmentUnfit, match=r"pip install .wandb>="):
+        wandb_upload.upload(["jobs/one"], project=None, entity=None, as_json=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,13 +16,25 @@ from dtt.mesh.process import command
     epilog=examples(
         "dtt wandb jobs/stories",
         "dtt wandb jobs/lr/* --project sweeps --json",
+        "dtt wandb --from team/old/1a2b3c4d --entity team --project new",
     ),
 )
 def wandb_(
-    jobs: Annotated[list[Path], typer.Argument(metavar="JOB…", help="Job directories.")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[JOB]…", help="Job directories; with --from, more runs."),
+    ] = None,
+    copied: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            metavar="ENTITY/PROJECT/RUN",
+            help="Copy this run instead: history, config, summary, name, group, tags.",
+        ),
+    ] = None,
     project: Annotated[
         str | None,
-        typer.Option(help="W&B project; default: that of the job's tracker, else dtt."),
+        typer.Option(help="W&B project; default: that of the job's tracker or the run, else dtt."),
     ] = None,
     entity: Annotated[
         str | None,
@@ -31,7 +42,7 @@ def wandb_(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Upload the metrics of jobs to Weights & Biases.
+    """Upload the metrics of jobs to Weights & Biases, or copy runs to another project.
 
     Sends every record of metrics.jsonl, of finished and running jobs, tracked or not. Running it
     again sends what is new, without duplicates.
@@ -39,4 +50,6 @@ def wandb_(
     with command():
         from dtt.report import wandb_upload
 
-        wandb_upload.upload(jobs, project=project, entity=entity, as_json=json)
+        wandb_upload.upload(
+            sources or [], copied or [], project=project, entity=entity, as_json=json
+        )

@@ -19,37 +19,69 @@ from dtt.config.train import WandbConfig
 from dtt.jobs import job_state
 from dtt.track import jsonl
 from dtt.track.wandb import history_row
-from dtt.track.wandb_history import Row, RunPath, UploadedRun, WandbHistory
+from dtt.track.wandb_history import RunFacts, UploadedRun, WandbHistory
+from dtt.track.wandb_rows import Row, RunPath
 
 
 def upload(
-    paths: Sequence[Path], *, project: str | None, entity: str | None, as_json: bool
+    sources: Sequence[str],
+    copied: Sequence[str] = (),
+    *,
+    project: str | None,
+    entity: str | None,
+    as_json: bool,
 ) -> None:
     """Upload the complete history of each job, and print or log the URLs of the runs.
 
-    The folder of several stages stands for its stages. `project` and `entity` are by default those
-    of the job's tracker. A job that fails does not stop the others; at the end, the first error is
+    `sources` are job directories; the folder of several stages stands for its stages. `project` and
+    `entity` are by default those of the job's tracker. With `copied`, these and the sources are
+    runs of the server, `ENTITY/PROJECT/RUN`, which are copied; the defaults are the run's project
+    and the user. A source that fails does not stop the others; at the end, the first error is
     raised.
     """
+    if not sources and not copied:
+        raise ConfigError(
+            "no job and no --from", next="dtt wandb JOB, or --from ENTITY/PROJECT/RUN"
+        )
+    if copied:
+        names = [*copied, *sources]
+    else:
+        names = [str(stage) for path in sources for stage in _stages(Path(path))]
     results: list[dict[str, Any]] = []
     errors: list[DttError] = []
     with TemporaryDirectory(prefix="dtt-wandb-", ignore_cleanup_errors=True) as folder:
         history = WandbHistory(Path(folder))
-        for root in [stage for path in paths for stage in _stages(path)]:
+        for name in names:
+            source = {"from" if copied else "job": name}
             try:
-                result = _Upload.of(JobDir(root), history, project, entity).run(history)
+                if copied:
+                    result = _copy(name, history, project, entity)
+                else:
+                    result = _Upload.of(JobDir(Path(name)), history, project, entity).run(history)
             except DttError as error:
                 errors.append(error)
-                results.append({"job": str(root), "error": str(error)})
+                results.append(source | {"error": str(error)})
                 if len(errors) > 1:  # the first one is reported last
                     log.error("%s", error)
             else:
-                results.append({"job": str(root), **asdict(result)})
-                log.info("%s", _describe(root, result))
+                results.append(source | asdict(result))
+                log.info("%s", _describe(name, result))
     if as_json:
         print(json.dumps(results))
     if errors:
         raise errors[0]
+
+
+def _copy(name: str, history: WandbHistory, project: str | None, entity: str | None) -> UploadedRun:
+    """Copy a run of the server to `project` of `entity`."""
+    if JobDir(Path(name)).exists:
+        raise ConfigError(f"{name} is a job, and --from copies runs of the W&B server")
+    parts = name.split("/")
+    if len(parts) != len(RunPath._fields) or not all(parts):
+        raise ConfigError(f"{name} is not a W&B run", next="--from ENTITY/PROJECT/RUN")
+    source = RunPath(*parts)
+    target = RunPath(entity or history.entity, project or source.project, source.id)
+    return history.copy(source, target)
 
 
 def _stages(path: Path) -> list[Path]:
@@ -57,7 +89,7 @@ def _stages(path: Path) -> list[Path]:
     return [job.root for job in job_state.stages(path)] or [path]
 
 
-def _describe(name: Path, run: UploadedRun) -> str:
+def _describe(name: str, run: UploadedRun) -> str:
     if run.sent == 0:
         return f"{name} is up to date, {run.rows} records: {run.url}"
     all = f" of {run.rows}" if run.sent < run.rows else ""
@@ -108,7 +140,8 @@ class _Upload:
         def rows() -> Iterator[Row]:
             return map(history_row, jsonl.read(self.job.metrics, timed=True))
 
-        return history.upload(self.path, self.cfg, rows)
+        facts = RunFacts(self.cfg.name, self.cfg.name, self.cfg.model_dump(mode="json"))
+        return history.upload(self.path, facts, rows)
 
 
 def _run_id(job: JobDir, name: str, first: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Complete histories of jobs in Weights & Biases: every row, in order, none twice.
+"""Complete histories in Weights & Biases, of jobs and of runs: every row, in order, none twice.
 
 The W&B client retries for days and reports success even if the server took nothing. So this module
 bounds the retries, and compares the run on the server with the records before and after an upload.
@@ -9,25 +9,31 @@ history. So a history that no longer fits becomes a new run, `ID-2`, and the old
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dtt.base.errors import ConfigError, EnvironmentUnfit
-from dtt.config.run import RunConfig
+from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.base.log import log
 from dtt.track.wandb import answers, define_metrics, delete_slurm_secrets, wandb_client
+from dtt.track.wandb_rows import (
+    Row,
+    RunPath,
+    StoredRun,
+    axes,
+    contains,
+    is_media,
+    matches,
+    numbers,
+)
 
-Row = dict[str, Any]
-
-LIVE_SECONDS = 1.0
-"""Maximum difference in seconds between the time of a record in metrics.jsonl and that of its row
-in a run that `WandbTracker` wrote while the job ran."""
 PAUSES = (0.0, 1.0, 3.0)
 """Seconds to wait before each comparison after an upload: a server may count rows with a delay."""
 BOUNDS = {
@@ -56,34 +62,19 @@ OVERRIDES = ("WANDB_RESUME", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "W
 """Environment variables that would change the identity of the runs, or keep them offline."""
 
 
-class RunPath(NamedTuple):
-    """The place of a run on a W&B server."""
-
-    entity: str
-    project: str
-    id: str
-
-    def __str__(self) -> str:
-        """Return `entity/project/id`."""
-        return "/".join(self)
-
-    @property
-    def folder(self) -> str:
-        """The project with its entity."""
-        return f"{self.entity}/{self.project}"
-
-
 @dataclass(frozen=True)
-class StoredRun:
-    """A run on the server, as far as it shows which rows its history has."""
+class RunFacts:
+    """Facts of a run besides its history."""
 
-    path: RunPath
-    rows: int
-    summary: Row
-    """The last value of each metric."""
-    url: str
-    uploaded: bool
-    """True if an upload created it; False if a tracker did."""
+    name: str
+    group: str | None
+    config: dict[str, Any]
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
+    axes: tuple[dict[str, Any], ...] | None = None
+    """Arguments of `define_metric` for each metric with an axis of its own; None: those of dtt."""
+    summary: Row = field(default_factory=dict)
+    """Values that replace the last ones of the metrics, as the server returns them."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +131,7 @@ class WandbHistory:
             )
 
     def upload(
-        self, path: RunPath, cfg: RunConfig, rows: Callable[[], Iterator[Row]]
+        self, path: RunPath, facts: RunFacts, rows: Callable[[], Iterator[Row]]
     ) -> UploadedRun:
         """Make the history of a run equal to `rows`, the records of a job; send only what is new.
 
@@ -154,11 +145,81 @@ class WandbHistory:
         extends = newest is None or self._extends(newest, rows())
         if newest is not None:
             path = newest.path if extends else _successor(newest, path.id)
-        uploaded = self._complete(path, cfg, rows, newest if extends else None)
+        uploaded = self._complete(path, facts, rows, newest if extends else None)
         for old in runs:
             if old.uploaded and old.path != path:
                 self._delete(old.path)
         return uploaded if extends else replace(uploaded, replaced=True)
+
+    def copy(self, source: RunPath, target: RunPath) -> UploadedRun:
+        """Copy a run of the server to another project; send only what the copy lacks.
+
+        Copies the complete history, the config, the summary, the name, the group, the tags, the
+        notes and the axes of plots. Raises InputError if there is no such run, ConfigError if the
+        history of `target` is not the beginning of that of `source`, and EnvironmentUnfit if the
+        histories differ afterwards. Never deletes a run: in the project of the target, `ID-2` may
+        be the copy of another run.
+        """
+        self.check_server()
+        if source == target:
+            raise ConfigError(f"{source} is the run to copy")
+        facts, file = self._read(source)
+
+        def rows() -> Iterator[Row]:
+            with file.open(encoding="utf-8") as lines:
+                yield from map(json.loads, lines)
+
+        stored = self._stored(target)
+        if stored is not None and not self._extends(stored, rows()):
+            raise ConfigError(
+                f"the history of {target} is not the beginning of that of {source}",
+                where=stored.url,
+                why=f"it is another run with the same id, or {source} has changed",
+                next="copy to another project with --project, or delete that run",
+            )
+        return self._complete(target, facts, rows, stored)
+
+    def _read(self, path: RunPath) -> tuple[RunFacts, Path]:
+        """Return the facts of a run, and a file with its rows, one JSON object per line.
+
+        A scan reads every row, unlike `Run.history`, which samples: each query asks for as many
+        rows as its range has steps. The rows are kept because several passes over them follow, and
+        a second scan of a running run returns others.
+        """
+        with self._reported(path):
+            try:
+                run = self._api.run(str(path))
+            except self._errors as error:
+                if not _is_missing(error):
+                    raise
+                raise InputError(
+                    f"there is no run {path}",
+                    where=self._server,
+                    next="ENTITY/PROJECT/RUN as in the run's URL: RUN is its id, not its name",
+                ) from None
+            expected, number = run.historyLineCount or 0, 0
+            file = self._folder / "history.jsonl"
+            media: set[str] = set()
+            with file.open("w", encoding="utf-8") as lines:
+                for number, row in enumerate(run.scan_history(), 1):  # noqa: B007
+                    media.update(name for name, value in row.items() if is_media(value))
+                    lines.write(json.dumps(numbers(row)) + "\n")
+        if number < expected:
+            raise EnvironmentUnfit(
+                f"W&B returned {number} of {expected} rows of {path}",
+                where=run.url,
+                next="run the same command again",
+            )
+        if media:
+            log.warning(
+                "%s: files are not copied, only their names: %s", path, ", ".join(sorted(media))
+            )
+        metrics = run.rawconfig.get("_wandb", {}).get("m", [])
+        summary = {k: v for k, v in run.summary_metrics.items() if not k.startswith("_")}
+        facts = RunFacts(
+            run.name, run.group, run.config, tuple(run.tags), run.notes, axes(metrics), summary
+        )
+        return facts, file
 
     def _extends(self, run: StoredRun, rows: Iterator[Row]) -> bool:
         """Return True if the history of `run` is the beginning of `rows`."""
@@ -170,7 +231,7 @@ class WandbHistory:
     def _complete(
         self,
         path: RunPath,
-        cfg: RunConfig,
+        facts: RunFacts,
         rows: Callable[[], Iterator[Row]],
         stored: StoredRun | None,
     ) -> UploadedRun:
@@ -181,15 +242,22 @@ class WandbHistory:
             pass
         start = 0 if stored is None else stored.rows
         if stored is None or start < total:
-            # The client counts on from the step in the summary, which may be ahead of the history
-            # after an upload that was cut off, and drops rows of earlier steps.
-            if stored is not None and stored.summary.get("_step", -1) >= start:
-                with self._reported(path):
-                    self._api.flush()
-                    self._api.run(str(path)).summary.update({"_step": start - 1})
-            self._send(path, cfg, islice(rows(), start, None), resumes=stored is not None)
+            if stored is not None:
+                # The client counts on from the step in the summary, which may be ahead of the
+                # history after an upload that was cut off, and drops rows of earlier steps.
+                step = next(islice(rows(), start, None)).get("_step", start)
+                if stored.summary.get("_step", -1) >= step:
+                    self._update_summary(path, {"_step": step - 1})
+            self._send(path, facts, islice(rows(), start, None), resumes=stored is not None)
             stored = self._verify(path, total, last)
+        if not contains(stored.summary, numbers(facts.summary)):
+            self._update_summary(path, facts.summary)
         return UploadedRun(*path, stored.url, total, sent=total - start, replaced=False)
+
+    def _update_summary(self, path: RunPath, values: Row) -> None:
+        with self._reported(path):
+            self._api.flush()
+            self._api.run(str(path)).summary.update(values)
 
     def _find(self, path: RunPath) -> list[StoredRun]:
         """Return the runs of a job: `ID`, `ID-2`, …; there are several if an upload was cut off."""
@@ -219,7 +287,7 @@ class WandbHistory:
         return StoredRun(
             path=path,
             rows=run.historyLineCount or 0,
-            summary=run.summaryMetrics or {},
+            summary=numbers(run.summaryMetrics or {}),
             url=run.url,
             uploaded=run.jobType == JOB_TYPE,
         )
@@ -231,38 +299,45 @@ class WandbHistory:
         and by the removal of the lines after a step when a job resumes. The lines that follow such
         a removal have other times.
         """
-        if _matches(run, row, run.summary):
+        if matches(run, row, run.summary):
             return True
-        # An upload that was cut off may have left a summary of rows that did not arrive.
-        step = run.rows - 1
+        # An upload that was cut off may have left a summary of rows that did not arrive, and the
+        # summary of a copy may have other values than the last row.
+        step = row.get("_step", run.rows - 1)
         with self._reported(run.path):
             scan = self._api.run(str(run.path)).scan_history(min_step=step, max_step=step + 1)
-            return any(_matches(run, row, found) for found in scan)
+            return any(matches(run, row, numbers(found)) for found in scan)
 
     def _send(
         self,
         path: RunPath,
-        cfg: RunConfig,
+        facts: RunFacts,
         rows: Iterator[Row],
         *,
         resumes: bool,
     ) -> None:
-        """Append rows to a run, or create it."""
+        """Append rows to a run, or create it. A row may have a `_step`; by default, they count."""
         with self._reported(path):
             run = self._wandb.init(
                 **path._asdict(),
-                name=cfg.name,
-                group=cfg.name,
+                name=facts.name,
+                group=facts.group,
+                tags=facts.tags,
+                notes=facts.notes,
                 job_type=None if resumes else JOB_TYPE,
-                config=cfg.model_dump(mode="json"),
+                config=facts.config,
                 dir=self._folder,
                 mode="online",
                 resume="allow" if resumes else "never",
                 settings=self._wandb.Settings(init_timeout=20),
             )
-            define_metrics(run)
+            if facts.axes is None:
+                define_metrics(run)
+            for axis in facts.axes or ():
+                run.define_metric(**axis)
             for row in rows:
-                run.log(row)
+                step = row.pop("_step", None)
+                run.log(row, step=step, commit=True)  # with a step, the default is to wait for more
             run.finish()
 
     def _verify(self, path: RunPath, total: int, last: Row) -> StoredRun:
@@ -273,7 +348,7 @@ class WandbHistory:
             found = self._stored(path)
             if found is None or found.rows != total:
                 continue
-            if self._ends_with(found, last):
+            if total == 0 or self._ends_with(found, last):
                 return found
         raise EnvironmentUnfit(
             f"the upload is incomplete: W&B has {found.rows if found else 0} of {total} rows",
@@ -330,13 +405,3 @@ def _successor(run: StoredRun, first: str) -> RunPath:
 def _number(id: str, first: str) -> int:
     """Return 1 for the id `first` itself, 2 for `first-2`, and so on."""
     return int(id[len(first) + 1 :] or 1)
-
-
-def _matches(run: StoredRun, row: Row, found: Row) -> bool:
-    """Return True if `found`, the last values of a run, are those of `row` as its last row."""
-    expected = {"_step": run.rows - 1} | row
-    timestamp, logged = expected.pop("_timestamp", None), found.get("_timestamp")
-    tolerance = 0.0 if run.uploaded else LIVE_SECONDS
-    if timestamp is not None and logged is not None and abs(timestamp - logged) > tolerance:
-        return False
-    return all(found.get(name) == value for name, value in expected.items())
