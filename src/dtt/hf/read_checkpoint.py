@@ -96,7 +96,7 @@ def checkpoint_weights(
         return own
     assert isinstance(cfg.adapter, LoraConfig), "only an adapter has a base"
     arch = scaled(cfg, DataManifest.read(job.root).vocab_size).arch
-    base = base_weights(checkpoint, check=check)
+    base = base_weights(checkpoint, average=cfg.init.average, check=check)
     return merged(base, own, adapted_layers(cfg.adapter, arch))
 
 
@@ -135,8 +135,13 @@ def read_adapter(cfg: RunConfig, checkpoint: Checkpoint, *, average: bool = Fals
     )
 
 
-def base_weights(checkpoint: Checkpoint, *, check: bool = True) -> Mapping[str, FullTensor]:
-    """Return the frozen weights below the adapter in `checkpoint`, by name; errors as above."""
+def base_weights(
+    checkpoint: Checkpoint, *, average: bool, check: bool = True
+) -> Mapping[str, FullTensor]:
+    """Return the frozen weights below the adapter in `checkpoint`, by name; errors as above.
+
+    `average` is `init.average` of its job: the adapter was trained on averaged weights.
+    """
     reference = checkpoint.manifest.base
     assert reference is not None
     folder = Path(reference.folder)
@@ -150,8 +155,6 @@ def base_weights(checkpoint: Checkpoint, *, check: bool = True) -> Mapping[str, 
     if not (folder / "config.json").is_file():
         base = checkpoint.base() if check else Checkpoint(folder, CheckpointManifest.read(folder))
         assert base is not None
-        # The average if the adapter was trained on it: the same weights as then.
-        average = load_job(checkpoint.path.parents[1]).init.average
         return checkpoint_weights(base, average=average, check=check)
     if check and hf_reference(folder).sha256 != reference.sha256:
         raise DamagedError(

@@ -24,19 +24,20 @@ from dtt.model.lora import merged
 from dtt.train.warm_start import take_base
 
 
-def restore_base(resume: Checkpoint, model: Decoder, world: World) -> Reference:
+def restore_base(resume: Checkpoint, model: Decoder, world: World, *, average: bool) -> Reference:
     """Load the frozen weights below the adapter in `resume`; return the reference to them.
 
-    Raises InputError if they are missing, and DamagedError if they have changed.
+    `average` is `init.average`. Raises InputError if they are missing, and DamagedError if they have changed.
     """
     reference = resume.manifest.base
     assert reference is not None, "the configuration of a job keeps its adapter"
     # Rank 0 hashes the weights for all: they may have hundreds of gigabytes.
     if world.first:
-        base_weights(resume)
+        base_weights(resume, average=average)
     world.barrier()
     # Not from `init.from`: it may name the newest checkpoint of a job, which is another one by now.
-    log.info("%s", take_base(model, base_weights(resume, check=False), reference.folder))
+    weights = base_weights(resume, average=average, check=False)
+    log.info("%s", take_base(model, weights, reference.folder))
     return reference
 
 

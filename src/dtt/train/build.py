@@ -205,7 +205,10 @@ def initial_weights(
     if inputs.resume is not None:
         if cfg.objective.type == "dpo":
             check_reference(inputs)
-        return None, restore_base(inputs.resume, model, inputs.world) if adapted else None
+        if not adapted:
+            return None, None
+        average = cfg.init.average
+        return None, restore_base(inputs.resume, model, inputs.world, average=average)
     if reference is not None:
         checkpoint = initialise_from(reference, model, *data)
         write_reference(inputs, assembled, reader, reference, checkpoint)

@@ -1,0 +1,66 @@
+"""The script for the first half hour on a GPU runs: here on a CPU, with tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running import ROOT
+
+SCRIPT = ROOT / "benchmarks/first_gpu_session.py"
+BLOCKS = (
+    "versions", "attention", "small", "flex", "124m-adamw", "loss", "8b-selective", "1b", "memory",
+)  # fmt: skip
+"""All but 124m-muon (1b has a part with Muon), 8b-none and 8b-full."""
+
+
+def session(out: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
+    """Exit code and summary."""
+    command = [sys.executable, SCRIPT, "--tiny", "--out", out, *arguments]
+    run = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    summary = out / "summary.json"
+    assert summary.exists(), run.stdout + run.stderr
+    return run.returncode, json.loads(summary.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_block_of_the_session_runs(tmp_path: Path) -> None:
+    """Of the blocks that differ in one option of a training run, only one."""
+    code, summary = session(tmp_path, *BLOCKS)
+    logs = {block: (tmp_path / f"{block}.log").read_text() for block in summary}
+    assert {found["status"] for found in summary.values()} == {"ok"}, logs
+    assert code == 0
+    assert tuple(summary) == BLOCKS
+    parts = {part["part"]: part for found in summary.values() for part in found["parts"]}
+    assert parts["resume eager"]["resumed"]
+    assert parts["1b, muon"]["tokens_per_second"] > 0
+    assert any("memory" in line for line in parts["out of memory"]["messages"])
+    assert [save["step"] for save in parts["first save"]["saves"]] == [3, 6, 9]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_after_a_failure_the_session_continues(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("a file where the tokens should be")
+    code, summary = session(tmp_path, "small", "attention")
+    assert code == 1
+    assert summary["small"]["status"] == "failed"
+    assert all("error" in part for part in summary["small"]["parts"])
+    assert len(summary["small"]["parts"]) > 1
+    assert "Traceback" in (tmp_path / "small.log").read_text()
+    assert summary["attention"]["status"] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_block_is_ended_at_its_time_limit_and_its_results_are_kept(
+    tmp_path: Path,
+) -> None:
+    code, summary = session(tmp_path, "versions", "--minutes", "0.001")
+    assert code == 1
+    assert summary["versions"]["status"] == "ended after 0.001 minutes"
