@@ -27,7 +27,8 @@ from dtt.train.warm_start import take_base
 def restore_base(resume: Checkpoint, model: Decoder, world: World, *, average: bool) -> Reference:
     """Load the frozen weights below the adapter in `resume`; return the reference to them.
 
-    `average` is `init.average`. Raises InputError if they are missing, and DamagedError if they have changed.
+    `average` is `init.average`. Raises InputError if they are missing, and DamagedError if they
+    have changed.
     """
     reference = resume.manifest.base
     assert reference is not None, "the configuration of a job keeps its adapter"
