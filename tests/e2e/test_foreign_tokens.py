@@ -51,23 +51,3 @@ def test_every_format_trains_like_raw_ids(dtt: Dtt, tiny: Settings, tokens: Path
         train(dtt, tiny, tokens, name)
     assert len(losses(dtt, "bare")) == 3
     assert losses(dtt, "bare") == losses(dtt, "llmc") == losses(dtt, "numpy")
-
-
-def test_ids_of_another_dtype_end_a_run_before_it_starts(
-    dtt: Dtt, tiny: Settings, tokens: Path, ids: Any
-) -> None:
-    """With the default dtype, uint16; the message names the one that is right."""
-    ids.astype(np.uint32).tofile(dtt.folder / "wide.bin")
-    said = train(dtt, tiny, tokens, "wide.bin", expect=2)
-    assert "wide.bin" in said
-    assert "dtype: uint32" in said
-    assert not (dtt.folder / "jobs/wide/metrics.jsonl").exists()
-    inspected = dtt("data", "inspect", "wide.bin", expect=2).stderr
-    assert "--dtype" in inspected
-    dtt("data", "inspect", "wide.bin", "--dtype", "uint32")
-    (dtt.folder / "many").mkdir()
-    ids.tofile(dtt.folder / "many/a.bin")
-    ids.astype(np.int64).tofile(dtt.folder / "many/b.bin")
-    report = dtt("data", "inspect", "many", expect=65)
-    assert "b.bin" in report.stderr
-    assert "three of every four" in report.stdout
