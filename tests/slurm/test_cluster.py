@@ -400,7 +400,6 @@ def test_plain_srun_tokenizes_on_two_nodes_without_mpi_with_the_same_bytes(
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("tokens      tokens") == 1
-    assert "rank 3" in said.stdout
     made, wanted = (
         {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         for folder in (dtt.folder / "tokens", tokens)

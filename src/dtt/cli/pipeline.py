@@ -146,7 +146,6 @@ def train(
 @cli.command(
     epilog=examples(
         "dtt export jobs/run",
-        "dtt export jobs/lora --adapter                      # exports/lora-adapter, for PEFT",
         "dtt export jobs/run@500 --upload org/name --private",
         "dtt export jobs/run@500 --upload org/name --revision step-500",
     )
