@@ -143,6 +143,7 @@ CASES = {
     # No server of Weights & Biases can be reached.
     "dtt wandb jobs/stories": NO_WANDB,
     "dtt wandb jobs/lr/* --project sweeps --json": NO_WANDB,
+    "dtt wandb --from team/old/1a2b3c4d --entity team --project new": NO_WANDB,
     # They talk to a job that trains, or to one that Slurm has.
     "dtt job stop jobs/stories": RUNNING,
     "dtt job stop jobs/run": RUNNING,
