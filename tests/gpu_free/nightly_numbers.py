@@ -21,7 +21,7 @@ def differences() -> Iterator[Ask]:
 
 
 CASES = [
-    "gpt2", "llama", "qwen3", "documents", "gemma3", "full-remat", "selective-remat", "z-loss",
+    "gpt2", "llama", "qwen3", "documents", "gemma3", "z-loss",
     "adapter",
 ]  # fmt: skip
 

@@ -36,8 +36,6 @@ CASES = {
     # The mask of up to 128 tokens is not compiled.
     "documents": ["data.mask_documents=true", "train.seq_len=160"],
     "gemma3": ["model.family=gemma3", "data.mask_documents=true", "train.seq_len=160"],
-    "full-remat": ["train.seq_len=64", "train.remat=full"],
-    "selective-remat": ["train.seq_len=64", "train.remat=selective"],
     "z-loss": ["train.seq_len=64", "train.z_loss=0.01"],
     "adapter": ["train.seq_len=64", "adapter.type=lora", "adapter.rank=4", "init.from=hf:any"],
 }
