@@ -294,6 +294,8 @@ def test_the_reference_of_dpo_has_the_adapter_that_the_run_starts_from(tmp_path:
     lora = {"init__from": "hf:exports/tiny", "adapter__type": "lora", "adapter__rank": 2}
     dtt("train", *preference_settings(name="first", **lora))
     dtt("export", "jobs/first", "--adapter")
+    # That of the base alone, as a killed start without `init.adapter` would leave it.
+    shutil.copytree(tmp_path / "jobs/first/reference", tmp_path / "jobs/on/reference")
     dtt("train", *preference_settings(name="on", init__adapter="exports/first-adapter", **lora))
     dtt("train", *preference_settings(name="merged", init__from="jobs/first"))
     start, reference = losses(tmp_path / "jobs/on")[0], tmp_path / "jobs/on/reference"

@@ -10,6 +10,7 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import log
 from dtt.config.init import HF
+from dtt.config.objective import DpoConfig
 from dtt.config.run import RunConfig
 from dtt.hf.model_source import find_model
 
@@ -77,11 +78,17 @@ def write_reference(
 
 def _key(inputs: Inputs, source: str, checkpoint: Checkpoint | None) -> str:
     """Return the hash of everything that determines the log-probabilities."""
+    from dtt.hf.peft import TENSORS
+
     cfg = inputs.cfg
     if checkpoint is None:
         files = sorted(find_model(source.removeprefix(HF)).glob("*.safetensors"))
     else:
         files = [checkpoint.path / CheckpointManifest.filename]
+    # Part of the reference only if that is the initial model.
+    assert isinstance(cfg.objective, DpoConfig)
+    if cfg.init.adapter is not None and cfg.objective.reference is None:
+        files.append(cfg.init.adapter / TENSORS)
     return fingerprint(
         {
             "weights": [sha256_file(path) for path in files],
