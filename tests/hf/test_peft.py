@@ -283,6 +283,15 @@ def test_other_settings_are_refused_with_the_right_ones(
     assert section_of(folder, arch).targets == ("attn.q", "attn.v")
 
 
+def test_the_settings_of_an_adapter_of_some_layers_name_these(tmp_path: Path) -> None:
+    arch = write_base(tmp_path / "base", "llama")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1])
+    peft.get_peft_model(theirs(tmp_path / "base"), settings).save_pretrained(tmp_path / "adapter")
+    cfg = section_of(tmp_path / "adapter", arch)
+    assert cfg.targets == ("layers.1.attn.q",)
+    assert len(ours.read_peft(tmp_path / "adapter", arch, cfg)) == 2
+
+
 def test_tensors_that_belong_to_no_layer_are_refused(
     tmp_path: Path, saved: tuple[Path, Architecture]
 ) -> None:

@@ -199,7 +199,7 @@ def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Te
                 )
             state |= {f"{part}.{LORA_A}": a, f"{part}.{LORA_B}": rows.contiguous()}
             layers[part] = own
-    _compare(layers, adapted_layers(cfg, arch), folder)
+    _compare(layers, adapted_layers(cfg, arch), arch.n_layers, folder)
     return state
 
 
@@ -283,12 +283,16 @@ def _check_targets(
     )
 
 
-def _compare(theirs: Mapping[str, Adapted], ours: Mapping[str, Adapted], folder: Path) -> None:
+def _compare(
+    theirs: Mapping[str, Adapted], ours: Mapping[str, Adapted], n_layers: int, folder: Path
+) -> None:
     """Raise ConfigError unless both adapt the same layers with equal ranks and scales."""
     for name in sorted(theirs.keys() | ours.keys()):
         here, there = ours.get(name), theirs.get(name)
         if (here and (here.rank, here.scale)) != (there and (there.rank, there.scale)):
-            section = yaml.safe_dump({"adapter": adapter_section(theirs)}, sort_keys=False)
+            section = yaml.safe_dump(
+                {"adapter": adapter_section(theirs, n_layers)}, sort_keys=False
+            )
             raise ConfigError(
                 f"the adapter of this run differs from the one in {folder}",
                 where="init.adapter",
@@ -301,15 +305,15 @@ def _described(adapted: Adapted | None) -> str:
     return "none" if adapted is None else f"rank {adapted.rank}, scale {adapted.scale:g}"
 
 
-def adapter_section(layers: Mapping[str, Adapted]) -> dict[str, Any]:
-    """Return an `adapter` section with these adapters."""
+def adapter_section(layers: Mapping[str, Adapted], n_layers: int) -> dict[str, Any]:
+    """Return an `adapter` section with these adapters of a model with `n_layers` layers."""
     (rank, alpha), _ = Counter((one.rank, one.alpha) for one in layers.values()).most_common(1)[0]
     return {
         "type": "lora",
         "rank": rank,
         "alpha": alpha,
         "rslora": next(iter(layers.values())).rslora,
-        "targets": _shortest(layers),
+        "targets": _shortest(layers, n_layers),
         "rank_pattern": {
             f"^{re.escape(name)}": own.rank for name, own in layers.items() if own.rank != rank
         },
@@ -319,13 +323,11 @@ def adapter_section(layers: Mapping[str, Adapted]) -> dict[str, Any]:
     }
 
 
-def _shortest(layers: Iterable[str]) -> list[str]:
-    """Return names of layers, without `layers.N.` where all layers of the model have them."""
-    inner = Counter(re.sub(r"^.*?\.\d+\.", "", name) for name in layers)
-    every = len({re.match(r".*?\.(\d+)\.", name)[1] for name in layers})  # type: ignore[index]
-    if set(inner.values()) == {every}:
-        return sorted(inner)
-    return sorted(layers)
+def _shortest(layers: Iterable[str], n_layers: int) -> list[str]:
+    """Return names of layers, without `layers.N.` if all layers of the model have all of them."""
+    ends = Counter(re.sub(r"^.*?\.\d+\.", "", name) for name in layers)
+    # Of the model, not of the adapter: short names would also adapt the layers that it leaves out.
+    return sorted(ends) if set(ends.values()) == {n_layers} else sorted(layers)
 
 
 @dataclass(frozen=True)
@@ -356,7 +358,7 @@ def write_peft(folder: Path, adapter: Adapter, arch: Architecture) -> None:
             a, b, found[name] = _joined(parts, state, layers)
             tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
             transposed = transposed or rule.transpose
-    section = adapter_section(found)
+    section = adapter_section(found, arch.n_layers)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
