@@ -46,7 +46,9 @@ def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
 def read_checkpoint(
     cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint, *, ema: bool = False
 ) -> Trained:
-    """Return the model of a job with the resolved config `cfg`; reads only the job directory.
+    """Return the model of a job with the resolved config `cfg`.
+
+    Reads only the job directory, and the frozen weights below an adapter.
 
     With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
     DamagedError if the job directory contains the manifest of different data.
