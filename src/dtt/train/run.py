@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from dtt.data.samples.dataset import Dataset
     from dtt.mesh.dist import World
     from dtt.train.run_plan import RunPlan
+    from dtt.train.trainer import Trainer
 
 
 @garbage.scheduled()
@@ -62,12 +63,14 @@ def run(
     *,
     stage: str | None = None,
     as_json: bool = False,
+    instrument: Callable[[Trainer], Trainer] | None = None,
 ) -> None:
     """Train a job to its end.
 
     The job is the one that `config` describes, or a `stage` of it, the job directory among
     `arguments`, or a branch of `branch_of` (JOB@STEP). `from_step` resumes from that step
-    instead of the newest checkpoint. With `as_json`, prints a summary at the end.
+    instead of the newest checkpoint. With `as_json`, prints a summary at the end. `instrument`
+    returns the trainer to run in place of the one that was built; `dtt verify` records its steps.
     """
     requests = Requests()  # handle signals before the slow imports
     ranks, laps = Ranks.detect(), PhaseTimer()
@@ -95,7 +98,7 @@ def run(
                 report_shadowed([of_stage], arguments)
             start = prepare(resolved, job, ranks, from_step, branched, laps, of_stage)
         requests.watch(job)
-        start_attempt(start, ranks, requests)
+        start_attempt(start, ranks, requests, instrument)
     finally:
         requests.defer()
     if as_json and ranks.first:
@@ -111,7 +114,12 @@ def under_time_pressure(job: JobDir) -> bool:
     return "SLURM_JOB_ID" in os.environ and (ending is None or ending["code"] != ExitCode.DONE)
 
 
-def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
+def start_attempt(
+    start: Start,
+    ranks: Ranks,
+    requests: Requests,
+    instrument: Callable[[Trainer], Trainer] | None = None,
+) -> None:
     """Lock the job, join the other ranks and train."""
     from dtt.mesh import dist
 
@@ -133,7 +141,7 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             # Ranks that start late may see a newer attempt folder. The number of rank 0 counts.
             this.number = world.from_first(this.number)
             this.start.end_phase("process group")
-            train(start, this, world)
+            train(start, this, world, instrument)
     finally:
         dist.stop()  # after exit.json is written, because it makes the other ranks end
         if this is not None and ranks.first and not under_time_pressure(job):
@@ -267,7 +275,12 @@ def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
     return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
-def train(start: Start, this: Attempt, world: World) -> None:
+def train(
+    start: Start,
+    this: Attempt,
+    world: World,
+    instrument: Callable[[Trainer], Trainer] | None = None,
+) -> None:
     """Build the trainer, resume from a checkpoint if there is one, and run to the end.
 
     Raises Preempted if a stop was requested before the last step.
@@ -312,6 +325,8 @@ def train(start: Start, this: Attempt, world: World) -> None:
             trainer = build(
                 cfg, plan, this, world, dataset, watchdog, resume, start.source_of_weights
             )
+            if instrument is not None:
+                trainer = instrument(trainer)
             for tracker in trainer.observers.trackers:
                 stack.callback(tracker.close)
             stack.callback(trainer.control.saver.close)
