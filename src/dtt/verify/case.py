@@ -50,6 +50,11 @@ class CannotRun(DttError):
     exit_code = ExitCode.USAGE
 
 
+def export_job(job: str, out: Path) -> None:
+    """Export the newest checkpoint of a job, in a process of its own."""
+    export.run(job, [], out=out, upload=None, private=False)
+
+
 @dataclass
 class Case:
     """A small configuration with its runs, in a folder of its own."""
@@ -62,15 +67,16 @@ class Case:
     """Folders of inputs that earlier cases have made, which this one adds to."""
     train: Callable[..., None] = recording.train
     """Function that each rank calls. Tests plant faults there."""
+    export: Callable[..., None] = export_job
 
     def prepare(self) -> None:
         """Write the configuration, its inputs and the job that it starts from, if any."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True)
+        self._make_inputs()
         for name, cfg in (("run", self.small.run), ("base", self.small.base)):
             if cfg is not None:
                 text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
                 (self.folder / f"{name}.yaml").write_text(text)
-        self._make_inputs()
         if self.small.base is not None:
             self._must_end("base", "base.yaml", [])
 
@@ -118,7 +124,7 @@ class Case:
         reference, name = self.reference, layout.name.replace(" ", "")
         ended = self._start(name, layout, "run.yaml", [])
         if ended.code != 0:
-            return _failed("D", "", ended)
+            return _failed("run", "", ended)
         checked = compare(self._records(name), reference, self.checks)
         if "S" in self.checks and checked.difference is None:
             self._check_resume(layout, name, checked)
@@ -168,7 +174,7 @@ class Case:
         """Export the job of a layout, and compare its logits with those of `transformers`."""
         checked, name = Checked(), layout.name.replace(" ", "")
         out = self.folder / "export"
-        ended = ranks.run(self.folder, 1, _export, f"jobs/{name}", out, log="export")
+        ended = ranks.run(self.folder, 1, self.export, f"jobs/{name}", out, log="export")
         if ended.code == ExitCode.UNFIT:  # transformers is not installed
             return checked
         if ended.code != 0:
@@ -205,10 +211,6 @@ class Case:
         """Copy a job, to resume it from an earlier step; return the folder of the copy."""
         shutil.copytree(records.job.root, self.folder / "jobs" / name)
         return f"jobs/{name}"
-
-
-def _export(job: str, out: Path) -> None:
-    export.run(job, [], out=out, upload=None, private=False)
 
 
 def _failed(check: str, what: str, ended: ranks.Ended) -> Checked:

@@ -23,6 +23,7 @@ from dtt.checkpoint import store, tensors
 from dtt.checkpoint.store import Checkpoint
 from dtt.track import jsonl
 from dtt.verify.recording import CLIPPED, GRADIENTS, HELD, HELD_GRADIENTS, ROWS
+from dtt.verify.shrink import SEQ_LEN
 
 EXACT: Mapping[str, float] = {"L": 1e-12, "G": 1e-12, "N": 1e-12, "U": 1e-11, "S": 1e-11}
 """Largest relative differences that count as rounding in fp64. Muon's iteration amplifies it."""
@@ -92,15 +93,10 @@ class Records:
     tolerances: Mapping[str, float] = field(default_factory=lambda: EXACT)
     """Largest relative difference from this run, as the reference, that counts as rounding."""
 
-    @property
-    def spoilt(self) -> int | None:
-        """The step whose gradients were made NaN, which is skipped."""
-        skipped = [r["step"] for r in self.metrics("train") if r.get("skipped")]
-        return skipped[0] if skipped else None
-
-    def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of a kind in metrics.jsonl."""
-        return [record for record in jsonl.read(self.job.metrics) if record["kind"] == kind]
+    def metrics(self, kind: str, step: int) -> list[dict[str, Any]]:
+        """Return the records of a kind and step in metrics.jsonl; step 1 includes step 0."""
+        records = (r for r in jsonl.read(self.job.metrics) if r["kind"] == kind)
+        return [r for r in records if max(1, r["step"]) == step]
 
     @cached_property
     def steps(self) -> list[int]:
@@ -132,35 +128,37 @@ class Records:
 
 
 def compare(found: Records, reference: Records, letters: str = "DLGNUR") -> Checked:
-    """Compare a run with the reference by the checks of these letters; both have all steps."""
+    """Compare a run with the reference by the checks of these letters.
+
+    Step by step: what is wrong in the update of a step is in the loss of the next.
+    """
     checked = Checked()
-    for check in letters:
-        if check in CHECKS:
-            checked.add(check, *CHECKS[check](found, reference))
+    for step in reference.steps:
+        for check, compute in CHECKS.items():
+            if check in letters and checked.difference is None:
+                checked.add(check, *compute(found, reference, step))
     return checked
 
 
 Found = tuple[float, Difference | None]
 
 
-def check_data(found: Records, reference: Records) -> Found:
-    """Compare the samples of each step, their order, targets and documents."""
-    for step in reference.steps:
-        try:
-            theirs = _joined(reference.rows(step))
-            ours = _joined(found.rows(step))
-        except ValueError as error:
-            return 1.0, Difference("D", f"step {step}: {error}", 1.0)
-        for name, values in theirs.items():
-            other = ours.get(name)
-            if other is None or other.shape != values.shape:
-                same = False
-            elif values.is_floating_point():  # computed by the reference model of DPO
-                same = _relative(other, values) <= reference.tolerances["U"]
-            else:
-                same = torch.equal(other, values)
-            if not same:
-                return 1.0, Difference("D", f"step {step}: the {name} of the samples differ", 1.0)
+def check_data(found: Records, reference: Records, step: int) -> Found:
+    """Compare the samples of a step, their order, targets and documents."""
+    try:
+        theirs, ours = _joined(reference.rows(step)), _joined(found.rows(step))
+    except ValueError as error:
+        return 1.0, Difference("D", f"step {step}: {error}", 1.0)
+    for name, values in theirs.items():
+        other = ours.get(name)
+        if other is None or other.shape != values.shape:
+            same = False
+        elif values.is_floating_point():  # computed by the reference model of DPO
+            same = _relative(other, values) <= reference.tolerances["U"]
+        else:
+            same = torch.equal(other, values)
+        if not same:
+            return 1.0, Difference("D", f"step {step}: the {name} of the samples differ", 1.0)
     return 0.0, None
 
 
@@ -176,22 +174,26 @@ def _joined(rows: Mapping[int, list[dict[str, Tensor]]]) -> dict[str, Tensor]:
     first = {index: ranks[0] for index, ranks in rows.items()}
     joined = {"terms": first[0]["terms"]}
     for name in first[0].keys() - {"terms"}:
-        parts = [first[index][name] for index in sorted(first)]
+        # At a shorter context, a sample is several rows.
+        parts = [
+            part[name].reshape(-1, SEQ_LEN // part[name].shape[1], part[name].shape[1])
+            for _, part in sorted(first.items())
+        ]
         if len({part.shape for part in parts}) > 1:
             raise ValueError("data-parallel ranks have different numbers of samples")
-        joined[name] = torch.stack(parts, dim=1).flatten(0, 1)
+        joined[name] = torch.stack(parts, dim=1).flatten(0, 2)
     return joined
 
 
-def check_losses(found: Records, reference: Records) -> Found:
-    """Compare every number in the records of training and validation but the norm."""
+def check_losses(found: Records, reference: Records, step: int) -> Found:
+    """Compare the numbers in the records of training and validation but the norm."""
     worst = 0.0
     for kind in ("train", "eval"):
-        ours, theirs = found.metrics(kind), reference.metrics(kind)
-        if [r["step"] for r in ours] != [r["step"] for r in theirs]:
-            return 1.0, Difference("L", f"the steps of the {kind} records differ", 1.0)
+        ours, theirs = found.metrics(kind, step), reference.metrics(kind, step)
+        if len(ours) != len(theirs):
+            return 1.0, Difference("L", f"step {step}: there are {len(ours)} {kind} records", 1.0)
         for record, expected in zip(ours, theirs, strict=True):
-            for name in sorted(expected.keys() - {"grad_norm"}):
+            for name in sorted(expected.keys() - {"grad_norm"}, key=lambda n: (n != "loss", n)):
                 value, true = record.get(name), expected[name]
                 # Relative to the loss at least: a margin of two answers may be near 0.
                 size = _relative_number(value, true, expected["loss"])
@@ -203,36 +205,37 @@ def check_losses(found: Records, reference: Records) -> Found:
     return worst, None
 
 
-def check_gradients(found: Records, reference: Records) -> Found:
+def check_gradients(found: Records, reference: Records, step: int) -> Found:
     """Compare the gradient of every parameter before clipping."""
-    return _over_steps("G", "gradients", GRADIENTS, found, reference)
+    return _recorded("G", "gradients", GRADIENTS, found, reference, step)
 
 
-def check_norms(found: Records, reference: Records) -> Found:
-    """Compare the global norm, the clipped gradients and which steps were skipped."""
-    worst = 0.0
-    for record, expected in zip(found.metrics("train"), reference.metrics("train"), strict=True):
-        value, true = record["grad_norm"], expected["grad_norm"]
-        size = _relative_number(value, true)
-        worst = max(worst, size)
-        if size > reference.tolerances["N"] or record.get("skipped") != expected.get("skipped"):
-            what = f"step {record['step']}: the gradient norm is {value}, not {true}"
-            return worst, Difference("N", what, size, _ratio_of_numbers(value, true))
-    size, difference = _over_steps("N", "clipped gradients", CLIPPED, found, reference)
+def check_norms(found: Records, reference: Records, step: int) -> Found:
+    """Compare the global norm, whether the step was skipped, and the clipped gradients."""
+    (record,), (expected,) = (r.metrics("train", step) for r in (found, reference))
+    value, true = record["grad_norm"], expected["grad_norm"]
+    worst = _relative_number(value, true)
+    if worst > reference.tolerances["N"] or record.get("skipped") != expected.get("skipped"):
+        what = f"step {step}: the gradient norm is {value}, not {true}"
+        return worst, Difference("N", what, worst, _ratio_of_numbers(value, true))
+    if expected.get("skipped"):
+        return worst, None  # under DDP only the rank with the NaN sees it before the guard does
+    size, difference = _recorded("N", "clipped gradients", CLIPPED, found, reference, step)
     return max(worst, size), difference
 
 
-def check_updates(found: Records, reference: Records) -> Found:
-    """Compare the weights and all state of the optimizers in the checkpoint of each step."""
-    worst = 0.0
-    for step in reference.steps:
-        size, difference = compare_checkpoints(
-            "U", found.checkpoint(step), reference.checkpoint(step), reference, step
-        )
-        worst = max(worst, size)
-        if difference is not None:
-            return worst, difference
-    return worst, None
+def _recorded(
+    check: str, what: str, kind: str, found: Records, reference: Records, step: int
+) -> Found:
+    ours, theirs = found.tensors(kind, step), reference.tensors(kind, step)
+    named = f"step {step}: the {what}"
+    return _compare(check, named, ours, theirs, theirs, reference.tolerances[check])
+
+
+def check_updates(found: Records, reference: Records, step: int) -> Found:
+    """Compare the weights and all state of the optimizers in the checkpoint of a step."""
+    ours, theirs = found.checkpoint(step), reference.checkpoint(step)
+    return compare_checkpoints("U", ours, theirs, reference, step)
 
 
 def compare_checkpoints(
@@ -267,22 +270,22 @@ def _comparable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() for name, value in state.items() if not name.startswith("rng")}
 
 
-def check_replicas(found: Records, _reference: Records) -> Found:
+def check_replicas(found: Records, _reference: Records, step: int) -> Found:
     """Compare the bits of gradients, weights and state that several ranks hold."""
-    for step in found.steps:
-        for kind, what in ((HELD_GRADIENTS, "the gradient of "), (HELD, "")):
-            seen: dict[tuple[str, str], tuple[int, str]] = {}
-            for rank, name, place, digest in found.held(kind, step):
-                if name.startswith("rng") or (kind, step) == (HELD_GRADIENTS, found.spoilt):
-                    continue  # each rank has its own; a NaN has no defined bits
-                first, expected = seen.setdefault((name, place), (rank, digest))
-                if digest != expected:
-                    why = f"step {step}: ranks {first} and {rank} hold different bits of "
-                    return 1.0, Difference("R", f"{why}{what}{name}", 1.0, None, (name,))
+    skipped = found.metrics("train", step)[0].get("skipped")
+    for kind, what in ((HELD_GRADIENTS, "the gradient of "), (HELD, "")):
+        if kind == HELD_GRADIENTS and skipped:
+            continue  # a NaN has no defined bits
+        seen: dict[tuple[str, str], tuple[int, str]] = {}
+        for rank, name, place, digest in found.held(kind, step):
+            first, expected = seen.setdefault((name, place), (rank, digest))
+            if digest != expected and not name.startswith("rng"):  # each rank has its own
+                why = f"step {step}: ranks {first} and {rank} hold different bits of "
+                return 1.0, Difference("R", f"{why}{what}{name}", 1.0, None, (name,))
     return 0.0, None
 
 
-CHECKS: Mapping[str, Callable[[Records, Records], Found]] = {
+CHECKS: Mapping[str, Callable[[Records, Records, int], Found]] = {
     "D": check_data,
     "L": check_losses,
     "G": check_gradients,
@@ -290,21 +293,6 @@ CHECKS: Mapping[str, Callable[[Records, Records], Found]] = {
     "U": check_updates,
     "R": check_replicas,
 }
-
-
-def _over_steps(check: str, what: str, kind: str, found: Records, reference: Records) -> Found:
-    worst = 0.0
-    for step in reference.steps:
-        if (kind, step) == (CLIPPED, reference.spoilt):
-            continue  # under DDP only the rank with the NaN sees it before the guard does
-        ours, theirs = found.tensors(kind, step), reference.tensors(kind, step)
-        named = f"step {step}: the {what}"
-        tolerance = reference.tolerances[check]
-        size, difference = _compare(check, named, ours, theirs, theirs, tolerance)
-        worst = max(worst, size)
-        if difference is not None:
-            return worst, difference
-    return worst, None
 
 
 def _compare(
@@ -316,13 +304,15 @@ def _compare(
     tolerance: float,
 ) -> Found:
     """Compare tensors by name; the difference of each is relative to the norm of its `scale`."""
-    norms = {name: _norm(scale) for name, scale in scales.items()}
+    norms = {name: _norm(_without_nan(scale)) for name, scale in scales.items()}
     floor = FLOOR * math.sqrt(sum(n * n for n in norms.values() if math.isfinite(n)))
     sizes: dict[str, float] = {}
     for name, value in expected.items():
         if name not in found or found[name].shape != value.shape:
             return 1.0, Difference(check, f"{what} lack {name}", 1.0, None, (name,))
-        apart = _norm(found[name].double() - value.double())
+        apart = _norm(_without_nan(found[name]) - _without_nan(value))
+        if not torch.equal(found[name].isnan(), value.isnan()):
+            apart = math.inf
         size = apart / max(norms[name], floor, 1e-300) if apart else 0.0
         sizes[name] = size if math.isfinite(size) else math.inf
     worst = max(sizes.values(), default=0.0)
@@ -336,6 +326,11 @@ def _compare(
     values = [r for r in ratios.values() if r is not None]
     alike = len(values) == len(ratios) and max(values) - min(values) < 1e-6 * abs(max(values))
     return worst, Difference(check, named, worst, values[0] if alike else None, tuple(wrong))
+
+
+def _without_nan(tensor: Tensor) -> Tensor:
+    """Return the tensor in fp64 with 0 for NaN, which the guard's window has before it is full."""
+    return torch.nan_to_num(tensor.double(), nan=0.0)
 
 
 def _norm(tensor: Tensor) -> float:

@@ -1,7 +1,8 @@
 """The inputs of a comparison: random text, token files made from it, and a job to start from.
 
 The user's own data may not exist yet, and its content does not matter here; the lengths of its
-documents do. They are log-uniform, from one word to three sequences.
+documents do. Most are longer than half a sequence, so that sequences of complete documents end in
+padding and have different numbers of targets; a few are a word, or three sequences, long.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ DOCUMENTS = 400
 """Number of documents: more than three steps read, of which a tenth is held out."""
 LONGEST = 120
 """Most words of a document. A word is one to two tokens, and a sequence has 64."""
+MEDIUM = 0.8
+"""Share of documents of about 0.6 to 0.9 sequences; the others are log-uniform."""
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -35,7 +38,11 @@ def write_inputs(texts: RunConfig, rows: RunConfig | None) -> None:
         length = round(longest ** source.random())
         return " ".join(source.choices(vocabulary, k=length))
 
-    _write(texts, [{"text": text(LONGEST)} for _ in range(DOCUMENTS)])
+    def document() -> str:
+        medium = source.choices(vocabulary, k=source.randint(22, 32))
+        return " ".join(medium) if source.random() < MEDIUM else text(LONGEST)
+
+    _write(texts, [{"text": document()} for _ in range(DOCUMENTS)])
     if rows is not None:
         preference = rows.data.type == "preference"
         _write(rows, list(_conversations(text, preference)))
