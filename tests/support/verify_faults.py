@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dtt.verify import recording
@@ -43,17 +44,17 @@ def train(name: str, config: str, overrides: Sequence[str], from_step: Any, reco
 
 def export(name: str, *arguments: Any) -> None:
     """Plant a fault and export."""
-    from dtt.verify import case
+    from dtt.verify import layout_runs
 
     FAULTS[name].plant()
-    case.export_job(*arguments)
+    layout_runs.export_job(*arguments)
 
 
 def rank() -> int:
     return int(os.environ["RANK"])
 
 
-# ---- gradients and losses --------------------------------------------------------------------------
+# ---- gradients and losses ------------------------------------------------------------------------
 
 
 def gradients_times(factor: Callable[[], float], match: str = "") -> Callable[[], None]:
@@ -592,3 +593,16 @@ FAULTS: dict[str, Fault] = {
         tied_head_stored_untied, "X", "parallel.shard=2 model.tie_embeddings=true",
     ),
 }  # fmt: skip
+
+
+def faulty_case(name: str, inputs: Any, folder: Any, cfg: Any, checks: str) -> Any:
+    """Return the case of a configuration with a fault planted in its layouts or its export."""
+    from dtt.verify.layout_runs import Case
+    from dtt.verify.shrink import shrink
+
+    case = Case(folder, shrink(cfg), checks, inputs)
+    if "X" in FAULTS[name].checks:
+        case.export = partial(export, name)
+    else:
+        case.train = partial(train, name)
+    return case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -37,7 +37,7 @@ from dtt.train import garbage
 from dtt.train.build import build
 from dtt.train.description import write_description, write_provenance
 from dtt.train.initial import describe_adopted, model_of
-from dtt.train.start import Start, prepare, recorded_refusal
+from dtt.train.start import Instrument, Start, prepare, recorded_refusal, unchanged
 from dtt.train.supervise.lost_rank import lost_rank_named
 from dtt.train.supervise.watchdog import Watchdog
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from dtt.data.samples.dataset import Dataset
     from dtt.mesh.dist import World
     from dtt.train.run_plan import RunPlan
-    from dtt.train.trainer import Trainer
 
 
 @garbage.scheduled()
@@ -63,14 +62,14 @@ def run(
     *,
     stage: str | None = None,
     as_json: bool = False,
-    instrument: Callable[[Trainer], Trainer] | None = None,
+    instrument: Instrument = unchanged,
 ) -> None:
     """Train a job to its end.
 
     The job is the one that `config` describes, or a `stage` of it, the job directory among
     `arguments`, or a branch of `branch_of` (JOB@STEP). `from_step` resumes from that step
-    instead of the newest checkpoint. With `as_json`, prints a summary at the end. `instrument`
-    returns the trainer to run in place of the one that was built; `dtt verify` records its steps.
+    instead of the newest checkpoint. With `as_json`, prints a summary at the end. `dtt verify`
+    records the steps through `instrument`.
     """
     requests = Requests()  # handle signals before the slow imports
     ranks, laps = Ranks.detect(), PhaseTimer()
@@ -97,8 +96,9 @@ def run(
             if of_stage is not None and ranks.first:
                 report_shadowed([of_stage], arguments)
             start = prepare(resolved, job, ranks, from_step, branched, laps, of_stage)
+            start = replace(start, instrument=instrument)
         requests.watch(job)
-        start_attempt(start, ranks, requests, instrument)
+        start_attempt(start, ranks, requests)
     finally:
         requests.defer()
     if as_json and ranks.first:
@@ -114,12 +114,7 @@ def under_time_pressure(job: JobDir) -> bool:
     return "SLURM_JOB_ID" in os.environ and (ending is None or ending["code"] != ExitCode.DONE)
 
 
-def start_attempt(
-    start: Start,
-    ranks: Ranks,
-    requests: Requests,
-    instrument: Callable[[Trainer], Trainer] | None = None,
-) -> None:
+def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
     """Lock the job, join the other ranks and train."""
     from dtt.mesh import dist
 
@@ -141,7 +136,7 @@ def start_attempt(
             # Ranks that start late may see a newer attempt folder. The number of rank 0 counts.
             this.number = world.from_first(this.number)
             this.start.end_phase("process group")
-            train(start, this, world, instrument)
+            train(start, this, world)
     finally:
         dist.stop()  # after exit.json is written, because it makes the other ranks end
         if this is not None and ranks.first and not under_time_pressure(job):
@@ -275,12 +270,7 @@ def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
     return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
-def train(
-    start: Start,
-    this: Attempt,
-    world: World,
-    instrument: Callable[[Trainer], Trainer] | None = None,
-) -> None:
+def train(start: Start, this: Attempt, world: World) -> None:
     """Build the trainer, resume from a checkpoint if there is one, and run to the end.
 
     Raises Preempted if a stop was requested before the last step.
@@ -322,11 +312,9 @@ def train(
             write_provenance(job)
         with ExitStack() as stack:
             stack.enter_context(exhaustion_explained(cfg, job, world))
-            trainer = build(
-                cfg, plan, this, world, dataset, watchdog, resume, start.source_of_weights
+            trainer = start.instrument(
+                build(cfg, plan, this, world, dataset, watchdog, resume, start.source_of_weights)
             )
-            if instrument is not None:
-                trainer = instrument(trainer)
             for tracker in trainer.observers.trackers:
                 stack.callback(tracker.close)
             stack.callback(trainer.control.saver.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,49 +12,28 @@ from dtt.config.source import shown
 from dtt.config.validation import validate
 from dtt.verify.layouts import Layout
 
+Values = dict[str, Any]
+Key = tuple[str, ...]
+
 PLAIN: Mapping[str, Any] = {
-    "adapter": {"type": "none"},
-    "objective": {"type": "next_token"},
-    "data": {"type": "tokens"},
-    "init": {},
-    "scaling": {"type": "standard"},
-    "schedule": {"type": "constant"},
     "optim": {"type": "adamw", "weight_decay": 0.0},
-    "optim.groups": [],
-    "optim.weight_decay": 0.0,
-    "optim.normuon_beta2": None,
-    "optim.momentum_warmup": 0,
-    "optim.ns_coefficients": "classic",
-    "optim.scale": "rms",
-    "data.weights": [],
-    "data.sources": [],
-    "data.packing": "concat",
-    "data.mask_documents": False,
-    "data.eod_mask_loss": False,
-    "train.ema_decay": None,
-    "train.z_loss": 0.0,
-    "train.clip_norm": None,
-    "train.batch_schedule": {"type": "constant"},
-    "train.context_schedule": [],
-    "train.remat": "none",
-    "parallel.reduce": "last",
-    "parallel.reshard": True,
-    "model": {"family": "llama"},
-    "model.logit_softcap": None,
-    "model.rope_scaling": {"type": "none"},
-    "model.window": None,
-    "model.n_kv_heads": None,
-    "model.head_dim": None,
-    "model.tie_embeddings": False,
+    "schedule": {"type": "constant"},
+    "train": {"clip_norm": None},
 }
-"""Features by key, with the values of a run without them. Sections precede their keys."""
+"""Values of a run without features, where they are not the defaults."""
+SECTIONS = (
+    *("model", "scaling", "init", "adapter", "objective", "data", "chat", "optim", "schedule"),
+    *("train", "parallel", "guard"),
+)
+"""Sections whose keys are features; in each, a type that is not plain is one feature."""
 
 
 @dataclass(frozen=True)
 class Minimal:
     """A failure, minimised."""
 
-    cfg: RunConfig
+    values: Values
+    """The keys of the configuration that are not defaults."""
     layout: Layout
     features: tuple[str, ...]
     """Features that the failure takes besides the layout, as `key=value`."""
@@ -66,26 +45,83 @@ def minimise(cfg: RunConfig, layout: Layout, fails: Callable[[RunConfig, Layout]
         smaller = layout.without(dim)
         if smaller.dims and fails(cfg, smaller):
             layout = smaller
-    features = [key for key, plain in PLAIN.items() if _value(cfg, key, plain) != plain]
+    values = cfg.model_dump(mode="json")
+    plain = _plain()
+    features = [key for section in SECTIONS for key in _features(values, plain, (section,))]
 
-    def fails_with(kept: Sequence[str]) -> bool:
-        reduced = _only(cfg, kept)
+    def fails_with(kept: Sequence[Key]) -> bool:
+        reduced, _ = validate(RunConfig, _only(values, plain, kept))
         return reduced is not None and fails(reduced, layout)
 
     kept = [] if not features or fails_with(()) else _explain(fails_with, (), features)
-    reduced = _only(cfg, kept)
-    assert reduced is not None
-    named = tuple(f"{key}={_named(cfg, key)}" for key in kept)
-    return Minimal(reduced, layout, named)
+    minimal = _only(values, plain, kept)
+    minimal["parallel"] |= layout.sizes._asdict()
+    # The layout decides, not the number of processes that the user's job has.
+    minimal["launch"] = {}
+    changes = {
+        section: minimal[section]
+        for section, default in RunConfig().model_dump(mode="json").items()
+        if minimal[section] != default
+    }
+    named = tuple(f"{'.'.join(key)}={_named(_value(values, key))}" for key in kept)
+    return Minimal(changes, layout, named)
+
+
+def _plain() -> Values:
+    """Return the values of a run without features."""
+    values = RunConfig().model_dump(mode="json")
+    for section, changes in PLAIN.items():
+        same = values[section].get("type") == changes.get("type")
+        other, _ = validate(RunConfig, {section: values[section] | changes if same else changes})
+        assert other is not None
+        values[section] = other.model_dump(mode="json")[section]
+    return values
+
+
+def _features(values: Values, plain: Values, key: Key) -> Iterator[Key]:
+    """Yield the keys below `key` that are not plain; a section of another type as a whole."""
+    value, other = _value(values, key), _value(plain, key)
+    if key[0] == "parallel" and key[1:] not in ((), ("reduce",), ("reshard",)):
+        return  # the layout
+    if value == other:
+        return
+    sections = isinstance(value, dict) and isinstance(other, dict)
+    if not sections or value.get("type") != other.get("type"):
+        yield key
+        return
+    for name in value:
+        yield from _features(values, plain, (*key, name))
+
+
+def _only(values: Values, plain: Values, kept: Sequence[Key]) -> Values:
+    """Return the values with only some of the features."""
+    found = copy.deepcopy(values)
+    for section in SECTIONS:
+        for key in list(_features(values, plain, (section,))):
+            if key not in kept:
+                _value(found, key[:-1])[key[-1]] = copy.deepcopy(_value(plain, key))
+    return found
+
+
+def _value(values: Values, key: Key) -> Any:
+    value: Any = values
+    for name in key:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _named(value: Any) -> str:
+    """Return a value in words; of a section its type."""
+    return str(value.get("type", value)) if isinstance(value, dict) else shown(value)
 
 
 def _explain(
-    fails: Callable[[Sequence[str]], bool],
-    background: Sequence[str],
-    features: Sequence[str],
+    fails: Callable[[Sequence[Key]], bool],
+    background: Sequence[Key],
+    features: Sequence[Key],
     *,
     grown: bool = False,
-) -> list[str]:
+) -> list[Key]:
     """Return a smallest part of `features` that, with the `background`, still fails.
 
     QuickXplain (Junker 2004): k of n features take about k log n runs, where switching them off
@@ -100,60 +136,3 @@ def _explain(
     of_second = _explain(fails, [*background, *first], second, grown=True)
     of_first = _explain(fails, [*background, *of_second], first, grown=bool(of_second))
     return of_first + of_second
-
-
-def _only(cfg: RunConfig, kept: Sequence[str]) -> RunConfig | None:
-    """Return the configuration with only some features; None if they need others."""
-    values = copy.deepcopy(cfg.model_dump(mode="json"))
-    for key, plain in PLAIN.items():
-        section, _, name = key.rpartition(".")
-        holder = values[section] if section else values
-        # A feature of a section that was replaced is gone with it.
-        if key not in kept and name in holder and not (section in PLAIN and section not in kept):
-            holder[name] = copy.deepcopy(plain)
-    found, _ = validate(RunConfig, values)
-    return found
-
-
-def _value(cfg: RunConfig, key: str, plain: Any) -> Any:
-    """Return the value of a key, as far as `plain` has it; `plain` if there is no such key."""
-    value: Any = cfg.model_dump(mode="json")
-    for name in key.split("."):
-        if name not in value:
-            return plain
-        value = value[name]
-    if isinstance(plain, dict) and isinstance(value, dict) and plain:
-        return {name: value.get(name) for name in plain}
-    return {} if key == "init" and value.get("from") is None else value
-
-
-def _named(cfg: RunConfig, key: str) -> str:
-    """Return the value of a feature; of a section its type or family."""
-    value = _value(cfg, key, None)
-    if isinstance(value, dict):
-        return str(value.get("type") or value.get("family") or value.get("from"))
-    return shown(value)
-
-
-def as_keys(minimal: Minimal) -> dict[str, Any]:
-    """Return the configuration as keys of a file, without those that have their defaults."""
-    values = minimal.cfg.model_dump(mode="json")
-    values["parallel"] |= minimal.layout.sizes._asdict()
-    # The layout decides, not the number of processes that the user's job has.
-    values["launch"] = RunConfig().launch.model_dump(mode="json")
-    return _changes(values, RunConfig().model_dump(mode="json"))
-
-
-def _changes(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for name, value in values.items():
-        default = defaults.get(name)
-        if not isinstance(value, dict):
-            if value != default:
-                kept[name] = value
-            continue
-        if value.get("type") != (default or {}).get("type"):
-            kept[name] = value
-        elif changes := _changes(value, default or {}):
-            kept[name] = changes | ({"type": value["type"]} if "type" in value else {})
-    return kept

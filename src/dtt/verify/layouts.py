@@ -48,18 +48,19 @@ class Layout:
 REFERENCE = Layout()
 
 
-def layouts_of(cfg: RunConfig) -> list[Layout]:
+def layouts_of(cfg: RunConfig, most: int = MOST_RANKS) -> list[Layout]:
     """Return the layouts to compare with one process, the smallest first.
 
     They are the configured mesh with each size above 1 reduced to 2, and, if it has several
     dimensions, the same without each of them. A size of -1 counts as 2 unless the number of
     processes that `launch` describes leaves 1 for it. A run of one process is compared with
-    itself: it accumulates gradients over micro-batches, which the reference does not.
+    itself: it accumulates gradients over micro-batches, which the reference does not. Layouts of
+    more than `most` processes are left out.
     """
     reduced = reduced_layout(cfg)
     parts = [reduced.without(dim) for dim in reduced.dims] if len(reduced.dims) > 1 else []
-    found = dict.fromkeys([reduced, *parts])
-    return sorted((x for x in found if x.ranks <= MOST_RANKS), key=lambda x: x.ranks)
+    found = [x for x in dict.fromkeys([reduced, *parts]) if x.ranks <= most]
+    return sorted(found, key=lambda x: x.ranks) or [REFERENCE]
 
 
 def reduced_layout(cfg: RunConfig) -> Layout:
@@ -67,13 +68,13 @@ def reduced_layout(cfg: RunConfig) -> Layout:
     return Layout(Sizes(**{dim: 1 if n == 1 else 2 for dim, n in configured(cfg).items()}))
 
 
-def not_covered(cfg: RunConfig) -> Iterator[str]:
+def not_covered(cfg: RunConfig, most: int = MOST_RANKS) -> Iterator[str]:
     """Yield what the layouts of `layouts_of` leave out."""
     for dim, size in configured(cfg).items():
         if size > 2 or size == REST:
             yield f"parallel.{dim}={size} (reduced to 2)"
     reduced = reduced_layout(cfg)
-    if reduced.ranks > MOST_RANKS:
+    if reduced.ranks > most:
         yield f"{reduced.name} at the same time ({reduced.ranks} processes)"
 
 

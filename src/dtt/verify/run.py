@@ -6,27 +6,41 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dtt.base.errors import ConfigError, DttError, ExitCode
+from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, ExitCode
 from dtt.base.log import log
 from dtt.config.run import RunConfig
 from dtt.verify import culprit, layouts, shrink
 from dtt.verify.layouts import Layout
 
 if TYPE_CHECKING:
-    from dtt.verify.compare import Checked
+    from dtt.verify.comparison import Checked
+    from dtt.verify.layout_runs import Case
 
 LETTERS = "DLGNURSX"
-UNSEEN = (
-    "kernels of a GPU, among them FlexAttention", "bf16", "races of NCCL", "real sizes", "speed",
-)  # fmt: skip
-"""What fp64 on CPUs cannot show."""
+UNSEEN = "races between GPUs", "real sizes", "speed"
+"""What no comparison of small runs shows."""
+UNSEEN_ON_CPU = "kernels of a GPU, among them FlexAttention", "bf16", "NCCL"
+
+
+MakeCase = Callable[[Path, RunConfig, str], "Case"]
+"""Function that returns the case of a folder, a configuration and letters of checks."""
+
+
+def _case(
+    inputs: dict[str, Path], folder: Path, cfg: RunConfig, checks: str, *, exact: bool = True
+) -> Case:
+    """Return a case that shares its inputs with others."""
+    from dtt.verify.layout_runs import Case
+
+    return Case(folder, shrink.shrink(cfg, exact=exact), checks, inputs, exact)
 
 
 class Wrong(DttError):
@@ -42,6 +56,8 @@ class Verification:
     name: str
     cfg: RunConfig
     small: shrink.Small
+    most: int
+    """Most processes of a layout."""
     found: dict[Layout, Checked] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -53,7 +69,8 @@ class Verification:
     @property
     def not_covered(self) -> list[str]:
         """What the comparison does not show, in words."""
-        return [*layouts.not_covered(self.cfg), *self.small.notes, *UNSEEN]
+        cpu = UNSEEN_ON_CPU if self.small.run.train.device == "cpu" else ()
+        return [*layouts.not_covered(self.cfg, self.most), *self.small.notes, *cpu, *UNSEEN]
 
     def facts(self) -> dict[str, Any]:
         """Return the result as a JSON object."""
@@ -102,16 +119,29 @@ def missing_configuration() -> ConfigError:
     )
 
 
+def gpus(device: str) -> int:
+    """Return the number of GPUs of this node; raise DttError if there are none."""
+    import torch
+
+    if device != "cuda":
+        raise ConfigError(f"--device {device}: no such device", next="--device cpu or cuda")
+    if not torch.cuda.is_available():
+        raise EnvironmentUnfit("--device cuda: this machine has no GPU that torch can use")
+    return torch.cuda.device_count()
+
+
 def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) -> None:
     """Verify configurations, such as the stages of a run, and print a table for each.
 
+    `device` is cpu, for fp64, or cuda, for the precision of the run on the GPUs of this node.
     Raises `Wrong` for the first that differs, after looking for the features that it takes.
     """
+    most = layouts.MOST_RANKS if device == "cpu" else gpus(device)
     folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
     results: list[Verification] = []
-    inputs: dict[str, Path] = {}
+    make = partial(_case, {}, exact=device == "cpu")
     for name, cfg in cfgs:
-        result = verify(name, cfg, folder / name.replace("/", "-"), inputs=inputs)
+        result = verify(name, cfg, folder / name.replace("/", "-"), make, most=most)
         results.append(result)
         if not as_json:
             print("\n".join(result.lines()), flush=True)
@@ -120,7 +150,7 @@ def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) ->
     if as_json:
         print(json.dumps([result.facts() for result in results], indent=1))
     if results[-1].failed is not None:
-        raise explain(results[-1], folder, inputs)
+        raise explain(results[-1], folder, make)
     shutil.rmtree(folder)
 
 
@@ -128,22 +158,21 @@ def verify(
     name: str,
     cfg: RunConfig,
     folder: Path,
+    make: MakeCase,
     checks: str = LETTERS,
-    inputs: dict[str, Path] | None = None,
     *,
     parts: bool = True,
+    most: int = layouts.MOST_RANKS,
 ) -> Verification:
     """Compare the layouts of a configuration; stop at the first that differs.
 
-    Without `parts`, only the complete one.
+    They have at most `most` ranks. Without `parts`, only the largest is compared.
     """
-    from dtt.verify.case import Case
-
     started = time.perf_counter()
-    result = Verification(name, cfg, shrink.shrink(cfg))
-    case = Case(folder, result.small, checks, {} if inputs is None else inputs)
+    case = make(folder, cfg, checks)
+    result = Verification(name, cfg, case.small, most)
     case.prepare()
-    for layout in layouts.layouts_of(cfg)[0 if parts else -1 :]:
+    for layout in layouts.layouts_of(cfg, most)[0 if parts else -1 :]:
         log.info("verify: %s, %s", name, layout.name)
         result.found[layout] = case.check(layout)
         if result.failed is not None:
@@ -155,7 +184,7 @@ def verify(
     return result
 
 
-def explain(result: Verification, folder: Path, inputs: dict[str, Path]) -> Wrong:
+def explain(result: Verification, folder: Path, make: MakeCase) -> Wrong:
     """Return the error for a layout that differs, with the features that it takes."""
     layout = result.failed
     assert layout is not None
@@ -164,11 +193,11 @@ def explain(result: Verification, folder: Path, inputs: dict[str, Path]) -> Wron
     log.info("verify: %s differs; looking for the features that it takes", layout.name)
 
     def fails(cfg: RunConfig, layout: Layout) -> bool:
-        return differs(cfg, layout, difference.check, folder / "smaller", inputs)
+        return differs(cfg, layout, difference.check, folder / "smaller", make)
 
     minimal = culprit.minimise(result.cfg, layout, fails)
     path = folder / "minimal.yaml"
-    path.write_text(yaml.safe_dump(culprit.as_keys(minimal), sort_keys=False))
+    path.write_text(yaml.safe_dump(minimal.values, sort_keys=False))
     needed = ", ".join([*(f"parallel.{dim}" for dim in minimal.layout.dims), *minimal.features])
     return Wrong(
         f"{layout.name}: check {difference.check}: {difference.describe()}",
@@ -178,14 +207,12 @@ def explain(result: Verification, folder: Path, inputs: dict[str, Path]) -> Wron
     )
 
 
-def differs(
-    cfg: RunConfig, layout: Layout, check: str, folder: Path, inputs: dict[str, Path]
-) -> bool:
+def differs(cfg: RunConfig, layout: Layout, check: str, folder: Path, make: MakeCase) -> bool:
     """Return True if a layout of `cfg` differs in a check; False also if `cfg` cannot run."""
-    from dtt.verify.case import CannotRun, Case
+    from dtt.verify.layout_runs import CannotRun
 
     letters = LETTERS[: LETTERS.index(check) + 1] if check in LETTERS else "D"
-    case = Case(folder, shrink.shrink(cfg), letters, inputs)
+    case = make(folder, cfg, letters)
     try:
         case.prepare()
         checked = case.check(layout)
@@ -203,12 +230,12 @@ def fuzz(seed: int, minutes: float, *, as_json: bool) -> None:
 
     Each is compared on one layout; every third also resumes, and every ninth is exported.
     """
-    from dtt.verify.case import CannotRun
     from dtt.verify.fuzz import configurations
+    from dtt.verify.layout_runs import CannotRun
 
     end = time.monotonic() + 60 * minutes
     folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
-    inputs: dict[str, Path] = {}
+    make = partial(_case, {})
     noise: dict[str, float] = {}
     done = refused = 0
     for number, (arguments, cfg) in enumerate(configurations(seed)):
@@ -218,13 +245,13 @@ def fuzz(seed: int, minutes: float, *, as_json: bool) -> None:
         log.info("verify: %s", arguments)
         try:
             case = folder / str(number)
-            result = verify(f"configuration {number}", cfg, case, checks, inputs, parts=False)
+            result = verify(f"configuration {number}", cfg, case, make, checks, parts=False)
         except CannotRun as error:
             log.info("verify: refused: %s", error)
             refused += 1
             continue
         if result.failed is not None:
-            raise explain(result, folder, inputs)
+            raise explain(result, folder, make)
         shutil.rmtree(case)
         done += 1
         for one in result.found.values():

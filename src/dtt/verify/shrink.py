@@ -20,13 +20,15 @@ from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.config.validation import validate
 
-STEPS = 3
+STEPS = 4
+"""Two of warm-up, if there is one, and two of decay: its first has the peak rate."""
 SEQ_LEN = 64
 """Tokens of a sequence: four windows, and divisible by 2 x context 2 x tensor 2 x 8."""
 SEQUENCES = 8
 """Sequences of a global batch: two micro-batches on each of four data-parallel ranks."""
 WINDOW = SEQ_LEN // 4
-HEAD_DIM = 8
+HEAD_DIM = 16
+"""The least that FlexAttention and fp8 take."""
 VOCABULARY = 320
 CLIP_NORM = 0.05
 """Gradient norms of new small models are 0.1 to 10, so this limit clips."""
@@ -58,6 +60,7 @@ class Small:
 @dataclass
 class _Shrinking:
     cfg: RunConfig
+    exact: bool
     notes: list[str] = field(default_factory=list)
 
     def note(self, applies: object, text: str) -> None:
@@ -65,9 +68,12 @@ class _Shrinking:
             self.notes.append(text)
 
 
-def shrink(cfg: RunConfig, tensor: int = 1) -> Small:
-    """Return the small configuration of `cfg`; `tensor` is the largest size of that dimension."""
-    shrinking = _Shrinking(cfg)
+def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
+    """Return the small configuration of `cfg`, in fp64 on the CPU.
+
+    Unless `exact`, device, precision and kernels are those of `cfg`.
+    """
+    shrinking = _Shrinking(cfg, exact)
     values: Values = cfg.model_dump(mode="json")
     values |= {
         "name": "run",
@@ -80,12 +86,12 @@ def shrink(cfg: RunConfig, tensor: int = 1) -> Small:
         "checkpoint": {"every": 1, "keep_last": 10, "asynchronous": cfg.checkpoint.asynchronous},
         "parallel": {"reduce": cfg.parallel.reduce, "reshard": cfg.parallel.reshard},
     }
-    values["model"] = _model(shrinking, tensor)
+    values["model"] = _model(shrinking)
     values["scaling"] = _scaling(cfg, values["model"])
     values["train"] = _train(shrinking)
-    values["schedule"] |= {"warmup": 1 if measure(cfg.schedule.warmup)[1] else 0}
+    values["schedule"] |= {"warmup": 2 if measure(cfg.schedule.warmup)[1] else 0}
     if cfg.schedule.type == "wsd":
-        values["schedule"]["decay"] = 1
+        values["schedule"]["decay"] = 2
     values["optim"] = _optim(shrinking)
     _use_inputs(shrinking, values)
     values["adapter"] = _adapter(shrinking)
@@ -104,7 +110,7 @@ def _checked(values: Values) -> RunConfig:
     return section
 
 
-def _model(shrinking: _Shrinking, tensor: int) -> Values:
+def _model(shrinking: _Shrinking) -> Values:
     model = shrinking.cfg.model
     values: Values = model.model_dump(mode="json")
     n_kv = model.n_kv_heads or model.n_heads
@@ -114,16 +120,15 @@ def _model(shrinking: _Shrinking, tensor: int) -> Values:
     else:
         kv_heads = min(n_kv, 2)
         heads = ratio * kv_heads
-    pairs = int(HEAD_DIM * model.partial_rotary_factor)
-    head_dim = HEAD_DIM if pairs and pairs % 2 == 0 else 2 * HEAD_DIM
+    # An even number of dimensions is rotated.
+    odd = int(HEAD_DIM * model.partial_rotary_factor) % 2
+    head_dim = 2 * HEAD_DIM if odd else HEAD_DIM
     dim = heads * head_dim
-    if model.head_dim and model.head_dim * model.n_heads != model.dim:
-        # Attention is wider or narrower than the residual stream.
-        wider = model.head_dim * model.n_heads > model.dim
-        dim = heads * head_dim // 2 if wider else 2 * heads * head_dim
+    if model.head_dim:
         values["head_dim"] = head_dim
-    elif model.head_dim:
-        values["head_dim"] = head_dim
+        # Attention may be wider or narrower than the residual stream.
+        attention = model.head_dim * model.n_heads
+        dim = dim // 2 if attention > model.dim else 2 * dim if attention < model.dim else dim
     layers = min(model.n_layers, 2)
     values |= {
         "dim": dim,
@@ -207,11 +212,7 @@ def _train(shrinking: _Shrinking) -> Values:
         "global_batch_tokens": batch,
         "micro_batch": 1,
         "clip_norm": None if train.clip_norm is None else CLIP_NORM,
-        "device": "cpu",
-        "precision": "fp64",
         "stochastic_rounding": False,
-        "attention": "auto",
-        "compile": False,
         "remat_every": min(train.remat_every, 2),
         "log_every": 1,
         "eval_every": 0,
@@ -220,9 +221,12 @@ def _train(shrinking: _Shrinking) -> Values:
         "sample_tokens": 0,
         "hang_seconds": 120.0,
     }
-    exact = train.precision in ("auto", "fp32", "bf16", "fp64")
-    shrinking.note(not exact, f"train.precision={train.precision} (fp64)")
-    shrinking.note(train.stochastic_rounding, "train.stochastic_rounding (off in fp64)")
+    if shrinking.exact:
+        exact = {"device": "cpu", "precision": "fp64", "attention": "auto", "compile": False}
+        special = train.precision in ("bf16-pure", "fp8")
+        shrinking.note(special, f"train.precision={train.precision} (fp64)")
+        values |= exact
+    shrinking.note(train.stochastic_rounding, "train.stochastic_rounding (off)")
     return values
 
 
@@ -236,7 +240,7 @@ def _optim(shrinking: _Shrinking) -> Values:
         if holder.get("eps") is not None:
             holder["eps"] = max(holder["eps"], EPSILON)
         if holder.get("decay") is not None:
-            holder["decay"] = 2
+            holder["decay"] = 1
         if isinstance(split := holder.get("split"), list):
             holder["split"] = len(split)
             shrinking.note(True, f"optim.groups: split={split} (into {len(split)} equal parts)")
@@ -303,6 +307,7 @@ def _base(shrinking: _Shrinking, values: Values) -> RunConfig | None:
         "objective": {"type": "next_token"},
         "init": {},
         "data": {"type": "tokens", "tokens": "tokens"},
+        "schedule": {"type": "wsd", "warmup": 0, "decay": 1},
         "train": values["train"] | {"steps": 1, "micro_batch": SEQUENCES, "context_schedule": []},
     }
     if init.average:
