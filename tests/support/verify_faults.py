@@ -595,12 +595,12 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-def faulty_case(name: str, inputs: Any, folder: Any, cfg: Any, checks: str) -> Any:
+def faulty_runs(name: str, inputs: Any, folder: Any, cfg: Any, checks: str) -> Any:
     """Return the case of a configuration with a fault planted in its layouts or its export."""
-    from dtt.verify.layout_runs import Case
+    from dtt.verify.layout_runs import LayoutRuns
     from dtt.verify.shrink import shrink
 
-    case = Case(folder, shrink(cfg), checks, inputs)
+    case = LayoutRuns(folder, shrink(cfg), checks, inputs)
     if "X" in FAULTS[name].checks:
         case.export = partial(export, name)
     else:

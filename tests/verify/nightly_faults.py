@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.verify_faults import FAULTS, faulty_case
+from support.verify_faults import FAULTS, faulty_runs
 
 from dtt.config.load import resolve
 from dtt.verify import run
@@ -21,7 +21,7 @@ def test_a_fault_is_found_and_what_it_takes_is_named(
     cfg = resolve(None, fault.keys.split(), env={}).config
     letters = "DLGNURSX" if "X" in fault.checks else "DLGNURS"
     letters = letters if set("SX") & set(fault.checks) else "DLGNUR"
-    make = partial(faulty_case, name, {})
+    make = partial(faulty_runs, name, {})
     result = run.verify(name, cfg, tmp_path / "case", make, letters, parts=False)
     assert result.failed is not None, "not found"
     difference = result.found[result.failed].difference

@@ -10,13 +10,13 @@ import pytest
 import yaml
 from support import verify_faults
 from support.running import Dtt
-from support.verify_faults import FAULTS, faulty_case
+from support.verify_faults import FAULTS, faulty_runs
 
 from dtt.base.errors import ConfigError, EnvironmentUnfit, ExitCode
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.verify import fuzz, run
-from dtt.verify.layout_runs import CannotRun, Case
+from dtt.verify.layout_runs import CannotRun, LayoutRuns
 from dtt.verify.layouts import layouts_of
 from dtt.verify.shrink import shrink
 
@@ -38,7 +38,7 @@ QUICK = (
 def test_a_fault_is_found_by_the_check_of_its_kind(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     letters = "DLGNURS" if "S" in fault.checks else "DLGNUR"
-    make = partial(faulty_case, name, {})
+    make = partial(faulty_runs, name, {})
     result = run.verify(name, config(fault.keys), tmp_path / "case", make, letters, parts=False)
     assert result.failed is not None
     difference = result.found[result.failed].difference
@@ -51,7 +51,7 @@ def test_the_message_names_what_a_fault_takes(tmp_path: Path) -> None:
     name = "z-loss left out"
     # Two features that the fault does not take, and a dimension.
     keys = f"{FAULTS[name].keys} data.mask_documents=true train.ema_decay=0.9 parallel.replicate=2"
-    make = partial(faulty_case, name, {})
+    make = partial(faulty_runs, name, {})
     result = run.verify(name, config(keys), tmp_path / "case", make, "DLG")
     error = run.explain(result, tmp_path, make)
     assert error.exit_code == 1
@@ -65,7 +65,7 @@ def test_the_message_names_what_a_fault_takes(tmp_path: Path) -> None:
 
 def test_a_run_that_dtt_refuses_is_no_difference(tmp_path: Path) -> None:
     cfg = config("model.n_heads=3 model.dim=192 parallel.tensor=2 parallel.replicate=1")
-    case = Case(tmp_path / "case", shrink(cfg))
+    case = LayoutRuns(tmp_path / "case", shrink(cfg))
     case.prepare()
     with pytest.raises(CannotRun, match="dtt refuses to train with tensor 2"):
         case.check(layouts_of(cfg)[0])
@@ -74,7 +74,7 @@ def test_a_run_that_dtt_refuses_is_no_difference(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_in_bf16_the_tolerance_is_that_of_another_order_of_sums(tmp_path: Path) -> None:
     cfg = config("parallel.shard=2 parallel.replicate=1 train.precision=bf16 train.device=cpu")
-    case = Case(tmp_path / "case", shrink(cfg, exact=False), exact=False)
+    case = LayoutRuns(tmp_path / "case", shrink(cfg, exact=False), exact=False)
     case.prepare()
     checked = case.check(layouts_of(cfg)[0])
     assert checked.difference is None

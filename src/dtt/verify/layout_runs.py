@@ -24,7 +24,7 @@ from dtt.base.errors import DttError, ExitCode
 from dtt.checkpoint import store
 from dtt.hf import export
 from dtt.verify import forked_ranks, recording
-from dtt.verify.comparison import (
+from dtt.verify.differences import (
     Checked,
     Difference,
     Records,
@@ -59,7 +59,7 @@ def export_job(job: str, out: Path) -> None:
 
 
 @dataclass
-class Case:
+class LayoutRuns:
     """A small configuration with its runs, in a folder of its own."""
 
     folder: Path

@@ -21,8 +21,8 @@ from dtt.verify import culprit, layouts, shrink
 from dtt.verify.layouts import Layout
 
 if TYPE_CHECKING:
-    from dtt.verify.comparison import Checked
-    from dtt.verify.layout_runs import Case
+    from dtt.verify.differences import Checked
+    from dtt.verify.layout_runs import LayoutRuns
 
 LETTERS = "DLGNURSX"
 UNSEEN = "races between GPUs", "real sizes", "speed"
@@ -30,17 +30,17 @@ UNSEEN = "races between GPUs", "real sizes", "speed"
 UNSEEN_ON_CPU = "kernels of a GPU, among them FlexAttention", "bf16", "NCCL"
 
 
-MakeCase = Callable[[Path, RunConfig, str], "Case"]
+MakeRuns = Callable[[Path, RunConfig, str], "LayoutRuns"]
 """Function that returns the case of a folder, a configuration and letters of checks."""
 
 
-def _case(
+def _layout_runs(
     inputs: dict[str, Path], folder: Path, cfg: RunConfig, checks: str, *, exact: bool = True
-) -> Case:
+) -> LayoutRuns:
     """Return a case that shares its inputs with others."""
-    from dtt.verify.layout_runs import Case
+    from dtt.verify.layout_runs import LayoutRuns
 
-    return Case(folder, shrink.shrink(cfg, exact=exact), checks, inputs, exact)
+    return LayoutRuns(folder, shrink.shrink(cfg, exact=exact), checks, inputs, exact)
 
 
 class Wrong(DttError):
@@ -139,7 +139,7 @@ def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) ->
     most = layouts.MOST_RANKS if device == "cpu" else gpus(device)
     folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
     results: list[Verification] = []
-    make = partial(_case, {}, exact=device == "cpu")
+    make = partial(_layout_runs, {}, exact=device == "cpu")
     for name, cfg in cfgs:
         result = verify(name, cfg, folder / name.replace("/", "-"), make, most=most)
         results.append(result)
@@ -158,7 +158,7 @@ def verify(
     name: str,
     cfg: RunConfig,
     folder: Path,
-    make: MakeCase,
+    make: MakeRuns,
     checks: str = LETTERS,
     *,
     parts: bool = True,
@@ -184,7 +184,7 @@ def verify(
     return result
 
 
-def explain(result: Verification, folder: Path, make: MakeCase) -> Wrong:
+def explain(result: Verification, folder: Path, make: MakeRuns) -> Wrong:
     """Return the error for a layout that differs, with the features that it takes."""
     layout = result.failed
     assert layout is not None
@@ -207,7 +207,7 @@ def explain(result: Verification, folder: Path, make: MakeCase) -> Wrong:
     )
 
 
-def differs(cfg: RunConfig, layout: Layout, check: str, folder: Path, make: MakeCase) -> bool:
+def differs(cfg: RunConfig, layout: Layout, check: str, folder: Path, make: MakeRuns) -> bool:
     """Return True if a layout of `cfg` differs in a check; False also if `cfg` cannot run."""
     from dtt.verify.layout_runs import CannotRun
 
@@ -235,7 +235,7 @@ def fuzz(seed: int, minutes: float, *, as_json: bool) -> None:
 
     end = time.monotonic() + 60 * minutes
     folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
-    make = partial(_case, {})
+    make = partial(_layout_runs, {})
     noise: dict[str, float] = {}
     done = refused = 0
     for number, (arguments, cfg) in enumerate(configurations(seed)):
