@@ -422,6 +422,25 @@ def other_initial_weights() -> None:
     wrap(assemble, "initialize", lambda run, model, seed, base: run(model, seed + rank(), base))
 
 
+def random_numbers_of_rank_0() -> None:
+    from dtt.train import trainer
+
+    wrap(trainer, "seed_rank", lambda run, seed, _rank: run(seed, 0))
+
+
+def state_of_frozen_weights() -> None:
+    import torch
+
+    from dtt.train import components
+
+    def around(run: Any, state: Any) -> Any:
+        frozen = next(p for p in state.params.values() if not p.trainable)
+        more = {f"adamw/{frozen.name}/exp_avg": torch.zeros_like(frozen.tensor)}
+        return run(state) | state.params.laid_out(more)
+
+    wrap(components.TrainState, "tensors", around)
+
+
 def optimizer_state_not_loaded() -> None:
     from dtt.train import components
 
@@ -577,6 +596,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "skipped on one rank": Fault(skipped_on_one_rank, "SRU", "parallel.replicate=2"),
     "other initial weights": Fault(other_initial_weights, "RL", "parallel.replicate=2"),
+    "random numbers of rank 0": Fault(random_numbers_of_rank_0, "R", "parallel.replicate=2"),
+    "state of frozen weights": Fault(
+        state_of_frozen_weights, "U", f"parallel.shard=2 {LORA}", "adapter"
+    ),
     "optimizer state not loaded": Fault(optimizer_state_not_loaded, "S", "parallel.shard=2"),
     "shard of another rank loaded": Fault(shard_of_other_rank_loaded, "S", "parallel.shard=2"),
     "rate of the step before after a resume": Fault(

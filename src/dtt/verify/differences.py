@@ -259,10 +259,13 @@ def compare_checkpoints(
         return size, difference
     ours, theirs = (_comparable(c.tensors(store.STATE)) for c in (found, expected))
     worst = size
-    for key in sorted({name.rpartition("/")[2] for name in theirs}):
-        of_key = {n: v for n, v in theirs.items() if n.rpartition("/")[2] == key}
+    for key in sorted({name.rpartition("/")[2] for name in [*ours, *theirs]}):
+        of_ours, of_theirs = (
+            {name: value for name, value in state.items() if name.rpartition("/")[2] == key}
+            for state in (ours, theirs)
+        )
         what = f"step {step}: `{key}` of the saved state"
-        size, difference = _compare(check, what, ours, of_key, of_key, tolerance)
+        size, difference = _compare(check, what, of_ours, of_theirs, of_theirs, tolerance)
         worst = max(worst, size)
         if difference is not None:
             return worst, difference
@@ -282,8 +285,14 @@ def check_replicas(found: Records, _reference: Records, step: int) -> Found:
             continue  # a NaN has no defined bits
         seen: dict[tuple[str, str], tuple[int, str]] = {}
         for rank, name, place, digest in found.held(kind, step):
+            if name.startswith("rng"):  # each rank has its own, for dropout
+                first, _ = seen.setdefault((digest, ""), (rank, digest))
+                if first != rank:
+                    why = f"step {step}: ranks {first} and {rank} draw the same random numbers"
+                    return 1.0, Difference("R", why, 1.0)
+                continue
             first, expected = seen.setdefault((name, place), (rank, digest))
-            if digest != expected and not name.startswith("rng"):  # each rank has its own
+            if digest != expected:
                 why = f"step {step}: ranks {first} and {rank} hold different bits of "
                 return 1.0, Difference("R", f"{why}{what}{name}", 1.0, None, (name,))
     return 0.0, None
@@ -311,6 +320,8 @@ def _compare(
     norms = {name: _norm(_without_nan(scale)) for name, scale in scales.items()}
     floor = FLOOR * math.sqrt(sum(n * n for n in norms.values() if math.isfinite(n)))
     sizes: dict[str, float] = {}
+    for name in found.keys() - expected.keys():
+        return 1.0, Difference(check, f"{what} include {name}", 1.0, None, (name,))
     for name, value in expected.items():
         if name not in found or found[name].shape != value.shape:
             return 1.0, Difference(check, f"{what} lack {name}", 1.0, None, (name,))

@@ -27,11 +27,11 @@ from dtt.base.files import write_atomically
 from dtt.checkpoint import tensors
 from dtt.data.samples.loader import Batch, MicroBatch
 from dtt.mesh.mesh import DATA
-from dtt.mesh.sharding import LaidOut, Placed, local, this_rank, world_size
+from dtt.mesh.sharding import LaidOut, Placed, local, on_this_rank, this_rank, world_size
 from dtt.model.output import Output
 from dtt.params.table import Params
 from dtt.train import run
-from dtt.train.state import Position
+from dtt.train.state import Position, rng_tensors
 from dtt.train.step import Objective, Step
 from dtt.train.trainer import Trainer
 
@@ -145,8 +145,10 @@ class RecordedTrainer(Trainer):
     def step(self, batch: Batch, multiplier: float) -> None:
         """Do a step as `Trainer.step` does."""
         super().step(batch, multiplier)
-        state, number = self.state, self.position.step
-        self.recorder.write_held(HELD, number, {**state.params, **state.tensors()})
+        state, world = self.state, self.world
+        random = on_this_rank(rng_tensors(world.rank, world.device))
+        held = {**state.params, **state.tensors(), **random}
+        self.recorder.write_held(HELD, self.position.step, held)
 
 
 def train(config: str, overrides: Sequence[str], from_step: int | None, recorder: Recorder) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtt.verify.layout_runs import LayoutRuns
 
 LETTERS = "DLGNURSX"
-UNSEEN = "races between GPUs", "real sizes", "speed"
+UNSEEN = "samples and answers of a run", "races between GPUs", "real sizes", "speed"
 """What no comparison of small runs shows."""
 UNSEEN_ON_CPU = "kernels of a GPU, among them FlexAttention", "bf16", "NCCL"
 
