@@ -120,5 +120,7 @@ def _free_port() -> int:
 
 
 def _tail(log: Path, lines: int = 12) -> str:
-    text = log.read_text("utf-8", errors="replace") if log.exists() else ""
-    return "\n".join(text.splitlines()[-lines:])
+    """Return the error at the end of a log, or its last lines."""
+    text = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
+    errors = [number for number, line in enumerate(text) if line.startswith("dtt: ")]
+    return "\n".join(text[errors[-1] :] if errors else text[-lines:])

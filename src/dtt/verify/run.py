@@ -179,7 +179,7 @@ def verify(
             break
     if result.failed is None and "X" in checks:
         layout, checked = list(result.found.items())[-1]
-        checked.merge(case.check_export(layout))
+        case.check_export(layout, checked)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -217,7 +217,7 @@ def differs(cfg: RunConfig, layout: Layout, check: str, folder: Path, make: Make
         case.prepare()
         checked = case.check(layout)
         if checked.difference is None and check == "X":
-            checked = case.check_export(layout)
+            case.check_export(layout, checked)
     except CannotRun:
         return False
     finally:
