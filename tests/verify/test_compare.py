@@ -55,7 +55,7 @@ def test_the_message_names_what_a_fault_takes(tmp_path: Path) -> None:
     result = run.verify(name, config(keys), tmp_path / "case", make, "DLG")
     error = run.explain(result, tmp_path, make)
     assert error.exit_code == 1
-    assert "it takes parallel.context, train.z_loss=0.001: without any" in str(error)
+    assert "it takes parallel.context, train.z_loss=0.001; without one" in str(error)
     minimal = yaml.safe_load((tmp_path / "minimal.yaml").read_text())
     assert minimal["train"]["z_loss"] == 0.001
     assert "ema_decay" not in str(minimal["train"].get("ema_decay"))

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -137,20 +138,33 @@ def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) ->
     Raises `Wrong` for the first that differs, after looking for the features that it takes.
     """
     most = layouts.MOST_RANKS if device == "cpu" else gpus(device)
-    folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
     results: list[Verification] = []
     make = partial(layout_runs, {}, exact=device == "cpu")
-    for name, cfg in cfgs:
-        result = verify(name, cfg, folder / name.replace("/", "-"), make, most=most)
-        results.append(result)
-        if not as_json:
-            print("\n".join(result.lines()), flush=True)
-        if result.failed is not None:
-            break
-    if as_json:
-        print(json.dumps([result.facts() for result in results], indent=1))
-    if results[-1].failed is not None:
-        raise explain(results[-1], folder, make)
+    with kept_if_wrong() as folder:
+        for name, cfg in cfgs:
+            result = verify(name, cfg, folder / name.replace("/", "-"), make, most=most)
+            results.append(result)
+            if not as_json:
+                print("\n".join(result.lines()), flush=True)
+            if result.failed is not None:
+                break
+        if as_json:
+            print(json.dumps([result.facts() for result in results], indent=1))
+        if results[-1].failed is not None:
+            raise explain(results[-1], folder, make)
+
+
+@contextmanager
+def kept_if_wrong() -> Iterator[Path]:
+    """Yield a new folder for the runs, which is kept for a report if a layout is wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
+    try:
+        yield folder
+    except Wrong:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     shutil.rmtree(folder)
 
 
@@ -198,11 +212,12 @@ def explain(result: Verification, folder: Path, make: MakeRuns) -> Wrong:
     minimal = culprit.minimise(result.cfg, layout, fails)
     path = folder / "minimal.yaml"
     path.write_text(yaml.safe_dump(minimal.values, sort_keys=False))
-    needed = ", ".join([*(f"parallel.{dim}" for dim in minimal.layout.dims), *minimal.features])
+    taken = [*(f"parallel.{dim}" for dim in minimal.layout.dims), *minimal.features]
+    needed = ", ".join(taken) or "nothing but the defaults"
     return Wrong(
         f"{layout.name}: check {difference.check}: {difference.describe()}",
         where=f"{folder} has the runs and their records",
-        why=f"it takes {needed}: without any of them the layouts agree",
+        why=f"it takes {needed}; without one of them, the layouts agree",
         next=f"please report it with this configuration; dtt verify -c {path} repeats it",
     )
 
@@ -234,30 +249,28 @@ def fuzz(seed: int, minutes: float, *, as_json: bool) -> None:
     from dtt.verify.layout_runs import CannotRun
 
     end = time.monotonic() + 60 * minutes
-    folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
     make = partial(layout_runs, {})
     noise: dict[str, float] = {}
     done = refused = 0
-    for number, (arguments, cfg) in enumerate(configurations(seed)):
-        if time.monotonic() > end:
-            break
-        checks = LETTERS[: 8 if number % 9 == 0 else 7 if number % 3 == 0 else 6]
-        log.info("verify: %s", arguments)
-        try:
-            case = folder / str(number)
-            result = verify(f"configuration {number}", cfg, case, make, checks, parts=False)
-        except CannotRun as error:
-            log.info("verify: refused: %s", error)
-            refused += 1
-            continue
-        if result.failed is not None:
-            raise explain(result, folder, make)
-        shutil.rmtree(case)
-        done += 1
-        for one in result.found.values():
-            for letter, size in one.noise.items():
-                noise[letter] = max(size, noise.get(letter, 0.0))
-    shutil.rmtree(folder)
+    with kept_if_wrong() as folder:
+        for number, (arguments, cfg) in enumerate(configurations(seed)):
+            if time.monotonic() > end:
+                break
+            checks = LETTERS[: 8 if number % 9 == 0 else 7 if number % 3 == 0 else 6]
+            log.info("verify: %s", arguments)
+            shutil.rmtree(folder / "case", ignore_errors=True)
+            try:
+                result = verify(arguments, cfg, folder / "case", make, checks, parts=False)
+            except CannotRun as error:
+                log.info("verify: refused: %s", error)
+                refused += 1
+                continue
+            if result.failed is not None:
+                raise explain(result, folder, make)
+            done += 1
+            for one in result.found.values():
+                for letter, size in one.noise.items():
+                    noise[letter] = max(size, noise.get(letter, 0.0))
     facts = {"seed": seed, "verified": done, "refused": refused, "noise": noise}
     if as_json:
         print(json.dumps(facts))
