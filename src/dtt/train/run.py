@@ -37,7 +37,7 @@ from dtt.train import garbage
 from dtt.train.build import build
 from dtt.train.description import write_description, write_provenance
 from dtt.train.initial import describe_adopted, model_of
-from dtt.train.start import Start, prepare, recorded_refusal
+from dtt.train.start import Instrument, Start, prepare, recorded_refusal, unchanged
 from dtt.train.supervise.lost_rank import lost_rank_named
 from dtt.train.supervise.watchdog import Watchdog
 
@@ -62,12 +62,14 @@ def run(
     *,
     stage: str | None = None,
     as_json: bool = False,
+    instrument: Instrument = unchanged,
 ) -> None:
     """Train a job to its end.
 
     The job is the one that `config` describes, or a `stage` of it, the job directory among
     `arguments`, or a branch of `branch_of` (JOB@STEP). `from_step` resumes from that step
-    instead of the newest checkpoint. With `as_json`, prints a summary at the end.
+    instead of the newest checkpoint. With `as_json`, prints a summary at the end. `dtt verify`
+    records the steps through `instrument`.
     """
     requests = Requests()  # handle signals before the slow imports
     ranks, laps = Ranks.detect(), PhaseTimer()
@@ -94,6 +96,7 @@ def run(
             if of_stage is not None and ranks.first:
                 report_shadowed([of_stage], arguments)
             start = prepare(resolved, job, ranks, from_step, branched, laps, of_stage)
+            start = replace(start, instrument=instrument)
         requests.watch(job)
         start_attempt(start, ranks, requests)
     finally:
@@ -309,8 +312,8 @@ def train(start: Start, this: Attempt, world: World) -> None:
             write_provenance(job)
         with ExitStack() as stack:
             stack.enter_context(exhaustion_explained(cfg, job, world))
-            trainer = build(
-                cfg, plan, this, world, dataset, watchdog, resume, start.source_of_weights
+            trainer = start.instrument(
+                build(cfg, plan, this, world, dataset, watchdog, resume, start.source_of_weights)
             )
             for tracker in trainer.observers.trackers:
                 stack.callback(tracker.close)

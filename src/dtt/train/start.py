@@ -6,7 +6,7 @@ neither creates a job nor turns a finished job into a failed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,15 @@ from dtt.train.initial import check_source, check_vocabulary_of_stage
 if TYPE_CHECKING:
     from dtt.data.samples.dataset import Dataset
     from dtt.train.run_plan import RunPlan
+    from dtt.train.trainer import Trainer
+
+Instrument = Callable[["Trainer"], "Trainer"]
+"""Function that returns the trainer to run in place of the one that was built."""
+
+
+def unchanged(trainer: Trainer) -> Trainer:
+    """Return the trainer itself."""
+    return trainer
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class Start:
     """The stage of training, if the job is one."""
     predecessor: FinalCheckpoint | None = None
     """The checkpoint that the stage starts from, on rank 0; None on resume, and for the first."""
+
+    instrument: Instrument = unchanged
 
     @property
     def source_of_weights(self) -> str | None:

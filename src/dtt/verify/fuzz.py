@@ -1,0 +1,173 @@
+"""Random configurations: every key that affects training, in pairs of features, then triples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations
+
+from dtt.base.errors import ConfigError
+from dtt.config.load import resolve
+from dtt.config.parallel import Sizes
+from dtt.config.run import RunConfig
+
+LORA = "optim.type=adamw", "init.from=jobs/x", "adapter.type=lora"
+DPO = "data.type=preference", "objective.type=dpo", "init.from=jobs/x"
+MIXTURE = "data.sources=[{path: a, weight: 3}, {path: b, weight: 1}]"
+LLAMA3 = "{type: llama3, original_max_seq_len: 16, low_freq_factor: 0.5, high_freq_factor: 3.0}"
+YARN = (
+    "{type: yarn, original_max_seq_len: 16, beta_fast: 8.0, beta_slow: 0.5, truncate: false, "
+    "attention_factor: 1.2}"
+)
+LONGROPE = (
+    f"{{type: longrope, short_factor: {[1 + i / 16 for i in range(16)]}, attention_factor: 1.1, "
+    f"long_factor: {[1 + i for i in range(16)]}, original_max_seq_len: 64}}"
+)
+
+FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "family": (
+        ("model.family=gpt2",),
+        ("model.family=mistral", "model.window=64"),
+        ("model.family=qwen2", "tokenizer.pre_tokenizer=qwen2", "model.window=64",
+         "model.max_window_layers=1"),
+        ("model.family=qwen3", "model.head_dim=128"),
+        ("model.family=gemma3", "model.head_dim=128", "model.query_pre_attn_scalar=64",
+         "model.rope_local_theta=5000.0"),
+        ("model.family=phi3", "model.partial_rotary_factor=0.5"),
+        ("model.family=phi3", "model.n_heads=8", f"model.rope_scaling={LONGROPE}"),
+        ("model.family=smollm3", "model.no_rope_layer_interval=2"),
+        ("model.family=olmo2",),
+        ("model.family=olmo3", "model.window=64", "model.window_pattern=2"),
+    ),
+    "heads": (("model.n_kv_heads=2",), ("model.n_heads=8", "model.n_kv_heads=2")),
+    "softcap": (("model.family=gemma3", "model.logit_softcap=5.0"),),
+    "tied": (("model.tie_embeddings=true",), ("model.tie_embeddings=false",)),
+    "sizes": (
+        ("model.vocab_size=5000", "model.ffn_dim=500"),
+        ("model.max_seq_len=4096", "model.norm_eps=1e-3", "model.rope_theta=5e5"),
+    ),
+    "init": (
+        ("model.init_std={matrix: 0.02, embed: 1.0, output: 0}",),
+        ("init.from=jobs/x", "train.ema_decay=0.9", "init.average=true"),
+        ("init.from=jobs/x", "init.optimizer=carry"),
+    ),
+    "rope": (
+        ("model.rope_scaling={type: linear, factor: 4.0}",),
+        (f"model.rope_scaling={LLAMA3}",),
+        (f"model.rope_scaling={YARN}",),
+    ),
+    "scaling": (
+        ("scaling={type: mup, base_dim: 128}",),
+        ("scaling={type: mup, base_dim: 128, base_head_dim: 32, depth: sqrt, base_layers: 2}",),
+    ),
+    "documents": (
+        ("data.mask_documents=true",),
+        ("data.packing=best-fit", "data.mask_documents=true"),
+        ("data.packing=best-fit",),
+        ("data.eod_mask_loss=true",),
+    ),
+    "data": (
+        (MIXTURE,),
+        (MIXTURE, "data.weights=[{step: 2, weights: {a: 0.0, b: 1.0}}]"),
+        (MIXTURE, "data.on_exhausted=renormalise"),
+        ("data.type=chat",),
+        ("data.type=chat", "chat.train_on=last", "chat.too_long=whole_turns"),
+        ("data.type=chat", "chat.train_on=all", "chat.turns=expand"),
+        DPO,
+        (*DPO, "objective.length_normalised=true", "objective.beta=5.0"),
+        (*DPO, "objective.reference=jobs/y"),
+        ("data.type=text", "data.mask_documents=true", "tokenizer.type=file"),
+        ("data.type=text", "data.eod_mask_loss=true", "tokenizer.type=file"),
+        ("data.type=synthetic",),
+    ),
+    "adapter": (
+        LORA,
+        (*LORA, "adapter.targets=[q, v]", "adapter.rslora=true"),
+        (*LORA, "adapter.rank=8", "adapter.alpha=4.0", "adapter.rank_pattern={down: 32}",
+         "adapter.alpha_pattern={q: 8.0}"),
+    ),
+    "optimizer": (
+        ("optim.type=adamw",),
+        ("optim.type=adamw", "optim.weight_decay=cautious 0.1", "optim.betas=[0.8, 0.9]"),
+        ("optim.type=adamw", "optim.eps=1e-6", "optim.weight_decay=horizon 0.2"),
+        ("optim.scale=spectral", "optim.momentum=0.9"),
+        ("optim.scale=hyperball", "optim.weight_decay=0.0"),
+        ("optim.normuon_beta2=0.95", "optim.momentum_warmup=2"),
+        ("optim.ns_coefficients=polar-express", "optim.weight_decay=cautious 0.1"),
+    ),
+    "groups": (
+        ("optim.groups=[{match: head, lr: 0.01, betas: [0.5, 0.9]}]",),
+        ("optim.groups=[{match: embed, weight_decay: 0.1, decay: 50%, eps: 1e-6}]",),
+        ("optim.type=muon", "optim.groups=[{match: layers.1.*, optimizer: adamw}]"),
+        ("optim.type=muon", "optim.groups=[{match: '*.mlp.up.weight', split: 2}]"),
+    ),
+    "schedule": (
+        ("schedule={type: constant, warmup: 10}",),
+        ("schedule={type: cosine, floor: 0.1}",),
+        ("schedule={type: linear, floor: 0.2}",),
+        ("schedule={type: inverse-sqrt, warmup: 10}",),
+        ("schedule={type: wsd, warmup: 5%, decay: 20%, shape: exponential, floor: 0.1}",),
+    ),
+    "batch": (
+        ("train.batch_schedule={type: doubling, start: 8192, every: 10%, lr_rule: sqrt}",),
+        ("train.batch_schedule={type: linear, start: 8192, length: 20%, lr_rule: linear}",),
+        ("train.batch_schedule={type: list, stages: [[0, 32768], [0.5, 65536]]}",),
+    ),
+    "context schedule": (("train.context_schedule=[[0, 512], [0.5, 1024]]",),),
+    "clipping": (("train.clip_norm=null",),),
+    "z-loss": (("train.z_loss=1e-3",),),
+    "average": (("train.ema_decay=0.9",), ("train.ema_decay=0.9 from 30% blend 0.5",)),
+    "remat": (
+        ("train.remat=full",), ("train.remat=selective",), ("train.remat=full",
+                                                            "train.remat_every=2"),
+    ),
+    "sharding": (("parallel.reduce=each",), ("parallel.reshard=false",)),
+    "guard": (("guard.spike=skip", "guard.non_finite=skip"),),
+    "checkpoint": (("checkpoint.asynchronous=false",),),
+    "seed": (("seed=7",),),
+}  # fmt: skip
+"""Alternatives for each feature, as arguments. The first configurations have two of them."""
+WITHOUT_EFFECT = (
+    "name", "download", "tokenizer", "tokenize", "track", "eval", "profile", "export", "pipeline",
+    "launch", "checkpoint.every", "checkpoint.keep_", "checkpoint.on_full", "train.device",
+    "train.eval_", "train.sample_", "train.log_every", "train.hang_seconds", "train.compile",
+    "train.attention", "chat.template", "chat.kwargs", "chat.control_text",
+    # Which file is read, not what is computed from it.
+    *(f"data[{kind}].{key}" for kind in ("tokens", "chat", "preference")
+      for key in ("to", "sources.dtype", "sources.validation", "sources.name")),
+    # A comparison takes other values for these.
+    "train.steps", "train.epochs", "train.budget", "train.seq_len", "train.global_batch_tokens",
+    "train.micro_batch", "train.precision", "train.stochastic_rounding", "model.dim",
+    "model.n_layers", "model.dropout", "adapter[lora].dropout", "init.adapter",
+    "data[synthetic].vocab_size", *(f"parallel.{dim}" for dim in Sizes._fields),
+    "guard.max_skips", "guard.rewind_around", "guard.spike_sigmas",
+)  # fmt: skip
+"""Beginnings of keys that no feature needs."""
+
+
+def configurations(seed: int) -> Iterator[tuple[str, RunConfig]]:
+    """Yield random valid configurations, each with its arguments; it never ends.
+
+    First every pair of features, in random order with random alternatives, then triples.
+    """
+    source = random.Random(seed)
+    names = sorted(FEATURES)
+    while True:
+        for count in (2, 3):
+            chosen = list(combinations(names, count))
+            source.shuffle(chosen)
+            for features in chosen:
+                arguments = [a for f in features for a in source.choice(FEATURES[f])]
+                arguments += _layout(source)
+                try:
+                    cfg = resolve(None, arguments, env={}).config
+                except ConfigError:
+                    continue  # these features exclude each other
+                yield " ".join(f"'{a}'" if " " in a else a for a in arguments), cfg
+
+
+def _layout(source: random.Random) -> list[str]:
+    """Return arguments for a mesh of two processes, less often four or eight."""
+    count = source.choices((1, 2, 3), (6, 3, 1))[0]
+    dims = source.sample(Sizes._fields, count)
+    return [f"parallel.{dim}={2 if dim in dims else 1}" for dim in Sizes._fields]

@@ -1,0 +1,88 @@
+"""The layouts that `dtt verify` compares: each dimension of the configured mesh reduced to 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from dtt.config.parallel import REST, Sizes
+from dtt.config.run import RunConfig
+
+MOST_RANKS = 8
+"""Number of processes that one machine runs at the same time. Four dimensions of 2 would be 16."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh of processes on this machine."""
+
+    sizes: Sizes = field(default_factory=Sizes)
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return prod(self.sizes)
+
+    @property
+    def name(self) -> str:
+        """Name in the output, such as `shard 2 x tensor 2`."""
+        named = zip(self.sizes._fields, self.sizes, strict=True)
+        return " x ".join(f"{dim} {size}" for dim, size in named if size > 1) or "one process"
+
+    @property
+    def dims(self) -> list[str]:
+        """Names of the dimensions above 1."""
+        return [dim for dim, size in self.sizes._asdict().items() if size > 1]
+
+    @property
+    def keys(self) -> list[str]:
+        """Arguments of `dtt train` that select the layout."""
+        return [f"parallel.{dim}={size}" for dim, size in self.sizes._asdict().items()]
+
+    def without(self, dim: str) -> Layout:
+        """Return the layout with the size 1 of one dimension."""
+        return Layout(self.sizes._replace(**{dim: 1}))
+
+
+REFERENCE = Layout()
+
+
+def layouts_of(cfg: RunConfig, most: int = MOST_RANKS) -> list[Layout]:
+    """Return the layouts to compare with one process, the smallest first.
+
+    They are the configured mesh with each size above 1 reduced to 2, and, if it has several
+    dimensions, the same without each of them. A size of -1 counts as 2 unless the number of
+    processes that `launch` describes leaves 1 for it. A run of one process is compared with
+    itself: it accumulates gradients over micro-batches, which the reference does not. Layouts of
+    more than `most` processes are left out.
+    """
+    reduced = reduced_layout(cfg)
+    parts = [reduced.without(dim) for dim in reduced.dims] if len(reduced.dims) > 1 else []
+    found = [x for x in dict.fromkeys([reduced, *parts]) if x.ranks <= most]
+    return sorted(found, key=lambda x: x.ranks) or [REFERENCE]
+
+
+def reduced_layout(cfg: RunConfig) -> Layout:
+    """Return the configured mesh with each size above 1 reduced to 2."""
+    return Layout(Sizes(**{dim: 1 if n == 1 else 2 for dim, n in configured(cfg).items()}))
+
+
+def not_covered(cfg: RunConfig, most: int = MOST_RANKS) -> Iterator[str]:
+    """Yield what the layouts of `layouts_of` leave out."""
+    for dim, size in configured(cfg).items():
+        if size > 2 or size == REST:
+            yield f"parallel.{dim}={size} (reduced to 2)"
+    reduced = reduced_layout(cfg)
+    if reduced.ranks > most:
+        yield f"{reduced.name} at the same time ({reduced.ranks} processes)"
+
+
+def configured(cfg: RunConfig) -> dict[str, int]:
+    """Return the configured size of each dimension; -1 if it takes any number of processes."""
+    sizes = cfg.parallel.sizes
+    processes = cfg.launch.nodes * cfg.launch.processes
+    known = prod(size for size in sizes.values() if size != REST)
+    if processes == 1 or processes % known:
+        return sizes  # `launch` does not say how the run is started
+    return {dim: processes // known if n == REST else n for dim, n in sizes.items()}

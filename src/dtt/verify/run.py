@@ -1,0 +1,267 @@
+"""`dtt verify`: compare the layouts of a run with one process, and name what differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, ExitCode
+from dtt.base.log import log
+from dtt.config.run import RunConfig
+from dtt.verify import culprit, layouts, shrink
+from dtt.verify.layouts import Layout
+
+if TYPE_CHECKING:
+    from dtt.verify.differences import Checked
+    from dtt.verify.layout_runs import LayoutRuns
+
+LETTERS = "DLGNURSX"
+UNSEEN = "samples and answers of a run", "races between GPUs", "real sizes", "speed"
+"""What no comparison of small runs shows."""
+UNSEEN_ON_CPU = "kernels of a GPU, among them FlexAttention", "bf16", "NCCL"
+
+
+MakeRuns = Callable[[Path, RunConfig, str], "LayoutRuns"]
+"""Function that returns the case of a folder, a configuration and letters of checks."""
+
+
+def _layout_runs(
+    inputs: dict[str, Path], folder: Path, cfg: RunConfig, checks: str, *, exact: bool = True
+) -> LayoutRuns:
+    """Return a case that shares its inputs with others."""
+    from dtt.verify.layout_runs import LayoutRuns
+
+    return LayoutRuns(folder, shrink.shrink(cfg, exact=exact), checks, inputs, exact)
+
+
+class Wrong(DttError):
+    """A layout that does not compute what one process computes."""
+
+    exit_code = ExitCode.BUG
+
+
+@dataclass
+class Verification:
+    """The result for one configuration."""
+
+    name: str
+    cfg: RunConfig
+    small: shrink.Small
+    most: int
+    """Most processes of a layout."""
+    found: dict[Layout, Checked] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> Layout | None:
+        """The first layout that differs, which has the fewest ranks."""
+        return next((x for x, one in self.found.items() if one.difference is not None), None)
+
+    @property
+    def not_covered(self) -> list[str]:
+        """What the comparison does not show, in words."""
+        cpu = UNSEEN_ON_CPU if self.small.run.train.device == "cpu" else ()
+        return [*layouts.not_covered(self.cfg, self.most), *self.small.notes, *cpu, *UNSEEN]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the result as a JSON object."""
+        rows = [
+            {
+                "layout": layout.name,
+                "ranks": layout.ranks,
+                "noise": one.noise,
+                "difference": one.difference and one.difference.facts(),
+            }
+            for layout, one in self.found.items()
+        ]
+        return {
+            "name": self.name, "verified": self.failed is None, "layouts": rows,
+            "not_covered": self.not_covered, "seconds": round(self.seconds, 1),
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """Yield the table and what it leaves out."""
+        yield f"{self.name}: {shrink.describe(self.small)}"
+        width = max(len(layout.name) for layout in self.found)
+        yield f"{'layout':<{width}}" + "".join(f"  {letter:<6}" for letter in LETTERS).rstrip()
+        for layout, one in self.found.items():
+            cells = (_cell(one.noise.get(letter)) for letter in LETTERS)
+            yield f"{layout.name:<{width}}" + "".join(f"  {cell:<6}" for cell in cells).rstrip()
+        if self.failed is None:
+            checks = {letter for one in self.found.values() for letter in one.noise}
+            yield (
+                f"verified: {len(self.found)} layout{'s' * (len(self.found) > 1)}, {len(checks)} "
+                f"checks in {self.seconds:.0f} s"
+            )
+        yield "not covered: " + ", ".join(self.not_covered)
+
+
+def _cell(noise: float | None) -> str:
+    if noise is None:
+        return "-"
+    return "equal" if noise == 0.0 else f"{noise:.0e}"
+
+
+def missing_configuration() -> ConfigError:
+    """Return the error for a command line without a configuration."""
+    return ConfigError(
+        "verify requires a configuration",
+        next="dtt verify -c FILE, or dtt verify -c quickstart for a shipped one",
+    )
+
+
+def gpus(device: str) -> int:
+    """Return the number of GPUs of this node; raise DttError if there are none."""
+    import torch
+
+    if device != "cuda":
+        raise ConfigError(f"--device {device}: no such device", next="--device cpu or cuda")
+    if not torch.cuda.is_available():
+        raise EnvironmentUnfit("--device cuda: this machine has no GPU that torch can use")
+    return torch.cuda.device_count()
+
+
+def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) -> None:
+    """Verify configurations, such as the stages of a run, and print a table for each.
+
+    `device` is cpu, for fp64, or cuda, for the precision of the run on the GPUs of this node.
+    Raises `Wrong` for the first that differs, after looking for the features that it takes.
+    """
+    most = layouts.MOST_RANKS if device == "cpu" else gpus(device)
+    folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
+    results: list[Verification] = []
+    make = partial(_layout_runs, {}, exact=device == "cpu")
+    for name, cfg in cfgs:
+        result = verify(name, cfg, folder / name.replace("/", "-"), make, most=most)
+        results.append(result)
+        if not as_json:
+            print("\n".join(result.lines()), flush=True)
+        if result.failed is not None:
+            break
+    if as_json:
+        print(json.dumps([result.facts() for result in results], indent=1))
+    if results[-1].failed is not None:
+        raise explain(results[-1], folder, make)
+    shutil.rmtree(folder)
+
+
+def verify(
+    name: str,
+    cfg: RunConfig,
+    folder: Path,
+    make: MakeRuns,
+    checks: str = LETTERS,
+    *,
+    parts: bool = True,
+    most: int = layouts.MOST_RANKS,
+) -> Verification:
+    """Compare the layouts of a configuration; stop at the first that differs.
+
+    They have at most `most` ranks. Without `parts`, only the largest is compared.
+    """
+    started = time.perf_counter()
+    case = make(folder, cfg, checks)
+    result = Verification(name, cfg, case.small, most)
+    case.prepare()
+    for layout in layouts.layouts_of(cfg, most)[0 if parts else -1 :]:
+        log.info("verify: %s, %s", name, layout.name)
+        result.found[layout] = case.check(layout)
+        if result.failed is not None:
+            break
+    if result.failed is None and "X" in checks:
+        layout, checked = list(result.found.items())[-1]
+        checked.merge(case.check_export(layout))
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def explain(result: Verification, folder: Path, make: MakeRuns) -> Wrong:
+    """Return the error for a layout that differs, with the features that it takes."""
+    layout = result.failed
+    assert layout is not None
+    difference = result.found[layout].difference
+    assert difference is not None
+    log.info("verify: %s differs; looking for the features that it takes", layout.name)
+
+    def fails(cfg: RunConfig, layout: Layout) -> bool:
+        return differs(cfg, layout, difference.check, folder / "smaller", make)
+
+    minimal = culprit.minimise(result.cfg, layout, fails)
+    path = folder / "minimal.yaml"
+    path.write_text(yaml.safe_dump(minimal.values, sort_keys=False))
+    needed = ", ".join([*(f"parallel.{dim}" for dim in minimal.layout.dims), *minimal.features])
+    return Wrong(
+        f"{layout.name}: check {difference.check}: {difference.describe()}",
+        where=f"{folder} has the runs and their records",
+        why=f"it takes {needed}: without any of them the layouts agree",
+        next=f"please report it with this configuration; dtt verify -c {path} repeats it",
+    )
+
+
+def differs(cfg: RunConfig, layout: Layout, check: str, folder: Path, make: MakeRuns) -> bool:
+    """Return True if a layout of `cfg` differs in a check; False also if `cfg` cannot run."""
+    from dtt.verify.layout_runs import CannotRun
+
+    letters = LETTERS[: LETTERS.index(check) + 1] if check in LETTERS else "D"
+    case = make(folder, cfg, letters)
+    try:
+        case.prepare()
+        checked = case.check(layout)
+        if checked.difference is None and check == "X":
+            checked = case.check_export(layout)
+    except CannotRun:
+        return False
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return checked.difference is not None
+
+
+def fuzz(seed: int, minutes: float, *, as_json: bool) -> None:
+    """Verify random configurations for some minutes; raise `Wrong` for the first that differs.
+
+    Each is compared on one layout; every third also resumes, and every ninth is exported.
+    """
+    from dtt.verify.fuzz import configurations
+    from dtt.verify.layout_runs import CannotRun
+
+    end = time.monotonic() + 60 * minutes
+    folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
+    make = partial(_layout_runs, {})
+    noise: dict[str, float] = {}
+    done = refused = 0
+    for number, (arguments, cfg) in enumerate(configurations(seed)):
+        if time.monotonic() > end:
+            break
+        checks = LETTERS[: 8 if number % 9 == 0 else 7 if number % 3 == 0 else 6]
+        log.info("verify: %s", arguments)
+        try:
+            case = folder / str(number)
+            result = verify(f"configuration {number}", cfg, case, make, checks, parts=False)
+        except CannotRun as error:
+            log.info("verify: refused: %s", error)
+            refused += 1
+            continue
+        if result.failed is not None:
+            raise explain(result, folder, make)
+        shutil.rmtree(case)
+        done += 1
+        for one in result.found.values():
+            for letter, size in one.noise.items():
+                noise[letter] = max(size, noise.get(letter, 0.0))
+    shutil.rmtree(folder)
+    facts = {"seed": seed, "verified": done, "refused": refused, "noise": noise}
+    if as_json:
+        print(json.dumps(facts))
+        return
+    found = "  ".join(f"{letter} {_cell(size)}" for letter, size in noise.items())
+    print(f"verified: {done} random configurations of seed {seed}, {refused} refused by dtt")
+    print(f"noise: {found}")

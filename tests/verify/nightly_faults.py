@@ -1,0 +1,33 @@
+"""All planted faults: `./env.sh pytest -n 0 -s tests/verify/nightly_faults.py`, ten minutes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.verify_faults import FAULTS, faulty_runs
+
+from dtt.config.load import resolve
+from dtt.verify import run
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_and_what_it_takes_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = FAULTS[name]
+    cfg = resolve(None, fault.keys.split(), env={}).config
+    letters = "DLGNURSX" if "X" in fault.checks else "DLGNURS"
+    letters = letters if set("SX") & set(fault.checks) else "DLGNUR"
+    make = partial(faulty_runs, name, {})
+    result = run.verify(name, cfg, tmp_path / "case", make, letters, parts=False)
+    assert result.failed is not None, "not found"
+    difference = result.found[result.failed].difference
+    assert difference is not None
+    why = next(x for x in str(run.explain(result, tmp_path, make)).splitlines() if "why:" in x)
+    with capsys.disabled():
+        print(f"\n{name}: {difference.check}: {difference.describe()}\n{why}")
+    assert difference.check in fault.checks
+    assert fault.takes in why

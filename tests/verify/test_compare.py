@@ -1,0 +1,126 @@
+"""`dtt verify` finds planted faults by the check of their kind, and names what they take."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from support import verify_faults
+from support.running import Dtt
+from support.verify_faults import FAULTS, faulty_runs
+
+from dtt.base.errors import ConfigError, EnvironmentUnfit, ExitCode
+from dtt.config.load import resolve
+from dtt.config.run import RunConfig
+from dtt.verify import fuzz, run
+from dtt.verify.layout_runs import CannotRun, LayoutRuns
+from dtt.verify.layouts import layouts_of
+from dtt.verify.shrink import shrink
+
+
+def config(keys: str) -> RunConfig:
+    return resolve(None, keys.split(), env={}).config
+
+
+QUICK = (
+    "gradient not averaged", "mean per micro-batch", "norm of the local shard",
+    "ranks read the same", "decay of norms", "read again after resume", "skipped on one rank",
+)  # fmt: skip
+"""Faults for each check; nightly_faults.py has all."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != QUICK[0] else []) for n in QUICK]
+)
+def test_a_fault_is_found_by_the_check_of_its_kind(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    letters = "DLGNURS" if "S" in fault.checks else "DLGNUR"
+    make = partial(faulty_runs, name, {})
+    result = run.verify(name, config(fault.keys), tmp_path / "case", make, letters, parts=False)
+    assert result.failed is not None
+    difference = result.found[result.failed].difference
+    assert difference is not None
+    assert difference.check in fault.checks
+
+
+@pytest.mark.slow
+def test_the_message_names_what_a_fault_takes(tmp_path: Path) -> None:
+    name = "z-loss left out"
+    # Two features that the fault does not take, and a dimension.
+    keys = f"{FAULTS[name].keys} data.mask_documents=true train.ema_decay=0.9 parallel.replicate=2"
+    make = partial(faulty_runs, name, {})
+    result = run.verify(name, config(keys), tmp_path / "case", make, "DLG")
+    error = run.explain(result, tmp_path, make)
+    assert error.exit_code == 1
+    assert "it takes parallel.context, train.z_loss=0.001: without any" in str(error)
+    minimal = yaml.safe_load((tmp_path / "minimal.yaml").read_text())
+    assert minimal["train"]["z_loss"] == 0.001
+    assert "ema_decay" not in str(minimal["train"].get("ema_decay"))
+    again = resolve(minimal and tmp_path / "minimal.yaml", (), env={}).config
+    assert [layout.name for layout in layouts_of(again)] == ["context 2"]
+
+
+def test_a_run_that_dtt_refuses_is_no_difference(tmp_path: Path) -> None:
+    cfg = config("model.n_heads=3 model.dim=192 parallel.tensor=2 parallel.replicate=1")
+    case = LayoutRuns(tmp_path / "case", shrink(cfg))
+    case.prepare()
+    with pytest.raises(CannotRun, match="dtt refuses to train with tensor 2"):
+        case.check(layouts_of(cfg)[0])
+
+
+@pytest.mark.slow
+def test_in_bf16_the_tolerance_is_that_of_another_order_of_sums(tmp_path: Path) -> None:
+    cfg = config("parallel.shard=2 parallel.replicate=1 train.precision=bf16 train.device=cpu")
+    case = LayoutRuns(tmp_path / "case", shrink(cfg, exact=False), exact=False)
+    case.prepare()
+    checked = case.check(layouts_of(cfg)[0])
+    assert checked.difference is None
+    assert 1e-6 < checked.noise["G"] < case.reference.tolerances["G"] < 10
+
+
+@pytest.mark.slow
+def test_a_clean_run_is_verified(dtt: Dtt) -> None:
+    done = dtt("verify", "-c", "quickstart", "parallel.shard=2", "parallel.replicate=1")
+    assert "verified: 1 layout, 8 checks" in done.stdout
+    assert "not covered: kernels of a GPU" in done.stdout
+    assert not list(dtt.folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stand_in", ["data.type=chat", verify_faults.DPO])
+def test_stages_with_an_adapter_are_verified(stand_in: str, dtt: Dtt) -> None:
+    keys = f"{verify_faults.LORA} {stand_in} parallel.shard=2 parallel.replicate=1"
+    done = dtt("verify", "--json", *dict.fromkeys(keys.split()))
+    (found,) = json.loads(done.stdout)
+    assert found["verified"]
+    (layout,) = found["layouts"]
+    assert layout["noise"]["G"] < 1e-12
+    assert layout["noise"]["U"] < 1e-11
+    assert set(layout["noise"]) == set("DLGNURSX")
+
+
+def test_mistakes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no such device"):
+        run.run([("run", RunConfig())], "tpu", as_json=False)
+    assert run.missing_configuration().exit_code == ExitCode.USAGE
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(EnvironmentUnfit, match="no GPU"):
+        run.run([("run", RunConfig())], "cuda", as_json=False)
+
+
+def test_random_configurations_follow_from_the_seed() -> None:
+    def first(seed: int) -> list[str]:
+        found = fuzz.configurations(seed)
+        return [next(found)[0] for _ in range(5)]
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
