@@ -6,11 +6,16 @@ Takes minutes, in Triton's interpreter, so pytest runs it only when it is named:
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from collections.abc import Iterator
 
 import pytest
 from serving import Ask, asking
 from step_cases import CASES
+
+if importlib.util.find_spec("triton") is None or shutil.which("g++") is None:
+    pytest.skip("needs triton (pip install -e '.[triton]') and g++", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(1800)
 
