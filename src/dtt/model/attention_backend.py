@@ -301,10 +301,11 @@ def flex_with(
         # None instead of a number of rows or heads makes the mask one for all of them: building it
         # then costs 1/B or 1/H of the time and memory.
         block_mask = create(rule, rows if own_masks else None, None, queries, keys, device=device)
-    # Below 128 queries another kernel computes, with tiles of its own.
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    options = HOPPER if hopper and shape[1] >= 128 else {}
-    return Flex(scale, rule, shape, device, block_mask, options)
+    # Below 128 queries another kernel computes, with tiles of its own. AMD's GPUs have a capability
+    # of 9, too.
+    tiled = device.type == "cuda" and torch.version.hip is None and shape[1] >= 128
+    hopper = tiled and torch.cuda.get_device_capability(device)[0] == 9
+    return Flex(scale, rule, shape, device, block_mask, HOPPER if hopper else {})
 
 
 def visible(
