@@ -131,42 +131,6 @@ def test_an_adapter_is_not_resumed_on_other_weights(dtt: Dtt, change: str) -> No
     assert ("are missing" if change == "gone" else "are not those") in said
 
 
-LAYOUTS = {
-    "DDP 2": (2, {}),
-    "FSDP2 2": (2, {"parallel.shard": 2}),
-    "HSDP 2x2": (4, {"parallel.replicate": 2, "parallel.shard": 2}),
-    "tensor 2": (2, {"parallel.tensor": 2}),
-    "FSDP2 2 x tensor 2": (4, {"parallel.shard": 2, "parallel.tensor": 2}),
-    "context 2": (2, {"parallel.context": 2}),
-    "full remat": (1, {"train.remat": "full"}),
-    "selective remat, FSDP2 2": (2, {"train.remat": "selective", "parallel.shard": 2}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_the_adapter_that_one_process_does(dtt: Dtt, layout: str) -> None:
-    ranks, keys = LAYOUTS[layout]
-    run = arguments(LORA, keys, name="t", train__micro_batch=1)
-    forked_runs.run(dtt, "train", *run, ranks=ranks)
-    assert losses(dtt.folder / "jobs/t") == pytest.approx(
-        losses(dtt.folder / "jobs/lora"), abs=2e-5
-    )
-    ours, theirs = (newest(dtt.folder / "jobs" / n).tensors(store.MODEL) for n in ("t", "lora"))
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-2, atol=3e-4)
-
-
-@pytest.mark.slow
-def test_a_resume_may_change_the_layout(dtt: Dtt) -> None:
-    before = newest(dtt.folder / "jobs/lora").tensors(store.MODEL)
-    shutil.rmtree(dtt.folder / "jobs/lora/checkpoints/step-000008")
-    forked_runs.run(dtt, "train", "jobs/lora", "parallel.tensor=2", "train.micro_batch=2", ranks=2)
-    after = newest(dtt.folder / "jobs/lora").tensors(store.MODEL)
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=1e-2, atol=3e-4)
-
-
 @pytest.mark.slow
 def test_frozen_weights_are_stored_in_bf16_and_train_as_in_fp32(dtt: Dtt) -> None:
     for ranks, keys in ((1, {}), (2, {"parallel.shard": 2})):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.forked_runs import run
 from support.preference_pairs import prepare, settings
 from support.running import Dtt
 from torch import Tensor
@@ -94,17 +93,6 @@ def test_every_step_reports_the_metrics_and_counts_targets_as_tokens(prepared: P
 
 def test_micro_batches_of_one_row_have_the_same_losses(dtt: Dtt) -> None:
     dtt("train", *settings(train__micro_batch=1))
-    assert_same_run(dtt.folder / "jobs/one", dtt.folder / "jobs/t")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [["parallel.shard=2"], ["parallel.context=2"]],
-    ids=["fsdp2", "context"],
-)
-def test_two_ranks_have_the_losses_of_one(dtt: Dtt, layout: list[str]) -> None:
-    run(dtt, "train", *settings(), *layout, ranks=2)
     assert_same_run(dtt.folder / "jobs/one", dtt.folder / "jobs/t")
 
 

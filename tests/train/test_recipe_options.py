@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.forked_runs import run, start
+from support.forked_runs import start
 from support.running import Dtt
 
 from dtt.checkpoint import store
@@ -53,17 +53,13 @@ def assert_same_state(one: Path, other: Path) -> None:
 
 @pytest.mark.slow(except_for=["muon by horizon"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_resumed_run_equals_an_uninterrupted_one_and_two_ranks_train_the_same(
-    option: str, dtt: Dtt, tiny: Settings
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(option: str, dtt: Dtt, tiny: Settings) -> None:
     settings = [*tiny(**FP32), *OPTIONS[option]]
     dtt("train", *settings)
     job, resumed = dtt.folder / "jobs/t", dtt.folder / "jobs/resumed"
     shutil.copytree(job, resumed)
     dtt("train", resumed, "--from-step", 4)
     assert_same_state(job, resumed)
-    run(dtt, "train", *settings, "name=ranks", "parallel.shard=2", ranks=2)
-    assert losses(dtt.folder / "jobs/ranks") == pytest.approx(losses(job), rel=1e-5)
     plain = [*tiny(**FP32, name="plain"), *OPTIONS[option][:-1], *WITHOUT.get(option, [])]
     dtt("train", *plain)
     assert losses(dtt.folder / "jobs/plain") != losses(job), "the option has no effect"

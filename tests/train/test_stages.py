@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -11,20 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import on_ranks
 
 from dtt.base.errors import DamagedError
-from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.data.inspect import run as data
-from dtt.jobs.attempt import attempt
-from dtt.jobs.phase_timer import PhaseTimer
-from dtt.jobs.stop import Requests
-from dtt.mesh.dist import World
 from dtt.track import jsonl
 from dtt.train import at_step
 from dtt.train import run as command
-from dtt.train.start import prepare
 
 STEPS = 24
 SIZES = [64] * 4 + [128] * 4 + [192] * 4 + [256] * 12
@@ -101,26 +93,6 @@ def test_a_resume_on_the_way_up_ends_as_if_nothing_had_happened(
     kinds = ("train", "eval", "sample")
     assert records(job, *kinds) == records(whole, *kinds)
     assert (job / "attempts/2/exit.json").exists()
-
-
-def go_on(world: World, folder: str) -> None:
-    os.chdir(folder)
-    resolved, job = command.find_job(None, ["jobs/t", "train.micro_batch=1"], [])
-    start = prepare(resolved, job, world.ranks, 8, None, PhaseTimer())
-    with attempt(job, world.ranks, Requests()) as this:
-        this.number = world.from_first(this.number)
-        command.train(start, this, world)
-
-
-@pytest.mark.slow
-def test_two_ranks_continue_with_what_one_would_have_trained(whole: Path, tmp_path: Path) -> None:
-    job = shutil.copytree(whole, tmp_path / "jobs/t")
-    on_ranks(2, go_on, str(tmp_path))
-    assert store.at_step(job / "checkpoints", STEPS).manifest.world_size == 2
-    for two, one in zip(records(job, "train"), records(whole, "train"), strict=True):
-        same = ("step", "ledger", "tokens", "batch_tokens", "seq_len", "lr")
-        assert [two[key] for key in same] == [one[key] for key in same]
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
 def test_what_a_step_was_trained_on_is_found_again(

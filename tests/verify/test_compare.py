@@ -89,17 +89,28 @@ def test_a_clean_run_is_verified(dtt: Dtt) -> None:
     assert not list(dtt.folder.iterdir())
 
 
+COMBINATIONS = {
+    "packed documents": f"{verify_faults.DOCUMENTS} model.family=gemma3 train.remat=selective "
+    "optim.normuon_beta2=0.95 parallel.shard=2 parallel.tensor=2",
+    "growing contexts": "data.eod_mask_loss=true train.context_schedule=[[0,512],[1,1024]] "
+    "train.ema_decay=0.9 parallel.replicate=2 parallel.context=2",
+    "adapter": f"{verify_faults.LORA} data.type=chat parallel.shard=2 parallel.context=2",
+    "preferences": f"{verify_faults.DPO} optim.type=adamw parallel.replicate=2 parallel.shard=2",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stand_in", ["data.type=chat", verify_faults.DPO])
-def test_stages_with_an_adapter_are_verified(stand_in: str, dtt: Dtt) -> None:
-    keys = f"{verify_faults.LORA} {stand_in} parallel.shard=2 parallel.replicate=1"
-    done = dtt("verify", "--json", *dict.fromkeys(keys.split()))
-    (found,) = json.loads(done.stdout)
+@pytest.mark.parametrize("kind", COMBINATIONS)
+def test_layouts_compute_what_one_process_does(kind: str, dtt: Dtt) -> None:
+    keys = COMBINATIONS[kind]
+    replicas = [] if "replicate" in keys else ["parallel.replicate=1"]
+    (found,) = json.loads(dtt("verify", "--json", *keys.split(), *replicas).stdout)
     assert found["verified"]
-    (layout,) = found["layouts"]
-    assert layout["noise"]["G"] < 1e-12
-    assert layout["noise"]["U"] < 1e-11
-    assert set(layout["noise"]) == set("DLGNURSX")
+    assert len(found["layouts"]) == 3
+    for layout in found["layouts"]:
+        assert layout["noise"]["G"] < 1e-12
+        assert layout["noise"]["U"] < 1e-11
+    assert set(found["layouts"][-1]["noise"]) == set("DLGNURSX")
 
 
 def test_mistakes_are_refused() -> None:

@@ -196,7 +196,6 @@ def initial_weights(
     they are there.
     """
     from dtt.model.init import initialize
-    from dtt.train.adapter import base_reference, load_adapter, restore_base
 
     cfg, source, start = inputs.cfg, inputs.source, None
     model, data = assembled.model, (inputs.dataset.tokenizer, inputs.world)
@@ -207,6 +206,8 @@ def initial_weights(
             check_reference(inputs)
         if not adapted:
             return None, None
+        from dtt.train.adapter import restore_base
+
         average = cfg.init.average
         return None, restore_base(inputs.resume, model, inputs.world, average=average)
     if reference is not None:
@@ -217,10 +218,17 @@ def initial_weights(
     if source is not None:
         start = initialise_from(source, model, *data, average=cfg.init.average)
         if cfg.init.adapter is not None and isinstance(cfg.adapter, LoraConfig):
+            from dtt.train.adapter import load_adapter
+
             load_adapter(cfg.init.adapter, model, cfg.adapter, source, inputs.world)
         if cfg.objective.type == "dpo" and reference is None:
             write_reference(inputs, assembled, reader, source, start)
-    return start, base_reference(source, start, inputs.world) if adapted else None
+    if not adapted:
+        return start, None
+    # Only here: it imports what reads Hugging Face folders, half a second of CPU time.
+    from dtt.train.adapter import base_reference
+
+    return start, base_reference(source, start, inputs.world)
 
 
 def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:

@@ -20,7 +20,13 @@ from dtt.mesh.process import command
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "OMPI_", "DTT_")
 """Prefixes of variables that describe the process of `dtt verify` itself, or change the run."""
-PRELOADED = ["torch._dynamo", "dtt.train.build", "dtt.train.trainer", "dtt.verify.recording"]
+PRELOADED = [
+    *("torch._dynamo", "tokenizers", "pyarrow.parquet", "torch.distributed.tensor.parallel"),
+    *("dtt.train.build", "dtt.train.trainer", "dtt.train.adapter", "dtt.verify.recording"),
+    *("dtt.data.samples.dataset", "dtt.evaluate.validation", "dtt.track.trackers"),
+    *("dtt.optim.groups", "dtt.report.run", "dtt.verify.random_text"),
+]
+"""Modules that a run imports, some of them only inside functions."""
 SECONDS = 300.0
 """Time limit of one run, after which it counts as hanging. It takes a few seconds."""
 
@@ -114,5 +120,7 @@ def _free_port() -> int:
 
 
 def _tail(log: Path, lines: int = 12) -> str:
-    text = log.read_text("utf-8", errors="replace") if log.exists() else ""
-    return "\n".join(text.splitlines()[-lines:])
+    """Return the error at the end of a log, or its last lines."""
+    text = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
+    errors = [number for number, line in enumerate(text) if line.startswith("dtt: ")]
+    return "\n".join(text[errors[-1] :] if errors else text[-lines:])

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import torch
 import yaml
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import ExportManifest
 from dtt.base.errors import DttError, ExitCode
-from dtt.checkpoint import store
 from dtt.hf import export
 from dtt.verify import forked_ranks, recording
 from dtt.verify.differences import (
@@ -29,7 +28,9 @@ from dtt.verify.differences import (
     Difference,
     Records,
     compare,
+    compare_bits,
     compare_checkpoints,
+    part_of,
 )
 from dtt.verify.layouts import REFERENCE, Layout
 from dtt.verify.random_text import write_inputs
@@ -40,9 +41,8 @@ LOGIT_TOLERANCE = 1e-6
 """Largest relative difference between fp32 logits of `transformers` and dtt."""
 MARGIN = 100.0
 """Tolerance of rounding, as a multiple of what a second run of the reference shows."""
-SKIP = "guard.non_finite=skip"
-
-
+SKIPPED = 2
+"""Step that has a NaN in the runs that skip a step."""
 REFUSED = ExitCode.USAGE, ExitCode.INPUT_MISSING, ExitCode.UNFIT
 """Exit codes of a run that dtt refuses, rather than one that goes wrong."""
 
@@ -83,7 +83,7 @@ class LayoutRuns:
                 text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
                 (self.folder / f"{name}.yaml").write_text(text)
         if self.small.base is not None:
-            self._must_end("base", "base.yaml", [])
+            self._run_alone("base", config="base.yaml")
 
     def _make_inputs(self) -> None:
         """Write the token files, or copy them from an earlier case that has the same."""
@@ -102,152 +102,103 @@ class LayoutRuns:
     @cached_property
     def reference(self) -> Records:
         """The run of one process, which takes each batch in one pass."""
-        found = self._must_end("reference", "run.yaml", [f"train.micro_batch={SEQUENCES}"])
+        found = self._run_alone("reference", config="run.yaml")
         if self.exact:
             return found
         # The same sums in another order: what it changes is rounding.
-        noise = compare(self._must_end("again", "run.yaml", []), found.with_tolerance(math.inf))
-        largest = max(noise.noise["U"], noise.noise["N"])
-        return found.with_tolerance(MARGIN * largest)
+        noise, again = Checked(), self._run("again", config="run.yaml")
+        compare(again, found.with_tolerance(math.inf), noise, "LGNU")
+        return found.with_tolerance(MARGIN * max(noise.noise.values()))
 
     @cached_property
     def skipping(self) -> Records:
-        """The last two steps of one process, the first of which is skipped."""
-        job = self._copy(self.reference, "skipping")
-        return self._must_end("skipping", "", [job, SKIP], from_step=1, spoilt=2)
-
-    def _must_end(
-        self,
-        name: str,
-        config: str,
-        arguments: Sequence[str],
-        *,
-        from_step: int | None = None,
-        spoilt: int | None = None,
-    ) -> Records:
-        ended = self._start(name, REFERENCE, config, arguments, from_step, spoilt)
-        if ended.code != 0:
-            raise CannotRun("one process cannot run the small configuration", why=ended.text)
-        return self._records(name)
+        """The last three steps of one process, the first of which is skipped."""
+        return self._run_alone("skipping", resume=self.reference, skip=True)
 
     def check(self, layout: Layout) -> Checked:
         """Run a layout and compare it with the reference."""
-        reference, name = self.reference, layout.name.replace(" ", "")
-        ended = self._start(name, layout, "run.yaml", [])
-        if ended.code != 0:
-            return _failed("run", "", ended)
-        checked = compare(self._records(name), reference, self.checks)
-        if "S" in self.checks and checked.difference is None:
-            self._check_resume(layout, name, checked)
-            self._check_moves(layout, name, checked)
+        checked = Checked()
+        try:
+            self._check(layout, layout.name.replace(" ", ""), checked)
+        except Difference as found:
+            checked.difference = found
         return checked
 
-    def _check_resume(self, layout: Layout, name: str, checked: Checked) -> None:
-        """Resume after the first step: the same layout must give the same bits."""
-        resumed = f"{name}-resumed"
-        job = self._copy(self._records(name), resumed)
-        ended = self._start(resumed, layout, "", [job], from_step=1)
-        if ended.code != 0:
-            checked.merge(_failed("S", "resumed after step 1, ", ended))
-            return
-        found, expected = (self._records(n).checkpoint(STEPS) for n in (resumed, name))
-        if self.exact:
-            checked.add("S", *_same_bits(found, expected))
-        else:  # kernels of a GPU may add in any order
-            checked.add("S", *compare_checkpoints("S", found, expected, self.reference, STEPS))
-
-    def _check_moves(self, layout: Layout, name: str, checked: Checked) -> None:
-        """Resume on another layout: from one process to this one, and from this one to one.
-
-        The former also has a step that the guard must skip on all ranks.
-        """
-        moved = f"{name}-moved"
-        job = self._copy(self.reference, moved)
-        ended = self._start(moved, layout, "", [job, SKIP], from_step=1, spoilt=2)
-        what = "resumed from the checkpoint of one process, with a step that is skipped, "
-        if ended.code != 0:
-            checked.merge(_failed("S", what, ended))
-            return
-        again = compare(self._records(moved), self.skipping, "DLNUR")
-        if again.difference is not None:
-            checked.merge(again.as_part_of("S", what))
-        alone = f"{name}-alone"
-        job = self._copy(self._records(name), alone)
-        arguments = [job, *REFERENCE.keys, f"train.micro_batch={SEQUENCES}"]
-        ended = self._start(alone, REFERENCE, "", arguments, from_step=1)
-        if ended.code != 0:
-            checked.merge(_failed("S", "resumed in one process, ", ended))
-            return
-        last = self._records(alone).checkpoint(STEPS)
+    def _check(self, layout: Layout, name: str, checked: Checked) -> None:
         reference = self.reference
-        checked.add(
-            "S", *compare_checkpoints("S", last, reference.checkpoint(STEPS), reference, STEPS)
-        )
+        run = self._run(name, layout, config="run.yaml")
+        compare(run, reference, checked, self.checks)
+        if "S" not in self.checks:
+            return
+        with part_of("S", "resumed after step 1: "):
+            again = self._run(f"{name}-resumed", layout, resume=run)
+            if self.exact:
+                compare_bits(again.checkpoint(STEPS), run.checkpoint(STEPS))
+            else:  # kernels of a GPU may add in any order
+                compare_checkpoints("S", again, reference, STEPS)
+        # Both ways between layouts. The ranks must also agree on a step with a NaN on one of them.
+        with part_of("S", "resumed from one process, with a step that is skipped: "):
+            moved, noise = (
+                self._run(f"{name}-moved", layout, resume=reference, skip=True),
+                Checked(),
+            )
+            compare(moved, self.skipping, noise, "DLNUR")
+            checked.saw("S", max(noise.noise.values()))
+        with part_of("S", "resumed in one process: "):
+            alone = self._run(f"{name}-alone", resume=run, one_pass=True)
+            checked.saw("S", compare_checkpoints("S", alone, reference, STEPS))
 
-    def check_export(self, layout: Layout) -> Checked:
+    def check_export(self, layout: Layout, checked: Checked) -> None:
         """Export the job of a layout, and compare its logits with those of `transformers`."""
-        checked, name = Checked(), layout.name.replace(" ", "")
-        out = self.folder / "export"
-        ended = forked_ranks.run(self.folder, 1, self.export, f"jobs/{name}", out, log="export")
+        job, out = f"jobs/{layout.name.replace(' ', '')}", self.folder / "export"
+        ended = forked_ranks.run(self.folder, 1, self.export, job, out, log="export")
         if ended.code == ExitCode.UNFIT:  # transformers is not installed
-            return checked
-        if ended.code != 0:
-            return _failed("X", "the export ", ended)
-        size = ExportManifest.read(out).max_logit_difference
-        wrong = size > LOGIT_TOLERANCE
-        what = f"the logits of transformers differ by up to {size:.1e}"
-        checked.add("X", size, Difference("X", what, size) if wrong else None)
-        return checked
+            return
+        size = math.inf if ended.code else ExportManifest.read(out).max_logit_difference
+        if size > LOGIT_TOLERANCE:
+            what = ended.text if ended.code else "the logits of transformers differ"
+            checked.difference = Difference("X", what, size)
+        checked.saw("X", size)
 
-    def _start(
+    def _run_alone(self, name: str, **how: Any) -> Records:
+        """Train in one process; raise CannotRun if it fails: then there is no reference."""
+        try:
+            return self._run(name, one_pass=True, **how)
+        except Difference as found:
+            raise CannotRun("one process cannot train", why=found.what) from None
+
+    def _run(
         self,
         name: str,
-        layout: Layout,
-        config: str,
-        arguments: Sequence[str],
-        from_step: int | None = None,
-        spoilt: int | None = None,
-    ) -> forked_ranks.Ended:
-        """Train on a layout; the records are in records/NAME, the job in jobs/NAME."""
-        named = [f"name={name}"] if config else []
-        keys = [*named, *layout.keys, *arguments]
-        recorder = Recorder(self.folder / "records" / name, spoilt)
-        arguments_of = (config, keys, from_step, recorder)
-        ended = forked_ranks.run(self.folder, layout.ranks, self.train, *arguments_of, log=name)
+        layout: Layout = REFERENCE,
+        *,
+        config: str = "",
+        resume: Records | None = None,
+        one_pass: bool = False,
+        skip: bool = False,
+    ) -> Records:
+        """Train on a layout, from the start or from step 1 of another run; return the records.
+
+        With `one_pass`, a batch is one micro-batch. With `skip`, step 2 has a NaN and is skipped.
+        Raises `Difference` if it fails, and CannotRun if dtt refuses it.
+        """
+        keys = [*layout.keys, f"train.micro_batch={SEQUENCES if one_pass else 1}"]
+        if resume is None:
+            keys.append(f"name={name}")
+        else:
+            shutil.copytree(resume.job.root, self.folder / "jobs" / name)
+            keys.append(f"jobs/{name}")
+        if skip:
+            keys.append("guard.non_finite=skip")
+        recorder = Recorder(self.folder / "records" / name, SKIPPED if skip else None)
+        arguments = (config, keys, None if resume is None else 1, recorder)
+        ended = forked_ranks.run(self.folder, layout.ranks, self.train, *arguments, log=name)
         if ended.code in REFUSED:
             raise CannotRun(f"dtt refuses to train with {layout.name}", why=ended.text)
-        return ended
+        if ended.code != 0:
+            how = "hangs" if ended.code is None else f"exits with {ended.code}"
+            raise Difference("run", f"it {how}:\n{ended.text}")
+        return self._records(name)
 
     def _records(self, name: str) -> Records:
         return Records(JobDir(self.folder / "jobs" / name), self.folder / "records" / name)
-
-    def _copy(self, records: Records, name: str) -> str:
-        """Copy a job, to resume it from an earlier step; return the folder of the copy."""
-        shutil.copytree(records.job.root, self.folder / "jobs" / name)
-        return f"jobs/{name}"
-
-
-def _failed(check: str, what: str, ended: forked_ranks.Ended) -> Checked:
-    how = "hangs" if ended.code is None else f"exits with {ended.code}"
-    text = "".join(f"\n  {line}" for line in ended.text.splitlines())
-    return Checked({check: 1.0}, Difference(check, f"{what}it {how}:{text}", 1.0))
-
-
-def _same_bits(
-    found: store.Checkpoint, expected: store.Checkpoint
-) -> tuple[float, Difference | None]:
-    """Compare the bits of everything in two checkpoints."""
-    for kind in (store.MODEL, store.STATE):
-        ours, theirs = found.tensors(kind), expected.tensors(kind)
-        for name in sorted(ours.keys() ^ theirs.keys()):
-            return 1.0, Difference("S", f"resumed after step 1, {name} is missing", 1.0)
-        for name, value in theirs.items():
-            if not torch.equal(ours[name], value):
-                what = f"resumed after step 1, the bits of {name} differ"
-                return 1.0, Difference("S", what, 1.0, None, (name,))
-    ours_at, theirs_at = (c.position() | {"run_id": None, "speed": None} for c in (found, expected))
-    for key, value in theirs_at.items():
-        if ours_at.get(key) != value:
-            what = f"resumed after step 1, `{key}` is {ours_at.get(key)}, not {value}"
-            return 1.0, Difference("S", what, 1.0)
-    return 0.0, None

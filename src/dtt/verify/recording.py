@@ -72,7 +72,7 @@ class Recorder:
         """
         rank = this_rank()
         found = [
-            (name, held.layout.box(rank), _digest(local(held.tensor)))
+            (name, held.layout.box(rank), digest(local(held.tensor)))
             for name, held in laid_out.items()
         ]
         write_atomically(self.path(kind, step, rank), json.dumps(found))
@@ -160,6 +160,7 @@ def _fields(instance: Any) -> dict[str, Any]:
     return {field.name: getattr(instance, field.name) for field in fields(instance)}
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
+    """Return the hash of the bits of a tensor."""
     octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # numpy lacks bf16
     return hashlib.sha256(octets.numpy().tobytes()).hexdigest()

@@ -34,7 +34,7 @@ MakeRuns = Callable[[Path, RunConfig, str], "LayoutRuns"]
 """Function that returns the case of a folder, a configuration and letters of checks."""
 
 
-def _layout_runs(
+def layout_runs(
     inputs: dict[str, Path], folder: Path, cfg: RunConfig, checks: str, *, exact: bool = True
 ) -> LayoutRuns:
     """Return a case that shares its inputs with others."""
@@ -139,7 +139,7 @@ def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) ->
     most = layouts.MOST_RANKS if device == "cpu" else gpus(device)
     folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
     results: list[Verification] = []
-    make = partial(_layout_runs, {}, exact=device == "cpu")
+    make = partial(layout_runs, {}, exact=device == "cpu")
     for name, cfg in cfgs:
         result = verify(name, cfg, folder / name.replace("/", "-"), make, most=most)
         results.append(result)
@@ -179,7 +179,7 @@ def verify(
             break
     if result.failed is None and "X" in checks:
         layout, checked = list(result.found.items())[-1]
-        checked.merge(case.check_export(layout))
+        case.check_export(layout, checked)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -217,7 +217,7 @@ def differs(cfg: RunConfig, layout: Layout, check: str, folder: Path, make: Make
         case.prepare()
         checked = case.check(layout)
         if checked.difference is None and check == "X":
-            checked = case.check_export(layout)
+            case.check_export(layout, checked)
     except CannotRun:
         return False
     finally:
@@ -235,7 +235,7 @@ def fuzz(seed: int, minutes: float, *, as_json: bool) -> None:
 
     end = time.monotonic() + 60 * minutes
     folder = Path(tempfile.mkdtemp(prefix="dtt-verify-"))
-    make = partial(_layout_runs, {})
+    make = partial(layout_runs, {})
     noise: dict[str, float] = {}
     done = refused = 0
     for number, (arguments, cfg) in enumerate(configurations(seed)):
