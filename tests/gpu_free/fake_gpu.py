@@ -53,6 +53,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+TORCH = "2.13"
+"""Version of torch whose internals these programs replace."""
 DEVICE = torch.device("cuda", 0)
 MEMORY = int(79.1 * 2**30)
 SHARED_MEMORY = 232_448
@@ -138,6 +140,9 @@ ANSWERS: dict[str, Any] = {
 
 def _pretend() -> None:
     """Replace torch.cuda's functions; before torch._dynamo is imported, which keeps them."""
+    if not torch.__version__.startswith(f"{TORCH}."):
+        print(f"this pretends to be a GPU of torch {TORCH}, and may not fit {torch.__version__}",
+              file=sys.stderr)  # fmt: skip
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     for name in ("cuda_getCurrentRawStream", "cuda_getDevice", "cuda_exchangeDevice",

@@ -33,6 +33,7 @@ from dtt.model.decoder import Decoder
 from dtt.optim.muon import optimizer as muon
 from dtt.train import assemble, step
 from dtt.train.anomaly_guard import Guard
+from dtt.train.build import make_objective
 from dtt.train.components import TrainState
 from dtt.train.trainer import Trainer
 
@@ -65,10 +66,10 @@ def make(*keys: str, model: str = "", gpu: str = "H100", ranks: int = 1) -> Case
 class Step:
     """The training step of a case; calling it does one. The first one creates optimizer state."""
 
-    def __init__(self, case: Case, world: World, documents: bool) -> None:
+    def __init__(self, case: Case, world: World) -> None:
         """Build what the step uses; initial values are not drawn."""
         plan = measurement._plan(case, world)
-        self.case, self.device, self.documents = case, world.device, documents
+        self.case, self.device = case, world.device
         self.assembled = parts = assemble.assemble(case.cfg, plan, world)
         state = TrainState(
             parts.layout, parts.model,
@@ -80,7 +81,7 @@ class Step:
         meter = SimpleNamespace(end_phase=lambda _: None)
         self.trainer = Trainer(
             cfg=case.cfg, world=world, job=unused, run_id="", state=state, data=unused, actions=[],
-            objective=step.next_token(case.cfg.train.z_loss), control=unused,
+            objective=make_objective(case.cfg, plan), control=unused,
             schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
             observers=SimpleNamespace(meter=meter),  # type: ignore[arg-type]
         )  # fmt: skip
@@ -90,18 +91,24 @@ class Step:
         """Loss, gradient norm and verdict of the last step; on the device."""
         return self.trainer._unread[-1][1]
 
-    def __call__(self, fill: Callable[[MicroBatch], None] = lambda _: None) -> None:
-        """Do a step with one batch of zeros, or of what `fill` writes."""
+    def __call__(
+        self, fill: Callable[[MicroBatch], None] = lambda _: None, terms: int | None = None
+    ) -> None:
+        """Do a step with one batch of zeros, or of what `fill` writes, whose loss has `terms`."""
         case = self.case
         shape = case.micro_batch, case.cfg.train.seq_len
         tokens, targets = torch.zeros((2, *shape), dtype=torch.long, device=self.device)
-        ids = torch.zeros(shape, dtype=torch.int32, device=self.device) if self.documents else None
-        one = MicroBatch(tokens, targets, ids)
+        ids, extra = None, {}
+        if case.cfg.data.mask_documents:
+            ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        if case.cfg.objective.type == "dpo":
+            extra = {"reference_logprobs": torch.zeros(shape, device=self.device)}
+        one = MicroBatch(tokens, targets, ids, extra)
         fill(one)
         count = case.accumulation * tokens.numel() * case.sizes.data
-        samples: Any = [b""]
+        batch = Batch([b""], count, terms or count, [one] * case.accumulation)  # type: ignore[arg-type]
         with patch("dtt.train.trainer.extend_data_hash", lambda _, __: b""):
-            self.trainer.step(Batch(samples, count, count, [one] * case.accumulation), 1.0)
+            self.trainer.step(batch, 1.0)
 
 
 @contextlib.contextmanager
@@ -139,12 +146,10 @@ def on_fake_gpu(backend: Callable[..., Any] | str, ranks: int = 1) -> Iterator[W
 
 
 @contextlib.contextmanager
-def training(
-    case: Case, *, backend: Callable[..., Any] | str = "inductor", documents: bool = False
-) -> Iterator[Step]:
+def training(case: Case, *, backend: Callable[..., Any] | str = "inductor") -> Iterator[Step]:
     """Yield the step of a case; see `on_fake_gpu`."""
     with on_fake_gpu(backend, case.devices) as world:
-        yield Step(case, world, documents)
+        yield Step(case, world)
 
 
 def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:

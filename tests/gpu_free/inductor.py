@@ -10,6 +10,7 @@ import fake_gpu  # before torch
 
 from collections.abc import Callable, Sequence  # isort: skip
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class Driver:
     get_current_device = staticmethod(lambda: 0)
     get_active_torch_device = staticmethod(lambda: fake_gpu.DEVICE)
     is_active = staticmethod(lambda: True)
+    launcher_cls = staticmethod(lambda *_: None)
+    # of a kernel that is loaded: module, function, registers, spilled ones, threads
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (1, 1, 32, 0, 1024), unload_module=lambda _: None
+    )
 
 
 @dataclass

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 from serving import Ask, asking
+from step_cases import CASES
 
 if importlib.util.find_spec("triton") is None or shutil.which("g++") is None:
     pytest.skip("needs triton (pip install -e '.[triton]') and g++", allow_module_level=True)
 
 SHARED_MEMORY = 232_448
 """Bytes of shared memory that a block of an H100 can use: 227 KiB."""
-STACK = {"head-128": 200, "head-192": 1500, "head-256": 1500, "head-320": 2000}
+STACK = {"head-64": 0, "head-128": 200, "head-192": 600, "head-256": 600, "head-320": 400}
 """Bytes of stack of a thread, for spilled registers, that FlexAttention's kernels take at most. All
 others have none."""
 
@@ -29,14 +30,29 @@ def resources() -> Iterator[Ask]:
         yield ask
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama", "qwen3", "windows", *STACK])
+@pytest.mark.parametrize("case", dict.fromkeys((*CASES, *STACK)))
 def test_kernels_compile_fit_and_hardly_spill(resources: Ask, case: str) -> None:
     kernels = resources(case)
     assert kernels
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_MEMORY, kernel
-        allowed = STACK.get(case, 300) if "flex" in kernel["kernel"] else 0
-        assert kernel["stack"] <= allowed, kernel
+        assert kernel["stack"] <= STACK.get(case, 0), kernel
+
+
+def test_a_kernel_that_takes_too_much_shared_memory_is_found(resources: Ask) -> None:
+    assert max(one["shared"] for one in resources("pipelined head-320")) > SHARED_MEMORY
+
+
+def test_a_kernel_of_the_backward_pass_that_does_not_fit_is_found_in_the_forward_pass(
+    resources: Ask,
+) -> None:
+    assert resources(f"limit {SHARED_MEMORY}")["failure"] == ""
+    # Without pipelining, FlexAttention's kernels take 49,152 bytes, and 98,304 backward.
+    found = resources("limit 60000")
+    assert found["failure"].startswith("OutOfResources: out of resource: shared memory")
+    attention = [name for name in found["kernels"] if "tem_fused" in name]
+    assert len(attention) == 1
+    assert "backward" not in attention[0]
 
 
 @pytest.fixture(scope="module")

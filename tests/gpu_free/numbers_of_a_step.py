@@ -1,4 +1,4 @@
-"""Answers with loss and gradients of the compiled CUDA step beside those of a CPU."""
+"""Answers with loss, gradients and update of the compiled CUDA step beside those of a CPU."""
 
 from __future__ import annotations
 
@@ -6,41 +6,46 @@ import shadow  # before torch
 
 import contextlib  # isort: skip
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from chunks import both_ranks
 from fake_run import make, training
 from serving import serve
+from step_cases import CASES, SMALL
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dtt.base.ranks import Ranks
 from dtt.config.adapter import LoraConfig
 from dtt.data.samples.loader import MicroBatch
+from dtt.estimate import measurement
 from dtt.estimate.case import Case
 from dtt.mesh.compilation import compiler
+from dtt.mesh.dist import World
 from dtt.model import attention_backend, layers, loss, norm
-from dtt.model.decoder import Decoder
+from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import attach
-from dtt.train import trainer
-from dtt.train.step import Step
+from dtt.optim.muon import optimizer as muon
+from dtt.train import assemble, dpo, trainer
+from dtt.train.build import make_objective
+from dtt.train.step import Step, update
 
-SMALL = [
-    "model.dim=32", "model.n_layers=1", "model.n_heads=2", "model.vocab_size=96",
-    "train.micro_batch=1", "train.precision=fp32", "train.clip_norm=null", "optim.type=adamw",
-]  # fmt: skip
-CASES = {
-    "gpt2": ["model.family=gpt2", "train.seq_len=64"],
-    "llama": ["train.seq_len=64"],
-    "qwen3": ["model.family=qwen3", "train.seq_len=64"],
-    # The mask of up to 128 tokens is not compiled.
-    "documents": ["data.mask_documents=true", "train.seq_len=160"],
-    "gemma3": ["model.family=gemma3", "data.mask_documents=true", "train.seq_len=160"],
-    "z-loss": ["train.seq_len=64", "train.z_loss=0.01"],
-    "adapter": ["train.seq_len=64", "adapter.type=lora", "adapter.rank=4", "init.from=hf:any"],
-}
 STARTS = torch.tensor([0, 30, 31, 140])
 """First tokens of the documents: one is a single token, and none begins a block of a kernel."""
+
+
+@dataclass
+class Numbers:
+    """What a step computes; in host memory."""
+
+    loss: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Weights after the step."""
 
 
 def _scaled(owner: Any, name: str, factor: float) -> Any:
@@ -67,6 +72,13 @@ def _one_key_too_many() -> Any:
     return patch.object(attention_backend, "visible", visible)
 
 
+def _chunks_from_the_start() -> Any:
+    right = attention_backend.visible
+    return patch.object(
+        attention_backend, "visible", lambda ids, window, _positions: right(ids, window, None)
+    )
+
+
 def _one_term_too_many() -> Any:
     right = Step.run
     return patch.object(Step, "run", lambda *args: right(*args[:-1], args[-1] + 1))
@@ -84,6 +96,7 @@ def _gradients_scaled() -> Any:
 FAULTS: dict[str, tuple[str, Callable[[], Any], shadow.Spoil]] = {
     "scale": ("llama", _scale_up, str),
     "mask": ("documents", _one_key_too_many, str),
+    "positions": ("chunks", _chunks_from_the_start, str),
     "terms": ("llama", _one_term_too_many, str),
     "gradient": ("llama", _gradients_scaled, str),
     "norm": ("llama", lambda: _scaled(norm.RMSNorm, "forward", 1.001), str),
@@ -92,72 +105,117 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], shadow.Spoil]] = {
     "rsqrt": ("llama", contextlib.nullcontext, lambda s: s.replace("rsqrt(", "sqrt(")),
     "sum": ("llama", contextlib.nullcontext, lambda s: s.replace("tl.sum(", "0.999 * tl.sum(")),
     "residual": ("llama", lambda: _scaled(layers.Block, "add", 1.001), str),
+    "pairs": ("dpo", lambda: _scaled(dpo, "_by_pair", 1.001), str),
+    "update": ("muon", lambda: _scaled(muon, "orthogonalize", 1.001), str),
+    "truncation": ("bf16", shadow.truncated, str),
 }
 """Case, planted mistake, and change of the kernels' source, by name."""
 
 
 def compare(name: str) -> dict[str, float]:
-    """Return the relative differences of loss and gradients for a case or a fault."""
+    """Return the relative differences of a case or a fault.
+
+    With bf16, `rounding` is how far the uncompiled step of a CPU in bf16 is from that in fp32.
+    """
     case_name, plant, spoil = FAULTS.get(name, (name, contextlib.nullcontext, str))
-    keys = [*SMALL, *CASES[case_name]]
-    case = make(*keys)
+    case = make(*SMALL, *CASES[case_name])
+    with plant(), both_ranks() if case_name == "chunks" else contextlib.nullcontext():
+        before, batch, computed = _on_gpu(case, spoil)
+    expected = _on_cpu(case, "fp32", before, batch)
+    found = {
+        "loss": abs(computed.loss / expected.loss - 1),
+        "gradients": _distance(computed.gradients, expected.gradients),
+    }
+    if case.cfg.optim.type == "muon":
+        matrices = [n for n, x in before.items() if n.startswith("layers") and x.ndim == 2]
+        steps = [{n: one.weights[n] - before[n] for n in matrices} for one in (computed, expected)]
+        found["update"] = _distance(*steps)
+    if case.precision == "bf16":
+        rounded = _on_cpu(case, case.precision, before, batch)
+        found["rounding"] = _distance(rounded.gradients, expected.gradients)
+    return found
+
+
+def _terms(case: Case) -> int:
+    return len(STARTS) // 2 if case.cfg.objective.type == "dpo" else case.cfg.train.seq_len
+
+
+def _on_gpu(case: Case, spoil: shadow.Spoil) -> tuple[dict[str, Tensor], MicroBatch, Numbers]:
+    """Return weights, batch, and what a step computes from them."""
     draw = torch.Generator().manual_seed(0)
-    documents = "data.mask_documents=true" in keys
-    batch: list[Tensor | None] = []
-    found: dict[str, Tensor] = {}
-    with plant(), shadow.Shadow(spoil) as numbers, training(case, documents=documents) as step:
+    given: list[MicroBatch] = []
+    computed = Numbers()
+    with shadow.Shadow(spoil) as numbers, training(case) as step:
         named = {name: param.tensor for name, param in step.assembled.params.items()}
+
+        def held() -> dict[str, Tensor]:
+            return {name: numbers.of(p.detach()).clone() for name, p in named.items()}
+
         with _disable_current_modes():
-            weights = {
-                n: numbers.of(p.detach()).normal_(0, 0.3, generator=draw).clone()
-                for n, p in named.items()
-            }
+            for p in named.values():
+                numbers.of(p.detach()).normal_(0, 0.3, generator=draw)
+            before = held()
 
         def fill(one: MicroBatch) -> None:
             with _disable_current_modes():
-                tokens, targets = numbers.of(one.tokens), numbers.of(one.targets)
-                for x in (tokens, targets):
-                    x.random_(0, case.arch.vocab_size, generator=draw)
-                ids = None if one.doc_ids is None else numbers.of(one.doc_ids)
-                if ids is not None:
-                    ids.copy_((torch.arange(ids.shape[1])[:, None] >= STARTS).sum(1))
-                batch[:] = [None if x is None else x.clone() for x in (tokens, targets, ids)]
+                real = MicroBatch(
+                    numbers.of(one.tokens).random_(0, case.arch.vocab_size, generator=draw),
+                    numbers.of(one.targets).random_(0, case.arch.vocab_size, generator=draw),
+                    None if one.doc_ids is None else numbers.of(one.doc_ids),
+                    {
+                        n: numbers.of(x).uniform_(-6, -3, generator=draw)
+                        for n, x in one.extra.items()
+                    },
+                )
+                if real.doc_ids is not None:
+                    places = torch.arange(case.cfg.train.seq_len)
+                    real.doc_ids.copy_((places[:, None] >= STARTS[1:]).sum(1))
+                given.append(real)
 
-        def read(*_: Any, **__: Any) -> None:
+        def read(*how: Any, **more: Any) -> None:
             with _disable_current_modes():
                 trained = {n: p for n, p in named.items() if p.requires_grad}
-                found.update({n: numbers.of(p.grad).clone() for n, p in trained.items()})
+                computed.gradients = {n: numbers.of(p.grad).clone() for n, p in trained.items()}
+            update(*how, **more)
 
         with patch.object(trainer, "update", read):
-            step(fill)
+            step(fill, _terms(case))
         with _disable_current_modes():
-            computed = float(numbers.of(step.values)[0])
+            computed.loss = float(numbers.of(step.values)[0])
+            computed.weights = held()
     assert not compiler.failure, compiler.failure
     assert numbers.launches
-    return _differences(case, weights, batch, computed, found)
+    return before, given[0], computed
 
 
-def _differences(
-    case: Case, weights: Any, batch: Any, computed: float, found: dict[str, Tensor]
-) -> dict[str, float]:
+def _on_cpu(case: Case, precision: str, weights: dict[str, Tensor], batch: MicroBatch) -> Numbers:
+    """Return what an uncompiled step computes."""
     model = Decoder(case.arch)
     if isinstance(case.cfg.adapter, LoraConfig):
         attach(model, case.cfg.adapter, torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    tokens, targets, ids = batch
-    z_loss = case.cfg.train.z_loss
-    reference = model(tokens, targets, doc_ids_BT=ids, z_loss=z_loss).loss / tokens.numel()
-    reference.backward()
-    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    plan = measurement._plan(case, World(Ranks(), torch.device("cpu"), None))
+    objective = make_objective(case.cfg, plan)
+    output = Step(model, precision).run([batch], objective, _terms(case))
+    named = dict(model.named_parameters())
+    gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+    parts: Any = SimpleNamespace(params=params_of(model))
+    optimizers = assemble.make_optimizers(case.cfg, plan, parts, None)
+    update(optimizers, torch.zeros(()), step=0)
+    return Numbers(float(output.loss), gradients, {n: p.detach() for n, p in named.items()})
+
+
+def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest relative difference of a tensor."""
+    assert expected
     # Some gradients are zero up to rounding, such as that of the keys' bias.
-    floor = 1e-3 * max(float(grad.norm()) for grad in expected.values())
-    worst = max(
-        float((found[n] - grad).norm()) / max(float(grad.norm()), floor)
-        for n, grad in expected.items()
+    floor = 1e-3 * max(float(x.norm()) for x in expected.values())
+    return max(
+        float((found[name] - x).norm()) / max(float(x.norm()), floor)
+        for name, x in expected.items()
     )
-    return {"loss": abs(computed / float(reference) - 1), "gradients": worst}
 
 
 if __name__ == "__main__":

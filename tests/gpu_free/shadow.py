@@ -1,7 +1,7 @@
 """Numbers behind fake CUDA tensors: each storage has a shadow, a real one in host memory.
 
 Operators run twice, on fake tensors and on their shadows; kernels that Inductor generated run in
-Triton's interpreter, in fp32. What remains unseen is the arithmetic of tensor cores and libraries.
+Triton's interpreter. What remains unseen is the arithmetic of tensor cores and libraries.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import inductor  # before torch
 import weakref  # isort: skip
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_helpers, triton_heuristics
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -62,13 +64,13 @@ class Shadow(InfraMode):
             return torch.empty(0, dtype=x.dtype).set_(storage, *place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
+        named = dict(kwargs or {})
+        if isinstance(func, HigherOrderOperator) and named.pop("rng_state", None) is not None:
+            # Inductor takes attention for random, and wraps what is computed again.
+            func, *args = args
         out = func(*args, **named)
         given, made = tree_leaves((args, named)), tree_leaves(out)
-        real = isinstance(func, torch._ops.OpOverload) and func.namespace not in (
-            "prim",
-            "profiler",
-        )
+        real = isinstance(func, torch._ops.OpOverload) and func.namespace not in SILENT
         if not real or not any(isinstance(x, FakeTensor) for x in (*given, *made)):
             return out
         try:
@@ -146,12 +148,46 @@ class Libdevice:
         return call
 
 
+def _wide(x: Any) -> Any:
+    """Return a handle with the fp32 values of one in bf16."""
+    return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _cast(self: Any, source: Any, to: Any) -> Any:
+    """Convert; the interpreter would truncate fp32 to bf16, where a GPU rounds to nearest."""
+    kinds = source.dtype.scalar, to.scalar
+    if kinds == (tl.bfloat16, tl.float32):
+        return _wide(source)
+    if kinds == (tl.float32, tl.bfloat16):
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16)
+        return interpreter.TensorHandle(rounded.numpy(), tl.bfloat16)
+    return _cast_otherwise(self, source, to)
+
+
+def truncated() -> Any:
+    """Return a context in which kernels truncate to bf16."""
+    return patch.object(interpreter.InterpreterBuilder, "cast_impl", _cast_otherwise)
+
+
+def _product(self: Any, a: Any, b: Any, *more: Any) -> Any:
+    """Multiply in fp32; the interpreter would multiply the bits of bf16 as integers."""
+    return _dot(self, *(_wide(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *more)
+
+
+_cast_otherwise = interpreter.InterpreterBuilder.cast_impl
+_dot = interpreter.InterpreterBuilder.create_dot
+interpreter.InterpreterBuilder.cast_impl = _cast
+interpreter.InterpreterBuilder.create_dot = _product
+# A third of the time: checks of integers for overflow, which a GPU does not have either.
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 triton_heuristics.cached_autotune = _interpreted  # type: ignore[assignment]
 triton_helpers.libdevice = Libdevice()  # type: ignore[assignment]
+# The interpreter reduces with numpy only if it knows the function: a tenth of the time of the loss.
+triton_helpers.maximum = tl.standard._elementwise_max
 
 
 def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = q @ k.mT * scale
+    scores = q.float() @ k.float().mT * scale
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1).bool(), -torch.inf)
     return scores if bias is None else scores + bias
@@ -160,20 +196,42 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: flo
 def _attend(q, k, v, bias, _lse, _p=0.0, causal=False, *, scale=None):  # type: ignore[no-untyped-def]
     scores = _weights(q, k, bias, causal, scale or q.shape[-1] ** -0.5)
     zero = torch.zeros((), dtype=torch.int64)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1), zero, zero
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1), zero, zero
 
 
 def _attend_backward(  # type: ignore[no-untyped-def]
     grad, q, k, v, bias, out, _lse, _seed, _offset, _p, _mask, causal=False, *, scale=None
 ):
     scale = scale or q.shape[-1] ** -0.5
+    grad = grad.float()
     weights = _weights(q, k, bias, causal, scale).softmax(-1)
-    scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-    return scores @ k, scores.mT @ q, weights.mT @ grad, None
+    scores = weights * (grad @ v.float().mT - (grad * out).sum(-1, keepdim=True)) * scale
+    found = scores @ k.float(), scores.mT @ q.float(), weights.mT @ grad
+    return *(x.to(q.dtype) for x in found), None
+
+
+def _cudnn(*given, **named):  # type: ignore[no-untyped-def]
+    out, lse, zero, _ = _attend(*given[:7], **named)
+    return out, lse[..., None], None, None, 0, 0, zero, zero, None
+
+
+def _cudnn_backward(  # type: ignore[no-untyped-def]
+    grad, q, k, v, out, lse, seed, offset, bias, _cq, _ck, _mq, _mk, p, causal, *, scale=None
+):
+    how = grad, q, k, v, bias, out, lse, seed, offset, p, None, causal
+    return _attend_backward(*how, scale=scale)[:3]
 
 
 OTHERWISE: dict[Any, Callable[..., Any]] = {
     ATEN._scaled_dot_product_efficient_attention.default: _attend,
     ATEN._scaled_dot_product_efficient_attention_backward.default: _attend_backward,
+    ATEN._scaled_dot_product_cudnn_attention.default: _cudnn,
+    ATEN._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    # A CPU keeps another buffer between the two passes.
+    ATEN.log_sigmoid_forward.default: lambda x: (x.sigmoid().log(), x.new_zeros(0)),
+    ATEN.log_sigmoid_backward.default: lambda grad, x, _: grad * (-x).sigmoid(),
+    ATEN.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
+    ATEN.mm.dtype_out: lambda a, b, dtype, *, out: out.copy_(a.to(dtype) @ b.to(dtype)),
+    ATEN.addmm.dtype: lambda c, a, b, dtype: c + a.to(dtype) @ b.to(dtype),
 }
-"""What to call for operators that a CPU does not have."""
+"""What to call for operators that a CPU does not have, or computes in another way."""

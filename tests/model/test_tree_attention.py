@@ -107,7 +107,7 @@ def test_flex_attention_over_trees_equals_tiles(window: int | None) -> None:
     expected = tree_attention.TreeAttention(0.3, packed.tiles, masks, window)(q, k, v)
     blocks = create_block_mask(rule, None, None, T, T, device="cpu", BLOCK_SIZE=16)
     got = flex_attention(q, k, v, block_mask=blocks, scale=0.3)
-    dense = Flex(0.3, rule, (1, T, T), CPU, None).dense(q, k, v)
+    dense = Flex(0.3, rule, (1, T, T), CPU, None, {}).dense(q, k, v)
     real = packed.tiles[-1].own.start  # positions of padding are all 0
     for out in (got, dense):
         torch.testing.assert_close(out[:, :, :real], expected[:, :, :real], rtol=1e-5, atol=1e-5)

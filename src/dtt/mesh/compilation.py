@@ -1,11 +1,13 @@
 """torch.compile with a fallback: if compilation fails, the run continues uncompiled.
 
-It does not cover a kernel of a backward pass that compiles and then does not fit the device: the
-forward pass cannot be repeated uncompiled from there.
+Inductor loads the kernels of both passes onto the device while it compiles. That is in the first
+forward pass, so a kernel of the backward pass that does not fit the device is found in time to run
+the forward pass uncompiled. `tests/gpu_free/nightly_kernels.py` checks this.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,10 @@ from dtt.base.log import log
 SHAPES = 128
 """Maximum number of input shapes that one function is compiled for: more than batch-size and
 context-length schedules need. Beyond it (by default 8) torch would run other shapes uncompiled."""
+
+EXHAUSTED = re.compile(r"(CUDA|HIP).*out of memory")
+"""Message of a kernel for whose stack the device had no memory when it was loaded: Inductor raises
+a RuntimeError with the text of torch's, Triton's or the driver's error."""
 
 Function = Callable[..., Any]
 
@@ -92,11 +98,13 @@ def _out_of_memory(error: BaseException) -> BaseException | None:
     while inner is not None:
         if isinstance(inner, torch.OutOfMemoryError):
             return inner
+        if EXHAUSTED.search(str(inner)):
+            return torch.OutOfMemoryError(_reason(inner))
         inner = getattr(inner, "inner_exception", None) or inner.__cause__
     return None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Return the first informative line of the message; dozens of debugging hints follow it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if not line.startswith("backend=")]

@@ -11,7 +11,7 @@ SDPA tile by tile on a CPU, FlexAttention on a GPU. Both skip masked blocks and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -39,6 +39,11 @@ WIDE_HEADS = {"fwd_num_stages": 1}
 """Options of FlexAttention's kernels for heads above 256, which they compute as if of 512. With
 torch's three stages, a tile of queries and three of keys and values take 263,168 bytes of shared
 memory, and a block of an H100 has 232,448: the kernel would fail at its first launch."""
+HOPPER = {"fwd_num_warps": 8, "bwd_num_warps": 8}
+"""Options of FlexAttention's kernels on Hopper. With torch's four warps, a thread has more numbers
+of a tile than its 255 registers hold, and spills them: 224 bytes at a width of 64, 904 with the
+chunks of context parallelism, 1,448 at 192. Eight warps take the same shared memory and spill
+0, 0 and 544 bytes (tests/gpu_free/nightly_kernels.py). The gain in time is not measured yet."""
 
 
 def choose(
@@ -211,6 +216,8 @@ class Flex:
     device: torch.device
     block_mask: Any
     """FlexAttention's `BlockMask`; None if it could not be compiled."""
+    options: Mapping[str, int]
+    """Options of the kernels for this device."""
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """Compute attention; see `AttentionFn`."""
@@ -231,7 +238,7 @@ class Flex:
             block_mask=self.block_mask,
             scale=self.scale,
             enable_gqa=grouped_heads(q_BHTK, k_BGTK),
-            kernel_options=WIDE_HEADS if width > 256 else None,
+            kernel_options={**self.options, **(WIDE_HEADS if width > 256 else {})},
         )
         if out_BHTK is None:  # compilation failed in this call
             out_BHTK = self.dense(q_BHTK, k_BGTK, v_BGTK)
@@ -294,7 +301,11 @@ def flex_with(
         # None instead of a number of rows or heads makes the mask one for all of them: building it
         # then costs 1/B or 1/H of the time and memory.
         block_mask = create(rule, rows if own_masks else None, None, queries, keys, device=device)
-    return Flex(scale, rule, shape, device, block_mask)
+    # Below 128 queries another kernel computes, with tiles of its own. AMD's GPUs have a capability
+    # of 9, too.
+    tiled = device.type == "cuda" and torch.version.hip is None and shape[1] >= 128
+    hopper = tiled and torch.cuda.get_device_capability(device)[0] == 9
+    return Flex(scale, rule, shape, device, block_mask, HOPPER if hopper else {})
 
 
 def visible(

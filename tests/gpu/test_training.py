@@ -1,0 +1,109 @@
+"""Runs on GPUs train, evaluate, save and resume, and every layout computes what one GPU does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.guarded_runs import build, one_step
+from support.running import Dtt
+from support.tiny_architectures import make, tiny_architecture
+
+from dtt.base.local import torchrun_argv
+from dtt.base.ranks import Ranks
+from dtt.mesh.dist import World
+from dtt.model.generate import generate_batch
+from dtt.parallel import fp8
+
+SIZES = (
+    "model.dim=64", "model.n_layers=2", "model.n_heads=4", "train.seq_len=128",
+    "train.micro_batch=2", "train.global_batch_tokens=1024", "train.eval_every=2",
+    "train.eval_tokens=512", "train.sample_tokens=4", "train.log_every=1", "schedule.type=constant",
+)  # fmt: skip
+GPUS = torch.cuda.device_count()
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "alone": (1, ("train.remat=full",)),
+    "ddp": (2, ()),
+    "fsdp2": (2, ("parallel.replicate=1", "parallel.shard=2", "optim.type=muon")),
+    "tensor": (2, ("parallel.tensor=2", "train.remat=selective")),
+    "context": (2, ("parallel.context=2", "data.mask_documents=true")),
+}
+"""Number of processes and keys. Without a GPU, one layout shows that the test itself works."""
+
+
+def train(dtt: Dtt, processes: int, *arguments: object) -> str:
+    """Run `dtt train` in processes of one node, and return its log."""
+    if processes == 1:
+        return dtt("train", *arguments).stderr
+    argv = torchrun_argv(processes, ["train", *map(str, arguments)])
+    done = dtt.wait(dtt.start_python(*argv[1:]))
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def values(dtt: Dtt, name: str, kind: str) -> list[float]:
+    """Return the losses that a run has logged."""
+    lines = (dtt.folder / f"jobs/{name}/metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_of_any_layout_computes_what_one_device_does(
+    dtt: Dtt, tokens: Path, device: str, layout: str
+) -> None:
+    processes, keys = LAYOUTS[layout]
+    if processes > GPUS and not (GPUS == 0 and layout == "tensor"):
+        pytest.skip(f"needs {processes} GPUs" if processes > 1 else "needs a GPU")
+    common = (f"data.tokens={tokens}", f"train.device={device}", "train.precision=fp32", *SIZES)
+    alone = [key for key in keys if not key.startswith(("parallel.", "train.remat"))]
+    train(dtt, 1, *common, *alone, "name=whole", "train.compile=false", "train.steps=4")
+    log = train(dtt, processes, *common, *keys, "name=parts", "train.steps=2")
+    assert layout != "tensor" or not GPUS or "the compiler may overlap" in log
+    log += train(dtt, processes, "jobs/parts", "train.steps=4", "--allow-change", "train.steps")
+    assert "resumed from" in log
+    assert "training continues uncompiled" not in log
+    for kind in ("train", "validation"):
+        found = values(dtt, "parts", kind)
+        assert found == pytest.approx(values(dtt, "whole", kind), rel=1e-3)
+    assert len(values(dtt, "parts", "train")) == 4
+
+
+def test_a_context_schedule_trains_on_documents(dtt: Dtt, tokens: Path, device: str) -> None:
+    log = train(
+        dtt, 1, f"data.tokens={tokens}", f"train.device={device}", *SIZES, "train.steps=4",
+        "data.mask_documents=true", "train.context_schedule=[[0,64],[50%,128]]", "name=schedule",
+    )  # fmt: skip
+    assert ("FlexAttention" in log) == bool(GPUS)
+    assert "training continues uncompiled" not in log
+    assert all(0 < loss < 7 for loss in values(dtt, "schedule", "train"))
+
+
+@torch.no_grad()
+def test_generated_tokens_are_those_of_a_cpu(device: str) -> None:
+    model, tokens = make(tiny_architecture("llama"))
+    prompts = [row[: 3 + i].tolist() for i, row in enumerate(tokens)]
+    how: dict[str, Any] = {"max_new_tokens": 8, "stop_ids": (), "temperature": 0.0}
+    how["generators"] = [None] * len(prompts)
+    expected = list(generate_batch(model, prompts, **how))
+    assert list(generate_batch(model.to(device), prompts, **how)) == expected
+
+
+def test_a_step_in_fp8_is_near_that_in_bf16(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchao")
+    # Small products gain nothing; these are to run in any case.
+    monkeypatch.setattr(fp8, "find_gains", lambda layers, *_: {fp8._shape(x): 2.0 for x in layers})
+    losses = []
+    for precision in ("bf16", "fp8"):
+        (tmp_path / precision).mkdir()
+        trainer = build(
+            World(Ranks(), torch.device("cuda", 0), None), tmp_path / precision, tokens,
+            "model.dim=128", f"train.precision={precision}",
+        )  # fmt: skip
+        one_step(trainer)()
+        losses.append(float(trainer._unread[-1][1][0]))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
