@@ -18,7 +18,7 @@ class MatrixSums(NamedTuple):
 
     bucket: Bucket
     total: Tensor
-    """[matrices, sums], fp32."""
+    """[matrices, sums], at least fp32."""
     work: dist.Work | None = None
 
     @property
@@ -46,7 +46,7 @@ def start(bucket: Bucket, of_shards: Sequence[Tensor], count: int) -> MatrixSums
     device = of_shards[0].device if of_shards else bucket.device
     # Zeros for matrices of which this rank has no shard: every rank takes part in the all-reduce
     # with the same shape.
-    total = torch.zeros(bucket.matrices, count, device=device)
+    total = torch.zeros(bucket.matrices, count, device=device, dtype=bucket.dtype)
     shards = [shard for batch in bucket.batches for shard in batch.shards]
     sums = [row for part in of_shards for row in part.unbind()]
     # Replicas hold equal shards. Counting each would multiply the sum by the number of replicas.

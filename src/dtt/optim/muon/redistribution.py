@@ -75,6 +75,8 @@ class Bucket(NamedTuple):
     sharded: bool = False
     """True if a rank may hold only a part of a matrix, so that sums need an all-reduce."""
     device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    """Data type of sums over matrices, the same on a rank without a shard."""
     group: dist.ProcessGroup | None = None
     """The ranks that hold the matrices; None: all."""
 
@@ -148,6 +150,7 @@ def _bucket(
         matrices=len(bucket),
         sharded=sharded,
         device=bucket[0].parameter.device,
+        dtype=wide_dtype(bucket[0].parameter),
         group=group,
     )
     if len(ranks) == 1:
