@@ -26,7 +26,8 @@ def test_a_fault_is_found_and_what_it_takes_is_named(
     assert result.failed is not None, "not found"
     difference = result.found[result.failed].difference
     assert difference is not None
-    why = next(x for x in str(run.explain(result, tmp_path, make)).splitlines() if "why:" in x)
+    message = str(run.explain(result, tmp_path, make)).splitlines()
+    why = next(line for line in message if line.startswith("  why:"))
     with capsys.disabled():
         print(f"\n{name}: {difference.check}: {difference.describe()}\n{why}")
     assert difference.check in fault.checks

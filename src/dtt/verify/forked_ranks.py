@@ -38,7 +38,7 @@ class Ended:
     code: int | None
     """Exit code of the first rank that failed, 0 if none did; None if they did not end."""
     text: str
-    """The last lines that this rank printed."""
+    """Its error message, in one line."""
 
 
 def run(
@@ -69,7 +69,7 @@ def run(
     try:
         while running := [p.sentinel for p in processes if p.exitcode is None]:
             if not connection.wait(running, SECONDS):
-                return Ended(None, _tail(logs[0]))
+                return Ended(None, _failure(logs[0]))
             if any(process.exitcode for process in processes):
                 break
         failed = next((i for i, p in enumerate(processes) if p.exitcode), None)
@@ -79,7 +79,7 @@ def run(
             process.join()
     if failed is None:
         return Ended(0, "")
-    return Ended(processes[failed].exitcode, _tail(logs[failed]))
+    return Ended(processes[failed].exitcode, _failure(logs[failed]))
 
 
 def _rank(
@@ -119,8 +119,14 @@ def _free_port() -> int:
         return port
 
 
-def _tail(log: Path, lines: int = 12) -> str:
-    """Return the error at the end of a log, or its last lines."""
+def _failure(log: Path) -> str:
+    """Return why a process has failed, in one line: its error message, or its last line."""
     text = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
     errors = [number for number, line in enumerate(text) if line.startswith("dtt: ")]
-    return "\n".join(text[errors[-1] :] if errors else text[-lines:])
+    if not errors:
+        return text[-1] if text else "no output"
+    first = errors[-1]
+    if "this is a bug" in text[first]:  # the line above has the exception
+        return text[first - 1]
+    whys = [line.split(":", 1)[1].strip() for line in text[first:] if line.startswith("  why:")]
+    return ": ".join([text[first].removeprefix("dtt: "), *whys[:1]])

@@ -197,7 +197,7 @@ class LayoutRuns:
             raise CannotRun(f"dtt refuses to train with {layout.name}", why=ended.text)
         if ended.code != 0:
             how = "hangs" if ended.code is None else f"exits with {ended.code}"
-            raise Difference("run", f"it {how}:\n{ended.text}")
+            raise Difference("run", f"training {how}: {ended.text}")
         return self._records(name)
 
     def _records(self, name: str) -> Records:
