@@ -97,9 +97,12 @@ class Records:
         return replace(self, tolerances=dict.fromkeys(EXACT, tolerance))
 
     def metrics(self, kind: str, step: int) -> list[dict[str, Any]]:
-        """Return the records of a kind and step in metrics.jsonl; step 1 includes step 0."""
+        """Return the records of a kind and step in metrics.jsonl; step 1 includes step 0.
+
+        The losses of several sources are values of their own, as `losses.NAME`.
+        """
         records = (r for r in jsonl.read(self.job.metrics) if r["kind"] == kind)
-        return [r for r in records if max(1, r["step"]) == step]
+        return [_flat(r) for r in records if max(1, r["step"]) == step]
 
     @cached_property
     def steps(self) -> list[int]:
@@ -128,6 +131,15 @@ class Records:
             rank = int(path.name.split("-")[2])
             for name, box, bits in json.loads(path.read_text()):
                 yield rank, name, str(box), bits
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the values of its objects one level up."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        flat |= {f"{name}.{key}".rstrip("."): one for key, one in inner}
+    return flat
 
 
 def compare(found: Records, reference: Records, checked: Checked, letters: str) -> None:
