@@ -83,15 +83,13 @@ def test_in_bf16_the_tolerance_is_that_of_another_order_of_sums(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_clean_run_is_verified(dtt: Dtt) -> None:
-    done = dtt("verify", "-c", "quickstart", "parallel.shard=2", "parallel.replicate=1")
+    done = dtt("verify", "-c", "quickstart", "parallel.replicate=1")
     assert "verified: 1 layout, 8 checks" in done.stdout
     assert "not covered: kernels of a GPU" in done.stdout
     assert not list(dtt.folder.iterdir())
 
 
 COMBINATIONS = {
-    "packed documents": f"{verify_faults.DOCUMENTS} model.family=gemma3 train.remat=selective "
-    "optim.normuon_beta2=0.95 parallel.tensor=2",
     "growing contexts": "data.eod_mask_loss=true train.context_schedule=[[0,512],[1,1024]] "
     "train.ema_decay=0.9 parallel.context=2",
     "adapter": f"{verify_faults.LORA} data.type=chat parallel.shard=2",
@@ -113,7 +111,9 @@ def test_two_ranks_compute_what_one_process_does(kind: str, dtt: Dtt) -> None:
 
 @pytest.mark.slow
 def test_four_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
-    cfg = config("parallel.shard=2 parallel.tensor=2 parallel.replicate=1 optim.scale=spectral")
+    layout = "parallel.shard=2 parallel.tensor=2 parallel.replicate=1"
+    model = "model.family=gemma3 train.remat=selective optim.normuon_beta2=0.95"
+    cfg = config(f"{layout} {model} {verify_faults.DOCUMENTS}")
     make = partial(run.layout_runs, {})
     result = run.verify("run", cfg, tmp_path / "case", make, "DLGNUR", parts=False)
     assert [layout.name for layout in result.found] == ["shard 2 x tensor 2"]

@@ -92,10 +92,6 @@ class Records:
     tolerances: Mapping[str, float] = field(default_factory=lambda: EXACT)
     """Largest relative difference from this run, as the reference, that counts as rounding."""
 
-    def with_tolerance(self, tolerance: float) -> Records:
-        """Return the records as a reference for runs that are not in fp64."""
-        return replace(self, tolerances=dict.fromkeys(EXACT, tolerance))
-
     def metrics(self, kind: str, step: int) -> list[dict[str, Any]]:
         """Return the records of a kind and step in metrics.jsonl; step 1 includes step 0.
 
