@@ -48,19 +48,19 @@ def test_a_fault_is_found_by_the_check_of_its_kind(name: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_message_names_what_a_fault_takes(tmp_path: Path) -> None:
-    name = "z-loss left out"
-    # Two features that the fault does not take, and a dimension.
-    keys = f"{FAULTS[name].keys} data.mask_documents=true train.ema_decay=0.9 parallel.replicate=2"
+    name = "padding counted"
+    # Two features that the fault does not take.
+    keys = f"{FAULTS[name].keys} optim.type=adamw train.ema_decay=0.9"
     make = partial(faulty_runs, name, {})
     result = run.verify(name, config(keys), tmp_path / "case", make, "DLG")
     error = run.explain(result, tmp_path, make)
     assert error.exit_code == 1
-    assert "it takes parallel.context, train.z_loss=0.001; without one" in str(error)
+    assert "it takes parallel.replicate, data.packing='best-fit'; without one" in str(error)
     minimal = yaml.safe_load((tmp_path / "minimal.yaml").read_text())
-    assert minimal["train"]["z_loss"] == 0.001
-    assert "ema_decay" not in str(minimal["train"].get("ema_decay"))
-    again = resolve(minimal and tmp_path / "minimal.yaml", (), env={}).config
-    assert [layout.name for layout in layouts_of(again)] == ["context 2"]
+    assert minimal["data"]["packing"] == "best-fit"
+    assert minimal["train"].get("ema_decay") is None
+    again = resolve(tmp_path / "minimal.yaml", (), env={}).config
+    assert [layout.name for layout in layouts_of(again)] == ["replicate 2"]
 
 
 def test_a_run_that_dtt_refuses_is_no_difference(tmp_path: Path) -> None:
