@@ -34,7 +34,7 @@ CLIP_NORM = 0.05
 """Gradient norms of new small models are 0.1 to 10, so this limit clips."""
 LEARNING_RATE = 1e-3
 """Least learning rate. An update far below the weights' last digits would be lost in them."""
-EPSILON = 1e-8
+EPSILON = 1e-6
 """Least epsilon of AdamW. Where the true gradient is 0 (a bias of keys), a smaller one turns
 rounding into updates of full size."""
 RANK = 4
