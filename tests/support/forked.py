@@ -3,11 +3,8 @@ nothing: most of a short run of dtt is the import of torch and of dtt itself."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,16 +30,6 @@ CONTEXT.set_forkserver_preload(
 )
 READ_AT_IMPORT = ("OMP_", "PYTHON", "TORCH")
 """Variables that have had their effect on what is imported already."""
-
-
-def free_port() -> int:
-    """Return a free port that no connection of another process takes before it is used: the kernel
-    gives those ports from 32,768 on."""
-    for port in random.sample(range(10_000, 32_768), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port")
 
 
 def can_fork(env: Mapping[str, str]) -> bool:

@@ -13,6 +13,7 @@ import tempfile
 from multiprocessing import connection, process
 from pathlib import Path
 
+from dtt.verify.forked_ranks import free_port
 from support import forked
 from support.running import TIMEOUT, Done, Dtt
 
@@ -25,7 +26,7 @@ class ForkedRun:
         self._arguments = list(map(str, arguments))
         self._said = tempfile.TemporaryDirectory()
         (Path(self._said.name) / "in").touch()
-        port = forked.free_port() if ranks > 1 else 0
+        port = free_port() if ranks > 1 else 0
         self._ranks = []
         for rank in range(ranks):
             env = _variables(rank, ranks, port) if ranks > 1 else {}

@@ -10,7 +10,8 @@ from typing import Any
 
 from dtt.base.ranks import Ranks
 from dtt.mesh.dist import World, start, stop
-from support.forked import CONTEXT, free_port
+from dtt.verify.forked_ranks import free_port
+from support.forked import CONTEXT
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -114,7 +114,7 @@ def test_layouts_are_the_mesh_and_the_mesh_without_each_dimension() -> None:
 def test_every_alternative_of_a_feature_is_valid() -> None:
     for alternatives in fuzz.FEATURES.values():
         for arguments in alternatives:
-            shrink(config(*arguments))
+            assert shrink(config(*arguments)).run.train.steps == STEPS
 
 
 def test_every_key_that_affects_training_has_values_to_try() -> None:

@@ -1,20 +1,23 @@
 """The processes of a layout, forked from one that has imported the training code already.
 
-A new Python process takes three seconds of CPU time to import torch and dtt; a forked one a tenth
-of a second. A comparison starts up to a hundred of them.
+A new Python process takes three seconds of CPU time to import torch and dtt; a forked one has them.
+A comparison starts up to a hundred of them.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
+from dtt.base.errors import EnvironmentUnfit
 from dtt.base.local import without_slurm
 from dtt.mesh.process import command
 
@@ -53,7 +56,7 @@ def run(
     # One thread for each rank: several on two cores would only wait for each other. Set before
     # the server starts, since OpenMP reads it when torch is loaded.
     os.environ["OMP_NUM_THREADS"] = "1"
-    port = _free_port()
+    port = free_port()
     logs = [folder / "logs" / f"{log}-{rank}" for rank in range(ranks)]
     logs[0].parent.mkdir(exist_ok=True)
     processes = [
@@ -112,11 +115,16 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Return a free port below those that the kernel gives to connections, from 32,768 on.
+
+    One of these could be taken by another process before rank 0 listens on it.
+    """
+    for port in random.sample(range(10_000, 32_768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise EnvironmentUnfit("no port of 127.0.0.1 is free for the processes of a layout")
 
 
 def _failure(log: Path) -> str:

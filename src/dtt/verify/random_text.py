@@ -18,7 +18,7 @@ from dtt.data.corpus import run_download
 from dtt.data.tokenize import run as tokenize
 
 DOCUMENTS = 400
-"""Number of documents: more than three steps read, of which a tenth is held out."""
+"""Number of documents: more than the steps read, of which a tenth is held out."""
 LONGEST = 120
 """Most words of a document. A word is one to two tokens, and a sequence has 64."""
 MEDIUM = 0.8

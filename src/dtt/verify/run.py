@@ -32,13 +32,13 @@ UNSEEN_ON_CPU = "kernels of a GPU, among them FlexAttention", "bf16", "NCCL"
 
 
 MakeRuns = Callable[[Path, RunConfig, str], "LayoutRuns"]
-"""Function that returns the case of a folder, a configuration and letters of checks."""
+"""Function that returns the runs of a configuration in a folder, for the letters of some checks."""
 
 
 def layout_runs(
     inputs: dict[str, Path], folder: Path, cfg: RunConfig, checks: str, *, exact: bool = True
 ) -> LayoutRuns:
-    """Return a case that shares its inputs with others."""
+    """Return the runs of a configuration, which share their inputs with those of others."""
     from dtt.verify.layout_runs import LayoutRuns
 
     return LayoutRuns(folder, shrink.shrink(cfg, exact=exact), checks, inputs, exact)
