@@ -28,6 +28,7 @@ from dtt.train.process_memory import exhaustion_explained
 from dtt.train.throughput import ThroughputMeter
 
 WORLD = World(Ranks(), torch.device("cuda", 0), None)
+FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {"dtt": "1", "torch": "2"}}
 
 
 def test_a_gpu_multiplies_correctly_in_both_dtypes() -> None:
@@ -108,7 +109,7 @@ def test_a_gpu_that_is_full_leaves_a_snapshot(tmp_path: Path) -> None:
 def test_the_copy_is_made_before_training_continues(tmp_path: Path) -> None:
     job = JobDir(tmp_path)
     job.checkpoints.mkdir(parents=True)
-    saver = Saver(job, 1, WORLD, CheckpointConfig(keep_last=3), {})
+    saver = Saver(job, 1, WORLD, CheckpointConfig(keep_last=3), FACTS)
     for step in (1, 2, 3):
         weight = torch.full((4096, 4096), float(step), device="cuda")
         saver.begin(step, on_every_rank({"w": weight}), {}, {})

@@ -107,3 +107,11 @@ def test_a_step_in_fp8_is_near_that_in_bf16(
         one_step(trainer)()
         losses.append(float(trainer._unread[-1][1][0]))
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+def test_layouts_are_verified_on_gpus(dtt: Dtt) -> None:
+    found = json.loads(
+        dtt("verify", "--device", "cuda", "--json", "data.mask_documents=true").stdout
+    )
+    assert found[0]["layouts"], found

@@ -119,7 +119,7 @@ def on_fake_gpu(backend: Callable[..., Any] | str, ranks: int = 1) -> Iterator[W
     """
     compiler.failure = ""
     torch._dynamo.reset()
-    for function in (attention_backend._flex_kernel, attention_backend._block_mask_maker):
+    for function in (attention_backend._compiled_flex, attention_backend._block_mask_maker):
         function.cache_clear()  # they keep the compiled functions of another back end
     with contextlib.ExitStack() as stack:
         group = None

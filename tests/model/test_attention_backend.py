@@ -167,11 +167,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is compiled yet, and nothing has failed to."""
     monkeypatch.setattr(compiler, "failure", "")
     monkeypatch.setattr(log, "propagate", True)
-    for made in (attention_backend._flex_kernel, attention_backend._block_mask_maker):
+    for made in (attention_backend._compiled_flex, attention_backend._block_mask_maker):
         made.cache_clear()
     torch.compiler.reset()
     yield
-    for made in (attention_backend._flex_kernel, attention_backend._block_mask_maker):
+    for made in (attention_backend._compiled_flex, attention_backend._block_mask_maker):
         made.cache_clear()
     torch.compiler.reset()
 

@@ -49,7 +49,11 @@ def without_slurm() -> dict[str, str]:
     end.
     """
     theirs = ("SLURM_", "SLURMD_", "PMI_", "PMI2_", "PMIX_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    if os.geteuid() == 0:
+        # The user of most containers. Open MPI's mpirun refuses it unless both variables are set.
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env
 
 
 def run(

@@ -33,8 +33,11 @@ def eval_(
     ],
     tasks: Annotated[
         str,
+        # Typer 0.27 names an option after a metavar that spells the parameter: --TASKS.
         typer.Option(
-            metavar="TASKS", help="Tasks or suites, separated by commas: names or YAML files."
+            "--tasks",
+            metavar="TASKS",
+            help="Tasks or suites, separated by commas: names or YAML files.",
         ),
     ] = "",
     step: Annotated[

@@ -11,7 +11,7 @@ SDPA tile by tile on a CPU, FlexAttention on a GPU. Both skip masked blocks and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -35,15 +35,27 @@ EAGER_MASK = 128
 """Sequence length in tokens up to which the block mask is created uncompiled: it is at most one
 block."""
 
-WIDE_HEADS = {"fwd_num_stages": 1}
-"""Options of FlexAttention's kernels for heads above 256, which they compute as if of 512. With
-torch's three stages, a tile of queries and three of keys and values take 263,168 bytes of shared
-memory, and a block of an H100 has 232,448: the kernel would fail at its first launch."""
-HOPPER = {"fwd_num_warps": 8, "bwd_num_warps": 8}
-"""Options of FlexAttention's kernels on Hopper. With torch's four warps, a thread has more numbers
-of a tile than its 255 registers hold, and spills them: 224 bytes at a width of 64, 904 with the
-chunks of context parallelism, 1,448 at 192. Eight warps take the same shared memory and spill
-0, 0 and 544 bytes (tests/gpu_free/nightly_kernels.py). The gain in time is not measured yet."""
+WARPS = 8
+"""Warps of FlexAttention's kernels on Hopper, by measurement on an H200.
+
+With torch's four, a thread has more numbers of a tile than its 255 registers hold, and spills them.
+At a head width of 64 that takes 9 % of the time of both passes, at 128 nothing. At 192 and 256
+eight warps make the backward pass faster, by a third, and the forward pass slower, by half."""
+
+
+def kernel_options(width: int, hopper: bool) -> dict[str, int]:
+    """Return the options of FlexAttention's kernels for a head width."""
+    options: dict[str, int] = {}
+    if hopper:
+        options["bwd_num_warps"] = WARPS
+        if width <= 128 or width > 256:
+            options["fwd_num_warps"] = WARPS
+    if width > 256:
+        # Computed as if of 512. With torch's three stages, a tile of queries and three of keys and
+        # values take 263,168 bytes of shared memory, and a block of an H100 has 232,448: the kernel
+        # would fail at its first launch.
+        options["fwd_num_stages"] = 1
+    return options
 
 
 def choose(
@@ -216,16 +228,16 @@ class Flex:
     device: torch.device
     block_mask: Any
     """FlexAttention's `BlockMask`; None if it could not be compiled."""
-    options: Mapping[str, int]
-    """Options of the kernels for this device."""
+    hopper: bool = False
+    """True to use the kernels' options for Hopper."""
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """Compute attention; see `AttentionFn`."""
         if compiler.failure:
             return self.dense(q_BHTK, k_BGTK, v_BGTK)
         # Inside a compiled block FlexAttention is traced into the block's graph and needs no
-        # compilation of its own.
-        kernel = _flex_kernel(part_of_a_graph=torch.compiler.is_compiling())
+        # compilation of its own. Dynamo would warn of the cache of `_compiled_flex`.
+        kernel = _flex() if torch.compiler.is_compiling() else _compiled_flex()
         width = q_BHTK.shape[-1]
         # Zeros add nothing to q kᵀ, and `scale` is given: the default would follow the padded
         # width.
@@ -238,7 +250,7 @@ class Flex:
             block_mask=self.block_mask,
             scale=self.scale,
             enable_gqa=grouped_heads(q_BHTK, k_BGTK),
-            kernel_options={**self.options, **(WIDE_HEADS if width > 256 else {})},
+            kernel_options=kernel_options(width, self.hopper),
         )
         if out_BHTK is None:  # compilation failed in this call
             out_BHTK = self.dense(q_BHTK, k_BGTK, v_BGTK)
@@ -305,7 +317,7 @@ def flex_with(
     # of 9, too.
     tiled = device.type == "cuda" and torch.version.hip is None and shape[1] >= 128
     hopper = tiled and torch.cuda.get_device_capability(device)[0] == 9
-    return Flex(scale, rule, shape, device, block_mask, HOPPER if hopper else {})
+    return Flex(scale, rule, shape, device, block_mask, hopper)
 
 
 def visible(
@@ -331,18 +343,21 @@ def visible(
     return mask_mod
 
 
-@cache
-def _flex_kernel(*, part_of_a_graph: bool) -> Callable[..., Any]:
-    """Return FlexAttention: unchanged for use in a compiled graph, otherwise compiled separately.
-
-    The separately compiled function returns None if compilation fails. Uncompiled, FlexAttention
-    would materialise all [T, T] scores.
-    """
+def _flex() -> Any:
+    """Return FlexAttention."""
     # imported only where used: the import is slow
     from torch.nn.attention.flex_attention import flex_attention
 
-    kernel: Any = flex_attention
-    return kernel if part_of_a_graph else compiler.compiled(kernel, otherwise=_nothing)
+    return flex_attention
+
+
+@cache
+def _compiled_flex() -> Any:
+    """Return FlexAttention, compiled separately; it returns None if compilation fails.
+
+    Uncompiled, FlexAttention would materialise all [T, T] scores.
+    """
+    return compiler.compiled(_flex(), otherwise=_nothing)
 
 
 @cache

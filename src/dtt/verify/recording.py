@@ -62,8 +62,12 @@ class Recorder:
         return self.folder / "-".join(map(str, (kind, *place)))
 
     def write(self, kind: str, step: int, laid_out: Mapping[str, LaidOut]) -> None:
-        """Write this rank's share of tensors, as for a checkpoint."""
-        tensors.write(self.path(kind, step, this_rank()), tensors.cut(laid_out, this_rank()))
+        """Write this rank's share of tensors, as for a checkpoint, which are copied from a GPU."""
+        share = [
+            replace(shard, tensor=shard.tensor.cpu())
+            for shard in tensors.cut(laid_out, this_rank())
+        ]
+        tensors.write(self.path(kind, step, this_rank()), share)
 
     def write_held(self, kind: str, step: int, laid_out: Mapping[str, LaidOut]) -> None:
         """Write the hash of each part that this rank holds, with the place of the part.
