@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from dtt.model.architecture import Architecture
-from dtt.model.attention_backend import AttentionFn
 from dtt.model.linear import Linear
 from dtt.model.norm import make_norm
 from dtt.model.rope import rotate
+from dtt.model.sdpa import AttentionFn
 
 Rotations = tuple[Tensor, Tensor]
 

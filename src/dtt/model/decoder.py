@@ -19,7 +19,7 @@ from dtt.config.train import AttentionKernel
 from dtt.mesh.mesh import ALL, Mesh
 from dtt.mesh.sharding import layout_of, local
 from dtt.model.architecture import Architecture
-from dtt.model.attention_backend import AttentionFn, make_attention_fns
+from dtt.model.attention_backend import make_attention_fns
 from dtt.model.kv_cache import KVCache
 from dtt.model.layers import Block
 from dtt.model.linear import Embedding, Linear
@@ -27,6 +27,7 @@ from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.norm import make_norm
 from dtt.model.output import Output
 from dtt.model.rope import rotations
+from dtt.model.sdpa import AttentionFn
 from dtt.model.target_scores import target_scores
 from dtt.params.table import Param, Params
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from dtt.model.architecture import Architecture
 from dtt.model.attention import Attention, Rotations
-from dtt.model.attention_backend import AttentionFn
 from dtt.model.linear import Linear
 from dtt.model.norm import make_norm
+from dtt.model.sdpa import AttentionFn
 
 
 def make_mlp(arch: Architecture) -> nn.Module:

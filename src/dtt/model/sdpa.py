@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, S tokens of keys, H query heads, G key/value head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -19,6 +20,8 @@ from dtt.base.errors import EnvironmentUnfit
 from dtt.config.train import AttentionKernel
 from dtt.model.architecture import Architecture
 
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""An attention function: queries [B, H, T, K], keys and values [B, G, T, K] → [B, H, T, K]."""
 Kernels = tuple[SDPBackend, ...]
 """Kernels that SDPA may use, in order of preference; empty: PyTorch's default choice."""
 

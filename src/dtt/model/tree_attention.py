@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from dtt.model.architecture import Architecture
-from dtt.model.attention_backend import AttentionFn, flex_with
+from dtt.model.attention_backend import flex_with
 from dtt.model.block_sparse import tiled_attention
-from dtt.model.sdpa import sdpa
+from dtt.model.sdpa import AttentionFn, sdpa
 
 TILE = 512
 """Tokens up to which a tree is one tile on a CPU. A tile also computes the masked scores between
