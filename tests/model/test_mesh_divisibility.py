@@ -49,7 +49,7 @@ def test_the_suggested_sizes_are_the_largest_that_fit(sizes: Sizes, advice: str)
 
 
 @pytest.mark.parametrize(
-    "sizes", [Sizes(), Sizes(7, 5, 1, 1), Sizes(tensor=4), Sizes(context=8, tensor=4)]
+    "sizes", [Sizes(), Sizes(1, 7, 5, 1, 1), Sizes(tensor=4), Sizes(context=8, tensor=4)]
 )
 def test_divisible_sizes_pass(sizes: Sizes) -> None:
     check_mesh(sizes, arch(), TrainConfig(seq_len=64))

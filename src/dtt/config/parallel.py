@@ -1,8 +1,9 @@
-"""Keys of the device mesh: replicas, shards, context parallelism and tensor parallelism."""
+"""Keys of the device mesh: pipeline stages, replicas, shards, context and tensor parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Annotated, Literal, NamedTuple
 
@@ -19,10 +20,20 @@ REST = -1
 class ParallelConfig(Section):
     """The device mesh.
 
-    The number of devices is the product of the four sizes; one of them may be -1 and takes the
+    The number of devices is the product of the five sizes; one of them may be -1 and takes the
     remaining devices. The loss curve does not depend on the mesh.
     """
 
+    pipeline: Size = resumable(1)
+    """Number of devices that share the layers: each computes some of them, and passes activations
+    on (pipeline parallelism). For models whose weights are too large to be gathered for every
+    micro-batch. A step needs at least as many micro-batches as there are devices."""
+    stages_per_rank: Annotated[int, Field(ge=1)] = resumable(1)
+    """Number of pipeline stages of each device. With 1 the schedule is 1F1B; with more it is the
+    interleaved one, which waits less and communicates more."""
+    layers_per_stage: tuple[Annotated[int, Field(ge=1)], ...] | None = resumable(None)
+    """Number of layers of each pipeline stage, from the embedding to the head; null divides them
+    evenly."""
     replicate: Size = resumable(REST)
     """Number of model replicas, each training on its own samples: data parallelism (DDP), or hybrid
     sharding (HSDP) if `shard` is above 1, where each replica spans several devices."""
@@ -47,9 +58,9 @@ class ParallelConfig(Section):
     def sizes(self) -> dict[str, int]:
         """The configured sizes by name, from the outermost mesh dimension to the innermost.
 
-        Consecutive ranks differ in `tensor` first and in `replicate` last.
+        Consecutive ranks differ in `tensor` first and in `pipeline` last.
         """
-        names = ("replicate", "shard", "context", "tensor")
+        names = ("pipeline", "replicate", "shard", "context", "tensor")
         return {name: getattr(self, name) for name in names}
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -61,11 +72,47 @@ class ParallelConfig(Section):
         if len(rest) > 1:
             why = f"{' and '.join(rest)} cannot both be -1"
             yield rest[-1], why + (": add parallel.replicate=1" if "replicate" in rest else "")
+        yield from self._stage_problems()
+
+    def _stage_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield errors of the pipeline's stages, but for those that depend on the model."""
+        if self.pipeline == 1:
+            for name in ("stages_per_rank", "layers_per_stage"):
+                if getattr(self, name) not in (1, None):
+                    yield name, "there is no pipeline: set parallel.pipeline"
+        elif self.pipeline == REST:
+            yield "pipeline", "the number of stages must be known: -1 is for another size"
+        elif self.layers_per_stage is not None and len(self.layers_per_stage) != self.stages:
+            given = len(self.layers_per_stage)
+            yield "layers_per_stage", f"{given} numbers for {self.stages} stages"
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the pipeline."""
+        return self.pipeline * self.stages_per_rank
+
+    def stage_layers(self, n_layers: int) -> list[range]:
+        """Return the layers of each stage, of a model with `n_layers`.
+
+        An even division gives stages in the middle one more where it leaves a rest, because the
+        first one also has the embedding, and the last one the head.
+        """
+        counts = self.layers_per_stage or even_division(n_layers, self.stages)
+        ends = list(accumulate(counts, initial=0))
+        return [range(*pair) for pair in pairwise(ends)]
+
+
+def even_division(n_layers: int, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage; those in the middle have one more."""
+    each, rest = divmod(n_layers, stages)
+    first = (stages - rest) // 2
+    return tuple(each + (first <= stage < first + rest) for stage in range(stages))
 
 
 class Sizes(NamedTuple):
     """The sizes of a resolved mesh."""
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     context: int = 1
@@ -79,11 +126,12 @@ class Sizes(NamedTuple):
     @property
     def sharded(self) -> bool:
         """True if a device holds less than the full model."""
-        return self.shard * self.context * self.tensor > 1
+        return self.pipeline * self.shard * self.context * self.tensor > 1
 
     def describe(self) -> str:
         """Return a description of the sizes; empty for a single device."""
-        named = zip(("replicas", "shards", "contexts", "tensors"), self, strict=True)
+        names = ("pipeline ranks", "replicas", "shards", "contexts", "tensors")
+        named = zip(names, self, strict=True)
         return " x ".join(f"{size} {name}" for name, size in named if size > 1)
 
 
@@ -94,7 +142,8 @@ def resolve(config: ParallelConfig, processes: int) -> Sizes:
     known = prod(size for size in given.values() if size != REST)
     if processes % known or (rest is None and known != processes):
         sizes_given = ", ".join(f"{name} {size}" for name, size in given.items() if size != REST)
-        others = "".join(f" parallel.{n}=1" for n in ("context", "tensor") if given[n] != 1)
+        divided = ("pipeline", "context", "tensor")
+        others = "".join(f" parallel.{n}=1" for n in divided if given[n] != 1)
         raise ConfigError(
             f"{processes} processes do not make the mesh of `parallel`",
             why=f"{sizes_given}: {'a multiple of ' if rest else ''}{known} processes",

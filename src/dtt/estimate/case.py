@@ -22,7 +22,7 @@ from dtt.model.adapted_layers import adapter_weights
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
-from dtt.model.mesh_divisibility import check_mesh
+from dtt.model.mesh_divisibility import check_mesh, check_stages
 from dtt.model.scaling import scaled
 from dtt.optim import groups
 from dtt.optim.muon import shard_assignment
@@ -266,6 +266,7 @@ def make_case(
     arch = scaled(cfg, vocab_size).arch
     compatibility.check_batches(cfg.train, sizes.data)
     check_mesh(sizes, arch, cfg.train)
+    check_stages(cfg.parallel, arch)
     step_sizes = resolve_step_sizes(cfg.train)
     return Case(
         cfg, gpu, nodes, gpus_per_node, sizes, arch, _precision(cfg, gpu), step_sizes, steps

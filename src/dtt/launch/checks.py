@@ -29,7 +29,7 @@ from dtt.data.corpus.described import check_tokens, read_corpus
 from dtt.data.samples import compatibility
 from dtt.evaluate.tasks.definition import load_tasks
 from dtt.model import count, families
-from dtt.model.mesh_divisibility import check_mesh
+from dtt.model.mesh_divisibility import check_mesh, check_stages
 
 BYTES_PER_PARAMETER = 12
 """Size of a checkpoint in bytes per parameter: fp32 weights and two moments."""
@@ -145,6 +145,7 @@ def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
     except ConfigError:  # `_process_problems` and `_check_model` report it
         return
     check_mesh(sizes, arch, cfg.train)
+    check_stages(cfg.parallel, arch)
 
 
 def _max_checkpoints(checkpoint: CheckpointConfig, train: TrainConfig) -> int:

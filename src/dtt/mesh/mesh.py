@@ -17,16 +17,16 @@ from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
 
 T = TypeVar("T")
-Dim = Literal["replicate", "shard", "context", "tensor"]
-"""Dimension of the mesh. A pipeline would be another one; expert parallelism another view of the
-same ranks."""
-ALL: tuple[Dim, ...] = "replicate", "shard", "context", "tensor"
+Dim = Literal["pipeline", "replicate", "shard", "context", "tensor"]
+"""Dimension of the mesh. Expert parallelism would be another view of the same ranks."""
+ALL: tuple[Dim, ...] = "pipeline", "replicate", "shard", "context", "tensor"
 """Dimensions from the outermost to the innermost. `tensor` varies fastest from rank to rank, so
 that ranks that communicate most are close to each other."""
 DATA: tuple[Dim, ...] = "replicate", "shard"
 """Dimensions whose ranks have different samples. The other ranks share them."""
 LOSS: tuple[Dim, ...] = *DATA, "context"
-"""Dimensions whose ranks have different parts of the loss. Over `tensor` it is the same."""
+"""Dimensions whose ranks have different parts of the loss. Over `tensor` it is the same, and over
+`pipeline` the step makes it so."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Mesh:
     rank: int = 0
     model: DeviceMesh | None = None
     """Mesh of the DTensors: `replicate` (unless 1), `shard` (times context) and `tensor` (unless
-    1); None unless parameters are sharded."""
+    1); None unless parameters are sharded. In a pipeline, those of this rank's place in it."""
     world: World | None = None
     """Communication with the other ranks; None with a single one."""
     _groups: dict[tuple[tuple[Dim, ...], bool], ProcessGroup] = field(
@@ -108,7 +108,8 @@ class Mesh:
         """Return the mean over the ranks along `over`, on every rank; `values` is overwritten.
 
         The mean over all ranks is bitwise equal on them, and that of a loss for every layout: along
-        `tensor` ranks have the same loss, and along `context` parts of it, scaled to a mean.
+        `tensor` ranks have the same loss, and along `context` and `pipeline` parts of it, scaled to
+        a mean.
         """
         return self.sum(values, over) / self.size(*over)
 
@@ -136,10 +137,18 @@ def make_mesh(sizes: Sizes, world: World) -> Mesh:
     # Context ranks have different tokens and the same weights, as data ranks do. So they join the
     # sharding: with context parallelism FSDP2 spreads weights over more ranks.
     spread = sizes.shard * sizes.context
-    dims = {"replicate": sizes.replicate, "shard": spread, "tensor": sizes.tensor}
+    dims = {
+        "pipeline": sizes.pipeline, "replicate": sizes.replicate, "shard": spread,
+        "tensor": sizes.tensor,
+    }  # fmt: skip
     # A `replicate` dimension of size 1 would turn FSDP2 into HSDP. `shard` stays, as DTensors need
     # a mesh.
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
     names = tuple(dims)
     model = init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=names)
+    if sizes.pipeline > 1:
+        model = model[names[1:]]
+        if model.ndim > 1:
+            # Creates the group of all its ranks, which `TensorLayout.group` returns.
+            model._flatten()  # noqa: SLF001  (it has no public name)
     return Mesh(sizes, world.rank, model, world)

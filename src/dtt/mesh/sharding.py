@@ -54,12 +54,13 @@ class TensorLayout:
     def group(self) -> dist.ProcessGroup | None:
         """Process group of the ranks; None means all ranks.
 
-        It cannot be created here: torch names groups by the number of groups that a rank has, which
-        may differ. So a mesh of some of the ranks must have one dimension.
+        That of a mesh of some of the ranks with several dimensions must have been created by all
+        of them before, as `make_mesh` does.
         """
         if self.mesh is None or self.mesh.size() == world_size():
             return None
-        group: dist.ProcessGroup = self.mesh.get_group()
+        mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten()  # noqa: SLF001
+        group: dist.ProcessGroup = mesh.get_group()
         return group
 
     def box(self, rank: int) -> Box:

@@ -8,7 +8,7 @@ Shapes: B sequences, T tokens, D dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,17 @@ from dtt.mesh.sharding import layout_of, local
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import make_attention_fns
 from dtt.model.kv_cache import KVCache
-from dtt.model.layers import Block
+from dtt.model.layers import Absent, Block
 from dtt.model.linear import Embedding, Linear
 from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.norm import make_norm
-from dtt.model.output import Output
+from dtt.model.output import HiddenStates, Output
 from dtt.model.rope import rotations
 from dtt.model.sdpa import AttentionFn
 from dtt.model.target_scores import target_scores
 from dtt.params.table import Param, Params
 
+T = TypeVar("T")
 Role = Literal["matrix", "embed", "head", "vector", "adapter"]
 
 
@@ -43,20 +44,32 @@ class Decoder(nn.Module):
     buffers.
     """
 
-    def __init__(self, arch: Architecture) -> None:
-        """Allocate the parameters without values: `dtt.model.init` or a checkpoint sets them."""
+    def __init__(self, arch: Architecture, held: Sequence[range] | None = None) -> None:
+        """Allocate the parameters without values: `dtt.model.init` or a checkpoint sets them.
+
+        `held` are the layers of this rank's pipeline stages; None: all. The others, and the
+        embedding and the head of other stages, are `Absent`, so that names are those of the model.
+        """
         super().__init__()
         self.arch = arch
-        self.embed = Embedding(arch.vocab_size, arch.dim)
+        indices = {i for layers in held or [range(arch.n_layers)] for i in layers}
+        first, last = 0 in indices, arch.n_layers - 1 in indices
+        self.embed = Embedding(arch.vocab_size, arch.dim) if first else _absent(Embedding)
         self.pos_embed = (
-            Embedding(arch.max_seq_len, arch.dim) if arch.position == "learned" else None
+            Embedding(arch.max_seq_len, arch.dim) if arch.position == "learned" and first else None
         )
-        self.layers = nn.ModuleList(Block(arch) for _ in range(arch.n_layers))
+        self.layers = nn.ModuleList(
+            Block(arch) if i in indices else Absent() for i in range(arch.n_layers)
+        )
         # Hashable (base, scaling) pairs: the forward pass computes one table for each distinct
         # pair, not one for each layer. Llama has one pair, Gemma 3 two.
         self.ropes = [arch.rope(i) for i in range(arch.n_layers)]
-        self.norm = make_norm(arch, arch.dim)
-        self.head = None if arch.tie_embeddings else Linear(arch.dim, arch.vocab_size, bias=False)
+        self.norm = make_norm(arch, arch.dim) if last else Absent()
+        self.head = (
+            Linear(arch.dim, arch.vocab_size, bias=False)
+            if last and not arch.tie_embeddings
+            else None
+        )
         self.attention: AttentionKernel = "auto"
         self.fused_loss = False
         self.part: VocabShard | None = None
@@ -73,7 +86,9 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         attention_fns: Sequence[AttentionFn] | None = None,
         reduction: Literal["sum", "none", "scores"] = "sum",
-    ) -> Tensor | Output:
+        layers: range | None = None,
+        hidden_BTD: Tensor | None = None,
+    ) -> Tensor | Output | HiddenStates:
         """Return logits [B, T, V]; with targets, an `Output` with the fp32 cross-entropy in nats.
 
         Its loss is the *sum*, or with `reduction="none"` that of each target, [B, T]. With
@@ -88,14 +103,15 @@ class Decoder(nn.Module):
 
         `positions_BT` and `attention_fns` (one per layer) replace documents and cache
         where the tokens are only a part of their sequences, as under context parallelism.
+
+        With `layers`, compute only these, from `hidden_BTD` unless they are the first; unless they
+        are the last, return their `HiddenStates`.
         """
+        layers = layers or range(self.arch.n_layers)
         self._check_growth(cache, tokens_BT.shape[1])
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
-        x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
-        if self.pos_embed is not None:
-            x_BTD = x_BTD + _residual(self.pos_embed(positions_BT))
-        x_BTD = F.dropout(x_BTD, self.arch.dropout, self.training)
+        x_BTD = self._embedded(tokens_BT, positions_BT) if hidden_BTD is None else hidden_BTD
         # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: bf16 has 8
         # significant bits, so positions above 256 would round to their neighbours.
         angles = {
@@ -109,9 +125,11 @@ class Decoder(nn.Module):
                 self.arch, tokens_BT, doc_ids_BT, cache, self.attention
             )
         aux: dict[str, Tensor] = {}
-        for i, layer in enumerate(self.layers):
-            x_BTD, of_layer = layer(x_BTD, angles[self.ropes[i]], attention_fns[i])
+        for i in layers:
+            x_BTD, of_layer = self.layers[i](x_BTD, angles[self.ropes[i]], attention_fns[i])
             aux |= {name: aux.get(name, 0.0) + value for name, value in of_layer.items()}
+        if layers.stop < self.arch.n_layers:
+            return HiddenStates(x_BTD, self._summed(aux))
         # Only now, because every layer writes at the positions that the lengths of the cache give.
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
@@ -120,6 +138,19 @@ class Decoder(nn.Module):
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
         x_BTD = _scaled(x_BTD, self.arch.logit_scale)
         return self._output(x_BTD, aux, targets_BT, z_loss, reduction)
+
+    def _embedded(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """Return the input of the first layer, [B, T, D]."""
+        x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
+        if self.pos_embed is not None:
+            x_BTD = x_BTD + _residual(self.pos_embed(positions_BT))
+        return F.dropout(x_BTD, self.arch.dropout, self.training)
+
+    def _summed(self, aux: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return sums over all tokens of auxiliary losses that are sums over this rank's tokens."""
+        if self.part is None:
+            return aux
+        return {name: _of_all_tokens(value, self.part) for name, value in aux.items()}
 
     def _check_growth(self, cache: KVCache | None, count: int) -> None:
         """Raise InputError if `count` more tokens invalidate cached keys: see `becomes_long`."""
@@ -166,9 +197,13 @@ class Decoder(nn.Module):
             fused=self.fused_loss,
             reduction=reduction,
         )
-        if self.part is not None:
-            aux = {name: _of_all_tokens(value, self.part) for name, value in aux.items()}
-        return Output(loss if reduction == "sum" else loss.view(targets_BT.shape), aux, {})
+        loss = loss if reduction == "sum" else loss.view(targets_BT.shape)
+        return Output(loss, self._summed(aux), {})
+
+
+def _absent(_kind: type[T]) -> T:
+    """Return an `Absent` as a layer of a type: no code of this rank calls it."""
+    return cast("T", Absent())
 
 
 def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None, cache: KVCache | None) -> Tensor:

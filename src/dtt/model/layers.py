@@ -104,3 +104,13 @@ class Block(nn.Module):
         dropped_BTD = F.dropout(update_BTD, self.dropout, self.training)
         # One pass over the stream. `x + scale * update` would write the product to memory first.
         return torch.add(x_BTD, dropped_BTD, alpha=self.scale)
+
+
+class Absent(nn.Module):
+    """The place of a layer that is in another stage of a pipeline."""
+
+
+def held_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the blocks of a Decoder (`model.layers`) that this rank has, by index."""
+    layers = enumerate(model.get_submodule("layers").children())
+    return {i: layer for i, layer in layers if not isinstance(layer, Absent)}

@@ -7,7 +7,7 @@ from itertools import product
 
 from dtt.base.errors import ConfigError
 from dtt.config.model import LongRopeScaling
-from dtt.config.parallel import Sizes
+from dtt.config.parallel import ParallelConfig, Sizes
 from dtt.config.train import TrainConfig
 from dtt.model.architecture import Architecture
 
@@ -39,6 +39,33 @@ def check_mesh(sizes: Sizes, arch: Architecture, train: TrainConfig) -> None:
         f"devices in parallel.shard or parallel.replicate; or change the sizes that are "
         f"not divisible",
     )
+
+
+def check_stages(config: ParallelConfig, arch: Architecture) -> None:
+    """Raise ConfigError if the layers of a model do not make the stages of the pipeline."""
+    if config.pipeline == 1:
+        return
+    given, where = config.layers_per_stage, "parallel.pipeline"
+    if arch.tie_embeddings:
+        raise ConfigError(
+            "a pipeline needs an embedding and a head with weights of their own",
+            where=where,
+            why="they are tied: the first stage and the last one would train the same weights",
+            next="model.tie_embeddings=false, or parallel.shard instead of parallel.pipeline",
+        )
+    if given is not None and sum(given) != arch.n_layers:
+        raise ConfigError(
+            "parallel.layers_per_stage does not divide the layers of the model",
+            why=f"their sum is {sum(given)}, and model.n_layers={arch.n_layers}",
+            next="numbers with this sum, or null to divide them evenly",
+        )
+    if config.stages > arch.n_layers:
+        raise ConfigError(
+            "the pipeline has more stages than the model has layers",
+            where=where,
+            why=f"{config.stages} stages, and model.n_layers={arch.n_layers}",
+            next="a smaller parallel.pipeline or parallel.stages_per_rank",
+        )
 
 
 def misfits(sizes: Sizes, arch: Architecture, contexts: set[int]) -> Iterator[tuple[str, str]]:

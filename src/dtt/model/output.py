@@ -50,3 +50,12 @@ class Output(NamedTuple):
             {name: value + other.aux[name] for name, value in self.aux.items()},
             {name: value + other.metrics[name] for name, value in self.metrics.items()},
         )
+
+
+class HiddenStates(NamedTuple):
+    """The result of the layers of a pipeline stage that is not the last."""
+
+    hidden: Tensor
+    """Residual stream of this rank's tokens, [B, T, D]: the input of the next stage."""
+    aux: dict[str, Tensor]
+    """Auxiliary losses of these layers, as in `Output`."""

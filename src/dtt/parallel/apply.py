@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtt.base.log import log
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
+from dtt.model.layers import held_layers
 from dtt.parallel.compile import compile_each_block
 from dtt.parallel.remat import rematerialize
 from dtt.parallel.tensor import apply_tensor, overlap
@@ -42,7 +43,7 @@ def apply(
     """
     # Collected first: the steps below wrap or replace `forward`, and FSDP2 needs the original
     # modules.
-    blocks = list(model.get_submodule("layers").children())
+    blocks = list(held_layers(model).values())
     if layout.sizes.tensor > 1:
         # Tensor parallelism first, so that FSDP2 shards what is left of each matrix. The other
         # order would gather whole matrices.

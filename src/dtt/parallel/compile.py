@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from dtt.mesh.compilation import compiler
+from dtt.model.layers import held_layers
 
 
 def compile_each_block(model: nn.Module) -> None:
@@ -17,6 +18,6 @@ def compile_each_block(model: nn.Module) -> None:
     or by a bug in torch, all blocks run uncompiled, and the log reports the reason once.
     """
     # Each block has the same code and shapes, so Dynamo compiles the first and reuses its graph.
-    for block in model.get_submodule("layers").children():
+    for block in held_layers(model).values():
         # `block.compile()` would also compile the hooks, as those of FSDP2.
         block.forward = compiler.compiled(block.forward)

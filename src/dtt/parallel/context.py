@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from dtt.base.targets import IGNORE_INDEX
 from dtt.mesh.collectives import gather
 from dtt.mesh.mesh import Mesh
+from dtt.model.output import HiddenStates
 
 PADDING = -1
 """Document id of padding tokens; no real document has it."""
@@ -94,6 +95,8 @@ class ContextParallel(nn.Module):
         doc_ids_BT: Tensor | None = None,
         z_loss: float = 0.0,
         reduction: Literal["sum", "none"] = "sum",
+        layers: range | None = None,
+        hidden_BTD: Tensor | None = None,
     ) -> Any:
         """Return what the model returns: logits [B, T, V], or with targets an `Output`.
 
@@ -101,8 +104,9 @@ class ContextParallel(nn.Module):
         the loss of each target of the full sequences, [B, T], whose gradient on each rank is one
         summand of the total.
 
-        All ranks of the context group pass the same arguments. Sequences may have any length: they
-        are padded.
+        All ranks of the context group pass the same arguments, but for `hidden_BTD` [B, P, D], the
+        hidden states of this rank's tokens in a pipeline. Sequences may have any length: they are
+        padded.
         """
         length = tokens_BT.shape[1]
         padding = (0, -length % self.multiple)
@@ -127,7 +131,11 @@ class ContextParallel(nn.Module):
             positions_BT=self.shard.of(positions_BT),
             attention_fns=self.attends(tokens_BT, doc_ids_BT, chunks, self.shard.gather),
             reduction=reduction,
+            layers=layers,
+            hidden_BTD=hidden_BTD,
         )
+        if isinstance(out, HiddenStates):
+            return out
         # Logits of all tokens: for generation only, where the caller reads one position.
         if targets_BT is None:
             return self.shard.gather(out)[:, :length]

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from dtt.model.layers import held_layers
+
 MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
 """Operators that linear layers call. Batched ones are not included: they compute the [T, T] scores
 of attention."""
@@ -42,9 +44,10 @@ def rematerialize(model: nn.Module, kind: Literal["full", "selective"], every: i
     forward = {"full": _full, "selective": _selective}[kind]
     # A list of the first of every n blocks: memory falls by their share, and so does the extra
     # time.
-    for block in list(model.get_submodule("layers").children())[::every]:
-        # All blocks share one function, and so one compilation.
-        block.forward = forward.__get__(block)
+    for i, block in held_layers(model).items():
+        if i % every == 0:
+            # All blocks share one function, and so one compilation.
+            block.forward = forward.__get__(block)
 
 
 def _full(block: nn.Module, *inputs: Any) -> Any:

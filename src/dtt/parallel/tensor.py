@@ -41,6 +41,7 @@ from dtt.mesh.collectives import arrived, gather
 from dtt.mesh.dist import World
 from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import local
+from dtt.model.layers import Absent
 from dtt.model.lora import LORA_A, LORA_B
 
 OWN_TOKENS, ALL_TOKENS = Shard(1), Replicate()
@@ -230,15 +231,15 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         style = styles.get(re.sub(r"\.\d+\.", ".*.", name))
         # Without a norm before it, attention or MLP still needs the tokens of all ranks.
-        if any(True for _ in module.parameters(recurse=False)) or isinstance(style, GatheredNorm):
+        norm_without_weights = isinstance(style, GatheredNorm) and not isinstance(module, Absent)
+        if any(True for _ in module.parameters(recurse=False)) or norm_without_weights:
             if style is None:
                 # A module left out would silently compute with the whole weight on every rank.
                 raise ValueError(f"no tensor-parallel style for {name}: add it to plan()")
             # None: ranks have equal weights or none yet, so rank 0 need not send its own.
             parallelize_module(module, mesh, style, src_data_rank=None)
-    rows = model.get_parameter("embed.weight").shape[0]
     # dtt.parallel does not import Decoder
-    model.part = VocabularyPart(mesh, rows)  # type: ignore[assignment]
+    model.part = VocabularyPart(mesh, model.arch.vocab_size)  # type: ignore[assignment,union-attr,arg-type]
 
 
 def overlap(mesh: DeviceMesh, world: World) -> str:

@@ -23,6 +23,7 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
+from dtt.parallel.pipeline import Pipeline
 from dtt.params.table import Params
 from dtt.train.precision import Precision, warning
 from dtt.train.run_plan import RunPlan
@@ -44,7 +45,7 @@ class Assembled:
     layout: Mesh
     model: Decoder
     module: nn.Module
-    """The module called in training: `model`, or `model` wrapped (DDP, context parallelism)."""
+    """The module called in training: `model`, or `model` wrapped (DDP, context, pipeline)."""
     params: Params
     """Parameters by their unwrapped names."""
 
@@ -70,9 +71,11 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
     A sharded model has no memory before it is sharded, so that no rank ever holds all of it.
     """
     layout = make_mesh(plan.sizes, world)
+    stages = cfg.parallel.stage_layers(plan.arch.n_layers)
     with torch.device("meta"):
         # Pure bf16 has bf16 weights, mixed precision fp32 ones.
-        model = Decoder(plan.arch).to(plan.precision.weights)
+        held = stages[layout.index("pipeline") :: layout.size("pipeline")]
+        model = Decoder(plan.arch, held).to(plan.precision.weights)
     if isinstance(cfg.adapter, LoraConfig):
         # Frozen weights need no fp32 copy: bf16 is what autocast would make of it in every step.
         attach(model, cfg.adapter, plan.precision.compute_dtype)
@@ -101,6 +104,10 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
         attends = partial(make_context_attention_fns, plan.arch)
         # The outermost wrapper: it divides sequences before anything else sees them.
         module = ContextParallel(model, layout, document_positions, attends)
+    if layout.size("pipeline") > 1:
+        each = cfg.parallel.reduce == "each"
+        dtype = plan.precision.compute_dtype
+        module = Pipeline(module, stages, layout, dtype, reduce_each=each)
     if layout.sharded:
         # Memory for this rank's shards only. Values follow from the seed and the name.
         model.to_empty(device=world.device)

@@ -15,7 +15,7 @@ from dtt.data.samples.dataset import Dataset
 from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
 from dtt.model.architecture import Architecture
-from dtt.model.mesh_divisibility import check_mesh
+from dtt.model.mesh_divisibility import check_mesh, check_stages
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
 from dtt.optim.schedule import Decay, Schedule
@@ -83,6 +83,8 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> RunPlan:
     train, stages = cfg.train, dataset.step_sizes
     sizes = resolve(cfg.parallel, world.size)
     compatibility.check_batches(train, sizes.data)
+    if sizes.pipeline > 1:
+        compatibility.check_pipeline(train, sizes.data, sizes.pipeline)
     if train.precision == "fp8" and sizes.tensor > 1:
         raise ConfigError(
             "train.precision=fp8 cannot be combined with tensor parallelism",
@@ -98,6 +100,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> RunPlan:
     scaling = scaled(cfg, dataset.manifest.vocab_size)
     arch = scaling.arch
     check_mesh(sizes, arch, train)
+    check_stages(cfg.parallel, arch)
     precision = choose(train.precision, world.device)
     check_memory(cfg, arch, sizes, precision, world)
     return RunPlan(

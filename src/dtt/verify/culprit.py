@@ -55,7 +55,7 @@ def minimise(cfg: RunConfig, layout: Layout, fails: Callable[[RunConfig, Layout]
 
     kept = [] if not features or fails_with(()) else _explain(fails_with, (), features)
     minimal = _only(values, plain, kept)
-    minimal["parallel"] |= layout.sizes._asdict()
+    minimal["parallel"] |= layout.section
     # The layout decides, not the number of processes that the user's job has.
     minimal["launch"] = {}
     changes = {

@@ -10,7 +10,7 @@ from dtt.config.parallel import REST, Sizes
 from dtt.config.run import RunConfig
 
 MOST_RANKS = 8
-"""Number of processes that one machine runs at the same time. Four dimensions of 2 would be 16."""
+"""Number of processes that one machine runs at the same time. Five dimensions of 2 would be 32."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Layout:
     """A mesh of processes on this machine."""
 
     sizes: Sizes = field(default_factory=Sizes)
+    stages_per_rank: int = 1
+    """That of the pipeline, if there is one."""
 
     @property
     def ranks(self) -> int:
@@ -28,7 +30,9 @@ class Layout:
     def name(self) -> str:
         """Name in the output, such as `shard 2 x tensor 2`."""
         named = zip(self.sizes._fields, self.sizes, strict=True)
-        return " x ".join(f"{dim} {size}" for dim, size in named if size > 1) or "one process"
+        name = " x ".join(f"{dim} {size}" for dim, size in named if size > 1) or "one process"
+        stages = f"pipeline 2 of {self.stages_per_rank} stages"
+        return name.replace("pipeline 2", stages) if self.stages_per_rank > 1 else name
 
     @property
     def dims(self) -> list[str]:
@@ -38,11 +42,17 @@ class Layout:
     @property
     def keys(self) -> list[str]:
         """Arguments of `dtt train` that select the layout."""
-        return [f"parallel.{dim}={size}" for dim, size in self.sizes._asdict().items()]
+        return [f"parallel.{key}={value}" for key, value in self.section.items()]
+
+    @property
+    def section(self) -> dict[str, int]:
+        """The keys of `parallel` that select the layout."""
+        return self.sizes._asdict() | {"stages_per_rank": self.stages_per_rank}
 
     def without(self, dim: str) -> Layout:
         """Return the layout with the size 1 of one dimension."""
-        return Layout(self.sizes._replace(**{dim: 1}))
+        stages = 1 if dim == "pipeline" else self.stages_per_rank
+        return Layout(self.sizes._replace(**{dim: 1}), stages)
 
 
 REFERENCE = Layout()
@@ -65,7 +75,8 @@ def layouts_of(cfg: RunConfig, most: int = MOST_RANKS) -> list[Layout]:
 
 def reduced_layout(cfg: RunConfig) -> Layout:
     """Return the configured mesh with each size above 1 reduced to 2."""
-    return Layout(Sizes(**{dim: 1 if n == 1 else 2 for dim, n in configured(cfg).items()}))
+    sizes = Sizes(**{dim: 1 if n == 1 else 2 for dim, n in configured(cfg).items()})
+    return Layout(sizes, min(2, cfg.parallel.stages_per_rank))
 
 
 def not_covered(cfg: RunConfig, most: int = MOST_RANKS) -> Iterator[str]:

@@ -52,7 +52,8 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         state, position = trainer.state, trainer.position
         index = state.layout.index(*DATA)
-        step = RecordedStep(**_fields(state.step), recorder=self, position=position, index=index)
+        record = {"inner": state.step, "recorder": self, "position": position, "index": index}
+        step = RecordedStep(**_fields(state.step) | record)
         params = RecordedParams(state.params, self, position)
         state = replace(state, step=step, params=params)
         return RecordedTrainer(**_fields(trainer) | {"state": state}, recorder=self)
@@ -115,8 +116,10 @@ class RecordedParams(Params):
 
 @dataclass(frozen=True)
 class RecordedStep(Step):
-    """The step, whose micro-batches are recorded."""
+    """A step, whose micro-batches are recorded."""
 
+    inner: Step | None = None
+    """The step that computes."""
     recorder: Recorder | None = None
     position: Position | None = None
     index: int = 0
@@ -124,6 +127,7 @@ class RecordedStep(Step):
 
     def run(self, micro_batches: Sequence[MicroBatch], objective: Objective, terms: int) -> Output:
         """Run the passes as `Step.run` does."""
+        assert self.inner is not None
         assert self.recorder is not None
         assert self.position is not None
         columns: dict[str, list[Tensor]] = {}
@@ -137,7 +141,7 @@ class RecordedStep(Step):
         joined["terms"] = torch.tensor(terms)
         path = self.recorder.path(ROWS, self.position.step + 1, self.index, this_rank())
         save_file(joined, path)
-        return super().run(micro_batches, objective, terms)
+        return self.inner.run(micro_batches, objective, terms)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,6 +130,11 @@ def _model(shrinking: _Shrinking) -> Values:
         attention = model.head_dim * model.n_heads
         dim = dim // 2 if attention > model.dim else 2 * dim if attention < model.dim else dim
     layers = min(model.n_layers, 2)
+    if (pipeline := shrinking.cfg.parallel).pipeline > 1:
+        # Of 2 ranks with 1 or 2 stages each, unevenly where the real layers are.
+        layers = 2 * min(2, pipeline.stages_per_rank)
+        counts = {len(stage) for stage in pipeline.stage_layers(model.n_layers)}
+        layers += min(1, len(counts) - 1)
     values |= {
         "dim": dim,
         "n_layers": layers,

@@ -53,6 +53,29 @@ def check_batches(train: TrainConfig, processes: int) -> None:
             )
 
 
+def check_pipeline(train: TrainConfig, processes: int, ranks: int) -> None:
+    """Raise ConfigError if batches do not make micro-batches for `ranks` of a pipeline.
+
+    `processes` read different samples.
+    """
+    steps = resolve(train).ranges if train.steps else ()
+    own = [train.global_batch_tokens // train.seq_len, *(sizes.sequences for sizes in steps)]
+    if uneven := [n // processes for n in own if n // processes % train.micro_batch]:
+        raise ConfigError(
+            "a pipeline needs micro-batches of one size",
+            where="train.micro_batch",
+            why=f"{uneven[0]} sequences of a process are not a multiple of {train.micro_batch}",
+            next="a train.micro_batch that divides them",
+        )
+    if (count := own[0] // processes // train.micro_batch) < ranks:
+        raise ConfigError(
+            f"a pipeline of {ranks} ranks needs at least {ranks} micro-batches in a step",
+            where="parallel.pipeline",
+            why=f"a batch is {count} of {train.micro_batch} sequences on each process",
+            next="a larger train.global_batch_tokens or a smaller train.micro_batch",
+        )
+
+
 def check_length(name: str, tokens: int, samples: int, seq_len: int) -> None:
     """Raise ConfigError if a source has no sample of `seq_len` tokens."""
     if samples == 0:

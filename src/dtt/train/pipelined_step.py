@@ -1,0 +1,114 @@
+"""The training step of a pipeline, where each rank has some of the layers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtt.data.samples.loader import MicroBatch
+from dtt.model.output import HiddenStates, Output
+from dtt.parallel.apply import autocast
+from dtt.parallel.pipeline import Pipeline
+from dtt.train.step import Objective, Step
+
+
+class _WithAuxiliary(torch.autograd.Function):
+    """Hidden states, whose backward pass also starts that of an auxiliary loss of their layers."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.one = torch.ones_like(loss)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, ctx.one
+
+
+@dataclass(frozen=True)
+class PipelinedStep(Step):
+    """Forward and backward passes of the layers of this rank."""
+
+    def run(self, micro_batches: Sequence[MicroBatch], objective: Objective, terms: int) -> Output:
+        """Do what `Step.run` does; all ranks of a pipeline pass the same micro-batches.
+
+        The returned values are equal on average over the ranks of the pipeline: each has those that
+        it computes, times the number of ranks.
+        """
+        pipeline = self.module
+        assert isinstance(pipeline, Pipeline)
+        scale = self.replicas / max(1, terms)
+        factors = [scale] * len(micro_batches)
+        # A smaller batch of a schedule may have fewer micro-batches than a pipeline needs. Those
+        # that are added count for nothing.
+        factors += [0.0] * missing(len(micro_batches), pipeline)
+        sums: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+
+        def passed(layers: range, number: int, hidden: Tensor | None) -> Tensor:
+            factor = factors[number]
+            micro_batch = micro_batches[min(number, len(micro_batches) - 1)]
+            output = self._part(micro_batch, objective, layers, hidden)
+            aux = {name: factor * value for name, value in output.aux.items()}
+            for name, value in aux.items():
+                sums["aux", name].append(value.detach())
+            if isinstance(output, HiddenStates):
+                own = sum(aux.values(), torch.zeros(()))
+                return _WithAuxiliary.apply(output.hidden, own) if aux else output.hidden  # type: ignore[no-untyped-call]
+            for name, value in output.metrics.items():
+                sums["metrics", name].append(factor * value.detach())
+            loss = factor * output.loss
+            sums["loss", ""].append(loss.detach())
+            return sum(aux.values(), loss)
+
+        pipeline.train_on(len(factors), micro_batches[0].tokens, passed)
+        return self._reported(sums)
+
+    def _reported(self, sums: dict[tuple[str, str], list[Tensor]]) -> Output:
+        """Return the sums of this rank, under the names of all ranks."""
+        pipeline = self.module
+        assert isinstance(pipeline, Pipeline)
+        own = {name: pipeline.ranks * torch.stack(values).sum() for name, values in sums.items()}
+        if not pipeline.names:
+            # A message once in a run: the names do not change.
+            every = pipeline.mesh.gather(list(own), ("pipeline",))
+            pipeline.names = sorted({name for some in every for name in some})
+        zero = torch.zeros((), device=next(pipeline.parameters()).device)
+        output = Output(zero, {}, {})
+        for kind, name in pipeline.names:
+            value = own.get((kind, name), zero)
+            if kind == "loss":
+                output = output._replace(loss=value)
+            else:
+                getattr(output, kind)[name] = value
+        return output
+
+    def _part(
+        self, micro_batch: MicroBatch, objective: Objective, layers: range, hidden: Tensor | None
+    ) -> Output | HiddenStates:
+        """Return the output of some layers, and of the objective after the last."""
+        assert isinstance(self.module, Pipeline)
+        with autocast(micro_batch.tokens.device, self.precision):
+            output = self.module.module(
+                micro_batch.tokens,
+                micro_batch.targets,
+                doc_ids_BT=micro_batch.doc_ids,
+                layers=layers,
+                hidden_BTD=hidden,
+                **objective.options,
+            )
+            if isinstance(output, HiddenStates):
+                return output
+            return objective.losses(output, micro_batch)
+
+
+def missing(count: int, pipeline: Pipeline) -> int:
+    """Return the number of micro-batches that must be added to `count` for a schedule."""
+    # The interleaved schedule takes micro-batches in rounds of one for each rank.
+    interleaved = len(pipeline.own) > 1
+    return -count % pipeline.ranks if interleaved else max(0, pipeline.ranks - count)
