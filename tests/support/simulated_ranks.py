@@ -1,13 +1,14 @@
 """Simulate a thousand ranks, and compare memory and communication with `dtt plan`.
 
     python tests/support/simulated_ranks.py [MODEL] [--ranks N] [--shard N] [--context N]
-        [--tensor N] [--seq-len T] [--micro-batch B] [--accumulation A]
-        [--remat KIND] [--layers L] [--optimizer NAME]
+        [--tensor N] [--pipeline N] [--stages-per-rank N] [--pipeline-rank R]
+        [--seq-len T] [--micro-batch B] [--accumulation A] [--remat KIND] [--layers L]
+        [--optimizer NAME]
 
 dtt's own code builds the model, applies it to a mesh and trains it for two steps, with a fake
 process group, which sends nothing, and fake tensors, which have a shape but no memory. The trace
-records every tensor that rank 0 allocates and frees, and every collective that it calls. The device
-is a CPU, and the formulas assume the same.
+records every tensor that rank 0, or the first device of a rank of a pipeline, allocates and frees,
+and every collective that it calls. The device is a CPU, and the formulas assume the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import time
 import weakref
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +42,7 @@ from dtt.estimate.communication import collective_costs
 from dtt.estimate.gpus import GIB, Gpu
 from dtt.estimate.memory import moments
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import make_mesh
+from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.mesh.sharding import local
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, params_of
@@ -48,6 +50,8 @@ from dtt.optim import groups
 from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
+from dtt.parallel.pipeline import Pipeline
+from dtt.train.pipelined_step import PipelinedStep
 from dtt.train.step import Step, next_token
 
 NODE = 8
@@ -130,6 +134,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.received["all_to_all"] += received
             self.sent["all_to_all"] += sent
             return
+        if "send" in name or "recv" in name:
+            counted = self.sent if "send" in name else self.received
+            counted["point to point"] += _bytes(args[0])
+            return
         kind = next(kind for kind in KINDS if kind.replace("_", "") in name.replace("_", ""))
         full = max(_bytes(part) for part in (*args, out))
         ranks = max(map(_group_size, args))
@@ -162,18 +170,18 @@ def _plan_with_real_tensors(*arguments: Any) -> list[redistribution.Bucket]:
 
 
 def simulate(case: Case) -> tuple[int, int, Counter[str]]:
-    """Return the peak bytes of rank 0 in the passes and in the optimizer step, and its traffic.
+    """Return the peak bytes of a rank in the passes and in the optimizer step, and its traffic.
 
     The traffic maps kinds of collectives to bytes, the larger of received and sent.
     """
-    passes = 0
-    ranks = case.devices
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    world = World(Ranks(0, ranks, 0, NODE, "torchrun"), torch.device("cpu"), None)
+    passes, stack = 0, ExitStack()
+    ranks, rank = case.devices, case.rank * case.devices // case.sizes.pipeline
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    world = World(Ranks(rank, ranks, 0, NODE, "torchrun"), torch.device("cpu"), None)
     layout = make_mesh(case.sizes, world)
     train, trace = case.cfg.train, Trace()
     with torch.device("meta"):
-        model = Decoder(case.arch)
+        model = Decoder(case.arch, case.own_stages)
     module = apply(
         model,
         world,
@@ -187,6 +195,15 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
     if case.sizes.context > 1:
         attends = partial(make_context_attention_fns, case.arch)
         module = ContextParallel(model, layout, document_positions, attends)
+    step = Step(module, case.precision)
+    if case.sizes.pipeline > 1:
+        stages = case.cfg.parallel.stage_layers(case.arch.n_layers)
+        dtype, each = case.precision.compute_dtype, case.cfg.parallel.reduce == "each"
+        pipeline = Pipeline(module, stages, layout, dtype, reduce_each=each)
+        pipeline.names = [("loss", "")]  # the ranks would tell each other
+        group = layout.group("pipeline")  # created of the mesh's real tensors
+        stack.enter_context(patch.object(Mesh, "group", lambda *_: group))
+        step = PipelinedStep(pipeline, case.precision)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's tensors are real
         model.to_empty(device="cpu")
         parameters = dict(model.named_parameters())
@@ -204,12 +221,13 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
                 tokens = torch.zeros(shape, dtype=torch.long)
                 micro_batches = [MicroBatch(tokens, tokens, None)] * case.accumulation
                 terms = case.accumulation * tokens.numel()
-                Step(module, case.precision).run(micro_batches, next_token(), terms)
+                step.run(micro_batches, next_token(), terms)
                 passes = trace.peak
                 trace.forget_peak()
                 for single in optimizers:
                     single.step()
                     single.zero_grad()
+    stack.close()
     dist.destroy_process_group()
     return passes, trace.peak, trace.received | trace.sent
 
@@ -222,7 +240,7 @@ def case_of(options: argparse.Namespace) -> Case:
     vocabulary = next(leaf.value for key, leaf in layer.items() if key[-1] == "vocab_size")
     if options.layers:
         sizes.append(f"model.n_layers={options.layers}")
-    inner = options.context * options.tensor
+    inner = options.context * options.tensor * options.pipeline
     rows = options.ranks // inner * options.micro_batch * options.accumulation
     cfg = resolve(
         None,
@@ -237,12 +255,15 @@ def case_of(options: argparse.Namespace) -> Case:
             f"parallel.shard={options.shard or options.ranks // inner}",
             f"parallel.context={options.context}",
             f"parallel.tensor={options.tensor}",
+            f"parallel.pipeline={options.pipeline}",
+            f"parallel.stages_per_rank={options.stages_per_rank}",
         ],
     ).config
     cpu = Gpu("CPU", 2**40, 1e12, 1e12, 1e12, 1e12, 1e12, kind="cpu")
-    return make_case(
+    case = make_case(
         cfg, cpu, options.ranks // NODE or 1, min(NODE, options.ranks), vocabulary, 1000
     )
+    return case.of_rank(options.pipeline_rank)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -253,6 +274,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shard", type=int)
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--stages-per-rank", type=int, default=1)
+    parser.add_argument("--pipeline-rank", type=int, default=0)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)

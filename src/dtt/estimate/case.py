@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -28,6 +28,9 @@ from dtt.optim import groups
 from dtt.optim.muon import shard_assignment
 from dtt.optim.muon.shard_assignment import Matrix
 from dtt.train.precision import Precision, choose
+
+FP32 = 4
+"""Bytes of an element in fp32."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,58 @@ class Case:
     step_sizes: StepSizes
     steps: int
     """Steps of the run."""
+    rank: int = 0
+    """The place in the pipeline of the devices that are estimated."""
+    stage: int = 0
+    """The stage of this rank whose passes are estimated."""
+
+    def of_rank(self, rank: int) -> Case:
+        """Return the case of another rank of the pipeline, at its last stage."""
+        return self._at(rank, rank + (self.cfg.parallel.stages_per_rank - 1) * self.sizes.pipeline)
+
+    def of_stage(self, stage: int) -> Case:
+        """Return the case of another stage of the pipeline, and its rank."""
+        return self._at(stage % self.sizes.pipeline, stage)
+
+    def _at(self, rank: int, stage: int) -> Case:
+        case = replace(self, rank=rank, stage=stage)
+        case.__dict__["all_weights"] = self.all_weights  # making them takes a tenth of a second
+        return case
+
+    @property
+    def stages(self) -> list[range]:
+        """The layers of each stage of the pipeline."""
+        return self.cfg.parallel.stage_layers(self.arch.n_layers)
+
+    @property
+    def own_stages(self) -> list[range]:
+        """The layers of each stage of this rank."""
+        return self.stages[self.rank :: self.sizes.pipeline]
+
+    @property
+    def blocks(self) -> int:
+        """Number of layers of the stage."""
+        return len(self.stages[self.stage])
+
+    @property
+    def own_blocks(self) -> int:
+        """Number of layers of this rank."""
+        return sum(map(len, self.own_stages))
+
+    @property
+    def first(self) -> bool:
+        """True if the stage has the embedding."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """True if the stage has the head and computes the loss."""
+        return self.stage == len(self.stages) - 1
+
+    @property
+    def stage_devices(self) -> int:
+        """Number of devices that hold the same layers."""
+        return self.devices // self.sizes.pipeline
 
     @property
     def devices(self) -> int:
@@ -126,8 +181,11 @@ class Case:
 
     @property
     def accumulation(self) -> int:
-        """Forward passes in a step (gradient accumulation)."""
-        return -(-self.sequences // self.micro_batch)
+        """Forward passes of a layer in a step: gradient accumulation, or a pipeline's schedule."""
+        count, ranks = -(-self.sequences // self.micro_batch), self.sizes.pipeline
+        if self.cfg.parallel.stages_per_rank > 1:  # rounds of one micro-batch for each rank
+            return -(-count // ranks) * ranks
+        return max(count, ranks)
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -141,7 +199,7 @@ class Case:
         return self.micro_batch * self.cfg.train.seq_len // self.sizes.context
 
     @cached_property
-    def weights(self) -> tuple[Weight, ...]:
+    def all_weights(self) -> tuple[Weight, ...]:
         """All parameters of the model."""
         with torch.device("meta"):
             model = Decoder(self.arch).to(self.precision.weights)
@@ -165,6 +223,19 @@ class Case:
                 )
             )
         return tuple(found)
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """The parameters of this rank of the pipeline."""
+        own = {i for layers in self.own_stages for i in layers}
+        first, last = 0 in own, self.arch.n_layers - 1 in own
+
+        def held(weight: Weight) -> bool:
+            if weight.in_block:
+                return int(weight.name.split(".")[1]) in own
+            return first if weight.name.startswith(("embed.", "pos_embed.")) else last
+
+        return tuple(filter(held, self.all_weights))
 
     @property
     def flops_per_token(self) -> int:
@@ -191,7 +262,7 @@ class Case:
     @property
     def block(self) -> list[Weight]:
         """The weights of one block; all blocks have the same shapes."""
-        return [weight for weight in self.weights if weight.name.startswith("layers.0.")]
+        return [weight for weight in self.all_weights if weight.name.startswith("layers.0.")]
 
     @property
     def outside(self) -> list[Weight]:
@@ -202,7 +273,7 @@ class Case:
     def head(self) -> Weight:
         """The head, or the embedding if it is tied to it."""
         name = "embed.weight" if self.arch.tie_embeddings else "head.weight"
-        return next(weight for weight in self.weights if weight.name == name)
+        return next(weight for weight in self.all_weights if weight.name == name)
 
     @property
     def muons(self) -> list[Weight]:
@@ -217,7 +288,7 @@ class Case:
             fraction = self.held([weight]) / weight.numel
             parameter = torch.empty(weight.shape, device="meta")
             matrices += shard_assignment.matrices(parameter, 0, weight.split, fraction)
-        return shard_assignment.assign(matrices, range(self.devices))
+        return shard_assignment.assign(matrices, range(self.stage_devices))
 
     @property
     def muon(self) -> MuonConfig | None:
@@ -265,6 +336,8 @@ def make_case(
     sizes = resolve(cfg.parallel, nodes * gpus_per_node)
     arch = scaled(cfg, vocab_size).arch
     compatibility.check_batches(cfg.train, sizes.data)
+    if sizes.pipeline > 1:
+        compatibility.check_pipeline(cfg.train, sizes.data, sizes.pipeline)
     check_mesh(sizes, arch, cfg.train)
     check_stages(cfg.parallel, arch)
     step_sizes = resolve_step_sizes(cfg.train)

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtt.estimate import muon_cost
-from dtt.estimate.case import Case, numbers
+from dtt.estimate.case import FP32, Case, numbers
 
-FP32 = 4
 LINK = 0.8
 """Fraction of a link's bandwidth that collectives of large tensors reach."""
 

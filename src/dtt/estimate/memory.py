@@ -10,14 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from dtt.config.adapter import LoraConfig
-from dtt.estimate import muon_cost
-from dtt.estimate.case import Case, numbers
-from dtt.model import count
-from dtt.model.adapted_layers import adapted_layers, inner
+from dtt.estimate import muon_cost, pipeline
+from dtt.estimate.activations import (
+    activations,
+    kept_both_times,
+    kept_by_block,
+    norm,
+    wide_layernorm,
+    with_remat,
+)  # fmt: skip
+from dtt.estimate.case import FP32, Case, numbers
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 
-FP32 = 4
 GIB = 2**30
 OVERHEAD = {"cuda": 2 * GIB, "cpu": GIB // 2}
 """Bytes that a process takes before it holds a tensor: on a GPU the CUDA context and the buffers of
@@ -48,8 +52,14 @@ def fits(case: Case) -> bool:
 
 
 def memory(case: Case) -> MemoryEstimate:
-    """Return the memory at the moment of the peak."""
-    return max(moments(case), key=lambda one: one.total)
+    """Return the memory at the moment of the peak, of the rank of a pipeline that needs most."""
+    return max(by_rank(case), key=lambda one: one.total)
+
+
+def by_rank(case: Case) -> list[MemoryEstimate]:
+    """Return the memory at the moment of the peak, of each rank of a pipeline."""
+    ranks = map(case.of_rank, range(case.sizes.pipeline))
+    return [max(moments(rank), key=lambda one: one.total) for rank in ranks]
 
 
 def moments(case: Case) -> list[MemoryEstimate]:
@@ -58,21 +68,41 @@ def moments(case: Case) -> list[MemoryEstimate]:
     Weights, optimizer state and EMA are there all the time. Activations grow through the forward
     pass; in the backward pass they shrink while gradients grow, so that their sum is largest at one
     of its ends. The peak is therefore at the loss, in the first or last blocks of the backward
-    pass, at its end, or in the optimizer's step.
+    pass, at its end, or in the optimizer's step. In a pipeline, these passes are those of any of
+    the rank's stages, while other micro-batches wait for theirs.
     """
-    always, last = persistent(case), case.arch.n_layers - 2
-    return [
-        MemoryEstimate(moment, always | parts)
-        for moment, parts in {
-            "the loss": _at_the_loss(case),
-            "the backward pass": _in_the_backward_pass(case, 0),
-            "the backward pass, then": _in_the_backward_pass(case, 1),
-            "the backward pass, at last": _in_the_backward_pass(case, max(1, last)),
-            "the embedding's gradient": _at_the_embedding(case),
-            "the end of the backward pass": _after_the_backward_pass(case),
-            "the optimizer's step": _in_the_step(case),
-        }.items()
-    ]
+    always = persistent(case)
+    found: dict[str, dict[str, int]] = {}
+    ranks = case.sizes.pipeline
+    for stage in range(case.rank, len(case.stages), ranks):
+        of_stage = case.of_stage(stage)
+        named = f" of stage {stage}" if ranks > 1 else ""
+        for moment, parts in _of_a_pass(of_stage, last=True).items():
+            found[moment + named] = parts
+        if ranks > 1:
+            for moment, parts in _of_a_pass(of_stage, last=False).items():
+                found[f"{moment}{named}, in between"] = parts
+    found["the optimizer's step"] = _in_the_step(case)
+    return [MemoryEstimate(moment, always | parts) for moment, parts in found.items()]
+
+
+def _of_a_pass(case: Case, *, last: bool) -> dict[str, dict[str, int]]:
+    """Return the memory at each moment of the passes of a stage; `last`: those that end a step."""
+    second, end = min(1, case.blocks - 1), max(0, case.blocks - 2)
+    found = {
+        "the loss": _at_the_loss(case),
+        "the backward pass": _in_the_backward_pass(case, 0, last=last),
+        "the backward pass, then": _in_the_backward_pass(case, second, last=last),
+        "the backward pass, at last": _in_the_backward_pass(case, max(second, end), last=last),
+        "the embedding's gradient": _at_the_embedding(case, last=last),
+    }
+    if last:
+        found["the end of the backward pass"] = _after_the_backward_pass(case)
+    if case.sizes.pipeline > 1:
+        others = pipeline.others(case, last=last)
+        for parts in found.values():
+            parts["activations"] = parts.get("activations", 0) + others
+    return found
 
 
 def persistent(case: Case) -> dict[str, int]:
@@ -84,6 +114,8 @@ def persistent(case: Case) -> dict[str, int]:
         "batches": BATCHES * 16 * case.sequences * case.cfg.train.seq_len,
         "framework": OVERHEAD[case.gpu.kind],
     }
+    if received := pipeline.received(case):
+        parts["received hidden states"] = received
     if case.cfg.train.ema_decay is not None:
         parts["average of the weights"] = FP32 * held
     return parts
@@ -113,9 +145,10 @@ def checkpoint_bytes(case: Case) -> int:
 
     The step counts that AdamW keeps are too small to count.
     """
-    adamw = sum(prod(w.shape) for w in case.weights if w.optimizer == "adamw")
-    muon = sum(prod(w.shape) for w in case.muons)
-    rows = _numbers_per_row(case) * sum(w.shape[0] for w in case.muons)
+    adamw = sum(prod(w.shape) for w in case.all_weights if w.optimizer == "adamw")
+    muons = [w for w in case.all_weights if w.optimizer == "muon"]
+    muon = sum(prod(w.shape) for w in muons)
+    rows = _numbers_per_row(case) * sum(w.shape[0] for w in muons)
     average = FP32 * (adamw + muon) if case.cfg.train.ema_decay is not None else 0
     return case.weight_bytes * (3 * adamw + 2 * muon + rows) + average
 
@@ -126,137 +159,6 @@ def checkpoints_at_once(case: Case) -> int:
     forever = case.steps // rules.keep_every if rules.keep_every else 0
     kept = rules.keep_last + rules.keep_best + forever
     return min(kept + 1, -(-case.steps // rules.every))
-
-
-def kept_by_block(case: Case) -> int:
-    """Return the bytes of activations that one block keeps for its backward pass, without remat.
-
-    Autograd saves the inputs of each operation whose gradient needs them. Bytes per token:
-
-        norm       its input (LayerNorm in r, RMSNorm in fp32) and, for torch's RMSNorm on a CPU,
-                   the normalised input as well: 4D + 4D
-        q, k, v    their input, eD; under autocast a copy for each, because each one casts it
-        attention  q, k and v after rotation, the output, logsumexp: e(2Q + 2K) + 4H
-        o          its input, the output of attention with heads concatenated: a copy, eQ, if
-                   rotation has laid the output out by head
-        MLP        its input as for q, k, v; eF for each of gate, up, silu(gate) and their product,
-                   or for each of up and gelu(up)
-
-    qk_norm adds norms of Q + K, sandwich norms two more norms of D. A compiled block recomputes
-    norms and activation functions, which costs almost nothing, and keeps only the inputs and
-    outputs of matrix products: the branch for `case.compiled` lists them. Under autocast, the casts
-    of weights are kept as long as the graph, too: `_casts` counts those of the whole model.
-    """
-    arch, n, e, r = case.arch, case.tokens, case.product_bytes, case.stream_bytes
-    t = case.sizes.tensor
-    d, f = arch.dim, arch.ffn_dim // t
-    q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
-    heads = arch.n_heads // t
-    gated, rope = arch.mlp != "gelu", arch.position == "rope"
-    gathered = k * case.sizes.context
-    attention = e * (2 * q + 2 * gathered) + FP32 * heads + (e * q if rope else 0)
-    adapter = n * _kept_by_adapter(case)
-    if case.compiled:
-        own = (
-            r * d + e * d + (e * d if arch.norm_placement != "pre" else 0)
-        )  # each device has n / t tokens
-        whole = 2 * e * d + attention + e * f * (3 if gated else 2)
-        whole += e * (q + k) if arch.qk_norm != "none" else 0
-        return n * own // t + n * whole + adapter
-    norms = (4 if arch.norm_placement == "sandwich" else 2) * _norm(case, d)
-    copies = (3, 2 if gated else 1) if _cast_for_each(case) else (1, 1)
-    whole = sum(copies) * e * d + attention + e * f * (4 if gated else 2)
-    if arch.qk_norm != "none":
-        whole += _norm(case, q + k, e)
-    return n * norms // t + n * whole + adapter
-
-
-def _kept_by_adapter(case: Case) -> int:
-    """Return the bytes per token that the adapters of one block keep.
-
-    They are the outputs of A, and with dropout its input, with one byte for each element that tells
-    whether it was dropped. The input itself is there: W needs none, as it is frozen.
-    """
-    if not isinstance(case.cfg.adapter, LoraConfig):
-        return 0
-    shapes, kept = count.layer_shapes(case.arch), 0
-    for name, adapted in adapted_layers(case.cfg.adapter, case.arch).items():
-        if name.startswith("layers.0."):
-            dropped = shapes[f"{inner(name)}.weight"][1] if case.cfg.adapter.dropout else 0
-            kept += case.product_bytes * adapted.rank + (case.product_bytes + 1) * dropped
-    return kept
-
-
-def _norm(case: Case, width: int, size: int | None = None) -> int:
-    """Return the bytes per token that a norm of `width` elements keeps.
-
-    `size` is the size of an element in bytes; None: as in the residual stream.
-    """
-    size = size or case.stream_bytes
-    if case.arch.norm == "layernorm":
-        return (FP32 if _wide_layernorm(case) else size) * width + 2 * FP32
-    # Its normalised input only for the gradient of its weight.
-    copies = 2 if case.gpu.kind == "cpu" and not case.adapter else 1
-    return FP32 * width * copies + FP32
-
-
-def _cast_for_each(case: Case) -> bool:
-    """Return True if norms return fp32 and autocast casts their output for each matrix product.
-
-    With tensor parallelism it is cast once, before tokens are all-gathered.
-    """
-    return _wide_layernorm(case) and case.sizes.tensor == 1
-
-
-def _wide_layernorm(case: Case) -> bool:
-    """Return True if LayerNorm computes in fp32 for any input: under autocast, on a GPU."""
-    return case.autocast and case.arch.norm == "layernorm" and case.gpu.kind == "cuda"
-
-
-def _kept_again(case: Case) -> int:
-    """Return the bytes of activations that a block with `train.remat` keeps.
-
-    Full remat keeps the input of the block. Selective remat also keeps the outputs of attention, of
-    every second matrix product (q, v, gate or up, down) and of collectives: tokens all-gathered
-    twice and reduce-scattered twice (tensor parallelism), keys and values (context parallelism).
-    The compiler drops the output of down, which no gradient needs.
-    """
-    arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
-    kept = n * case.stream_bytes * arch.dim // t
-    if case.cfg.train.remat == "full":
-        return kept
-    q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
-    gated = arch.mlp != "gelu"
-    products = q + k + arch.ffn_dim // t + (arch.dim if gated and not case.compiled else 0)
-    exchanged = 2 * (arch.dim + arch.dim // t) if t > 1 else 0
-    if case.sizes.context > 1:
-        exchanged += 2 * k * case.sizes.context
-    return kept + n * (e * (q + products + exchanged) + FP32 * arch.n_heads // t)
-
-
-def _kept_both_times(case: Case) -> int:
-    """Return the bytes counted both by `kept_by_block` and `_kept_again`.
-
-    When remat recomputes a block, it has kept the block's input all along; selective remat also v,
-    gate or up, the output of attention and the all-gathered tokens.
-    """
-    arch, t = case.arch, case.sizes.tensor
-    both = case.tokens * case.stream_bytes * arch.dim // t if case.compiled else 0
-    if case.cfg.train.remat != "selective":
-        return both
-    widths = (arch.n_heads + arch.n_kv_heads) * arch.head_dim + arch.ffn_dim
-    whole = 2 * arch.dim if t > 1 else 0
-    own = (case.product_bytes * widths + FP32 * arch.n_heads) // t
-    return both + case.tokens * (own + case.product_bytes * whole)
-
-
-def activations(case: Case, blocks: int) -> int:
-    """Return the bytes of activations that the first `blocks` blocks keep."""
-    kept = kept_by_block(case)
-    if case.cfg.train.remat == "none":
-        return blocks * kept
-    again = _with_remat(case, blocks)
-    return (blocks - again) * kept + again * min(kept, _kept_again(case))
 
 
 def _loss(case: Case) -> tuple[int, int]:
@@ -279,7 +181,7 @@ def _loss(case: Case) -> tuple[int, int]:
     if case.gpu.kind == "cpu" and e < FP32:
         wide *= 2
     narrow = e * rows * arch.dim if e < FP32 and trained else 0
-    hidden = n * arch.dim * (FP32 + e if _wide_layernorm(case) else case.stream_bytes)
+    hidden = n * arch.dim * (FP32 + e if wide_layernorm(case) else case.stream_bytes)
     return left, hidden + e * logits + max(wide, narrow)
 
 
@@ -295,14 +197,9 @@ def _casts(case: Case, done: int) -> int:
     cast = (w for w in case.block if len(w.part) > 1 and w.itemsize != case.product_bytes)
     block = case.product_bytes * numbers(cast)
     if not case.compiled:
-        return block * case.arch.n_layers
-    left = case.arch.n_layers - done
-    return block * (left if case.cfg.train.remat == "none" else left - _with_remat(case, left))
-
-
-def _with_remat(case: Case, blocks: int) -> int:
-    """Return how many of the first `blocks` blocks use remat."""
-    return -(-blocks // case.cfg.train.remat_every)
+        return block * case.blocks
+    left = case.blocks - done
+    return block * (left if case.cfg.train.remat == "none" else left - with_remat(case, left))
 
 
 def _gathered(case: Case, blocks: int) -> int:
@@ -314,7 +211,7 @@ def _gathered(case: Case, blocks: int) -> int:
     if not case.sizes.sharded:
         return 0
     if not case.cfg.parallel.reshard:
-        blocks = max(blocks, case.arch.n_layers)
+        blocks = max(blocks, case.own_blocks)
     return case.product_bytes * (numbers(case.outside) + blocks * numbers(case.block))
 
 
@@ -334,6 +231,8 @@ def _kept_gradients(case: Case) -> int:
 
 
 def _at_the_loss(case: Case) -> dict[str, int]:
+    if not case.last:
+        return {}
     left, meanwhile = _loss(case)
     # The loss casts the head itself, and keeps its gradient in place of the cast.
     cast = case.head.itemsize != case.product_bytes and not case.sizes.sharded
@@ -341,33 +240,34 @@ def _at_the_loss(case: Case) -> dict[str, int]:
     return {
         "gathered parameters": _gathered(case, 1) + _casts(case, 0) + head,
         "gradients": _kept_gradients(case),
-        "activations": activations(case, case.arch.n_layers)
-        + case.tokens * _norm(case, case.arch.dim) // case.sizes.tensor,
+        "activations": activations(case, case.blocks)
+        + case.tokens * norm(case, case.arch.dim) // case.sizes.tensor,
         "loss": left + meanwhile,
     }
 
 
-def _in_the_backward_pass(case: Case, done: int) -> dict[str, int]:
+def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int]:
     """Return the memory in the backward pass of a block, when `done` blocks are finished.
 
     The working memory is the gradients of the residual stream, of the MLP's product and of its two
     factors (compiled, that of gelu is computed in place) and, with remat, the recomputed
     activations of the block. FSDP2 has prefetched the next block in backward order, and
-    reduce-scatters the gradients of the previous one, in fp32.
+    reduce-scatters the gradients of the previous one, in fp32, if this is the `last` micro-batch.
     """
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
-    kept = activations(case, case.arch.n_layers - done)
+    kept = activations(case, case.blocks - done)
     factors = 1 if case.compiled and arch.mlp == "gelu" else 3
     if case.adapter:
         # Traced: the gradients of gate, up and their product that come through A are separate.
         factors += 4
     working = n * (case.stream_bytes * arch.dim + factors * e * arch.ffn_dim) // t
     if case.cfg.train.remat != "none":
-        working += kept_by_block(case) - _kept_both_times(case)
+        working += kept_by_block(case) - kept_both_times(case)
     size = case.product_bytes if case.sizes.sharded else case.weight_bytes
-    head = size * arch.vocab_size // t * arch.dim if case.head.trained else 0
+    head = size * arch.vocab_size // t * arch.dim if case.head.trained and case.last else 0
     trained = [weight for weight in case.block if weight.trained]
-    sent = FP32 * numbers(trained) if case.sizes.sharded and done else 0
+    reduced = last or case.cfg.parallel.reduce == "each"
+    sent = FP32 * numbers(trained) if case.sizes.sharded and done and reduced else 0
     new = done * case.weight_bytes * case.held(trained)
     return {
         "gathered parameters": _gathered(case, 2) + _casts(case, done),
@@ -390,7 +290,7 @@ def _of_blocks(case: Case) -> int:
     return there + (FP32 * case.held(outside) if case.accumulation > 1 else 0)
 
 
-def _at_the_embedding(case: Case) -> dict[str, int]:
+def _at_the_embedding(case: Case, *, last: bool) -> dict[str, int]:
     """Return the memory at the gradient of the embedding, under FSDP2.
 
     The weights outside of blocks are still gathered, and their gradients unsharded. The gradient of
@@ -398,15 +298,16 @@ def _at_the_embedding(case: Case) -> dict[str, int]:
     the embedding's gradient for all rows, then takes its own rows. FSDP2 is still reduce-scattering
     the gradients of the first block.
     """
-    if not case.sizes.sharded or not case.head.trained:
+    if not case.sizes.sharded or not case.head.trained or not case.first:
         return {}
     rows = case.arch.vocab_size
     own, tied = rows // case.sizes.tensor, case.arch.tie_embeddings
     added = case.arch.dim * ((rows if own < rows else 0) + (2 * own if tied else 0))
+    summed = _of_blocks(case) if last else _kept_gradients(case)
     return {
         "gathered parameters": _gathered(case, 0),
-        "gradients": _of_blocks(case) + case.product_bytes * (numbers(case.outside) + added),
-        "exchange buffers": FP32 * numbers(case.block),
+        "gradients": summed + case.product_bytes * (numbers(case.outside) + added),
+        "exchange buffers": FP32 * numbers(case.block) if last else 0,
     }
 
 

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from dtt.estimate.case import Case
+from dtt.estimate.case import FP32, Case
 from dtt.optim.muon.newton_schulz import HALVED
 from dtt.optim.muon.optimizer import BATCH_ELEMENTS
 from dtt.optim.muon.shard_assignment import Matrix, buckets
-
-FP32 = 4
 
 
 class Phase(NamedTuple):
@@ -34,7 +32,7 @@ def buffers(case: Case) -> int:
     In each turn one more bucket starts, and all that have started advance by a phase, the latest
     first, as in `dtt.optim.muon.all_to_all.stagger`.
     """
-    cut = buckets(case.matrices, case.devices, BATCH_ELEMENTS)
+    cut = buckets(case.matrices, case.stage_devices, BATCH_ELEMENTS)
     updates = [list(_phases(case, bucket)) for bucket in cut]
     worst, rests = 0.0, [0.0] * len(updates)
     for turn in range(len(updates) + 3):
@@ -64,7 +62,7 @@ def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
     averaging = w * (held + 2 * batch)  # all gradients, and old and new momenta of one batch
     applying = _applying(case, batch)
     orthogonalizing = max(_newton_schulz(case, owned), _row_norms(case, owned))
-    if case.devices == 1:
+    if case.stage_devices == 1:
         yield Phase(max(averaging, w * held + orthogonalizing, e * held + applying), 0)
         return
     there = e * (2 * own + held / _copies(case) if case.sizes.sharded else own)
@@ -119,7 +117,7 @@ def exchanged(case: Case) -> float:
     the update that it holds, both in the dtype of Newton-Schulz.
     """
     copies = _copies(case)
-    ranks = case.devices // copies
+    ranks = case.stage_devices // copies
     owned, stays, asked = (defaultdict[int, float](float) for _ in range(3))
     for matrix in case.matrices:
         owned[matrix.assigned_rank] += prod(matrix.shape)
@@ -130,13 +128,13 @@ def exchanged(case: Case) -> float:
     held = sum(asked.values())
     return case.product_bytes * max(
         max(asked[rank // ranks] + copies * owned[rank], owned[rank] + held) - stays[rank]
-        for rank in range(case.devices)
+        for rank in range(case.stage_devices)
     )
 
 
 def _copies(case: Case) -> int:
     """Return the number of devices that hold each element of a matrix."""
-    return case.sizes.replicate if case.sizes.sharded else case.devices
+    return case.sizes.replicate if case.sizes.sharded else case.stage_devices
 
 
 def _numbers(matrices: Sequence[Matrix]) -> int:

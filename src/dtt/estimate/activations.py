@@ -1,0 +1,147 @@
+"""Estimated bytes of the activations that autograd keeps for the backward pass.
+
+Shapes as in `dtt.estimate.memory`.
+"""
+
+from __future__ import annotations
+
+from dtt.config.adapter import LoraConfig
+from dtt.estimate.case import FP32, Case
+from dtt.model import count
+from dtt.model.adapted_layers import adapted_layers, inner
+
+
+def kept_by_block(case: Case) -> int:
+    """Return the bytes of activations that one block keeps for its backward pass, without remat.
+
+    Autograd saves the inputs of each operation whose gradient needs them. Bytes per token:
+
+        norm       its input (LayerNorm in r, RMSNorm in fp32) and, for torch's RMSNorm on a CPU,
+                   the normalised input as well: 4D + 4D
+        q, k, v    their input, eD; under autocast a copy for each, because each one casts it
+        attention  q, k and v after rotation, the output, logsumexp: e(2Q + 2K) + 4H
+        o          its input, the output of attention with heads concatenated: a copy, eQ, if
+                   rotation has laid the output out by head
+        MLP        its input as for q, k, v; eF for each of gate, up, silu(gate) and their product,
+                   or for each of up and gelu(up)
+
+    qk_norm adds norms of Q + K, sandwich norms two more norms of D. A compiled block recomputes
+    norms and activation functions, which costs almost nothing, and keeps only the inputs and
+    outputs of matrix products: the branch for `case.compiled` lists them. Under autocast, the casts
+    of weights are kept as long as the graph, too: `_casts` counts those of the whole model.
+    """
+    arch, n, e, r = case.arch, case.tokens, case.product_bytes, case.stream_bytes
+    t = case.sizes.tensor
+    d, f = arch.dim, arch.ffn_dim // t
+    q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
+    heads = arch.n_heads // t
+    gated, rope = arch.mlp != "gelu", arch.position == "rope"
+    gathered = k * case.sizes.context
+    attention = e * (2 * q + 2 * gathered) + FP32 * heads + (e * q if rope else 0)
+    adapter = n * _kept_by_adapter(case)
+    if case.compiled:
+        own = (
+            r * d + e * d + (e * d if arch.norm_placement != "pre" else 0)
+        )  # each device has n / t tokens
+        whole = 2 * e * d + attention + e * f * (3 if gated else 2)
+        whole += e * (q + k) if arch.qk_norm != "none" else 0
+        return n * own // t + n * whole + adapter
+    norms = (4 if arch.norm_placement == "sandwich" else 2) * norm(case, d)
+    copies = (3, 2 if gated else 1) if _cast_for_each(case) else (1, 1)
+    whole = sum(copies) * e * d + attention + e * f * (4 if gated else 2)
+    if arch.qk_norm != "none":
+        whole += norm(case, q + k, e)
+    return n * norms // t + n * whole + adapter
+
+
+def _kept_by_adapter(case: Case) -> int:
+    """Return the bytes per token that the adapters of one block keep.
+
+    They are the outputs of A, and with dropout its input, with one byte for each element that tells
+    whether it was dropped. The input itself is there: W needs none, as it is frozen.
+    """
+    if not isinstance(case.cfg.adapter, LoraConfig):
+        return 0
+    shapes, kept = count.layer_shapes(case.arch), 0
+    for name, adapted in adapted_layers(case.cfg.adapter, case.arch).items():
+        if name.startswith("layers.0."):
+            dropped = shapes[f"{inner(name)}.weight"][1] if case.cfg.adapter.dropout else 0
+            kept += case.product_bytes * adapted.rank + (case.product_bytes + 1) * dropped
+    return kept
+
+
+def norm(case: Case, width: int, size: int | None = None) -> int:
+    """Return the bytes per token that a norm of `width` elements keeps.
+
+    `size` is the size of an element in bytes; None: as in the residual stream.
+    """
+    size = size or case.stream_bytes
+    if case.arch.norm == "layernorm":
+        return (FP32 if wide_layernorm(case) else size) * width + 2 * FP32
+    # Its normalised input only for the gradient of its weight.
+    copies = 2 if case.gpu.kind == "cpu" and not case.adapter else 1
+    return FP32 * width * copies + FP32
+
+
+def _cast_for_each(case: Case) -> bool:
+    """Return True if norms return fp32 and autocast casts their output for each matrix product.
+
+    With tensor parallelism it is cast once, before tokens are all-gathered.
+    """
+    return wide_layernorm(case) and case.sizes.tensor == 1
+
+
+def wide_layernorm(case: Case) -> bool:
+    """Return True if LayerNorm computes in fp32 for any input: under autocast, on a GPU."""
+    return case.autocast and case.arch.norm == "layernorm" and case.gpu.kind == "cuda"
+
+
+def _kept_again(case: Case) -> int:
+    """Return the bytes of activations that a block with `train.remat` keeps.
+
+    Full remat keeps the input of the block. Selective remat also keeps the outputs of attention, of
+    every second matrix product (q, v, gate or up, down) and of collectives: tokens all-gathered
+    twice and reduce-scattered twice (tensor parallelism), keys and values (context parallelism).
+    The compiler drops the output of down, which no gradient needs.
+    """
+    arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
+    kept = n * case.stream_bytes * arch.dim // t
+    if case.cfg.train.remat == "full":
+        return kept
+    q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
+    gated = arch.mlp != "gelu"
+    products = q + k + arch.ffn_dim // t + (arch.dim if gated and not case.compiled else 0)
+    exchanged = 2 * (arch.dim + arch.dim // t) if t > 1 else 0
+    if case.sizes.context > 1:
+        exchanged += 2 * k * case.sizes.context
+    return kept + n * (e * (q + products + exchanged) + FP32 * arch.n_heads // t)
+
+
+def kept_both_times(case: Case) -> int:
+    """Return the bytes counted both by `kept_by_block` and `_kept_again`.
+
+    When remat recomputes a block, it has kept the block's input all along; selective remat also v,
+    gate or up, the output of attention and the all-gathered tokens.
+    """
+    arch, t = case.arch, case.sizes.tensor
+    both = case.tokens * case.stream_bytes * arch.dim // t if case.compiled else 0
+    if case.cfg.train.remat != "selective":
+        return both
+    widths = (arch.n_heads + arch.n_kv_heads) * arch.head_dim + arch.ffn_dim
+    whole = 2 * arch.dim if t > 1 else 0
+    own = (case.product_bytes * widths + FP32 * arch.n_heads) // t
+    return both + case.tokens * (own + case.product_bytes * whole)
+
+
+def activations(case: Case, blocks: int) -> int:
+    """Return the bytes of activations that the first `blocks` blocks keep."""
+    kept = kept_by_block(case)
+    if case.cfg.train.remat == "none":
+        return blocks * kept
+    again = with_remat(case, blocks)
+    return (blocks - again) * kept + again * min(kept, _kept_again(case))
+
+
+def with_remat(case: Case, blocks: int) -> int:
+    """Return how many of the first `blocks` blocks use remat."""
+    return -(-blocks // case.cfg.train.remat_every)
