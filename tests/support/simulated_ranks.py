@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -202,7 +204,13 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
         pipeline = Pipeline(module, stages, layout, dtype, reduce_each=each)
         pipeline.names = [("loss", "")]  # the ranks would tell each other
         group = layout.group("pipeline")  # created of the mesh's real tensors
-        stack.enter_context(patch.object(Mesh, "group", lambda *_: group))
+        vote = SimpleNamespace(item=lambda: 1)  # all stages know their shapes
+        for owner, name, new in (
+            (Mesh, "group", lambda *_: group),
+            (PipelineStage, "_warmup_forward_vote", lambda *_, **__: None),
+            (PipelineStage, "_warmup_backward_result", lambda *_, **__: vote),
+        ):
+            stack.enter_context(patch.object(owner, name, new))
         step = PipelinedStep(pipeline, case.precision)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's tensors are real
         model.to_empty(device="cpu")
@@ -295,20 +303,20 @@ def main() -> None:
         f"{case.arch.family}, {sum(w.numel for w in case.weights) / 1e9:.2f}B parameters, "
         f"{case.devices} ranks ({case.sizes.describe()}), {time.perf_counter() - start:.0f} s"
     )
-    print(f"{'':46}{'formula':>12}{'simulated':>12}{'ratio':>8}")
+    print(f"{'':58}{'formula':>12}{'simulated':>12}{'ratio':>8}")
     *passes, step = moments(case)
     for planned, peak in zip((max(passes, key=lambda one: one.total), step), peaks, strict=True):
         held = planned.total - sum(planned.parts[part] for part in ("framework", "batches"))
-        print_row(f"peak memory, GiB ({planned.moment})", held / GIB, peak / GIB)
+        print_row(f"peak, GiB ({planned.moment})", held / GIB, peak / GIB)
     total = sum(one.bytes for one in collective_costs(case))
     print_row("received in a step, GB", total / 1e9, sum(received.values()) / 1e9)
     for kind, size in received.items():
-        print(f"  {kind:44}{'':12}{size / 1e9:>12.3f}")
+        print(f"  {kind:56}{'':12}{size / 1e9:>12.3f}")
 
 
 def print_row(label: str, formula: float, simulated: float) -> None:
     """Print two figures and their ratio."""
-    print(f"{label:46}{formula:>12.3f}{simulated:>12.3f}{formula / simulated:>8.3f}")
+    print(f"{label:58}{formula:>12.3f}{simulated:>12.3f}{formula / simulated:>8.3f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dtt.estimate import muon_cost
+from dtt.estimate import muon_cost, pipeline
 from dtt.estimate.case import FP32, Case, numbers
 
 LINK = 0.8
@@ -33,7 +33,12 @@ class CollectiveCost:
 
 def collective_costs(case: Case) -> list[CollectiveCost]:
     """Return the kinds of communication in a step, without those over a single device."""
-    costs = [*_data_parallel(case), *_tensor_parallel(case), *_context_parallel(case)]
+    costs = [
+        *_data_parallel(case),
+        *_tensor_parallel(case),
+        *_context_parallel(case),
+        *_pipeline(case),
+    ]
     return [one for one in [*costs, *_muon(case)] if one.bytes]
 
 
@@ -85,7 +90,8 @@ def _tensor_parallel(case: Case) -> Iterator[CollectiveCost]:
     kept.
     """
     again = 3 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0
-    times = case.arch.n_layers * (8 + again) + 4
+    ends = (case.rank == 0) + (case.rank == case.sizes.pipeline - 1)
+    times = case.own_blocks * (8 + again) + 2 * ends
     size = case.product_bytes * case.accumulation * case.tokens * case.arch.dim * times
     yield _cost(case, "tensor parallelism", size, case.sizes.tensor, 1, hidden=False)
 
@@ -99,12 +105,25 @@ def _context_parallel(case: Case) -> Iterator[CollectiveCost]:
     arch, sizes = case.arch, case.sizes
     width = 2 * arch.n_kv_heads * arch.head_dim // sizes.tensor
     repeats = 2 + (1 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0)
-    whole = case.tokens * sizes.context * width * arch.n_layers
+    whole = case.tokens * sizes.context * width * case.own_blocks
     size = case.product_bytes * case.accumulation * whole * repeats
     yield _cost(case, "context parallelism", size, sizes.context, sizes.tensor, hidden=False)
+
+
+def _pipeline(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the hidden states and gradients that a rank receives from its neighbours.
+
+    1F1B waits for each; the interleaved schedule computes for another stage meanwhile.
+    """
+    size, hidden = pipeline.received(case), case.cfg.parallel.stages_per_rank > 1
+    # The neighbour is as many ranks away as a stage has devices.
+    seconds = size / _link(case, case.stage_devices + 1)
+    yield CollectiveCost("hidden states of the pipeline", size, seconds, hidden=hidden)
 
 
 def _muon(case: Case) -> Iterator[CollectiveCost]:
     """Yield the all-to-alls of Muon: parts of matrices to the assigned ranks, and updates back."""
     size = muon_cost.exchanged(case)
-    yield CollectiveCost("Muon's matrices", size, size / _link(case, case.devices), hidden=True)
+    yield CollectiveCost(
+        "Muon's matrices", size, size / _link(case, case.stage_devices), hidden=True
+    )

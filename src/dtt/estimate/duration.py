@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from dtt.estimate import memory
+from dtt.estimate import pipeline
+from dtt.estimate.activations import kept_by_block
 from dtt.estimate.case import Case
 from dtt.estimate.communication import CollectiveCost, collective_costs
 from dtt.optim.muon.newton_schulz import STEPS
@@ -45,6 +46,8 @@ class StepEstimate:
     optimizer: float
     exposed: float
     """Communication that computation does not hide."""
+    idle: float
+    """Waiting for other ranks of a pipeline, at the start and the end of a step."""
     collectives: list[CollectiveCost]
     flops: float
     """FLOPs of the model in a step, on all devices."""
@@ -55,7 +58,7 @@ class StepEstimate:
     @property
     def seconds(self) -> float:
         """Duration of the step."""
-        return self.compute + self.optimizer + self.exposed
+        return self.compute + self.optimizer + self.exposed + self.idle
 
     @property
     def mfu(self) -> float:
@@ -64,26 +67,46 @@ class StepEstimate:
 
 
 def step_of(case: Case) -> StepEstimate:
-    """Return the estimate of a step.
+    """Return the estimate of a step, of the slowest rank of a pipeline.
 
-    The communication of FSDP2, DDP and Muon is hidden up to the duration of the computation; that
-    of tensor and context parallelism is not.
+    The communication of FSDP2, DDP and Muon is hidden up to the duration of the computation, and
+    that of an interleaved pipeline; that of tensor and context parallelism is not.
     """
-    train = case.cfg.train
-    tokens = case.sequences * case.sizes.data * train.seq_len
-    per_token = case.flops_per_token
-    flops = float(tokens * per_token)
+    ranks = map(case.of_rank, range(case.sizes.pipeline))
+    return max(map(_step_of_rank, ranks), key=lambda one: one.seconds)
+
+
+def _step_of_rank(case: Case) -> StepEstimate:
+    tokens = case.sequences * case.sizes.data * case.cfg.train.seq_len
+    flops = float(tokens * case.flops_per_token)
     peak = case.gpu.bf16 if case.product_bytes == 2 else case.gpu.fp32
-    compute = flops * (1 + _again(case)) / (peak * achieved(case) * case.devices)
+    own = tokens * (_own_flops(case) + _again(case))
+    compute = own / (peak * achieved(case) * case.stage_devices)
     compute += _moved(case) / case.gpu.bandwidth
     collectives = collective_costs(case)
     overlapping = sum(one.seconds for one in collectives if one.hidden)
-    exposed = max(0.0, overlapping - compute) + sum(
-        one.seconds for one in collectives if not one.hidden
-    )
+    waited = sum(one.seconds for one in collectives if not one.hidden)
     return StepEstimate(
-        compute, _optimizer(case, peak), exposed, collectives, flops, peak * case.devices
+        compute,
+        _optimizer(case, peak),
+        max(0.0, overlapping - compute) + waited,
+        pipeline.idle(case) * (compute + waited),
+        collectives,
+        flops,
+        peak * case.devices,
     )
+
+
+def _own_flops(case: Case) -> float:
+    """Return the FLOPs per token of a rank of a pipeline; all layers count the same."""
+    head = _head_flops(case)
+    blocks = (case.flops_per_token - head) * case.own_blocks / case.arch.n_layers
+    return blocks + (head if case.last else 0)
+
+
+def _head_flops(case: Case) -> int:
+    # 6 per trained weight; 4 without the gradient of a frozen one.
+    return (4 if case.adapter else 6) * case.arch.vocab_size * case.arch.dim
 
 
 def achieved(case: Case) -> float:
@@ -99,23 +122,23 @@ def _moved(case: Case) -> float:
     """
     if case.gpu.kind == "cpu":
         return 0.0
-    blocks = case.arch.n_layers * memory.kept_by_block(case)
+    blocks = case.own_blocks * kept_by_block(case)
     logits = case.product_bytes * case.tokens * case.arch.vocab_size // case.sizes.tensor
+    logits = logits if case.last else 0
     return case.accumulation * (PASSES * blocks + LOGIT_PASSES * logits)
 
 
 def _again(case: Case) -> float:
-    """Return the FLOPs that remat adds to a step, as a fraction of the model's FLOPs.
+    """Return the FLOPs per token that remat adds on a rank of a pipeline.
 
     Full remat repeats all of the forward pass of blocks, selective remat about half.
     """
-    train, arch = case.cfg.train, case.arch
+    train = case.cfg.train
     if train.remat == "none":
         return 0.0
     # A third of the FLOPs of trained weights, half of those of frozen ones.
     forward = 2 if case.adapter else 3
-    head = (4 if case.adapter else 6) * arch.vocab_size * arch.dim
-    blocks = 1 - head / case.flops_per_token
+    blocks = _own_flops(case) - (_head_flops(case) if case.last else 0)
     return blocks / forward * (1.0 if train.remat == "full" else 0.5) / train.remat_every
 
 
