@@ -233,7 +233,7 @@ class Case:
         def held(weight: Weight) -> bool:
             if weight.in_block:
                 return int(weight.name.split(".")[1]) in own
-            return first if weight.name.startswith(("embed.", "pos_embed.")) else last
+            return first if weight.name.startswith(EMBEDDINGS) else last
 
         return tuple(filter(held, self.all_weights))
 
@@ -301,6 +301,7 @@ def numbers(weights: Iterable[Weight]) -> int:
     return sum(prod(weight.part) for weight in weights)
 
 
+EMBEDDINGS = ("embed.", "pos_embed.")
 QK_NORMS = (".attn.q_norm.weight", ".attn.k_norm.weight")
 ROWS_WHOLE = (".attn.o.weight", ".mlp.down.weight")
 """Matrices that tensor parallelism shards by columns; it shards the ones before them by rows."""

@@ -59,11 +59,11 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     """Yield the communication of FSDP2, HSDP or DDP.
 
     FSDP2 all-gathers weights in the compute dtype in every micro-batch: those outside of blocks
-    once, those of blocks in the forward pass, and in the backward pass again if they were resharded
-    in between. It reduce-scatters gradients in fp32, after the last micro-batch or after each, and
+    once for each stage of a rank, those of blocks in the forward pass, and in the backward pass
+    again if they were resharded in between. It reduce-scatters gradients in fp32, after the last micro-batch or after each, and
     all-reduces the shards over replicas (HSDP). DDP all-reduces all gradients.
     """
-    sizes, weights, trained = case.sizes, numbers(case.weights), numbers(case.trained)
+    sizes, trained = case.sizes, numbers(case.trained)
     inner = sizes.tensor
     if not sizes.sharded:
         size = 2 * case.weight_bytes * trained
@@ -71,7 +71,8 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
         return
     blocks = numbers(w for w in case.weights if w.in_block)
     again = blocks if case.cfg.parallel.reshard else 0
-    gathered = case.accumulation * case.product_bytes * (weights + again)
+    outside = len(case.own_stages) * numbers(case.outside)
+    gathered = case.accumulation * case.product_bytes * (blocks + again + outside)
     yield _cost(case, "all-gather of weights", gathered, case.spread, inner, hidden=True)
     times = case.accumulation if case.cfg.parallel.reduce == "each" else 1
     scattered = times * FP32 * trained

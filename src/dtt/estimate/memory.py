@@ -7,6 +7,7 @@ compute dtype, r in the residual stream, w of a weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,7 +20,7 @@ from dtt.estimate.activations import (
     wide_layernorm,
     with_remat,
 )  # fmt: skip
-from dtt.estimate.case import FP32, Case, numbers
+from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 
 GIB = 2**30
@@ -223,11 +224,23 @@ def _kept_gradients(case: Case) -> int:
     before the last micro-batch.
     """
     if case.keeps_whole_gradients:
-        return FP32 * numbers(case.trained)
+        return _whole(case, case.trained)
     if case.sizes.sharded:
         return FP32 * case.held(case.trained) if case.accumulation > 1 else 0
     copies = (case.accumulation > 1) + (case.devices > 1)
     return copies * case.weight_bytes * numbers(case.trained)
+
+
+def _whole(case: Case, weights: Sequence[Weight]) -> int:
+    """Return the bytes of gradients that are summed before they are reduced.
+
+    With tensor parallelism that of the embedding has all rows until then.
+    """
+    size = FP32 * numbers(weights)
+    for weight in weights:
+        if weight.name.startswith(EMBEDDINGS):
+            size += FP32 * (weight.numel - prod(weight.part))
+    return size
 
 
 def _at_the_loss(case: Case) -> dict[str, int]:
@@ -269,9 +282,12 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
     reduced = last or case.cfg.parallel.reduce == "each"
     sent = FP32 * numbers(trained) if case.sizes.sharded and done and reduced else 0
     new = done * case.weight_bytes * case.held(trained)
+    summed = _kept_gradients(case)
+    if case.keeps_whole_gradients and last:  # those of finished blocks are in the buffers
+        summed -= done * FP32 * numbers(trained)
     return {
         "gathered parameters": _gathered(case, 2) + _casts(case, done),
-        "gradients": max(_kept_gradients(case), new) + head,
+        "gradients": max(summed, new) + head,
         "activations": kept + working,
         "exchange buffers": sent,
     }
@@ -286,7 +302,7 @@ def _of_blocks(case: Case) -> int:
     there = FP32 * sum(case.held([weight]) for weight in case.trained if weight.in_block)
     outside = [weight for weight in case.outside if weight.trained]
     if case.keeps_whole_gradients:
-        return there + FP32 * numbers(outside)
+        return there + _whole(case, outside)
     return there + (FP32 * case.held(outside) if case.accumulation > 1 else 0)
 
 
@@ -295,7 +311,7 @@ def _at_the_embedding(case: Case, *, last: bool) -> dict[str, int]:
 
     The weights outside of blocks are still gathered, and their gradients unsharded. The gradient of
     a tied embedding is added to that of the head. With tensor parallelism, each device first has
-    the embedding's gradient for all rows, then takes its own rows. FSDP2 is still reduce-scattering
+    the embedding's gradient for all rows, then takes its own rows, or adds up all of them. FSDP2 is still reduce-scattering
     the gradients of the first block.
     """
     if not case.sizes.sharded or not case.head.trained or not case.first:
@@ -303,6 +319,8 @@ def _at_the_embedding(case: Case, *, last: bool) -> dict[str, int]:
     rows = case.arch.vocab_size
     own, tied = rows // case.sizes.tensor, case.arch.tie_embeddings
     added = case.arch.dim * ((rows if own < rows else 0) + (2 * own if tied else 0))
+    if case.keeps_whole_gradients and own < rows:
+        added -= own * case.arch.dim
     summed = _of_blocks(case) if last else _kept_gradients(case)
     return {
         "gathered parameters": _gathered(case, 0),
