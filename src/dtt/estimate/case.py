@@ -139,6 +139,8 @@ class Case:
     def compiled(self) -> bool:
         """True if blocks are compiled."""
         wanted = self.cfg.train.compile
+        if self.sizes.tensor > 1 and self.cfg.train.remat == "full":
+            return False  # as `dtt.parallel.apply` decides
         return self.gpu.kind == "cuda" if wanted is None else wanted
 
     @property

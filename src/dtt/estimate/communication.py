@@ -60,8 +60,9 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
 
     FSDP2 all-gathers weights in the compute dtype in every micro-batch: those outside of blocks
     once for each stage of a rank, those of blocks in the forward pass, and in the backward pass
-    again if they were resharded in between. It reduce-scatters gradients in fp32, after the last micro-batch or after each, and
-    all-reduces the shards over replicas (HSDP). DDP all-reduces all gradients.
+    again if they were resharded in between. It reduce-scatters gradients in fp32, after the last
+    micro-batch or after each, and all-reduces the shards over replicas (HSDP). DDP all-reduces all
+    gradients.
     """
     sizes, trained = case.sizes, numbers(case.trained)
     inner = sizes.tensor

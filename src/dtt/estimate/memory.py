@@ -311,8 +311,8 @@ def _at_the_embedding(case: Case, *, last: bool) -> dict[str, int]:
 
     The weights outside of blocks are still gathered, and their gradients unsharded. The gradient of
     a tied embedding is added to that of the head. With tensor parallelism, each device first has
-    the embedding's gradient for all rows, then takes its own rows, or adds up all of them. FSDP2 is still reduce-scattering
-    the gradients of the first block.
+    the embedding's gradient for all rows, then takes its own rows, or adds up all of them. FSDP2 is
+    still reduce-scattering the gradients of the first block.
     """
     if not case.sizes.sharded or not case.head.trained or not case.first:
         return {}

@@ -76,12 +76,20 @@ def _layers(counts: Counter[int], layers: tuple[int, ...]) -> int:
 def others(case: Case, *, last: bool) -> int:
     """Return the bytes of activations of other passes during a backward pass of the stage."""
     ranks = case.sizes.pipeline
-    if ranks == 1:
-        return 0
-    layers = tuple(map(len, case.own_stages))
-    chunk = case.stage // ranks
-    counts = waiting(ranks, case.rank, layers, case.accumulation, chunk, last)
+    counts = _waiting(case, last)
     return sum(n * _kept(case.of_stage(case.rank + i * ranks)) for i, n in counts.items())
+
+
+def most_waiting(case: Case) -> int:
+    """Return the maximum number of passes of a rank that wait for their backward pass."""
+    stages = range(case.rank, len(case.stages), case.sizes.pipeline)
+    return max(_waiting(case.of_stage(stage), False).total() for stage in stages) + 1
+
+
+def _waiting(case: Case, last: bool) -> Counter[int]:
+    ranks = case.sizes.pipeline
+    layers = tuple(map(len, case.own_stages))
+    return waiting(ranks, case.rank, layers, case.accumulation, case.stage // ranks, last)
 
 
 def _kept(case: Case) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import find_tokenizer
-from dtt.estimate import advice, gpus
+from dtt.estimate import advice, gpus, pipeline_report
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import LINK
 from dtt.estimate.duration import (
@@ -35,6 +35,7 @@ from dtt.estimate.memory import (
     GIB,
     SPARE,
     MemoryEstimate,
+    by_rank,
     checkpoint_bytes,
     checkpoints_at_once,
     memory,
@@ -49,13 +50,19 @@ class Estimate:
     """The complete estimate of a run."""
 
     case: Case
-    memory: MemoryEstimate
+    ranks: list[MemoryEstimate]
+    """The memory of each rank of a pipeline; one without a pipeline."""
     step: StepEstimate
     run: RunEstimate
     change: advice.Change | None
     """Change that makes the run fit into memory; None if it fits or no such change was found."""
     price: float | None
     """Price of a device hour, in any currency; None: no cost is printed."""
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """The memory of the rank that needs most."""
+        return max(self.ranks, key=lambda one: one.total)
 
     @property
     def room(self) -> float:
@@ -170,11 +177,9 @@ def make_estimate(
     device = _device(gpu or gpus.here(), per_node)
     vocab_size, steps, cfg = vocabulary_and_steps(cfg, expected_size)
     case = make_case(cfg, device, cfg.launch.nodes, per_node, vocab_size, steps)
-    peak, step = memory(case), step_of(case)
-    estimate = Estimate(case, peak, step, run_of(case, step), None, price)
-    if estimate.fits:
-        return estimate
-    return Estimate(case, peak, step, estimate.run, advice.remedy(case), price)
+    step = step_of(case)
+    estimate = Estimate(case, by_rank(case), step, run_of(case, step), None, price)
+    return estimate if estimate.fits else replace(estimate, change=advice.remedy(case))
 
 
 def missing_configuration() -> ConfigError:
@@ -277,6 +282,7 @@ def facts(estimate: Estimate) -> dict[str, Any]:
         },
         "step_seconds": one.seconds,
         "mfu": one.mfu,
+        **pipeline_report.facts(case, estimate.ranks, one),
         "achieved": achieved(case),
         "achieved_source": SOURCE if case.gpu.kind == "cuda" else None,
         "seconds": estimate.run.seconds,
@@ -293,7 +299,7 @@ def parameters(case: Case) -> tuple[int, int]:
 
     The remaining parameters are those of norms and biases.
     """
-    two = [weight for weight in case.weights if len(weight.shape) > 1]
+    two = [weight for weight in case.all_weights if len(weight.shape) > 1]
     inside = sum(prod(weight.shape) for weight in two if weight.in_block)
     return inside, sum(prod(weight.shape) for weight in two) - inside
 
@@ -309,6 +315,9 @@ def lines(estimate: Estimate) -> Iterator[str]:
     yield ""
     yield from _memory_lines(estimate)
     yield ""
+    if len(estimate.ranks) > 1:
+        yield from pipeline_report.lines(estimate.case, estimate.ranks, estimate.step)
+        yield ""
     yield from _step_lines(estimate)
     yield ""
     yield from _total_lines(estimate)
@@ -348,7 +357,8 @@ def _run_lines(case: Case) -> Iterator[str]:
 
 def _memory_lines(estimate: Estimate) -> Iterator[str]:
     case, peak = estimate.case, estimate.memory
-    yield f"memory of a device at its peak ({peak.moment}), GiB"
+    of_rank = f" of pipeline rank {estimate.ranks.index(peak)}" if len(estimate.ranks) > 1 else ""
+    yield f"memory of a device{of_rank} at its peak ({peak.moment}), GiB"
     for part, size in peak.parts.items():
         if size:
             yield f"  {part:<28}{size / GIB:>10.2f}"
@@ -374,9 +384,10 @@ def _step_lines(estimate: Estimate) -> Iterator[str]:
         yield f"  {each.kind:<28}{each.bytes / 1e9:>10.3g}{each.seconds:>10.3g}{note}"
     if not one.collectives:
         yield "  nothing"
+    idle = f", {one.idle:.3g} idle" if one.idle else ""
     yield (
         f"{'step':<10}≈ {one.seconds:.3g} s ({one.compute:.3g} compute, "
-        f"{one.optimizer:.3g} optimizer, {one.exposed:.3g} exposed communication)"
+        f"{one.optimizer:.3g} optimizer, {one.exposed:.3g} exposed communication{idle})"
     )
     yield f"{'':<10}MFU ≈ {one.mfu:.0%}"
 
