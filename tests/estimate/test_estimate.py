@@ -455,13 +455,19 @@ def test_a_step_holds_what_the_formulas_say_of_the_variants_of_its_optimizer() -
         assert planned == pytest.approx(peak, rel=0.02), settings
 
 
-def _simulate(pipe: object) -> None:
+SIMULATED = (
+    "gpt2-124m --ranks 8 --shard 4 --context 2 --seq-len 1024 --layers 3 --optimizer muon",
+    "llama3-8b --ranks 16 --shard 2 --pipeline 4 --stages-per-rank 2 --tensor 2 --layers 8"
+    + " --seq-len 4096 --accumulation 8 --pipeline-rank 1",
+)
+
+
+def _simulate(pipe: object, arguments: str) -> None:
     import sys
 
     from support.simulated_ranks import case_of, parse_arguments, simulate
 
-    arguments = "gpt2-124m --ranks 8 --shard 4 --context 2 --seq-len 1024 --layers 3"
-    sys.argv = ["simulated_ranks", *arguments.split(), "--optimizer", "muon"]
+    sys.argv = ["simulated_ranks", *arguments.split()]
     one = case_of(parse_arguments())
     *peaks, received = simulate(one)
     *passes, step = (
@@ -473,9 +479,10 @@ def _simulate(pipe: object) -> None:
 
 
 @pytest.mark.slow
-def test_simulated_ranks_hold_and_receive_what_the_formulas_say() -> None:
+@pytest.mark.parametrize("arguments", SIMULATED)
+def test_simulated_ranks_hold_and_receive_what_the_formulas_say(arguments: str) -> None:
     here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_simulate, args=(there,))
+    process = multiprocessing.get_context("fork").Process(target=_simulate, args=(there, arguments))
     process.start()
     there.close()
     planned, simulated = here.recv()  # EOFError: see its traceback

@@ -44,7 +44,9 @@ def test_without_data_the_plan_uses_the_configuration(
     facts, screen = planned(capsys, "tokenizer.vocab_size=1000", price=2.5)
     assert facts["parameters_embedding_and_head"] == 2 * 1024 * 64
     assert facts["tokens"] == 100 * 4096
-    assert facts["mesh"] == {"replicate": 8, "shard": 1, "context": 1, "tensor": 1}
+    assert facts["mesh"] == {
+        "pipeline": 1, "replicate": 8, "shard": 1, "context": 1, "tensor": 1,
+    }  # fmt: skip
     assert facts["fits"] is True
     assert facts["change"] is None
     assert facts["memory_peak"] == sum(facts["memory"].values())  # type: ignore[attr-defined]
@@ -52,6 +54,23 @@ def test_without_data_the_plan_uses_the_configuration(
     assert "  fits\n" in screen
     assert max(map(len, screen.splitlines())) <= 100
     assert len(screen.splitlines()) <= 40
+
+
+def test_the_plan_of_a_pipeline_has_a_line_for_each_rank(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = ("tokenizer.vocab_size=50000", "model.n_layers=8", "parallel.pipeline=2")
+    facts, screen = planned(capsys, *keys)
+    ranks: list[dict[str, int]] = facts["pipeline_ranks"]  # type: ignore[assignment]
+    assert [rank["layers"] for rank in ranks] == [4, 4]
+    assert max(rank["peak"] for rank in ranks) == facts["memory_peak"]
+    assert "\n0          4       2 " in screen
+    # The head takes longer than all layers.
+    assert facts["layers_per_stage"] == [7, 1]
+    assert "less with parallel.layers_per_stage=[7,1]" in screen
+    assert max(map(len, screen.splitlines())) <= 100
+    assert planned(capsys, *keys, "parallel.layers_per_stage=[7,1]")[0]["layers_per_stage"] is None
 
 
 def test_a_plan_needs_only_a_dataset_name(dtt: Dtt) -> None:

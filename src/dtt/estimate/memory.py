@@ -77,12 +77,12 @@ def moments(case: Case) -> list[MemoryEstimate]:
     ranks = case.sizes.pipeline
     for stage in range(case.rank, len(case.stages), ranks):
         of_stage = case.of_stage(stage)
-        named = f" of stage {stage}" if ranks > 1 else ""
+        named = f", stage {stage}" if ranks > 1 else ""
         for moment, parts in _of_a_pass(of_stage, last=True).items():
             found[moment + named] = parts
         if ranks > 1:
             for moment, parts in _of_a_pass(of_stage, last=False).items():
-                found[f"{moment}{named}, in between"] = parts
+                found[f"{moment}{named}, before"] = parts
     found["the optimizer's step"] = _in_the_step(case)
     return [MemoryEstimate(moment, always | parts) for moment, parts in found.items()]
 
