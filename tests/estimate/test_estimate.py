@@ -457,8 +457,7 @@ def test_a_step_holds_what_the_formulas_say_of_the_variants_of_its_optimizer() -
 
 SIMULATED = (
     "gpt2-124m --ranks 8 --shard 4 --context 2 --seq-len 1024 --layers 3 --optimizer muon",
-    "llama3-8b --ranks 16 --shard 2 --pipeline 4 --stages-per-rank 2 --tensor 2 --layers 8"
-    + " --seq-len 4096 --accumulation 8 --pipeline-rank 1",
+    "llama3-8b --ranks 8 --pipeline 4 --stages-per-rank 2 --tensor 2 --layers 8 --accumulation 8",
 )
 
 

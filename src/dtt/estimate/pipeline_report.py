@@ -23,12 +23,13 @@ WORTHWHILE = 0.01
 
 def lines(case: Case, ranks: Sequence[MemoryEstimate], step: StepEstimate) -> Iterator[str]:
     """Yield a table with a line for each rank of the pipeline, and a better division of layers."""
-    head = "".join(f"{column:>12}" for column in (*COLUMNS, "total"))
+    widths = [len(column) + 2 for column in COLUMNS] + [9]
+    head = "".join(f"{name:>{n}}" for name, n in zip((*COLUMNS, "total"), widths, strict=True))
     yield f"{'rank':<5}{'layers':>7}{'waiting':>8}{head}"
     for rank, peak in enumerate(ranks):
         of_rank = case.of_rank(rank)
         sizes = [*(peak.parts.get(part, 0) for part in COLUMNS.values()), peak.total]
-        columns = "".join(f"{size / GIB:>12.2f}" for size in sizes)
+        columns = "".join(f"{size / GIB:>{n}.2f}" for size, n in zip(sizes, widths, strict=True))
         yield f"{rank:<5}{of_rank.own_blocks:>7}{pipeline.most_waiting(of_rank):>8}{columns}"
     yield "at each rank's peak in GiB; waiting: passes whose backward pass has not started"
     yield f"each rank is idle for {step.idle / step.seconds:.1%} of a step, at its start and end"

@@ -384,12 +384,12 @@ def _step_lines(estimate: Estimate) -> Iterator[str]:
         yield f"  {each.kind:<28}{each.bytes / 1e9:>10.3g}{each.seconds:>10.3g}{note}"
     if not one.collectives:
         yield "  nothing"
-    idle = f", {one.idle:.3g} idle" if one.idle else ""
+    idle = f", {one.idle:.3g} s idle in the pipeline" if one.idle else ""
     yield (
         f"{'step':<10}≈ {one.seconds:.3g} s ({one.compute:.3g} compute, "
-        f"{one.optimizer:.3g} optimizer, {one.exposed:.3g} exposed communication{idle})"
+        f"{one.optimizer:.3g} optimizer, {one.exposed:.3g} exposed communication)"
     )
-    yield f"{'':<10}MFU ≈ {one.mfu:.0%}"
+    yield f"{'':<10}MFU ≈ {one.mfu:.0%}{idle}"
 
 
 def _total_lines(estimate: Estimate) -> Iterator[str]:
