@@ -139,6 +139,15 @@ class Decoder(nn.Module):
         x_BTD = _scaled(x_BTD, self.arch.logit_scale)
         return self._output(x_BTD, aux, targets_BT, z_loss, reduction)
 
+    def holds(self, name: str) -> bool:
+        """Return False if `name`, of a layer or parameter, belongs to another pipeline stage."""
+        part, *rest = name.split(".")
+        if part == "layers":
+            index = int(rest[0])
+            return index >= len(self.layers) or not isinstance(self.layers[index], Absent)
+        edge = self.embed if part in ("embed", "pos_embed") else self.norm
+        return not isinstance(edge, Absent)
+
     def _embedded(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Return the input of the first layer, [B, T, D]."""
         x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)

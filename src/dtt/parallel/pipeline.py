@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtt.mesh.mesh import Mesh
+from dtt.model.architecture import Architecture
 from dtt.model.layers import held_layers
 from dtt.model.output import HiddenStates, Output
+from dtt.parallel.context import ContextParallel
 
 Pass = Callable[[range, int, Tensor | None], Tensor]
 """Function of the layers of a stage, the number of a micro-batch, and the hidden states [B, P, D]
@@ -58,12 +60,26 @@ class Pipeline(nn.Module):
         """The Decoder."""
         return getattr(self.module, "model", self.module)
 
+    @property
+    def arch(self) -> Architecture:
+        """The architecture of the whole model."""
+        arch: Architecture = self.decoder.arch
+        return arch
+
+    def without_context(self) -> Pipeline:
+        """Return a pipeline of the same layers that computes whole sequences on each rank."""
+        return Pipeline(
+            self.decoder, self.layers, self.mesh, self.dtype, reduce_each=self.reduce_each
+        )
+
     def hidden_shape(self, tokens_BT: Tensor) -> tuple[int, int, int]:
         """Return the shape [B, P, D] of the hidden states of this rank."""
         rows, length = tokens_BT.shape
-        multiple = getattr(self.module, "multiple", 1)  # ContextParallel pads sequences to it
-        parts = self.mesh.size("context", "tensor")
-        return rows, -(-length // multiple) * multiple // parts, self.decoder.arch.dim
+        parts = self.mesh.size("tensor")
+        if isinstance(self.module, ContextParallel):
+            length += -length % self.module.multiple
+            parts *= self.module.shard.size
+        return rows, length // parts, self.arch.dim
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, **options: Any) -> Any:
         """Return what the whole model returns, on all ranks of the pipeline, without a gradient.
@@ -82,14 +98,15 @@ class Pipeline(nn.Module):
             result = self.module(
                 tokens_BT, targets_BT, layers=self.layers[stage], hidden_BTD=hidden_BPD, **options
             )
+            of_stage = result.aux if isinstance(result, HiddenStates | Output) else {}
+            aux |= {name: aux.get(name, 0.0) + value for name, value in of_stage.items()}
             if isinstance(result, HiddenStates):
-                aux |= {name: aux.get(name, 0.0) + value for name, value in result.aux.items()}
                 target = (stage + 1) % self.ranks
                 dist.send(result.hidden.contiguous(), group=self.group, group_dst=target)
         return self._from_last(result, aux)
 
     def _from_last(self, result: Any, aux: dict[str, Tensor]) -> Any:
-        """Return the result of the last rank, with the auxiliary losses of all, on every rank."""
+        """Return the result of the last rank, with the sums of all ranks' `aux`, on every rank."""
         found = result if isinstance(result, Output) else Output(result, {}, {})
         last = self.rank == self.ranks - 1
         form = [
@@ -106,8 +123,8 @@ class Pipeline(nn.Module):
         names = sorted(
             {name for some in self.mesh.gather(list(own), ("pipeline",)) for name in some}
         )
-        zero = torch.zeros((), device=device)
-        sums = {name: self.mesh.sum(own.get(name, zero).clone(), ("pipeline",)) for name in names}
+        zero = torch.zeros((), dtype=loss.dtype, device=device)
+        sums = {name: self.mesh.sum(aux.get(name, zero).clone(), ("pipeline",)) for name in names}
         return Output(loss, sums, {})
 
     def train_on(self, count: int, tokens_BT: Tensor, run: Pass) -> None:

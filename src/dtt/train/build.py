@@ -322,6 +322,7 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
     from dtt.evaluate.tasks.runner import TaskRunner
     from dtt.evaluate.tasks.scorer import Generator, Scorer
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
+    from dtt.parallel.pipeline import Pipeline
 
     cfg, plan, world, dataset = inputs.cfg.eval, inputs.plan, inputs.world, inputs.dataset
     if not cfg.tasks:
@@ -332,9 +333,11 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
         "collective": state.layout.sharded,
     }
     end = dataset.manifest.end_of_document
+    module, stages = state.step.module, plan.sizes.pipeline
+    model = module.without_context() if isinstance(module, Pipeline) else state.model
     runner = TaskRunner(
-        Scorer(state.model, world, precision=plan.precision, **how),
-        Generator(state.model, world, **how),
+        Scorer(model, world, precision=plan.precision, pipeline=stages, **how),
+        Generator(model, world, **how),
         QuestionEncoder(
             add_in_front(open_tokenizer(dataset.tokenizer), dataset.manifest.begin_of_document),
             end,
