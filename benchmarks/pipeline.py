@@ -8,7 +8,7 @@ communication none. The formula is (p - 1) / (v m), idle time over busy time (Na
 2021, arXiv 2104.04473).
 
 The second table has the tokens per second of `dtt train` in fp32 for a Llama of 27M parameters with
-micro-batches of 256 tokens: one process with one thread and with two, two such processes of one
+micro-batches of 128 tokens: one process with one thread and with two, two such processes of one
 thread at once that have nothing to do with each other, and `parallel.pipeline=2` with one thread
 each. All take turns, one step each; the first round is a warm-up, figures are medians. `overhead`
 is the time of the pipeline over that of the two at once, which share the machine as it does.
@@ -35,7 +35,7 @@ from train_cpu import Worker, train_in_turns
 
 FORWARD, BACKWARD = "F", "B"
 SLOTS = {FORWARD: 1, BACKWARD: 2}
-SEQ_LEN = 256
+SEQ_LEN = 128
 MODEL = [
     "model.family=llama", "model.dim=512", "model.n_layers=8", "model.n_heads=8",
     "model.ffn_dim=1408", "model.tie_embeddings=false",
