@@ -235,6 +235,7 @@ def initial_weights(
 def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:
     """Return the measurements and the trackers of a run."""
     from dtt.model.adapted_layers import adapter_weights
+    from dtt.parallel.pipeline import Pipeline
     from dtt.track.trackers import make_trackers
     from dtt.train.components import Observers
     from dtt.train.profiler import Profiler
@@ -251,6 +252,8 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action])
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
         meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)
+    if isinstance(state.step.module, Pipeline):
+        meter.watch_pipeline(state.step.module)
     step: int | None = None
     again: set[str] = set()
     if inputs.resume is not None:
