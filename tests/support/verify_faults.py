@@ -148,7 +148,7 @@ def norm_of_the_stage() -> None:
 
 def not_reduced_at_the_end() -> None:
     """A stage reduces its gradients in the pass of its first micro-batch instead of its last."""
-    from dtt.parallel.pipeline import Pipeline
+    from dtt.parallel.pipelining import Pipeline
 
     seen = set[int]()
 

@@ -235,7 +235,7 @@ def initial_weights(
 def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:
     """Return the measurements and the trackers of a run."""
     from dtt.model.adapted_layers import adapter_weights
-    from dtt.parallel.pipeline import Pipeline
+    from dtt.parallel.pipelining import Pipeline
     from dtt.track.trackers import make_trackers
     from dtt.train.components import Observers
     from dtt.train.profiler import Profiler
@@ -325,7 +325,7 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
     from dtt.evaluate.tasks.runner import TaskRunner
     from dtt.evaluate.tasks.scorer import Generator, Scorer
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
-    from dtt.parallel.pipeline import Pipeline
+    from dtt.parallel.pipelining import Pipeline
 
     cfg, plan, world, dataset = inputs.cfg.eval, inputs.plan, inputs.world, inputs.dataset
     if not cfg.tasks:

@@ -14,7 +14,7 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.dtypes import wide_dtype
 from dtt.model.output import HiddenStates, Output
 from dtt.parallel.apply import autocast
-from dtt.parallel.pipeline import Pipeline
+from dtt.parallel.pipelining import Pipeline
 from dtt.train.step import Objective, Step
 
 

@@ -21,7 +21,7 @@ from dtt.mesh.dist import World
 from dtt.mesh.peak_flops import measured_flops, peak_flops
 from dtt.model import count
 from dtt.model.architecture import Architecture
-from dtt.parallel.pipeline import Pipeline
+from dtt.parallel.pipelining import Pipeline
 from dtt.train.process_memory import MemoryMeter
 
 Part = Literal[

@@ -175,7 +175,7 @@ class _Schedule:
         self._seen: dict[int, int] = {}
         schedule = self
 
-        class Stage(pipelining.PipelineStage):
+        class CountedStage(pipelining.PipelineStage):
             """A stage that says before each backward pass whether gradients are reduced in it."""
 
             def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
@@ -190,7 +190,7 @@ class _Schedule:
         nothing = torch.empty(1, device="meta")
         last = len(pipeline.layers) - 1
         stages = [
-            Stage(
+            CountedStage(
                 _Part(self, stage), stage, last + 1, device,
                 input_args=(hidden if stage else nothing,),
                 output_args=(nothing if stage == last else hidden,),
