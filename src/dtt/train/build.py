@@ -132,8 +132,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     from dtt.train.anomaly_guard import Guard
     from dtt.train.assemble import assemble, make_optimizers
     from dtt.train.components import TrainState
-    from dtt.train.pipelined_step import PipelinedStep
-    from dtt.train.step import Step
+    from dtt.train.pipelined_step import make_step
 
     cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
     startup = inputs.attempt.start
@@ -156,7 +155,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     state = TrainState(
         layout=assembled.layout,
         model=assembled.model,
-        step=(PipelinedStep if plan.sizes.pipeline > 1 else Step)(
+        step=make_step(
             assembled.module,
             plan.precision,
             assembled.layout.gradient_replicas,
