@@ -28,7 +28,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.model.mesh_divisibility import check_stages
 from dtt.parallel.apply import apply
-from dtt.parallel.pipeline import Pipeline
+from dtt.parallel.pipelining import Pipeline
 from dtt.train.pipelined_step import PipelinedStep
 from dtt.train.step import Step, next_token
 

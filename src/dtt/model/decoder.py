@@ -101,19 +101,17 @@ class Decoder(nn.Module):
         tokens attend only within their document, and positions restart at 0 in each. It cannot be
         combined with a cache.
 
-        `positions_BT` and `attention_fns` (one per layer) replace documents and cache
-        where the tokens are only a part of their sequences, as under context parallelism.
-
-        With `layers`, compute only these, from `hidden_BTD` unless they are the first; unless they
-        are the last, return their `HiddenStates`.
+        `positions_BT` and `attention_fns` (one per layer) replace documents and cache where the
+        tokens are only a part of their sequences, as under context parallelism. With `layers`, it
+        computes only these, from `hidden_BTD` or tokens, and returns `HiddenStates` for others.
         """
         layers = layers or range(self.arch.n_layers)
         self._check_growth(cache, tokens_BT.shape[1])
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
         x_BTD = self._embedded(tokens_BT, positions_BT) if hidden_BTD is None else hidden_BTD
-        # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: bf16 has 8
-        # significant bits, so positions above 256 would round to their neighbours.
+        # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: in bf16, positions
+        # above 256 would round to their neighbours.
         angles = {
             rope: rotations(positions_BT[:, None], self.arch.rotary_dim, *rope) if rope else None
             for rope in set(self.ropes)

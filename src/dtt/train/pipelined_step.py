@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.dtypes import wide_dtype
 from dtt.model.output import HiddenStates, Output
 from dtt.parallel.apply import autocast
-from dtt.parallel.pipeline import Pipeline
+from dtt.parallel.pipelining import Pipeline
 from dtt.train.step import Objective, Step
 
 
@@ -111,6 +111,14 @@ class PipelinedStep(Step):
             if isinstance(output, HiddenStates):
                 return output
             return objective.losses(output, micro_batch)
+
+
+def make_step(
+    module: nn.Module, precision: str, replicas: int = 1, *, reduce_each: bool = False
+) -> Step:
+    """Return the step of a module; the arguments are the fields of `Step`."""
+    kind = PipelinedStep if isinstance(module, Pipeline) else Step
+    return kind(module, precision, replicas, reduce_each)
 
 
 def missing(count: int, pipeline: Pipeline) -> int:

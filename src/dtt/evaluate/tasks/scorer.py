@@ -20,7 +20,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch, generate_uncached
 from dtt.model.tree_attention import PackedTrees, make_tree_attention_fns
 from dtt.parallel.apply import autocast
-from dtt.parallel.pipeline import Pipeline
+from dtt.parallel.pipelining import Pipeline
 
 GPU_MULTIPLE = 1024
 """Tokens that batches on a GPU are padded to a multiple of: each length is compiled once."""

@@ -48,6 +48,10 @@ class Pipeline(nn.Module):
         """Stages of this rank."""
         self.names: list[tuple[str, str]] = []
         """Kind and name of each value that a training step reports, of all ranks."""
+        self.passes: list[tuple[Any, Any]] = []
+        """Start and end of each pass of this rank, if `mark` is set."""
+        self.mark: Callable[[], Any] = lambda: None
+        """Function that returns the current time, on a GPU as an event."""
         self._schedules: dict[tuple[int, ...], _Schedule] = {}
 
     @property
@@ -171,18 +175,22 @@ class _Schedule:
         self._seen: dict[int, int] = {}
         schedule = self
 
-        class Stage(pipelining.PipelineStage):
+        class CountedStage(pipelining.PipelineStage):
             """A stage that says before each backward pass whether gradients are reduced in it."""
 
             def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
                 schedule.before_backward(self.stage_index)
-                return super().backward_one_chunk(*arguments, **options)
+                # What was received is here: the pass waits for no other stage.
+                start = pipeline.mark()
+                result = super().backward_one_chunk(*arguments, **options)
+                pipeline.passes.append((start, pipeline.mark()))
+                return result
 
         hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
         nothing = torch.empty(1, device="meta")
         last = len(pipeline.layers) - 1
         stages = [
-            Stage(
+            CountedStage(
                 _Part(self, stage), stage, last + 1, device,
                 input_args=(hidden if stage else nothing,),
                 output_args=(nothing if stage == last else hidden,),
@@ -222,7 +230,9 @@ class _Schedule:
         assert self._run is not None
         number = self._seen[stage]
         self._seen[stage] += 1
+        start = self._pipeline.mark()
         passed = self._run(self._pipeline.layers[stage], number, hidden_BPD)
+        self._pipeline.passes.append((start, self._pipeline.mark()))
         return passed if passed.ndim else passed[None]
 
 
