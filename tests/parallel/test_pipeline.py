@@ -16,7 +16,7 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import ParallelConfig, Sizes, even_division
 from dtt.config.train import TrainConfig
-from dtt.data.samples.compatibility import check_pipeline
+from dtt.data.samples.compatibility import check_batches
 from dtt.data.samples.loader import MicroBatch
 from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.scorer import Generator, Scorer
@@ -176,8 +176,8 @@ def test_layers_that_make_no_stages_are_refused(
 
 def test_batches_that_make_too_few_or_uneven_micro_batches_are_refused() -> None:
     train = TrainConfig(seq_len=64, micro_batch=2, global_batch_tokens=12 * 64, steps=10)
-    check_pipeline(train, 1, 6)
+    check_batches(train, Sizes(pipeline=6))
     with pytest.raises(ConfigError, match="at least 7"):
-        check_pipeline(train, 1, 7)
+        check_batches(train, Sizes(pipeline=7))
     with pytest.raises(ConfigError, match="not a multiple of 2"):
-        check_pipeline(train, 4, 1)
+        check_batches(train, Sizes(pipeline=2, replicate=4))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.mesh import Mesh
 from dtt.model.architecture import Architecture
 from dtt.model.layers import held_layers
@@ -188,12 +189,14 @@ class _Schedule:
 
         hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
         nothing = torch.empty(1, device="meta")
+        # torch 2.11 compares the outputs with what it was told.
+        loss = torch.empty(1, dtype=wide_dtype(hidden), device="meta")
         last = len(pipeline.layers) - 1
         stages = [
             CountedStage(
                 _Part(self, stage), stage, last + 1, device,
                 input_args=(hidden if stage else nothing,),
-                output_args=(nothing if stage == last else hidden,),
+                output_args=(loss if stage == last else hidden,),
                 group=pipeline.group,
             )
             for stage in pipeline.own
