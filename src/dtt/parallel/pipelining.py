@@ -9,7 +9,8 @@ Shapes: B sequences, T tokens of a sequence, P tokens of it on this rank, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -49,11 +50,11 @@ class Pipeline(nn.Module):
         """Stages of this rank."""
         self.names: list[tuple[str, str]] = []
         """Kind and name of each value that a training step reports, of all ranks."""
+        self.mark: Callable[[], Any] | None = None
+        """Function that returns the current time, on a GPU as an event; None if nobody asks."""
         self.passes: list[tuple[Any, Any]] = []
-        """Start and end of each pass of this rank, if `mark` is set."""
-        self.mark: Callable[[], Any] = lambda: None
-        """Function that returns the current time, on a GPU as an event."""
-        self._schedules: dict[tuple[int, ...], _Schedule] = {}
+        """Start and end of each pass of this rank, by `mark`."""
+        self._schedule: _Schedule | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -124,10 +125,8 @@ class Pipeline(nn.Module):
         dist.broadcast(loss, group=self.group, group_src=self.ranks - 1)
         if not with_targets:
             return loss
-        own = aux | (found.aux if last else {})
-        names = sorted(
-            {name for some in self.mesh.gather(list(own), ("pipeline",)) for name in some}
-        )
+        of_ranks = self.mesh.gather(list(aux), ("pipeline",))
+        names = sorted({name for some in of_ranks for name in some})
         zero = torch.zeros((), dtype=loss.dtype, device=device)
         sums = {name: self.mesh.sum(aux.get(name, zero).clone(), ("pipeline",)) for name in names}
         return Output(loss, sums, {})
@@ -138,11 +137,20 @@ class Pipeline(nn.Module):
         `count` must be at least the number of ranks, and with several stages a rank a multiple of
         it. Gradients are reduced over the ranks of a stage in the pass of its last micro-batch.
         """
-        shape = count, *self.hidden_shape(tokens_BT)
-        if shape not in self._schedules:
-            # A batch schedule has a few shapes. Buffers for received tensors are made here.
-            self._schedules[shape] = _Schedule(self, count, shape[1:], tokens_BT.device)
-        self._schedules[shape].step(run)
+        shape = self.hidden_shape(tokens_BT)
+        if self._schedule is None or self._schedule.form != (count, shape):
+            # One at a time: it has buffers for the hidden states of all micro-batches.
+            self._schedule = None
+            self._schedule = _Schedule(self, count, shape, tokens_BT.device)
+        self._schedule.step(run)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Record start and end of a pass inside."""
+        start = self.mark and self.mark()
+        yield
+        if self.mark is not None:
+            self.passes.append((start, self.mark()))
 
     def reduce_gradients(self, stage: int, *, last: bool, end: bool) -> None:
         """Say, before a backward pass of a stage, whether it is the `last` one, and the rank's.
@@ -172,6 +180,7 @@ class _Schedule:
 
         self._run: Pass | None = None
         self._pipeline, self._count = pipeline, count
+        self.form = count, shape
         self._left: dict[int, int] = {}
         self._seen: dict[int, int] = {}
         schedule = self
@@ -182,10 +191,8 @@ class _Schedule:
             def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
                 schedule.before_backward(self.stage_index)
                 # What was received is here: the pass waits for no other stage.
-                start = pipeline.mark()
-                result = super().backward_one_chunk(*arguments, **options)
-                pipeline.passes.append((start, pipeline.mark()))
-                return result
+                with pipeline.timed():
+                    return super().backward_one_chunk(*arguments, **options)
 
         hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
         nothing = torch.empty(1, device="meta")
@@ -233,9 +240,8 @@ class _Schedule:
         assert self._run is not None
         number = self._seen[stage]
         self._seen[stage] += 1
-        start = self._pipeline.mark()
-        passed = self._run(self._pipeline.layers[stage], number, hidden_BPD)
-        self._pipeline.passes.append((start, self._pipeline.mark()))
+        with self._pipeline.timed():
+            passed = self._run(self._pipeline.layers[stage], number, hidden_BPD)
         return passed if passed.ndim else passed[None]
 
 
