@@ -80,6 +80,9 @@ class Training(Work):
 
     variants: ClassVar = {
         "1 rank": (1, ()), "2 ranks": (2, ()), "2 shards": (2, ("parallel.shard=2",)),
+        "2 stages": (
+            2, ("parallel.pipeline=2", "parallel.replicate=1", "model.tie_embeddings=false")
+        ),
     }  # fmt: skip
     steps = 120
 

@@ -79,8 +79,8 @@ class Worker:
         return None
 
 
-def train(shape: Shape, precision: str) -> None:
-    """Run `dtt train` as a worker that waits for its turn before each step."""
+def train_in_turns(arguments: list[str]) -> None:
+    """Run `dtt train ARGUMENTS` as a worker that waits for its turn before each step."""
     from dtt.main import main
     from dtt.train.trainer import Trainer
 
@@ -91,24 +91,32 @@ def train(shape: Shape, precision: str) -> None:
         nonlocal start
         record = {"seconds": time.perf_counter() - start} if start else {"ready": True}
         print(json.dumps(record), flush=True)
-        if sys.stdin.readline().strip() == "end":
+        if sys.stdin.readline() != "step\n":  # the end, or the script that asks is gone
             print(json.dumps({"peak": peak_memory()}), flush=True)
             os._exit(0)
         start = time.perf_counter()
         step(self, *arguments)
 
-    Trainer.step = wait_and_step  # type: ignore[assignment,method-assign]
+    if os.environ.get("RANK", "0") == "0":  # other ranks wait for this one anyway
+        Trainer.step = wait_and_step  # type: ignore[assignment,method-assign]
+    sys.argv = [
+        "dtt", "train", "optim.type=adamw", "optim.lr=3e-4", "train.steps=100000",
+        "train.sample_tokens=0", "train.log_every=1", "train.eval_every=0",
+        "train.eval_tokens=512", *arguments,
+    ]  # fmt: skip
+    main()
+
+
+def train(shape: Shape, precision: str) -> None:
+    """Run the worker of a shape."""
     with tempfile.TemporaryDirectory(prefix="dtt-train-") as name:
         os.chdir(name)
         tokens = make_tokens(Path(name))
-        sys.argv = [
-            "dtt", "train", "name=bench", f"data.tokens={tokens}", "optim.type=adamw",
-            "optim.lr=3e-4", f"train.precision={precision}", f"train.seq_len={shape['seq_len']}",
-            f"train.micro_batch={shape['batch']}", "train.steps=100000", "train.sample_tokens=0",
-            f"train.global_batch_tokens={shape['batch'] * shape['seq_len']}", "train.log_every=1",
-            "train.eval_every=0", "train.eval_tokens=512", *keys(shape),
-        ]  # fmt: skip
-        main()
+        train_in_turns([
+            "name=bench", f"data.tokens={tokens}", f"train.precision={precision}",
+            f"train.seq_len={shape['seq_len']}", f"train.micro_batch={shape['batch']}",
+            f"train.global_batch_tokens={shape['batch'] * shape['seq_len']}", *keys(shape),
+        ])  # fmt: skip
 
 
 def keys(shape: Shape) -> list[str]:

@@ -9,8 +9,8 @@ from dtt.config.parallel import ParallelConfig, resolve
 
 
 def test_minus_one_takes_the_remaining_devices() -> None:
-    assert resolve(ParallelConfig(tensor=2), 8) == (4, 1, 1, 2)
-    assert resolve(ParallelConfig(replicate=2, shard=-1, context=2), 8) == (2, 2, 2, 1)
+    assert resolve(ParallelConfig(tensor=2), 8) == (1, 4, 1, 1, 2)
+    assert resolve(ParallelConfig(replicate=2, shard=-1, context=2), 8) == (1, 2, 2, 2, 1)
 
 
 def test_the_suggested_mesh_fits_the_number_of_processes() -> None:
@@ -18,4 +18,4 @@ def test_the_suggested_mesh_fits_the_number_of_processes() -> None:
         resolve(ParallelConfig(tensor=2), 3)
     for change in ("parallel.shard=-1", "parallel.replicate=1", "parallel.tensor=1"):
         assert change in str(caught.value)
-    assert resolve(ParallelConfig(shard=-1, replicate=1, tensor=1), 3) == (1, 3, 1, 1)
+    assert resolve(ParallelConfig(shard=-1, replicate=1, tensor=1), 3) == (1, 1, 3, 1, 1)

@@ -44,9 +44,7 @@ def test_without_data_the_plan_uses_the_configuration(
     facts, screen = planned(capsys, "tokenizer.vocab_size=1000", price=2.5)
     assert facts["parameters_embedding_and_head"] == 2 * 1024 * 64
     assert facts["tokens"] == 100 * 4096
-    assert facts["mesh"] == {
-        "pipeline": 1, "replicate": 8, "shard": 1, "context": 1, "tensor": 1,
-    }  # fmt: skip
+    assert facts["mesh"] == {"pipeline": 1, "replicate": 8, "shard": 1, "context": 1, "tensor": 1}
     assert facts["fits"] is True
     assert facts["change"] is None
     assert facts["memory_peak"] == sum(facts["memory"].values())  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.model.layers import Block
+from dtt.model.layers import Block, held_layers
 
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
 VARIANTS = {
@@ -78,7 +78,7 @@ class Penalised(Block):
 
 
 def penalise(model: Decoder) -> Decoder:
-    for block in model.layers:
+    for block in held_layers(model).values():
         block.__class__ = Penalised
     return model
 

@@ -112,6 +112,56 @@ def mean_per_micro_batch() -> None:
     wrap(Step, "run", around)
 
 
+def pipelined(change: Callable[..., Any]) -> Callable[[], None]:
+    """Replace `run` of a pipeline's step by `change`, which gets it first."""
+
+    def plant() -> None:
+        from dtt.train.pipelined_step import PipelinedStep
+
+        wrap(PipelinedStep, "run", change)
+
+    return plant
+
+
+def not_divided(run: Any, step: Any, batches: Any, objective: Any, _terms: int) -> Any:
+    return run(step, batches, objective, 1)
+
+
+def divided_again(run: Any, step: Any, batches: Any, objective: Any, terms: int) -> Any:
+    return run(step, batches, objective, terms * len(batches))
+
+
+def next_micro_batch(run: Any, step: Any, batches: Any, *others: Any) -> Any:
+    """The last rank computes the loss of other micro-batches than it received."""
+    ours = batches if step.module.rank == 0 else [*batches[1:], batches[0]]
+    return run(step, ours, *others)
+
+
+def norm_of_the_stage() -> None:
+    from dtt.mesh.mesh import Mesh
+
+    def around(total: Any, mesh: Any, values: Any, over: Any = LOSS_AND_TENSOR) -> Any:
+        return total(mesh, values, over)
+
+    wrap(Mesh, "sum", around)
+
+
+def not_reduced_at_the_end() -> None:
+    """A stage reduces its gradients in the pass of its first micro-batch instead of its last."""
+    from dtt.parallel.pipelining import Pipeline
+
+    seen = set[int]()
+
+    def around(reduce: Any, pipeline: Any, stage: int, **ends: Any) -> Any:
+        first = stage not in seen
+        seen.add(stage)
+        if ends["end"]:
+            seen.clear()
+        return reduce(pipeline, stage, last=first, end=ends["end"])
+
+    wrap(Pipeline, "reduce_gradients", around)
+
+
 def micro_batch_lost() -> None:
     from dtt.model.output import Output
     from dtt.train.step import Step
@@ -513,6 +563,8 @@ def tied_head_stored_untied() -> None:
     wrap(hf, "_write_config", around)
 
 
+PIPELINE = "parallel.pipeline=2 parallel.replicate=1 model.tie_embeddings=false"
+LOSS_AND_TENSOR = "replicate", "shard", "context", "tensor"
 DOCUMENTS = "data.packing=best-fit data.mask_documents=true"
 LORA = "optim.type=adamw init.from=jobs/x adapter.type=lora"
 DPO = "data.type=preference objective.type=dpo init.from=jobs/x"
@@ -522,6 +574,13 @@ FAULTS: dict[str, Fault] = {
     "gradient not averaged": Fault(gradients_times(lambda: 2.0), "G", "parallel.shard=2"),
     "context gradient of norms doubled": Fault(
         gradients_times(lambda: 2.0, "norm"), "G", "parallel.context=2"
+    ),
+    "pipeline not divided by targets": Fault(pipelined(not_divided), "LG", PIPELINE),
+    "pipeline divided at each micro-batch": Fault(pipelined(divided_again), "LG", PIPELINE),
+    "hidden states of another micro-batch": Fault(pipelined(next_micro_batch), "DLG", PIPELINE),
+    "norm of one stage": Fault(norm_of_the_stage, "N", PIPELINE),
+    "stage reduced too early": Fault(
+        not_reduced_at_the_end, "GR", f"{PIPELINE} parallel.shard=2"
     ),
     "partial sums of norms": Fault(
         gradients_times(lambda: 0.5 + rank(), "_norm"), "GR", "parallel.tensor=2"

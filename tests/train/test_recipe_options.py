@@ -16,7 +16,11 @@ from dtt.track import jsonl
 
 Settings = Callable[..., list[str]]
 
-PRETRAIN = sorted(path.stem for path in (shipped_configs() / "pretrain").glob("*.yaml"))
+PRETRAIN = sorted(
+    path.stem
+    for path in (shipped_configs() / "pretrain").glob("*.yaml")
+    if not path.stem.startswith("llama3-")  # these shard over at least eight processes
+)
 FP32 = {"train__precision": "fp32", "checkpoint__keep_last": 9, "optim__lr": 2e-2}
 OPTIONS = {
     "cautious adamw": ["optim.type=adamw", "optim.weight_decay=cautious horizon 0.1"],

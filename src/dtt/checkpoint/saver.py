@@ -124,9 +124,8 @@ class Saver:
         # no byte is written twice.
         named = {store.MODEL: params, store.STATE: state}
         shards = {kind: tensors.cut(held, self._world.rank) for kind, held in named.items()}
-        # Of all ranks: rank 0 checks the free space for the whole checkpoint.
-        held = [held.tensor for held in chain(params.values(), state.values())]
-        size = sum(tensor.numel() * tensor.itemsize for tensor in held)
+        own = [shard.tensor for shard in chain(*shards.values())]
+        size = sum(tensor.numel() * tensor.itemsize for tensor in own)
         save = Save(step, self._copied(shards), position, size, flush, base)
         if self._config.asynchronous:
             # A daemon, because a process that must end does not wait for a slow disk; an unfinished
@@ -198,6 +197,9 @@ class Saver:
             # `retrying` must not wait for space by itself on one rank: if the disk is full, all
             # ranks wait together below, and then write all files again.
             with waiting_for_space(None):
+                # Rank 0 checks the free space for the whole checkpoint, of which a pipeline stage
+                # knows only a part.
+                save.bytes = sum(self._world.exchange(save.bytes))
                 full = self._write(save)
             if full is not None and self._world.first:
                 log.warning("%s\n  the checkpoint of step %d waits for space", full, save.step)

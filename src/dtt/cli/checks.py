@@ -33,7 +33,8 @@ def doctor(
     """Check that this machine, or every node of a job, is fit for training.
 
     Checks versions, devices and the disk. With several processes, also verifies and times every
-    collective that training uses. Writes a temporary file to --path. Exits with 78 on a problem.
+    collective that training uses, and the links between neighbouring ranks. Writes a temporary file
+    to --path. Exits with 78 on a problem.
     """
     with command():
         from dtt.doctor import run as doctor

@@ -2,7 +2,8 @@
 
 Every rank contributes values that all others know in advance, so a wrong value identifies the rank
 that sent it. The check runs all collectives of training, at sizes that measure latency, a single
-packet and bandwidth. Then every rank swaps data with log2(ranks) others, which reveals a slow one.
+packet and bandwidth. Then every rank swaps data with its neighbours, as in a pipeline, and with
+log2(ranks) others, which reveals a slow one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -30,8 +32,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 SIZES = {"cpu": {1: 50, 1_000: 50, 500_000: 20}, "cuda": {1: 50, 1_000: 50, 2**24: 20}}
 """Number of calls for each number of elements, by device. The count is that of the larger of input
 and output, rounded up to a multiple of the number of ranks."""
+SWAPS = {"cpu": {1: 50, 500_000: 20}, "cuda": {1: 50, 2**22: 20}}
+"""The same for swaps: on a GPU the larger has 16 MiB, as the hidden states of a micro-batch may."""
 WARM_UP = 2
-SWAPPED, SWAPS = 500_000, 7
 LARGEST = 16
 """Values are 1 to 16, and at most 16 ranks contribute to a sum, so bf16 holds every sum exactly."""
 
@@ -58,6 +61,7 @@ class Timing:
     dtype: str
     bytes: int
     """Size of the larger of a rank's input and output."""
+    least: float
     p50: float
     p99: float
     """The maximum, as there are fewer than a hundred calls."""
@@ -66,6 +70,28 @@ class Timing:
     def gb_s(self) -> float:
         """Algorithm bandwidth as nccl-tests defines it, bytes / p50, in GB/s (10^9 bytes)."""
         return self.bytes / self.p50 / 1e9
+
+
+@dataclass(frozen=True)
+class Link:
+    """A swap of two neighbouring ranks, each of which sends and receives."""
+
+    ranks: Pair
+    nodes: tuple[str, str]
+    bytes: int
+    """Size of what each sends."""
+    seconds: float
+    """Time of the fastest swap, on the faster rank: the other one may have waited for its start."""
+
+    @property
+    def kind(self) -> str:
+        """The part of the network."""
+        return "within a node" if self.nodes[0] == self.nodes[1] else "between nodes"
+
+    @property
+    def gb_s(self) -> float:
+        """Bandwidth in each direction, in GB/s (10^9 bytes)."""
+        return self.bytes / self.seconds / 1e9
 
 
 @dataclass
@@ -77,8 +103,8 @@ class Heard:
     wrong: list[tuple[str, int]] = field(default_factory=list)
     """(collective, rank) for each rank whose values arrived wrong here."""
     wrong_sums: list[str] = field(default_factory=list)
-    swaps: dict[int, float] = field(default_factory=dict)
-    """Seconds of the fastest swap with each partner."""
+    swaps: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Seconds of the fastest swap of each (partner, number of elements)."""
 
 
 class Collective(NamedTuple):
@@ -94,21 +120,25 @@ class Collective(NamedTuple):
     sources: Sequence[int | None]
 
 
-def run(world: World) -> tuple[list[Timing], list[EnvironmentUnfit]]:
-    """Run all collectives with all ranks; return timings and problems, the same on every rank.
+def run(world: World) -> tuple[list[Timing], list[Link], list[EnvironmentUnfit]]:
+    """Run all collectives and swaps with all ranks; the result is the same on every rank.
 
-    Raises EnvironmentUnfit immediately if a collective fails.
+    Returns the times of collectives, those of neighbours from the slowest to the fastest, and the
+    problems. Raises EnvironmentUnfit immediately if a collective or a swap fails.
     """
     if world.control is None:
-        return [], []
+        return [], [], []
     heard = Heard()
     for dtype in DTYPES:
         for size, calls in SIZES[world.device.type].items():
             for one in _collectives(world, dtype, size):
-                _try(world, one, calls, heard)
-    _swap(world, heard)
+                heard.timings.append(_try(world, one, calls, heard))
+    nodes = world.gather(heard.node)
+    for size, calls in SWAPS[world.device.type].items():
+        for partner, one in _swaps(world, nodes, size):
+            heard.swaps[partner, size] = _try(world, one, calls, heard).least
     results = world.gather(heard)
-    return _slowest(results), [*_wrong(results), *_slow(results)]
+    return _slowest(results), _links(results), [*_wrong(results), *_slow(results)]
 
 
 def _collectives(world: World, dtype: torch.dtype, size: int) -> Iterator[Collective]:
@@ -157,13 +187,41 @@ def _collectives(world: World, dtype: torch.dtype, size: int) -> Iterator[Collec
     )
 
 
+def _swaps(world: World, nodes: Sequence[str], size: int) -> Iterator[tuple[int, Collective]]:
+    """Yield each partner of this rank and the swap with it, in the same order on all ranks.
+
+    Partners are the neighbours, and the ranks whose number differs in one bit. At any time each
+    rank has one partner, so that none waits for a chain of others.
+    """
+    positions = torch.arange(size, device=world.device)
+    mine = _ramp(world.rank, positions).float()
+    bits = [world.rank ^ (1 << bit) for bit in range((world.size - 1).bit_length())]
+    for partner in (bits[0], ((world.rank + 1) ^ 1) - 1, *bits[1:]):
+        if 0 <= partner < world.size:
+            swap = Collective(
+                f"swap with rank {partner}, node {nodes[partner]},",
+                torch.zeros_like(mine),
+                partial(_swap, mine, partner),
+                _ramp(partner, positions).float()[None],
+                [partner],
+            )
+            yield partner, swap
+
+
+def _swap(mine: Tensor, partner: int, theirs: Tensor) -> None:
+    # Both in one batch, as a pipeline does it: with NCCL, two sends would wait for each other.
+    both = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
 def _ramp(rank: Tensor | int, positions: Tensor, stride: int = 1) -> Tensor:
     """Return a rank's value at each position: 1 to 16, repeated; 0 except at every `stride`-th."""
     place = positions + rank
     return (place % LARGEST + 1) * (place % stride == 0)
 
 
-def _try(world: World, one: Collective, calls: int, heard: Heard) -> None:
+def _try(world: World, one: Collective, calls: int, heard: Heard) -> Timing:
     """Time a collective, and check every result."""
     out = torch.empty_like(one.before)
     rows = out.view(len(one.sources), -1)
@@ -183,39 +241,12 @@ def _try(world: World, one: Collective, calls: int, heard: Heard) -> None:
             wrong |= (rows != one.expected).any(1)
     ordered = sorted(seconds[WARM_UP:])
     p50, p99 = (ordered[math.ceil(share * calls) - 1] for share in (0.50, 0.99))
-    heard.timings.append(Timing(one.name, dtype, largest * out.element_size(), p50, p99))
     for source, is_wrong in zip(one.sources, wrong.tolist(), strict=True):
         if is_wrong and source is None:
             heard.wrong_sums.append(what)
         elif is_wrong and source is not None:
             heard.wrong.append((what, source))
-
-
-def _swap(world: World, heard: Heard) -> None:
-    """Swap values with the ranks whose number differs in one bit, all pairs at the same time."""
-    positions = torch.arange(SWAPPED, device=world.device)
-    mine = _ramp(world.rank, positions).float()
-    theirs = torch.empty_like(mine)
-    for bit in range((world.size - 1).bit_length()):
-        partner = world.rank ^ (1 << bit)
-        if partner >= world.size:
-            continue
-        what = f"swap of {len(mine):,} float32"
-        with _answered(f"{what} with rank {partner}", world.rank, heard.node):
-            seconds = [_swap_once(world, partner, mine, theirs) for _ in range(SWAPS)]
-        heard.swaps[partner] = min(seconds)
-        if bool((theirs != _ramp(partner, positions)).any().item()):
-            heard.wrong.append((what, partner))
-
-
-def _swap_once(world: World, partner: int, mine: Tensor, theirs: Tensor) -> float:
-    both = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
-    wait(world.device)
-    started = time.perf_counter()
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
-    wait(world.device)
-    return time.perf_counter() - started
+    return Timing(one.name, dtype, largest * out.element_size(), ordered[0], p50, p99)
 
 
 @contextmanager
@@ -240,11 +271,28 @@ def _slowest(results: Sequence[Heard]) -> list[Timing]:
             ours[0].collective,
             ours[0].dtype,
             ours[0].bytes,
+            max(one.least for one in ours),
             max(one.p50 for one in ours),
             max(one.p99 for one in ours),
         )
         for ours in zip(*(heard.timings for heard in results), strict=True)
     ]
+
+
+def _links(results: Sequence[Heard]) -> list[Link]:
+    """Return the swaps of neighbours, from the slowest to the fastest."""
+    links = [
+        Link(
+            (rank, rank + 1),
+            (heard.node, results[rank + 1].node),
+            size * torch.float32.itemsize,
+            min(seconds, results[rank + 1].swaps[rank, size]),
+        )
+        for rank, heard in enumerate(results)
+        for (partner, size), seconds in heard.swaps.items()
+        if partner == rank + 1
+    ]
+    return sorted(links, key=lambda link: -link.seconds)
 
 
 def _wrong(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
@@ -275,8 +323,13 @@ def _slow(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
     """
     kinds: dict[tuple[int, bool], dict[Pair, float]] = {}
     for rank, heard in enumerate(results):
-        for partner, seconds in heard.swaps.items():
-            kind = (rank ^ partner, heard.node == results[partner].node)
+        for (partner, size), seconds in heard.swaps.items():
+            if size == 1:
+                continue  # a latency depends on the load of the cores more than on the link
+            together = heard.node == results[partner].node
+            # Neighbours on a node are compared by their place on it. NVLink may join the GPUs in
+            # pairs: 1 and 2 then have PCIe between them, as 5 and 6 have, but not 0 and 1.
+            kind = (rank ^ partner if together else abs(rank - partner), together)
             pairs = kinds.setdefault(kind, {})
             pair = (min(rank, partner), max(rank, partner))
             pairs[pair] = min(seconds, pairs.get(pair, seconds))
@@ -289,9 +342,10 @@ def _slow(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
     }
     for rank in blamed(late):
         times = ", ".join(
-            f"{ratio:.1f} times with rank {sum(pair) - rank}"
+            f"{ratio:.1f} times with rank {other} on node {results[other].node}"
             for pair, ratio in late.items()
             if rank in pair
+            for other in [sum(pair) - rank]
         )
         yield EnvironmentUnfit(
             f"rank {rank} communicates slowly",

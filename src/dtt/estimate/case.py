@@ -338,9 +338,7 @@ def make_case(
     """Create the case of a run of `steps` steps; raise ConfigError if sizes are incompatible."""
     sizes = resolve(cfg.parallel, nodes * gpus_per_node)
     arch = scaled(cfg, vocab_size).arch
-    compatibility.check_batches(cfg.train, sizes.data)
-    if sizes.pipeline > 1:
-        compatibility.check_pipeline(cfg.train, sizes.data, sizes.pipeline)
+    compatibility.check_batches(cfg.train, sizes)
     check_mesh(sizes, arch, cfg.train)
     check_stages(cfg.parallel, arch)
     step_sizes = resolve_step_sizes(cfg.train)

@@ -21,9 +21,10 @@ from dtt.model.scaling import scaled
 from dtt.optim import groups, schedule
 from dtt.optim.ema import Ema
 from dtt.train.assemble import Assembled, assemble
+from dtt.train.pipelined_step import make_step
 from dtt.train.process_memory import check_memory
 from dtt.train.run_plan import RunPlan
-from dtt.train.step import Step, next_token, update
+from dtt.train.step import next_token, update
 
 STEPS = 3
 """Number of steps. The first one compiles and creates the optimizer state; the last one is
@@ -73,7 +74,7 @@ class RandomTraining:
         given = case.cfg.train.ema_decay
         average = None if given is None else parse_averaging(given)
         self._ema = None if average is None else Ema(assembled.params, average.decay)
-        self._passes = Step(
+        self._passes = make_step(
             assembled.module, case.precision, reduce_each=case.cfg.parallel.reduce == "each"
         )
         self._no_skip = torch.zeros((), device=world.device)

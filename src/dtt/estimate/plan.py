@@ -21,25 +21,13 @@ from dtt.estimate import advice, gpus, pipeline_report
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import LINK
 from dtt.estimate.duration import (
-    LIMITED,
-    SOURCE,
-    RunEstimate,
-    StepEstimate,
-    achieved,
-    run_of,
-    step_of,
-)
+    LIMITED, SOURCE, RunEstimate, StepEstimate, achieved, run_of, step_of,
+)  # fmt: skip
 from dtt.estimate.measurement import Measurement
 from dtt.estimate.measurement import probe as measure
 from dtt.estimate.memory import (
-    GIB,
-    SPARE,
-    MemoryEstimate,
-    by_rank,
-    checkpoint_bytes,
-    checkpoints_at_once,
-    memory,
-)
+    GIB, SPARE, MemoryEstimate, by_rank, checkpoint_bytes, checkpoints_at_once, memory,
+)  # fmt: skip
 from dtt.jobs.clock import in_words
 from dtt.mesh import dist
 from dtt.model import count

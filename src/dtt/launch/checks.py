@@ -188,9 +188,7 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
         key, nodes = "pipeline.train_processes", 1
         each = cfg.pipeline.train_processes or gpus or 1
     yield from caught(
-        lambda: compatibility.check_batches(
-            cfg.train, parallel.resolve(cfg.parallel, nodes * each).data
-        )
+        lambda: compatibility.check_batches(cfg.train, parallel.resolve(cfg.parallel, nodes * each))
     )
     if gpus and each > gpus:
         yield ConfigError(

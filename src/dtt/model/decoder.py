@@ -101,19 +101,17 @@ class Decoder(nn.Module):
         tokens attend only within their document, and positions restart at 0 in each. It cannot be
         combined with a cache.
 
-        `positions_BT` and `attention_fns` (one per layer) replace documents and cache
-        where the tokens are only a part of their sequences, as under context parallelism.
-
-        With `layers`, compute only these, from `hidden_BTD` unless they are the first; unless they
-        are the last, return their `HiddenStates`.
+        `positions_BT` and `attention_fns` (one per layer) replace documents and cache where the
+        tokens are only a part of their sequences, as under context parallelism. With `layers`, it
+        computes only these, from `hidden_BTD` or tokens, and returns `HiddenStates` for others.
         """
         layers = layers or range(self.arch.n_layers)
         self._check_growth(cache, tokens_BT.shape[1])
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
         x_BTD = self._embedded(tokens_BT, positions_BT) if hidden_BTD is None else hidden_BTD
-        # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: bf16 has 8
-        # significant bits, so positions above 256 would round to their neighbours.
+        # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: in bf16, positions
+        # above 256 would round to their neighbours.
         angles = {
             rope: rotations(positions_BT[:, None], self.arch.rotary_dim, *rope) if rope else None
             for rope in set(self.ropes)
@@ -138,6 +136,15 @@ class Decoder(nn.Module):
         x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
         x_BTD = _scaled(x_BTD, self.arch.logit_scale)
         return self._output(x_BTD, aux, targets_BT, z_loss, reduction)
+
+    def holds(self, name: str) -> bool:
+        """Return False if `name`, of a layer or parameter, belongs to another pipeline stage."""
+        part, *rest = name.split(".")
+        if part == "layers":
+            index = int(rest[0])
+            return index >= len(self.layers) or not isinstance(self.layers[index], Absent)
+        edge = self.embed if part in ("embed", "pos_embed") else self.norm
+        return not isinstance(edge, Absent)
 
     def _embedded(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Return the input of the first layer, [B, T, D]."""

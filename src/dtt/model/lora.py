@@ -67,6 +67,8 @@ def attach(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(dtype)
     for name, adapted in adapted_layers(cfg, model.arch).items():
+        if not model.holds(name):
+            continue
         parent, _, child = name.rpartition(".")
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)

@@ -86,13 +86,15 @@ class ConsoleTracker:
 
 
 def _losses(perf: Record) -> str:
-    """Return the notable costs, such as `  data 12%`: data, communication, a slow rank."""
+    """Return the notable costs, such as `  data 12%`: data, communication, waits, a slow rank."""
     seconds, text = perf["seconds"], ""
     whole = sum(seconds.values()) or 1.0
     communication = sum(perf["communication_seconds"].values())
     for name, taken in {"data": seconds.get("data", 0.0), "communication": communication}.items():
         if taken / whole >= NOTABLE:
             text += f"  {name} {taken / whole:.0%}"
+    if (bubble := perf.get("bubble", 0.0)) >= NOTABLE:
+        text += f"  bubble {bubble:.0%}"
     behind = perf["slowest_behind"]
     if behind is not None and behind >= NOTABLE:
         text += f"  rank {perf['slowest_rank']} ({perf['slowest_node']}) {behind:.0%} slower"

@@ -65,7 +65,8 @@ def load_adapter(folder: Path, model: Decoder, cfg: LoraConfig, source: str, wor
     state = read_peft(folder, model.arch, cfg)
     parameters = dict(model.named_parameters())
     for name, tensor in state.items():
-        fill(parameters[name], tensor)
+        if model.holds(name):
+            fill(parameters[name], tensor)
     log.info("adapter from %s: %d layers", folder, len(state) // 2)
     if not world.first or not source.startswith(HF):
         return

@@ -23,7 +23,7 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
-from dtt.parallel.pipeline import Pipeline
+from dtt.parallel.pipelining import Pipeline
 from dtt.params.table import Params
 from dtt.train.precision import Precision, warning
 from dtt.train.run_plan import RunPlan

@@ -132,8 +132,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     from dtt.train.anomaly_guard import Guard
     from dtt.train.assemble import assemble, make_optimizers
     from dtt.train.components import TrainState
-    from dtt.train.pipelined_step import PipelinedStep
-    from dtt.train.step import Step
+    from dtt.train.pipelined_step import make_step
 
     cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
     startup = inputs.attempt.start
@@ -156,7 +155,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     state = TrainState(
         layout=assembled.layout,
         model=assembled.model,
-        step=(PipelinedStep if plan.sizes.pipeline > 1 else Step)(
+        step=make_step(
             assembled.module,
             plan.precision,
             assembled.layout.gradient_replicas,
@@ -235,6 +234,7 @@ def initial_weights(
 def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:
     """Return the measurements and the trackers of a run."""
     from dtt.model.adapted_layers import adapter_weights
+    from dtt.parallel.pipelining import Pipeline
     from dtt.track.trackers import make_trackers
     from dtt.train.components import Observers
     from dtt.train.profiler import Profiler
@@ -251,6 +251,8 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action])
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
         meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)
+    if isinstance(state.step.module, Pipeline):
+        meter.watch_pipeline(state.step.module)
     step: int | None = None
     again: set[str] = set()
     if inputs.resume is not None:
@@ -322,6 +324,7 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
     from dtt.evaluate.tasks.runner import TaskRunner
     from dtt.evaluate.tasks.scorer import Generator, Scorer
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
+    from dtt.parallel.pipelining import Pipeline
 
     cfg, plan, world, dataset = inputs.cfg.eval, inputs.plan, inputs.world, inputs.dataset
     if not cfg.tasks:
@@ -332,9 +335,11 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
         "collective": state.layout.sharded,
     }
     end = dataset.manifest.end_of_document
+    module, stages = state.step.module, plan.sizes.pipeline
+    model = module.without_context() if isinstance(module, Pipeline) else state.model
     runner = TaskRunner(
-        Scorer(state.model, world, precision=plan.precision, **how),
-        Generator(state.model, world, **how),
+        Scorer(model, world, precision=plan.precision, pipeline=stages, **how),
+        Generator(model, world, **how),
         QuestionEncoder(
             add_in_front(open_tokenizer(dataset.tokenizer), dataset.manifest.begin_of_document),
             end,

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtt.data.samples.loader import MicroBatch
+from dtt.mesh.dtypes import wide_dtype
 from dtt.model.output import HiddenStates, Output
 from dtt.parallel.apply import autocast
-from dtt.parallel.pipeline import Pipeline
+from dtt.parallel.pipelining import Pipeline
 from dtt.train.step import Objective, Step
 
 
@@ -73,12 +74,17 @@ class PipelinedStep(Step):
         """Return the sums of this rank, under the names of all ranks."""
         pipeline = self.module
         assert isinstance(pipeline, Pipeline)
-        own = {name: pipeline.ranks * torch.stack(values).sum() for name, values in sums.items()}
+        parameter = next(pipeline.parameters())
+        # The dtype of a loss, also of what a rank does not compute, because all are added up.
+        zero = torch.zeros((), dtype=wide_dtype(parameter), device=parameter.device)
+        own = {
+            name: pipeline.ranks * torch.stack(values).sum().to(zero.dtype)
+            for name, values in sums.items()
+        }
         if not pipeline.names:
             # A message once in a run: the names do not change.
             every = pipeline.mesh.gather(list(own), ("pipeline",))
             pipeline.names = sorted({name for some in every for name in some})
-        zero = torch.zeros((), device=next(pipeline.parameters()).device)
         output = Output(zero, {}, {})
         for kind, name in pipeline.names:
             value = own.get((kind, name), zero)
@@ -105,6 +111,14 @@ class PipelinedStep(Step):
             if isinstance(output, HiddenStates):
                 return output
             return objective.losses(output, micro_batch)
+
+
+def make_step(
+    module: nn.Module, precision: str, replicas: int = 1, *, reduce_each: bool = False
+) -> Step:
+    """Return the step of a module; the arguments are the fields of `Step`."""
+    kind = PipelinedStep if isinstance(module, Pipeline) else Step
+    return kind(module, precision, replicas, reduce_each)
 
 
 def missing(count: int, pipeline: Pipeline) -> int:

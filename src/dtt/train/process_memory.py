@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 
 import psutil
 import torch
@@ -82,7 +83,7 @@ def check_memory(
     """
     # Muon keeps one number per weight of a hidden matrix, AdamW two per weight.
     copies = 2 + (1 if cfg.optim.type == "muon" else 2)
-    shards = sizes.shard * sizes.context * sizes.tensor
+    shards = prod(sizes) // sizes.replicate
     needed = copies * precision.weights.itemsize * count.parameters(arch) // shards
     on_gpu = world.device.type == "cuda"
     if on_gpu:

@@ -82,9 +82,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> RunPlan:
     """Resolve a run for its data and devices; raise DttError if they do not fit the config."""
     train, stages = cfg.train, dataset.step_sizes
     sizes = resolve(cfg.parallel, world.size)
-    compatibility.check_batches(train, sizes.data)
-    if sizes.pipeline > 1:
-        compatibility.check_pipeline(train, sizes.data, sizes.pipeline)
+    compatibility.check_batches(train, sizes)
     if train.precision == "fp8" and sizes.tensor > 1:
         raise ConfigError(
             "train.precision=fp8 cannot be combined with tensor parallelism",

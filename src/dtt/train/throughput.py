@@ -21,6 +21,7 @@ from dtt.mesh.dist import World
 from dtt.mesh.peak_flops import measured_flops, peak_flops
 from dtt.model import count
 from dtt.model.architecture import Architecture
+from dtt.parallel.pipelining import Pipeline
 from dtt.train.process_memory import MemoryMeter
 
 Part = Literal[
@@ -94,6 +95,7 @@ class ThroughputMeter:
         self._first: Span | None = None
         self._paused = self._waited = 0.0
         self._waiters = [o for o in optimizers if isinstance(o, Waiter)]
+        self._pipeline: Pipeline | None = None
         self._gradients: Mark | None = None
         self._gradients_known = world.size == 1
         self.pauses: dict[str, float] = {}
@@ -124,6 +126,11 @@ class ThroughputMeter:
         # A hook, because no call marks the moment at which the last gradient is ready.
         first.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
         self._gradients_known = True
+
+    def watch_pipeline(self, pipeline: Pipeline) -> None:
+        """Measure for how long this rank of a pipeline computes, and so for how long it waits."""
+        pipeline.mark = self._mark
+        self._pipeline = pipeline
 
     @contextmanager
     def step(self, tokens: int, seq_len: int) -> Iterator[None]:
@@ -208,6 +215,7 @@ class ThroughputMeter:
             "seconds": {part: round(taken, 4) for part, taken in seconds.items()},
             "communication_seconds": {k: round(taken, 4) for k, taken in communication.items()},
             **self._slowest(working - seconds.get("other", 0.0), communication),
+            **self._stages(seconds.get("forward_backward", 0.0)),
         }
         self._begin_interval()
         return reading
@@ -216,6 +224,8 @@ class ThroughputMeter:
         """Discard the speed since the last reading; its time still counts in `totals`."""
         self.end_phase("other")
         self._sum_phases()
+        if self._pipeline is not None:
+            self._pipeline.passes.clear()
         self._begin_interval()
 
     def slowdown(self, begin: float, end: float) -> tuple[float | None, float | None]:
@@ -259,6 +269,25 @@ class ThroughputMeter:
             reductions = (self._seconds(start, end) for start, end in self._reductions)
             seconds["gradients"] = sum(reductions, 0.0)
         return seconds
+
+    def _stages(self, passes: float) -> dict[str, Any]:
+        """Return the seconds of a step for which each rank of a pipeline computes, and the bubble.
+
+        The bubble is the share of the `passes` for which a rank does not compute, in the mean. Only
+        a pipeline has either.
+        """
+        if self._pipeline is None:
+            return {}
+        own = sum(self._seconds(*each) for each in self._pipeline.passes)
+        self._pipeline.passes.clear()
+        # The outermost dimension: ranks of one place in the pipeline are consecutive.
+        busy = self._world.gather(own)
+        size = len(busy) // self._pipeline.ranks
+        means = [statistics.fmean(busy[i : i + size]) for i in range(0, len(busy), size)]
+        return {
+            "stage_seconds": [round(mean / max(self._steps, 1), 6) for mean in means],
+            "bubble": round(1 - statistics.fmean(means) / max(passes, 1e-9), 4),
+        }
 
     def _share(self, flops: float, peak: float | None) -> float | None:
         """Return `flops` per second as a fraction of `peak` times the number of devices."""

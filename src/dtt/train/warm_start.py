@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtt.base.errors import ConfigError
 from dtt.mesh.sharding import FullTensor, fill, local_shard
+from dtt.model.decoder import Decoder
 
 EMBED, HEAD = "embed.weight", "head.weight"
 BY_ROW = (EMBED, HEAD, "pos_embed.weight")
@@ -17,7 +18,7 @@ BY_ROW = (EMBED, HEAD, "pos_embed.weight")
 
 @torch.no_grad()
 def take_weights(
-    model: nn.Module,
+    model: Decoder,
     tensors: Mapping[str, FullTensor],
     source: str,
     untrained: Mapping[int, str] | None = None,
@@ -39,6 +40,8 @@ def take_weights(
     if HEAD in parameters and HEAD not in tensors and EMBED in tensors:
         tensors[HEAD] = tensors[EMBED]
         report.append(f"  {HEAD}: initialised from the embedding, to which the head is tied there")
+    # Only now: the embedding, which may be the source of the head, is in another stage than it.
+    tensors = {name: tensor for name, tensor in tensors.items() if model.holds(name)}
     fitting = {name for name, p in parameters.items() if _fits(name, p, tensors.get(name))}
     for name in fitting:
         ours, theirs = parameters[name], tensors[name]
@@ -73,7 +76,7 @@ def take_weights(
 
 @torch.no_grad()
 def take_base(
-    model: nn.Module,
+    model: Decoder,
     tensors: Mapping[str, FullTensor],
     source: str,
     untrained: Mapping[int, str] | None = None,
@@ -84,6 +87,7 @@ def take_base(
     checkpoints of the adapter refer to these weights, and whoever merges it takes them as they are.
     """
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    tensors = {name: tensor for name, tensor in tensors.items() if model.holds(name)}
     for name in sorted(frozen.keys() | tensors.keys()):
         here, there = _shape(frozen.get(name)), _shape(tensors.get(name))
         if here != there:

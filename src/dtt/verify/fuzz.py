@@ -140,6 +140,7 @@ WITHOUT_EFFECT = (
     "train.micro_batch", "train.precision", "train.stochastic_rounding", "model.dim",
     "model.n_layers", "model.dropout", "adapter[lora].dropout", "init.adapter",
     "data[synthetic].vocab_size", *(f"parallel.{dim}" for dim in Sizes._fields),
+    "parallel.layers_per_stage", "parallel.stages_per_rank",
     "guard.max_skips", "guard.rewind_around", "guard.spike_sigmas",
 )  # fmt: skip
 """Beginnings of keys that no feature needs."""
@@ -170,4 +171,10 @@ def _layout(source: random.Random) -> list[str]:
     """Return arguments for a mesh of two processes, less often four or eight."""
     count = source.choices((1, 2, 3), (6, 3, 1))[0]
     dims = source.sample(Sizes._fields, count)
-    return [f"parallel.{dim}={2 if dim in dims else 1}" for dim in Sizes._fields]
+    sizes = [f"parallel.{dim}={2 if dim in dims else 1}" for dim in Sizes._fields]
+    if "pipeline" not in dims:
+        return sizes
+    # 13 layers make uneven stages.
+    stages, layers = source.choice((1, 2)), source.choice((12, 13))
+    pipeline = f"parallel.stages_per_rank={stages}", f"model.n_layers={layers}"
+    return [*sizes, *pipeline, "model.tie_embeddings=false"]

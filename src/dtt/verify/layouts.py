@@ -31,8 +31,10 @@ class Layout:
         """Name in the output, such as `shard 2 x tensor 2`."""
         named = zip(self.sizes._fields, self.sizes, strict=True)
         name = " x ".join(f"{dim} {size}" for dim, size in named if size > 1) or "one process"
-        stages = f"pipeline 2 of {self.stages_per_rank} stages"
-        return name.replace("pipeline 2", stages) if self.stages_per_rank > 1 else name
+        if self.stages_per_rank == 1:
+            return name
+        ranks = f"pipeline {self.sizes.pipeline}"
+        return name.replace(ranks, f"{ranks} of {self.stages_per_rank} stages")
 
     @property
     def dims(self) -> list[str]:

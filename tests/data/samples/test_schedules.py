@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dtt.base.errors import ConfigError
 from dtt.config.load import resolve as load
+from dtt.config.parallel import Sizes as MeshSizes
 from dtt.config.train import TrainConfig
 from dtt.data.samples.compatibility import check_batches
 from dtt.data.samples.schedules import resolve
@@ -198,10 +199,12 @@ def test_a_stage_after_the_end_of_the_run_is_refused() -> None:
 
 def test_a_batch_that_does_not_divide_over_the_processes_is_named_by_its_step() -> None:
     doubling = train(batch_schedule={"type": "doubling", "start": 128, "every": 10})
-    check_batches(doubling, 2)
+    check_batches(doubling, MeshSizes(replicate=2))
     with pytest.raises(ConfigError, match=r"step 1, 2 sequences, .* among 4 processes") as caught:
-        check_batches(doubling, 4)
+        check_batches(doubling, MeshSizes(replicate=4))
     assert "multiples of 256 tokens" in str(caught.value)
     stages = [(0, 256), (8, 320), (20, FULL)]
     with pytest.raises(ConfigError, match=r"step 9, 5 sequences"):
-        check_batches(train(batch_schedule={"type": "list", "stages": stages}), 4)
+        check_batches(
+            train(batch_schedule={"type": "list", "stages": stages}), MeshSizes(replicate=4)
+        )

@@ -23,14 +23,16 @@ from dtt.artifacts.shard_files import files_of, shard_stem
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.safe_names import checked_file
+from dtt.config.parallel import Sizes
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
 from dtt.data.samples.schedules import resolve
 
 
-def check_batches(train: TrainConfig, processes: int) -> None:
-    """Raise ConfigError if a batch of the run is not divisible by the number of processes."""
+def check_batches(train: TrainConfig, sizes: Sizes) -> None:
+    """Raise ConfigError if a batch of the run cannot be divided among the ranks of a mesh."""
+    processes = sizes.data
     sequences = train.global_batch_tokens // train.seq_len
     if sequences % processes:
         enough = -(-sequences // processes) * processes * train.seq_len
@@ -41,19 +43,20 @@ def check_batches(train: TrainConfig, processes: int) -> None:
             "of processes that read different samples",
             next=f"train.global_batch_tokens={enough}",
         )
-    if train.steps == 0:  # `train.epochs` is resolved when the data is open
-        return
-    for sizes in resolve(train).ranges:
-        if sizes.sequences % processes:
+    # `train.epochs` is resolved when the data is open.
+    for step in resolve(train).ranges if train.steps else ():
+        if step.sequences % processes:
             raise ConfigError(
-                f"the batch of step {sizes.step + 1}, {sizes.sequences} sequences, cannot be "
+                f"the batch of step {step.step + 1}, {step.sequences} sequences, cannot be "
                 f"divided evenly among {processes} processes",
-                why=f"train.batch_schedule begins {sizes.sequences * train.seq_len} tokens there",
+                why=f"train.batch_schedule begins {step.sequences * train.seq_len} tokens there",
                 next=f"batches that are multiples of {processes * train.seq_len} tokens",
             )
+    if sizes.pipeline > 1:
+        _check_micro_batches(train, processes, sizes.pipeline)
 
 
-def check_pipeline(train: TrainConfig, processes: int, ranks: int) -> None:
+def _check_micro_batches(train: TrainConfig, processes: int, ranks: int) -> None:
     """Raise ConfigError if batches do not make micro-batches for `ranks` of a pipeline.
 
     `processes` read different samples.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 
 import torch
+from torch import nn
 
 from dtt.base.errors import Diverged
 from dtt.base.targets import IGNORE_INDEX
@@ -19,6 +20,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch, generate_uncached
 from dtt.model.tree_attention import PackedTrees, make_tree_attention_fns
 from dtt.parallel.apply import autocast
+from dtt.parallel.pipelining import Pipeline
 
 GPU_MULTIPLE = 1024
 """Tokens that batches on a GPU are padded to a multiple of: each length is compiled once."""
@@ -33,7 +35,7 @@ def never() -> bool:
 class Scorer:
     """Scorer of options, distributed over the ranks."""
 
-    model: Decoder
+    model: Decoder | Pipeline
     """The unwrapped model; with `collective`, its parameters are sharded in place. Data and context
     parallelism need no wrapper, because each rank scores complete sequences."""
     world: World
@@ -43,6 +45,8 @@ class Scorer:
     multiple: int = 1
     """Number of ranks of tensor parallelism: they score the same batches, whose length is a
     multiple of it."""
+    pipeline: int = 1
+    """Number of ranks of a pipeline, the outermost dimension: they score the same batches."""
     collective: bool = False
     """True if parameters are sharded: all ranks then make the same number of calls."""
     precision: str = "fp32"
@@ -58,13 +62,14 @@ class Scorer:
         does not change a bit of the scores. A model that has diverged has scores that are NaN.
         """
         batches = list(tree_batches(questions, self.batch_tokens))
-        replicas = self.world.size // self.multiple
+        copies = self.world.size // self.pipeline
+        replicas = copies // self.multiple
         found: list[tuple[int, int, OptionScore]] = []
         with forward_only(self.model, self.world.device):
             for first in range(0, len(batches), replicas):
                 if stop():
                     return None
-                mine = first + self.world.rank // self.multiple
+                mine = first + self.world.rank % copies // self.multiple
                 if mine < len(batches):
                     found += self._scores(batches[mine])
                 elif self.collective:  # the weights are gathered from all ranks
@@ -118,7 +123,7 @@ class Scorer:
 class Generator:
     """Generator of greedy answers in the dtype of the weights, distributed over the ranks."""
 
-    model: Decoder
+    model: Decoder | Pipeline
     world: World
     _: KW_ONLY
     batch_tokens: int
@@ -184,6 +189,7 @@ class Generator:
     ) -> Iterator[tuple[int, int]]:
         """Yield (index of the prompt, token) for each new token."""
         if not self.collective:
+            assert isinstance(self.model, Decoder)
             return generate_batch(
                 self.model,
                 prompts,
@@ -208,7 +214,7 @@ class Generator:
 
 
 @contextmanager
-def forward_only(model: Decoder, device: torch.device) -> Iterator[None]:
+def forward_only(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Disable gradients, dropout and, on a CPU, compiled blocks: each batch has its own shapes.
 
     On a GPU, FlexAttention must be compiled. Afterwards, the model is in the mode it was in.

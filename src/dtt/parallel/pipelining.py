@@ -9,7 +9,8 @@ Shapes: B sequences, T tokens of a sequence, P tokens of it on this rank, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.mesh import Mesh
+from dtt.model.architecture import Architecture
 from dtt.model.layers import held_layers
 from dtt.model.output import HiddenStates, Output
+from dtt.parallel.context import ContextParallel
 
 Pass = Callable[[range, int, Tensor | None], Tensor]
 """Function of the layers of a stage, the number of a micro-batch, and the hidden states [B, P, D]
@@ -46,7 +50,11 @@ class Pipeline(nn.Module):
         """Stages of this rank."""
         self.names: list[tuple[str, str]] = []
         """Kind and name of each value that a training step reports, of all ranks."""
-        self._schedules: dict[tuple[int, ...], _Schedule] = {}
+        self.mark: Callable[[], Any] | None = None
+        """Function that returns the current time, on a GPU as an event; None if nobody asks."""
+        self.passes: list[tuple[Any, Any]] = []
+        """Start and end of each pass of this rank, by `mark`."""
+        self._schedule: _Schedule | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -58,12 +66,26 @@ class Pipeline(nn.Module):
         """The Decoder."""
         return getattr(self.module, "model", self.module)
 
+    @property
+    def arch(self) -> Architecture:
+        """The architecture of the whole model."""
+        arch: Architecture = self.decoder.arch
+        return arch
+
+    def without_context(self) -> Pipeline:
+        """Return a pipeline of the same layers that computes whole sequences on each rank."""
+        return Pipeline(
+            self.decoder, self.layers, self.mesh, self.dtype, reduce_each=self.reduce_each
+        )
+
     def hidden_shape(self, tokens_BT: Tensor) -> tuple[int, int, int]:
         """Return the shape [B, P, D] of the hidden states of this rank."""
         rows, length = tokens_BT.shape
-        multiple = getattr(self.module, "multiple", 1)  # ContextParallel pads sequences to it
-        parts = self.mesh.size("context", "tensor")
-        return rows, -(-length // multiple) * multiple // parts, self.decoder.arch.dim
+        parts = self.mesh.size("tensor")
+        if isinstance(self.module, ContextParallel):
+            length += -length % self.module.multiple
+            parts *= self.module.shard.size
+        return rows, length // parts, self.arch.dim
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, **options: Any) -> Any:
         """Return what the whole model returns, on all ranks of the pipeline, without a gradient.
@@ -82,14 +104,15 @@ class Pipeline(nn.Module):
             result = self.module(
                 tokens_BT, targets_BT, layers=self.layers[stage], hidden_BTD=hidden_BPD, **options
             )
+            of_stage = result.aux if isinstance(result, HiddenStates | Output) else {}
+            aux |= {name: aux.get(name, 0.0) + value for name, value in of_stage.items()}
             if isinstance(result, HiddenStates):
-                aux |= {name: aux.get(name, 0.0) + value for name, value in result.aux.items()}
                 target = (stage + 1) % self.ranks
                 dist.send(result.hidden.contiguous(), group=self.group, group_dst=target)
         return self._from_last(result, aux)
 
     def _from_last(self, result: Any, aux: dict[str, Tensor]) -> Any:
-        """Return the result of the last rank, with the auxiliary losses of all, on every rank."""
+        """Return the result of the last rank, with the sums of all ranks' `aux`, on every rank."""
         found = result if isinstance(result, Output) else Output(result, {}, {})
         last = self.rank == self.ranks - 1
         form = [
@@ -102,12 +125,10 @@ class Pipeline(nn.Module):
         dist.broadcast(loss, group=self.group, group_src=self.ranks - 1)
         if not with_targets:
             return loss
-        own = aux | (found.aux if last else {})
-        names = sorted(
-            {name for some in self.mesh.gather(list(own), ("pipeline",)) for name in some}
-        )
-        zero = torch.zeros((), device=device)
-        sums = {name: self.mesh.sum(own.get(name, zero).clone(), ("pipeline",)) for name in names}
+        of_ranks = self.mesh.gather(list(aux), ("pipeline",))
+        names = sorted({name for some in of_ranks for name in some})
+        zero = torch.zeros((), dtype=loss.dtype, device=device)
+        sums = {name: self.mesh.sum(aux.get(name, zero).clone(), ("pipeline",)) for name in names}
         return Output(loss, sums, {})
 
     def train_on(self, count: int, tokens_BT: Tensor, run: Pass) -> None:
@@ -116,11 +137,20 @@ class Pipeline(nn.Module):
         `count` must be at least the number of ranks, and with several stages a rank a multiple of
         it. Gradients are reduced over the ranks of a stage in the pass of its last micro-batch.
         """
-        shape = count, *self.hidden_shape(tokens_BT)
-        if shape not in self._schedules:
-            # A batch schedule has a few shapes. Buffers for received tensors are made here.
-            self._schedules[shape] = _Schedule(self, count, shape[1:], tokens_BT.device)
-        self._schedules[shape].step(run)
+        shape = self.hidden_shape(tokens_BT)
+        if self._schedule is None or self._schedule.form != (count, shape):
+            # One at a time: it has buffers for the hidden states of all micro-batches.
+            self._schedule = None
+            self._schedule = _Schedule(self, count, shape, tokens_BT.device)
+        self._schedule.step(run)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Record start and end of a pass inside."""
+        start = self.mark and self.mark()
+        yield
+        if self.mark is not None:
+            self.passes.append((start, self.mark()))
 
     def reduce_gradients(self, stage: int, *, last: bool, end: bool) -> None:
         """Say, before a backward pass of a stage, whether it is the `last` one, and the rank's.
@@ -150,25 +180,30 @@ class _Schedule:
 
         self._run: Pass | None = None
         self._pipeline, self._count = pipeline, count
+        self.form = count, shape
         self._left: dict[int, int] = {}
         self._seen: dict[int, int] = {}
         schedule = self
 
-        class Stage(pipelining.PipelineStage):
+        class CountedStage(pipelining.PipelineStage):
             """A stage that says before each backward pass whether gradients are reduced in it."""
 
             def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
                 schedule.before_backward(self.stage_index)
-                return super().backward_one_chunk(*arguments, **options)
+                # What was received is here: the pass waits for no other stage.
+                with pipeline.timed():
+                    return super().backward_one_chunk(*arguments, **options)
 
         hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
         nothing = torch.empty(1, device="meta")
+        # torch 2.11 compares the outputs with what it was told.
+        loss = torch.empty(1, dtype=wide_dtype(hidden), device="meta")
         last = len(pipeline.layers) - 1
         stages = [
-            Stage(
+            CountedStage(
                 _Part(self, stage), stage, last + 1, device,
                 input_args=(hidden if stage else nothing,),
-                output_args=(nothing if stage == last else hidden,),
+                output_args=(loss if stage == last else hidden,),
                 group=pipeline.group,
             )
             for stage in pipeline.own
@@ -205,7 +240,8 @@ class _Schedule:
         assert self._run is not None
         number = self._seen[stage]
         self._seen[stage] += 1
-        passed = self._run(self._pipeline.layers[stage], number, hidden_BPD)
+        with self._pipeline.timed():
+            passed = self._run(self._pipeline.layers[stage], number, hidden_BPD)
         return passed if passed.ndim else passed[None]
 
 
