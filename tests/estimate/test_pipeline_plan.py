@@ -10,13 +10,13 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from dtt.config.load import resolve, shipped_configs
-from dtt.estimate import gpus, pipeline
+from dtt.estimate import gpus, pipeline_passes
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import collective_costs
 from dtt.estimate.duration import step_of
 from dtt.estimate.gpus import GIB, Gpu
 from dtt.estimate.memory import fits, moments
-from dtt.estimate.pipeline import Pass
+from dtt.estimate.pipeline_passes import Pass
 
 H100 = gpus.find("H100", 8)
 CPU = Gpu("CPU", 2**40, 1e12, 1e12, 1e12, 1e12, 1e12, kind="cpu")
@@ -51,7 +51,7 @@ def test_the_interleaved_order_is_that_of_torch(ranks: int, stages: int, count: 
             microbatches_per_round=ranks,
         )  # fmt: skip
         torchs = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(schedule, rank)
-        assert list(pipeline.order(ranks, stages, count, rank)) == passes(torchs, ranks)
+        assert list(pipeline_passes.order(ranks, stages, count, rank)) == passes(torchs, ranks)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 9)])
@@ -60,19 +60,21 @@ def test_the_1f1b_order_is_that_of_torch(ranks: int, count: int) -> None:
     torchs = schedules.Schedule1F1B._get_pipeline_order(schedule)
     assert torchs is not None
     for rank in range(ranks - 1):  # torch's list of the last rank, but not its run, starts at 1
-        assert list(pipeline.order(ranks, 1, count, rank)) == passes(torchs[rank], ranks)
+        assert list(pipeline_passes.order(ranks, 1, count, rank)) == passes(torchs[rank], ranks)
     last = [Pass(forward, 0, i) for i in range(count) for forward in (True, False)]
-    assert list(pipeline.order(ranks, 1, count, ranks - 1)) == last
+    assert list(pipeline_passes.order(ranks, 1, count, ranks - 1)) == last
 
 
 def test_early_ranks_keep_the_activations_of_more_micro_batches() -> None:
     plain = seventy("parallel.stages_per_rank=1")
-    assert [pipeline.most_waiting(plain.of_rank(rank)) for rank in range(8)] == [*range(8, 0, -1)]
-    # arXiv 2104.04473: p (1 + (p - 1) / (p v)) micro-batches of all stages, without the one in work
+    assert [pipeline_passes.most_waiting(plain.of_rank(rank)) for rank in range(8)] == [
+        *range(8, 0, -1)
+    ]
+    # arXiv 2104.04473: p (1 + (p - 1) / (p v)) micro-batches of all stages, and here of p v + p - 1
     many = seventy()
-    assert pipeline.most_waiting(many) == 5 * 8 + 8 - 1
-    assert pipeline.idle(plain) == 7 / 16
-    assert pipeline.idle(many) == 7 / 80
+    assert pipeline_passes.most_waiting(many) == 5 * 8 + 8 - 1
+    assert pipeline_passes.idle(plain) == 7 / 16
+    assert pipeline_passes.idle(many) == 7 / 80
 
 
 def test_ranks_hold_the_model_once() -> None:

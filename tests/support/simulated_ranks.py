@@ -52,7 +52,7 @@ from dtt.optim import groups
 from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
-from dtt.parallel.pipeline import Pipeline
+from dtt.parallel.pipelining import Pipeline
 from dtt.train.pipelined_step import PipelinedStep
 from dtt.train.step import Step, next_token
 

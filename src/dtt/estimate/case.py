@@ -304,6 +304,18 @@ def numbers(weights: Iterable[Weight]) -> int:
 
 
 EMBEDDINGS = ("embed.", "pos_embed.")
+
+
+def matrices_and_rest(case: Case) -> tuple[int, int]:
+    """Return the number of parameters in hidden matrices, and in embeddings and head.
+
+    The remaining parameters are those of norms and biases.
+    """
+    two = [weight for weight in case.all_weights if len(weight.shape) > 1]
+    inside = sum(weight.numel for weight in two if weight.in_block)
+    return inside, sum(weight.numel for weight in two) - inside
+
+
 QK_NORMS = (".attn.q_norm.weight", ".attn.k_norm.weight")
 ROWS_WHOLE = (".attn.o.weight", ".mlp.down.weight")
 """Matrices that tensor parallelism shards by columns; it shards the ones before them by rows."""

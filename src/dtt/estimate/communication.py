@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dtt.estimate import muon_cost, pipeline
+from dtt.estimate import muon_cost, pipeline_passes
 from dtt.estimate.case import FP32, Case, numbers
 
 LINK = 0.8
@@ -117,7 +117,7 @@ def _pipeline(case: Case) -> Iterator[CollectiveCost]:
 
     1F1B waits for each; the interleaved schedule computes for another stage meanwhile.
     """
-    size, hidden = pipeline.received(case), case.cfg.parallel.stages_per_rank > 1
+    size, hidden = pipeline_passes.received(case), case.cfg.parallel.stages_per_rank > 1
     # The neighbour is as many ranks away as a stage has devices.
     seconds = size / _link(case, case.stage_devices + 1)
     yield CollectiveCost("hidden states of the pipeline", size, seconds, hidden=hidden)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from dtt.estimate import pipeline
+from dtt.estimate import pipeline_passes
 from dtt.estimate.activations import kept_by_block
 from dtt.estimate.case import Case
 from dtt.estimate.communication import CollectiveCost, collective_costs
@@ -90,7 +90,7 @@ def _step_of_rank(case: Case) -> StepEstimate:
         compute,
         _optimizer(case, peak),
         max(0.0, overlapping - compute) + waited,
-        pipeline.idle(case) * (compute + waited),
+        pipeline_passes.idle(case) * (compute + waited),
         collectives,
         flops,
         peak * case.devices,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from dtt.estimate import muon_cost, pipeline
+from dtt.estimate import muon_cost, pipeline_passes
 from dtt.estimate.activations import (
     activations,
     kept_both_times,
@@ -100,7 +100,7 @@ def _of_a_pass(case: Case, *, last: bool) -> dict[str, dict[str, int]]:
     if last:
         found["the end of the backward pass"] = _after_the_backward_pass(case)
     if case.sizes.pipeline > 1:
-        others = pipeline.others(case, last=last)
+        others = pipeline_passes.others(case, last=last)
         for parts in found.values():
             parts["activations"] = parts.get("activations", 0) + others
     return found
@@ -115,7 +115,7 @@ def persistent(case: Case) -> dict[str, int]:
         "batches": BATCHES * 16 * case.sequences * case.cfg.train.seq_len,
         "framework": OVERHEAD[case.gpu.kind],
     }
-    if received := pipeline.received(case):
+    if received := pipeline_passes.received(case):
         parts["received hidden states"] = received
     if case.cfg.train.ema_decay is not None:
         parts["average of the weights"] = FP32 * held

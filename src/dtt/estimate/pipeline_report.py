@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dtt.estimate import pipeline
+from dtt.estimate import pipeline_passes
 from dtt.estimate.case import Case
 from dtt.estimate.duration import StepEstimate, step_of
 from dtt.estimate.memory import GIB, MemoryEstimate
@@ -30,7 +30,7 @@ def lines(case: Case, ranks: Sequence[MemoryEstimate], step: StepEstimate) -> It
         of_rank = case.of_rank(rank)
         sizes = [*(peak.parts.get(part, 0) for part in COLUMNS.values()), peak.total]
         columns = "".join(f"{size / GIB:>{n}.2f}" for size, n in zip(sizes, widths, strict=True))
-        yield f"{rank:<5}{of_rank.own_blocks:>7}{pipeline.most_waiting(of_rank):>8}{columns}"
+        yield f"{rank:<5}{of_rank.own_blocks:>7}{pipeline_passes.most_waiting(of_rank):>8}{columns}"
     yield "at each rank's peak in GiB; waiting: passes whose backward pass has not started"
     yield f"each rank is idle for {step.idle / step.seconds:.1%} of a step, at its start and end"
     if better := division(case, step):
@@ -70,7 +70,7 @@ def division(case: Case, step: StepEstimate) -> Division | None:
         return None
     found = []
     for last in range(1, len(stages[-1])):
-        layers = pipeline.division(case.arch.n_layers, len(stages), last)
+        layers = pipeline_passes.division(case.arch.n_layers, len(stages), last)
         section = parallel.model_copy(update={"layers_per_stage": layers})
         divided = replace(case, cfg=case.cfg.model_copy(update={"parallel": section}))
         found.append(Division(layers, 1 - step_of(divided).seconds / step.seconds))

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from math import prod
 from typing import Any
 
 from dtt.base.errors import ConfigError, InputError
@@ -18,15 +17,27 @@ from dtt.data.samples.dataset import open_dataset
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import find_tokenizer
 from dtt.estimate import advice, gpus, pipeline_report
-from dtt.estimate.case import Case, make_case
+from dtt.estimate.case import Case, make_case, matrices_and_rest
 from dtt.estimate.communication import LINK
 from dtt.estimate.duration import (
-    LIMITED, SOURCE, RunEstimate, StepEstimate, achieved, run_of, step_of,
+    LIMITED,
+    SOURCE,
+    RunEstimate,
+    StepEstimate,
+    achieved,
+    run_of,
+    step_of,
 )  # fmt: skip
 from dtt.estimate.measurement import Measurement
 from dtt.estimate.measurement import probe as measure
 from dtt.estimate.memory import (
-    GIB, SPARE, MemoryEstimate, by_rank, checkpoint_bytes, checkpoints_at_once, memory,
+    GIB,
+    SPARE,
+    MemoryEstimate,
+    by_rank,
+    checkpoint_bytes,
+    checkpoints_at_once,
+    memory,
 )  # fmt: skip
 from dtt.jobs.clock import in_words
 from dtt.mesh import dist
@@ -241,7 +252,7 @@ def facts(estimate: Estimate) -> dict[str, Any]:
     case, one = estimate.case, estimate.step
     per_token = case.flops_per_token
     tokens = case.step_sizes.tokens_before(case.steps)
-    blocks, outside = parameters(case)
+    blocks, outside = matrices_and_rest(case)
     return {
         "family": case.arch.family,
         "parameters": count.parameters(case.arch),
@@ -282,16 +293,6 @@ def facts(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def parameters(case: Case) -> tuple[int, int]:
-    """Return the number of parameters in hidden matrices, and in embeddings and head.
-
-    The remaining parameters are those of norms and biases.
-    """
-    two = [weight for weight in case.all_weights if len(weight.shape) > 1]
-    inside = sum(prod(weight.shape) for weight in two if weight.in_block)
-    return inside, sum(prod(weight.shape) for weight in two) - inside
-
-
 def device_hours(estimate: Estimate) -> float:
     """Return the device hours of the run: number of devices times hours."""
     return estimate.case.devices * estimate.run.seconds / 3600
@@ -315,7 +316,7 @@ def lines(estimate: Estimate) -> Iterator[str]:
 
 def _run_lines(case: Case) -> Iterator[str]:
     arch, train = case.arch, case.cfg.train
-    total, (inside, outside) = count.parameters(arch), parameters(case)
+    total, (inside, outside) = count.parameters(arch), matrices_and_rest(case)
     per_token = case.flops_per_token
     tokens = case.step_sizes.tokens_before(case.steps)
     yield (
