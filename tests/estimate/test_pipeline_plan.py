@@ -70,7 +70,7 @@ def test_early_ranks_keep_the_activations_of_more_micro_batches() -> None:
     assert [pipeline_passes.most_waiting(plain.of_rank(rank)) for rank in range(8)] == [
         *range(8, 0, -1)
     ]
-    # arXiv 2104.04473: p (1 + (p - 1) / (p v)) micro-batches of all stages, and here of p v + p - 1
+    # arXiv 2104.04473: p (1 + (p - 1) / (p v)) micro-batches of v stages are p v + p - 1 passes.
     many = seventy()
     assert pipeline_passes.most_waiting(many) == 5 * 8 + 8 - 1
     assert pipeline_passes.idle(plain) == 7 / 16
