@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dtt.base.errors import EnvironmentUnfit
-from dtt.base.local import without_slurm
+from dtt.base.local import stop_with_parent, without_slurm
 from dtt.mesh.process import command
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "OMPI_", "DTT_")
@@ -93,6 +93,8 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     """Become a rank: its directory, variables and output, then the function."""
+    # The parent is the server of forks, which ends with the command: a killed one leaves no rank.
+    stop_with_parent()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
