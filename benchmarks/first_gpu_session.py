@@ -45,6 +45,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measurement import DTT, Table, make_tokens, parser_of
@@ -284,6 +285,42 @@ def flex(session: Session) -> None:
                 figures["uncompiled"] = compiler.failure
 
 
+def warps(session: Session) -> None:
+    """Time FlexAttention's kernels with four and eight warps, for several head widths."""
+    from dtt.model import attention_backend
+
+    shapes = [
+        (8, 32, 8, 2048, 64), (2, 32, 8, 4096, 128), (2, 8, 4, 4096, 192), (2, 8, 4, 4096, 256),
+        (1, 4, 2, 1024, 320),
+    ]  # fmt: skip
+    for shape in [(1, 2, 1, 128, 16)] if session.tiny else shapes:
+        rows, heads, kv_heads, length, width = shape
+        for forward, backward in ((4, 4), (8, 8), (4, 8)):
+            options = attention_backend.kernel_options(width, hopper=False)
+            options |= {"fwd_num_warps": forward, "bwd_num_warps": backward}
+            with (
+                session.part(f"{shape}, {forward} and {backward} warps") as figures,
+                patch.object(attention_backend, "kernel_options", lambda *_, o=options: o),
+            ):
+                torch.manual_seed(0)
+                inputs = [
+                    torch.randn(rows, n, length, width, device=session.device, dtype=session.dtype)
+                    for n in (heads, kv_heads, kv_heads)
+                ]
+                inputs = [x.requires_grad_() for x in inputs]
+                documents = (torch.rand(rows, length, device=session.device) < 4 / length).cumsum(1)
+                attend = attention_backend.flex(width**-0.5, inputs[0][:, 0, :, 0], documents, None)
+                if session.tiny:  # uncompiled FlexAttention has no gradients on a CPU
+                    figures["visible"] = float(attend.mask.float().mean())
+                    continue
+                with torch.no_grad():
+                    figures["forward ms"] = 1e3 * seconds(
+                        session.device, partial(attend, *inputs), 20
+                    )
+                work = partial(_attended, attend, inputs)
+                figures["both ms"] = 1e3 * seconds(session.device, work, 20)
+
+
 def training(
     session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None
 ) -> None:
@@ -373,6 +410,7 @@ BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
     "attention": (attention,),
     "small": (small,),
     "flex": (flex,),
+    "warps": (warps,),
     "124m-adamw": (partial(training, name="124m", optimizer="adamw", steps=30),),
     "loss": (loss,),
     "124m-muon": (partial(training, name="124m", optimizer="muon", steps=30),),

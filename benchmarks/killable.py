@@ -75,14 +75,16 @@ def job_results(job: JobDir, step: int) -> Results:
     return files | {store.POSITION: position, "metrics": metrics}
 
 
+PIPELINE = "parallel.pipeline=2", "parallel.replicate=1", "model.tie_embeddings=false"
+
+
 class Training(Work):
     """`dtt train` under torchrun."""
 
     variants: ClassVar = {
         "1 rank": (1, ()), "2 ranks": (2, ()), "2 shards": (2, ("parallel.shard=2",)),
-        "2 stages": (
-            2, ("parallel.pipeline=2", "parallel.replicate=1", "model.tie_embeddings=false")
-        ),
+        "2 stages": (2, PIPELINE),
+        "2 ranks of 2 stages": (2, (*PIPELINE, "parallel.stages_per_rank=2", "model.n_layers=4")),
     }  # fmt: skip
     steps = 120
 

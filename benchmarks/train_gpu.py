@@ -2,14 +2,15 @@
 
     python benchmarks/train_gpu.py [CASE …] [--steps N] [--processes 1] [--peer]
 
-Cases: 124m; 1b; 8b in pure bf16 with remat none, selective and full; 8b with fp32 masters; each
-with AdamW and with Muon. A step has 524,288 tokens per process, as in real runs: with fewer, the
-optimizer's share of the time, above all Muon's, would be many times too large. Every run is a
-`dtt train` process (under torchrun with `--processes`) on a small corpus that the script creates;
-figures are medians of the logged values over the second half of the steps. A step near the end is
-profiled if its trace is small enough. `--peer` trains the same shape with the model of transformers
-in a plain loop: autocast, SDPA, fused AdamW, compiled. MFU is computed by the convention of the
-peers: 6 N + 12 L d S FLOPs per token, against the dense bf16 peak of the data sheet.
+Cases: 124m; 1b, also with masked documents; 8b in pure bf16 with remat none, selective and full; 8b
+with fp32 masters; each with AdamW and with Muon. A step has 524,288 tokens per process, as in real
+runs: with fewer, the optimizer's share of the time, above all Muon's, would be many times too
+large. Every run is a `dtt train` process (under torchrun with `--processes`) on a small corpus that
+the script creates; figures are medians of the logged values over the second half of the steps. A
+step near the end is profiled if its trace is small enough. `--peer` trains the same shape with the
+model of transformers in a plain loop: autocast, SDPA, fused AdamW, compiled. MFU is computed by the
+convention of the peers: 6 N + 12 L d S FLOPs per token, against the dense bf16 peak of the data
+sheet.
 
 A run is killed after its last measured step: the save that ends a run of 8B would write 64 GB.
 """
@@ -51,6 +52,10 @@ class Case(NamedTuple):
 
 
 LLAMA = {"family": "llama", "vocab_size": 128256}
+LLAMA_1B = LLAMA | {
+    "dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192, "seq_len": 2048,
+    "batch": 8,
+}  # fmt: skip
 LLAMA_8B = LLAMA | {
     "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336, "seq_len": 4096,
 }  # fmt: skip
@@ -63,9 +68,13 @@ CASES = {
         30,
     ),
     "1b": Case(
-        LLAMA | {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192,
-                 "seq_len": 2048, "batch": 8},
+        LLAMA_1B,
         ["train.precision=bf16", "model.tie_embeddings=true"],
+        32,
+    ),
+    "1b-documents": Case(
+        LLAMA_1B,
+        ["train.precision=bf16", "model.tie_embeddings=true", "data.mask_documents=true"],
         32,
     ),
     **{
