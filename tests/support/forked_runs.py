@@ -13,7 +13,7 @@ import tempfile
 from multiprocessing import connection, process
 from pathlib import Path
 
-from dtt.verify.forked_ranks import free_port
+from dtt.verify.forked_ranks import rank_variables, rendezvous
 from support import forked
 from support.running import TIMEOUT, Done, Dtt
 
@@ -26,10 +26,10 @@ class ForkedRun:
         self._arguments = list(map(str, arguments))
         self._said = tempfile.TemporaryDirectory()
         (Path(self._said.name) / "in").touch()
-        port = free_port() if ranks > 1 else 0
+        self._store = rendezvous() if ranks > 1 else None
         self._ranks = []
         for rank in range(ranks):
-            env = _variables(rank, ranks, port) if ranks > 1 else {}
+            env = rank_variables(rank, ranks, self._store.port) if self._store else {}
             around = forked.surroundings(dtt.folder, env)
             files = (Path(self._said.name, kind) for kind in ("in", f"out{rank}", f"err{rank}"))
             # A daemon ends with pytest, should a test fail before its end.
@@ -100,11 +100,3 @@ def _run(*arguments: object) -> None:
     """Become a process that may have children, which daemons may not."""
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     forked.become_dtt(*arguments)  # type: ignore[arg-type]
-
-
-def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets."""
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtt.base.ranks import Ranks
 from dtt.mesh.dist import World, start, stop
-from dtt.verify.forked_ranks import free_port
+from dtt.verify.forked_ranks import rank_variables, rendezvous
 from support.forked import CONTEXT
 
 
@@ -19,12 +19,14 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     `work` is a function at the top of a test module.
     """
-    port = str(free_port())
+    store = rendezvous()
     source = (work.__code__.co_filename, work.__name__)
     pipes, processes = [], []
     for rank in range(size):
         here, there = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_rank, args=(there, rank, size, port, source, arguments))
+        process = CONTEXT.Process(
+            target=_rank, args=(there, rank, size, store.port, source, arguments)
+        )
         process.start()
         there.close()
         pipes.append(here)
@@ -41,13 +43,11 @@ def _rank(
     result: Connection,
     rank: int,
     size: int,
-    port: str,
+    port: int,
     source: tuple[str, str],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(size)
-    )
+    os.environ.update(rank_variables(rank, size, port))
     file, name = source
     spec = importlib.util.spec_from_file_location("test_on_ranks", file)
     assert spec is not None

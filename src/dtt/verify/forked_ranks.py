@@ -7,19 +7,18 @@ A comparison starts up to a hundred of them.
 from __future__ import annotations
 
 import os
-import random
-import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtt.base.errors import EnvironmentUnfit
 from dtt.base.local import stop_with_parent, without_slurm
 from dtt.mesh.process import command
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "OMPI_", "DTT_")
 """Prefixes of variables that describe the process of `dtt verify` itself, or change the run."""
@@ -56,13 +55,13 @@ def run(
     # One thread for each rank: several on two cores would only wait for each other. Set before
     # the server starts, since OpenMP reads it when torch is loaded.
     os.environ["OMP_NUM_THREADS"] = "1"
-    port = free_port()
+    store = rendezvous()
     logs = [folder / "logs" / f"{log}-{rank}" for rank in range(ranks)]
     logs[0].parent.mkdir(exist_ok=True)
     processes = [
         context.Process(
             target=_rank,
-            args=(folder, _environment(rank, ranks, port), logs[rank], function, arguments),
+            args=(folder, _environment(rank, ranks, store.port), logs[rank], function, arguments),
             daemon=True,  # ends with this process
         )
         for rank in range(ranks)
@@ -111,22 +110,28 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     env = {name: text for name, text in without_slurm().items() if not name.startswith(LAUNCHER)}
     if ranks == 1:
         return env
-    return env | {
+    return env | rank_variables(rank, ranks, port)
+
+
+def rendezvous() -> TCPStore:
+    """Return the store where ranks of this machine meet, at a port that is free; keep it until
+    they end.
+
+    It listens here, as torchrun's does, and not in rank 0: that one would start seconds after its
+    port was found free, and another process may have taken it by then.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank whose `rendezvous` is at `port`."""
+    return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-
-
-def free_port() -> int:
-    """Return a free port below those that the kernel gives to connections, from 32,768 on.
-
-    One of these could be taken by another process before rank 0 listens on it.
-    """
-    for port in random.sample(range(10_000, 32_768), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise EnvironmentUnfit("no port of 127.0.0.1 is free for the processes of a layout")
 
 
 def _failure(log: Path) -> str:
