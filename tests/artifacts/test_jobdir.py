@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def test_the_environment_is_kept_without_any_secret(
     assert record["environment"]["DTT_TRAIN__STEPS"] == "12"
     assert not record["environment"].keys() & set(SECRETS)
     assert record["packages"].keys() >= {"torch", "numpy", "dtt-lm"}
+    installed = sorted((one.name, one.version) for one in metadata.distributions())
+    assert record["packages"] == dict(installed)
     assert record["nodes"]
     assert record["command"] == sys.argv
 

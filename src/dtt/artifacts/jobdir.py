@@ -45,6 +45,8 @@ STAGE: dict[str, Kind] = {"stages": list, "data_key": (str, NONE), "predecessor"
 """Fields of stage.json. Before the first start, only `stages` is known."""
 TAIL = 2**16
 """Bytes at the end of metrics.jsonl that are read."""
+HEADER = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
+"""A header of a package's metadata that env.json records."""
 LITTER_SECONDS = 60
 """Age in seconds at which a temporary file of another command counts as abandoned."""
 
@@ -255,7 +257,7 @@ class JobDir:
             "command": [redacted(argument) for argument in sys.argv],
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "packages": dict(sorted((d.name, d.version) for d in metadata.distributions())),
+            "packages": installed_packages(),
             "nodes": os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
             "gpus": gpu_state(),
             "git": git_state(Path(__file__).parent),
@@ -274,6 +276,21 @@ def lead_seconds(step: float, save: float) -> int:
     This is twice the time of a step and a save, plus 30 s because Slurm may be early or late.
     """
     return max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
+
+
+def installed_packages() -> dict[str, str]:
+    """Return the versions of all installed packages by name, in the order of the names.
+
+    `name` and `version` of a distribution would each parse its whole metadata, with the text of
+    its README: 0.1 s of CPU time for 180 packages, and 0.01 s for the headers alone.
+    """
+    found = []
+    for distribution in metadata.distributions():
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        headers = dict(HEADER.findall(text.partition("\n\n")[0]))
+        if headers.keys() >= {"Name", "Version"}:
+            found.append((headers["Name"], headers["Version"]))
+    return dict(sorted(found))
 
 
 def gpu_state() -> str | None:
