@@ -85,7 +85,7 @@ def test_a_hub_model_starts_with_the_loss_that_transformers_computes(
         run = dtt(
             "train",
             *tiny(**sizes, model__vocab_size=300, train__steps=2, train__precision="fp32"),
-            "init.from=hf:org/released@main",
+            "init.from=hf:org/released@main", "train.eval_tokens=1000000",
             HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1",
             HF_HOME=str(dtt.folder / "cache"),
         )  # fmt: skip
