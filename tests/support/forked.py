@@ -24,10 +24,13 @@ MODULES = [
     for path in FILES
     if not any(part in str(path) for part in READ_ENVIRONMENT)
 ]
+IMPORTED_BY_TRANSFORMERS = ("scipy.optimize", "PIL.Image", "torch.distributed.checkpoint")
+"""Modules that take a third of its import, and read no variables of huggingface_hub."""
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["pyarrow.parquet", "tokenizers", "torch._dynamo", "yaml", "safetensors.torch", *MODULES]
-)
+    ["pyarrow.parquet", "tokenizers", "torch._dynamo", "yaml", "safetensors.torch",
+     *IMPORTED_BY_TRANSFORMERS, *MODULES]
+)  # fmt: skip
 READ_AT_IMPORT = ("OMP_", "PYTHON", "TORCH")
 """Variables that have had their effect on what is imported already."""
 
