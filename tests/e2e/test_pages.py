@@ -91,9 +91,10 @@ CASES = {
         instead=SHORT_VERIFICATION | {" parallel.tensor=2": ""}
     ),
     "dtt verify --fuzz 1 --minutes 60": Case(instead={"60": "0"}),
-    "./env.sh pytest": Case(env={"PYTEST_ADDOPTS": "--collect-only -q tests/test_house.py"}),
+    # In one process: each of several would import all libraries and collect the same tests.
+    "./env.sh pytest": Case(env={"PYTEST_ADDOPTS": "--collect-only -q -n 0 tests/test_house.py"}),
     "./env.sh pytest tests/model tests/hf tests/parallel/test_tensor.py": Case(
-        env={"PYTEST_ADDOPTS": "--collect-only -q"}
+        env={"PYTEST_ADDOPTS": "--collect-only -q -n 0"}
     ),
     "./env.sh dtt pipeline -c configs/quickstart.yaml": FEW,
     "dtt pipeline -c quickstart": FEW,
@@ -159,8 +160,11 @@ CASES = {
     "dtt job logs jobs/run -f": Case((130,), interrupt=True),
     "dtt report --serve": Case((0, 130), interrupt=True),
     # Recipes download gigabytes and train for minutes to hours.
+    # It would evaluate a million tokens, which takes ten times as long as all else.
     "dtt bench laptop": Case(
-        instead={"laptop": "laptop --runs 1 train.budget=5s schedule.warmup=0"}
+        instead={
+            "laptop": "laptop --runs 1 train.budget=5s schedule.warmup=0 train.eval_tokens=2048"
+        }
     ),
     "dtt bench fineweb-3.28 --runs 2": Case(
         instead={"--runs 2": "--runs 2 train.steps=2 schedule.warmup=0 model.head_dim=4"}
