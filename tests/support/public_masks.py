@@ -1,0 +1,146 @@
+"""Loss masks of conversations with the chat templates of public models, and those of trl.
+
+Each check takes every n-th template; all of them take a minute and more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from dtt.config.chat import ChatConfig
+from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
+from dtt.data.conversations.dialects import parse_row
+from dtt.data.conversations.rows import Conversation, RefusedRow
+from dtt.data.conversations.template import CHATML
+from support.chat_shapes import NAMED, SHAPES, templates
+
+
+def check_that_masks_are_derived(tokenizer: bytes, every: int) -> None:
+    """Check that nearly all pairs of a template and a shape get a mask."""
+    counts: Counter[str] = Counter()
+    for name, text in [*templates().items(), ("chatml", CHATML)][::every]:
+        ours = ChatEncoder(tokenizer, ChatConfig(), "tokenizer.json", text, NAMED)
+        cells = []
+        for row in SHAPES.values():
+            conversation = parse_row(row)
+            try:
+                ours.template.render(conversation)
+            except RefusedRow:
+                cells.append("-")
+                continue
+            (got,) = ours.encode_batch([conversation])
+            if not isinstance(got, RefusedRow):
+                cells.append("+".join(sorted({*got[0].methods})))
+            elif "renders nothing" in got.why:
+                cells.append("nothing rendered")
+            else:
+                cells.append("refused")
+        counts.update(cells)
+        print(f"{name:24}", *(cell[0] for cell in cells))
+    print(counts)
+    renderable = counts.total() - counts["-"]
+    assert renderable > 400 / every
+    assert counts["refused"] <= 0.005 * renderable
+
+
+class Differences:
+    """The classes of tokens that trl trains and dtt does not, or the reverse."""
+
+    def __init__(self, tokenizer: Tokenizer, ours: ChatEncoder) -> None:
+        self.tokenizer, self.ours = tokenizer, ours
+        self.counts: Counter[str] = Counter()
+
+    def classify(
+        self, conversation: Conversation, sample: EncodedConversation, trl: Any
+    ) -> set[str]:
+        """Return the classes of differences in one conversation; `unexplained` among them."""
+        texts = [self.tokenizer.decode([i], skip_special_tokens=False) for i in sample.ids]
+        classes = set()
+        differs = sample.mask != trl
+        for at in np.flatnonzero(differs & ~np.append(False, differs[:-1])).tolist():
+            end = at
+            while end < len(differs) and differs[end] and sample.mask[end] == sample.mask[at]:
+                end += 1
+            classes.add(self._class(sample, at, end, "".join(texts[at:end]), conversation))
+        return classes
+
+    def _class(
+        self, sample: EncodedConversation, at: int, end: int, text: str, conversation: Conversation
+    ) -> str:
+        stops = self.ours.stop_tokens
+        if sample.mask[at]:
+            if end == at + 1 and int(sample.ids[at]) in stops:
+                return "trl omits the token that ends a turn"
+            if "\ufffd" in text:
+                return "trl omits tokens of a split character"
+            return f"unexplained: {text!r}"
+        follows = at and int(sample.ids[at - 1]) in stops and sample.mask[at - 1]
+        if follows and text.strip() in ("", NAMED["eos_token"]):
+            return "trl trains what follows the stop token"
+        if end < len(sample.mask) and sample.mask[end]:
+            if self._is_supplied(text, conversation):
+                return "trl trains the header, which the prompt supplies"
+        elif "omitted" in sample.methods:
+            return "trl trains an answer of which the template renders nothing"
+        return f"unexplained: {text!r}"
+
+    def _is_supplied(self, text: str, conversation: Conversation) -> bool:
+        """Return True if the prompt of an answer ends with a text or begins its header with it."""
+        prompts = [
+            self.ours.template.render(conversation.until(index), add_generation_prompt=True)
+            for index, message in enumerate(conversation.messages)
+            if message["role"] == "assistant"
+        ]
+        return any(text in prompt[-100:] for prompt in prompts)
+
+
+def trl_masks(content: bytes, text: str, conversations: list[Conversation]) -> list[Any]:
+    """Return (ids, mask) of each conversation with a training template of trl; None if refused."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_buffer(content), **NAMED)
+    results: list[Any] = []
+    for one in conversations:
+        try:
+            got = tokenizer.apply_chat_template(
+                list(one.messages), tools=one.tools, chat_template=text,
+                return_dict=True, return_assistant_tokens_mask=True,
+            )  # fmt: skip
+        except Exception:  # noqa: BLE001 - templates raise anything
+            results.append(None)
+        else:
+            results.append((got["input_ids"], np.array(got["assistant_masks"], bool)))
+    return results
+
+
+def check_that_masks_equal_those_of_trl(content: bytes, every: int) -> None:
+    """Check that the text of an answer and its stop token are the targets of both.
+
+    trl also trains line feeds after the stop token, which no inference produces, and headers that
+    the generation prompt supplies at inference.
+    """
+    tokenizer = Tokenizer.from_buffer(content)
+    conversations = [parse_row(row) for row in SHAPES.values()]
+    counts: Counter[str] = Counter()
+    for name, training in [*templates(True).items()][::every]:
+        expected = trl_masks(content, training, conversations)
+        for text in (templates()[name], training):
+            ours = ChatEncoder(content, ChatConfig(), "tokenizer.json", text, NAMED)
+            differences = Differences(tokenizer, ours)
+            results = ours.encode_batch(conversations)
+            for one, want, got in zip(conversations, expected, results, strict=True):
+                if want is None or isinstance(got, RefusedRow):
+                    counts["one refuses"] += 1
+                elif got[0].ids.tolist() != want[0]:
+                    counts["the text differs"] += 1
+                else:
+                    classes = differences.classify(one, got[0], want[1])
+                    assert not [c for c in classes if c.startswith("unexplained")], (name, one)
+                    counts.update(classes or {"equal"})
+    for what, count in counts.most_common():
+        print(f"{count:5} {what}")
+    assert counts["trl trains what follows the stop token"] > 100 / every
