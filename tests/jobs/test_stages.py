@@ -41,15 +41,37 @@ assert "torch" not in sys.modules
 @pytest.fixture
 def tiny_stages(dtt: Dtt, tiny: Settings) -> str:
     """A configuration of three stages that train for seconds."""
+    write_stages(dtt.folder, tiny)
+    return "s.yaml"
+
+
+def write_stages(folder: Path, tiny: Settings) -> None:
     common = source.nested(source.from_arguments(tiny(name="s"), explain.texts()))
     text = yaml.safe_dump(common | {"stages": STAGES}, sort_keys=False)
-    (dtt.folder / "s.yaml").write_text(text)
-    return "s.yaml"
+    (folder / "s.yaml").write_text(text)
 
 
 def train(dtt: Dtt, config: str, *names: str) -> None:
     for name in names:
         dtt("train", "-c", config, "--stage", name)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory, tiny: Settings) -> Path:
+    """A folder in which the first stage is done."""
+    dtt = Dtt(tmp_path_factory.mktemp("pretrained"))
+    write_stages(dtt.folder, tiny)
+    train(dtt, "s.yaml", "pretrain")
+    return dtt.folder
+
+
+@pytest.fixture(scope="module")
+def midtrained(tmp_path_factory: pytest.TempPathFactory, pretrained: Path) -> Path:
+    """A folder in which the first two stages are done."""
+    folder = tmp_path_factory.mktemp("midtrained")
+    shutil.copytree(pretrained, folder, dirs_exist_ok=True)
+    train(Dtt(folder), "s.yaml", "midtrain")
+    return folder
 
 
 def final_files(folder: Path, job: str, step: int) -> dict[str, bytes]:
@@ -128,9 +150,9 @@ def test_the_pipeline_skips_what_is_done_and_refuses_what_changed(
 
 @pytest.mark.slow
 def test_a_stage_resumes_before_it_looks_at_its_predecessor(
-    dtt: Dtt, tiny_stages: str, by_hand: dict[str, bytes]
+    dtt: Dtt, tiny_stages: str, pretrained: Path, by_hand: dict[str, bytes]
 ) -> None:
-    train(dtt, tiny_stages, "pretrain")
+    shutil.copytree(pretrained, dtt.folder, dirs_exist_ok=True)
     half = dtt.start("train", "-c", tiny_stages, "--stage", "midtrain", "checkpoint.every=1")
     while not (dtt.folder / "jobs/s/midtrain/checkpoints/step-000003").exists():
         assert half.poll() is None, half.communicate()
@@ -145,9 +167,9 @@ def test_a_stage_resumes_before_it_looks_at_its_predecessor(
 
 @pytest.mark.slow
 def test_a_stage_that_lost_its_origin_is_refused_and_resumes_alone(
-    dtt: Dtt, tiny_stages: str
+    dtt: Dtt, tiny_stages: str, midtrained: Path
 ) -> None:
-    train(dtt, tiny_stages, "pretrain", "midtrain")
+    shutil.copytree(midtrained, dtt.folder, dirs_exist_ok=True)
     with in_this_process(dtt.folder):
         assert [final is not None for final in done(find_stages("s.yaml", []))] == [
             True, True, False,
@@ -185,8 +207,10 @@ def test_a_stage_starts_from_the_average_and_the_optimizer_if_asked(
 
 
 @pytest.mark.slow
-def test_without_an_average_a_stage_that_asks_for_it_is_refused(dtt: Dtt, tiny_stages: str) -> None:
-    train(dtt, tiny_stages, "pretrain")
+def test_without_an_average_a_stage_that_asks_for_it_is_refused(
+    dtt: Dtt, tiny_stages: str, pretrained: Path
+) -> None:
+    shutil.copytree(pretrained, dtt.folder, dirs_exist_ok=True)
     refused = dtt(
         "train", "-c", tiny_stages, "--stage", "midtrain", "stages.midtrain.init.average=true",
         expect=66,
@@ -195,8 +219,10 @@ def test_without_an_average_a_stage_that_asks_for_it_is_refused(dtt: Dtt, tiny_s
 
 
 @pytest.mark.slow
-def test_other_token_ids_than_in_the_stage_before_are_refused(dtt: Dtt, tiny_stages: str) -> None:
-    train(dtt, tiny_stages, "pretrain")
+def test_other_token_ids_than_in_the_stage_before_are_refused(
+    dtt: Dtt, tiny_stages: str, pretrained: Path
+) -> None:
+    shutil.copytree(pretrained, dtt.folder, dirs_exist_ok=True)
     (dtt.folder / "rivers.txt").write_text("the river runs to the sea\n\n" * 2000)
     dtt("download", "-d", "rivers.txt")
     dtt("tokenize", "-d", "rivers.txt", "tokenizer.vocab_size=270", "tokenize.out=other",
@@ -222,8 +248,10 @@ def test_a_job_of_the_same_name_is_not_taken_for_a_stage(
 
 
 @pytest.mark.slow
-def test_the_states_of_stages_are_shown_in_order(dtt: Dtt, tiny_stages: str) -> None:
-    train(dtt, tiny_stages, "pretrain", "midtrain")
+def test_the_states_of_stages_are_shown_in_order(
+    dtt: Dtt, tiny_stages: str, midtrained: Path
+) -> None:
+    shutil.copytree(midtrained, dtt.folder, dirs_exist_ok=True)
     lines = dtt("job", "status", "jobs/s").stdout.splitlines()[1:]
     assert [line.split(maxsplit=1)[0] for line in lines] == list(LAST)
     assert ["done" in line for line in lines] == [True, True, False]
