@@ -174,6 +174,11 @@ SHAPES: dict[str, Shape] = {
         "family": "llama", "dim": 512, "n_layers": 8, "n_heads": 8, "ffn_dim": 1408,
         "vocab_size": 16384, "seq_len": 512, "batch": 8,
     },
+    "qwen3-moe-71m": {
+        "family": "qwen3_moe", "dim": 512, "n_layers": 8, "n_heads": 8, "ffn_dim": 1408,
+        "vocab_size": 16384, "seq_len": 512, "batch": 4, "n_experts": 16, "experts_per_token": 4,
+        "expert_ffn_dim": 256,
+    },
 }  # fmt: skip
 
 
@@ -223,7 +228,14 @@ def loop(
 
 def hf_model(shape: Shape) -> Any:
     """Return the model of the shape in transformers, without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     if shape["family"] == "gpt2":
         config = GPT2Config(
@@ -232,18 +244,22 @@ def hf_model(shape: Shape) -> Any:
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
         )  # fmt: skip
         return GPT2LMHeadModel(config)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=shape["dim"],
-            num_hidden_layers=shape["n_layers"],
-            num_attention_heads=shape["n_heads"],
-            intermediate_size=shape["ffn_dim"],
-            vocab_size=shape["vocab_size"],
-            max_position_embeddings=shape["seq_len"],
-            tie_word_embeddings=True,
-            use_cache=False,
-        )
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": shape["dim"], "num_hidden_layers": shape["n_layers"],
+        "num_attention_heads": shape["n_heads"], "num_key_value_heads": shape["n_heads"],
+        "intermediate_size": shape["ffn_dim"], "vocab_size": shape["vocab_size"],
+        "max_position_embeddings": shape["seq_len"], "tie_word_embeddings": True,
+        "use_cache": False,
+    }  # fmt: skip
+    if shape["family"] == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    sizes |= {
+        "head_dim": shape["dim"] // shape["n_heads"], "num_experts": shape["n_experts"],
+        "num_experts_per_tok": shape["experts_per_token"],
+        "moe_intermediate_size": shape["expert_ffn_dim"], "norm_topk_prob": True,
+        "output_router_logits": True,
+    }  # fmt: skip
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
 def transformers_loop(shape: Shape, precision: str) -> Steps:

@@ -121,8 +121,8 @@ def train(shape: Shape, precision: str) -> None:
 
 def keys(shape: Shape) -> list[str]:
     """Return the model settings of a shape."""
-    names = ("family", "dim", "n_layers", "n_heads", "ffn_dim", "vocab_size")
-    return ["model.tie_embeddings=true", *(f"model.{name}={shape[name]}" for name in names)]
+    sizes = {name: size for name, size in shape.items() if name not in ("seq_len", "batch")}
+    return ["model.tie_embeddings=true", *(f"model.{name}={size}" for name, size in sizes.items())]
 
 
 def flops_per_token(shape: Shape) -> int:

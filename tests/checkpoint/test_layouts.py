@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,10 +30,12 @@ from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.mesh.sharding import LaidOut, on_this_rank
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
+from dtt.model.experts import MixtureMLP, routers
 from dtt.model.init import RESIDUAL_WRITERS, initialize
 from dtt.model.layers import held_layers
 from dtt.optim import groups
 from dtt.optim.ema import Ema
+from dtt.parallel.expert import shard_experts
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors, rng_tensors
 from dtt.train.warm_start import take_weights
 
@@ -61,13 +63,18 @@ class State:
     """All that a checkpoint holds, laid out over the ranks."""
 
     def __init__(
-        self, world: World, sizes: Sizes, vocabulary: int = 64, config: Mapping[str, Any] = SMALL
+        self,
+        world: World,
+        sizes: Sizes,
+        vocabulary: int = 64,
+        config: Mapping[str, Any] = SMALL,
+        expert: int = 1,
     ) -> None:
         """No values are set."""
         self.world, self.vocabulary = world, vocabulary
         model = ModelConfig.model_validate(config)
         arch = families.get(model.family).architecture(model, vocabulary, 16)
-        layout = make_mesh(sizes, world)
+        layout = make_mesh(sizes, world, None if arch.mixture is None else expert)
         stages = ParallelConfig(pipeline=sizes.pipeline).stage_layers(arch.n_layers)
         with torch.device("meta" if layout.sharded else "cpu"):
             self.model = Decoder(arch, [stages[layout.index("pipeline")]])
@@ -143,8 +150,11 @@ def lay_out(model: Decoder, layout: Mesh) -> None:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, laid)
     dims = ("replicate", "shard") if layout.sizes.replicate > 1 else ("shard",)
+    own = {r.balance for r in routers(model).values() if r.balance is not None}
     for module in (*held_layers(model).values(), model):
-        fully_shard(module, mesh=layout.part(*dims))
+        if layout.experts is not None and isinstance(getattr(module, "mlp", None), MixtureMLP):
+            shard_experts(module.mlp.experts, layout, MixedPrecisionPolicy(), reshard=True)
+        fully_shard(module, mesh=layout.part(*dims), ignored_params=own)
     model.to_empty(device="cpu")
 
 
@@ -165,6 +175,41 @@ def of_size(world: World) -> Iterator[tuple[str, Sizes]]:
 def checkpoint(folder: Path) -> store.Checkpoint:
     """The one of a job."""
     return store.at_step(JobDir(folder).checkpoints, 1)
+
+
+EXPERTS = {
+    "family": "dots1", "dim": 8, "n_layers": 2, "n_heads": 2, "n_experts": 6, "n_dense_layers": 1,
+    "tie_embeddings": False, "expert_ffn_dim": 12,
+}  # fmt: skip
+WITH_EXPERTS = {
+    "alone": (Sizes(), 1),
+    "pp-2": (Sizes(pipeline=2), 1),
+    "ep-2": (Sizes(shard=2), 2),
+    "fsdp-2": (Sizes(shard=2), 1),
+    "pp-2-ep-2": (Sizes(pipeline=2, shard=2), 2),
+    "fsdp-4-ep-2": (Sizes(shard=4), 2),
+    "hsdp-2x2-ep-2": (Sizes(replicate=2, shard=2), 2),
+}
+"""Sizes, and the number of ranks that share experts."""
+
+
+def experts_of_all_layouts(world: World, folder: Path, sources: list[str]) -> dict[str, list[str]]:
+    """What differs when each layout reads what others wrote; each writes what it read last."""
+    torch.set_num_threads(1)
+    first = checkpoint(folder / "alone")
+    truth = {kind: first.tensors(kind) for kind in (store.MODEL, store.STATE)}
+    truth[store.STATE].pop("rng/00000/cpu")
+    found = {}
+    for name, (sizes, expert) in WITH_EXPERTS.items():
+        if math.prod(sizes) != world.size:
+            continue
+        state = State(world, sizes, config=EXPERTS, expert=expert)
+        for source in sources:
+            state.restore(checkpoint(folder / source))
+            found[f"{source} to {name}"] = state.differing(truth)
+        if name not in sources:
+            state.save(folder / name)
+    return found
 
 
 def written_in_all_layouts(world: World, folder: Path, source: str) -> dict[str, int]:
@@ -334,3 +379,23 @@ def test_each_rank_reads_only_its_own_part(large: tuple[Path, int]) -> None:
     (peak,) = on_ranks(1, peak_of_one_of_64, folder)
     assert size > 100e6
     assert peak < size / 6  # the kernel maps what is around each part, too
+
+
+@pytest.mark.slow
+def test_experts_are_the_same_in_checkpoints_of_every_layout(tmp_path: Path) -> None:
+    world = start(Ranks(), "cpu")
+    state = State(world, Sizes(), config=EXPERTS)
+    state.train()
+    with torch.no_grad():
+        state.model.layers[1].mlp.router.balance.copy_(torch.arange(6.0))
+    state.save(tmp_path / "alone")
+    sources = ["alone"]
+    for ranks in (2, 4, 2, 1):
+        work = experts_of_all_layouts, tmp_path, sources
+        results = (
+            on_ranks(ranks, *work) if ranks > 1 else [experts_of_all_layouts(world, *work[1:])]
+        )
+        for found in results:
+            assert {names: wrong for names, wrong in found.items() if wrong} == {}
+        sources = [name for name in WITH_EXPERTS if (tmp_path / name).exists()]
+    assert sources == [*WITH_EXPERTS]

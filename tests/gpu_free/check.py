@@ -25,6 +25,9 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "documents": (1, (ADAMW, "data.mask_documents=true")),
     "muon": (1, ("optim.type=muon",)),
     "fsdp2": (8, ("optim.type=muon",)),
+    "experts": (1, ("model.family=dots1", "optim.type=muon", "train.router_z_loss=0.1")),
+    "experts-fsdp2": (8, ("model.family=qwen3_moe", ADAMW, "train.remat=full")),
+    "expert-parallel": (8, ("model.family=mixtral", "optim.type=muon", "parallel.expert=4")),
     "tensor": (8, (ADAMW, "parallel.tensor=2", "train.remat=selective")),
     "adapter": (8, (ADAMW, "parallel.tensor=2", "adapter.type=lora", "init.from=hf:any")),
 }

@@ -33,7 +33,7 @@ from dtt.model.decoder import Decoder
 from dtt.optim.muon import optimizer as muon
 from dtt.train import assemble, step
 from dtt.train.anomaly_guard import Guard
-from dtt.train.build import make_objective
+from dtt.train.build import make_experts, make_objective
 from dtt.train.components import TrainState
 from dtt.train.trainer import Trainer
 
@@ -76,6 +76,7 @@ class Step:
             step.Step(parts.module, case.precision, parts.layout.gradient_replicas), parts.params,
             assemble.make_optimizers(case.cfg, plan, parts, None),
             Guard(case.cfg.guard, world, Path()), rounding=None, ema=None,
+            experts=make_experts(case.cfg, parts),
         )  # fmt: skip
         unused: Any = None
         meter = SimpleNamespace(end_phase=lambda _: None)

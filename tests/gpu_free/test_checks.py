@@ -13,7 +13,7 @@ import pytest
 from faults import FAULTS
 from serving import Ask, asking
 
-CASES = ["gpt2", "llama", "documents", "muon", "fsdp2", "tensor", "adapter"]
+CASES = ["gpt2", "llama", "documents", "muon", "fsdp2", "tensor", "adapter", "experts"]
 FIRST = ["host-item-in-mean", "mixed-add-in-loss", "float64-ones-in-loss", "break-print-in-block"]
 """One fault of each kind, found in every run of the tests."""
 CHOSEN = [
@@ -39,6 +39,14 @@ def check() -> Iterator[Ask]:
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_in_a_step_slows_a_gpu_down(check: Ask, case: str) -> None:
     assert check(case) == []
+
+
+@pytest.mark.slow
+def test_expert_parallelism_waits_for_the_number_of_rows_alone(check: Ask) -> None:
+    # Fake tensors have no numbers, so the step ends there.
+    assert check("expert-parallel") == [
+        "host waits: DataDependentOutputException: aten._local_scalar_dense.default"
+    ]
 
 
 @pytest.mark.slow(except_for=FIRST)

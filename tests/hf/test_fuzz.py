@@ -129,6 +129,13 @@ NESTED: tuple[dict[str, Any], ...] = (
     {"full_attention": ROPES[0], "sliding_attention": ROPES[2]},
     {"sliding_attention": None, "full_attention": {"rope_theta": 5e5}},
 )
+EXPERTS: dict[str, Draw] = ROTARY | {
+    "num_experts_per_tok": pick(1, 2, 3, 9, 0, None),
+    "norm_topk_prob": pick(True, False),
+    "output_router_logits": pick(True, False),
+    "router_aux_loss_coef": pick(0.0, 0.5),
+    "moe_intermediate_size": pick(16, 24, None),
+}
 CHANGES: dict[str, dict[str, Draw]] = {
     "gpt2": {
         "n_inner": pick(None, 48, 0),
@@ -160,6 +167,24 @@ CHANGES: dict[str, dict[str, Draw]] = {
     "smollm3": ROTARY,
     "olmo2": ROTARY,
     "olmo3": ROTARY | {"rope_parameters": pick(None, *NESTED, *ROPES[:4])},
+    "mixtral": EXPERTS
+    | {"num_local_experts": pick(3, 4, None), "router_jitter_noise": pick(0.0, 0.1)},
+    "qwen3_moe": EXPERTS
+    | {
+        "num_experts": pick(4, 6),
+        "decoder_sparse_step": pick(1, 2),
+        "mlp_only_layers": pick([], [0], [1], [0, 1], [0, 1, 2], None),
+    },
+    "olmoe": EXPERTS | {"num_experts": pick(4, 6, 0), "clip_qkv": pick(None, 5.0)},
+    "dots1": EXPERTS
+    | {
+        "n_routed_experts": pick(8, 12),
+        "n_shared_experts": pick(1, 2, 0),
+        "first_k_dense_replace": pick(0, 1, 3),
+        "n_group": pick(1, 2, 4),
+        "topk_group": pick(1, 2, 9),
+        "routed_scaling_factor": pick(1.0, 2.5),
+    },
     "gemma3_text": {
         **{key: draw for key, draw in ROTARY.items() if key != "hidden_act"},
         "rope_parameters": pick(None, *NESTED, *ROPES[:4]),
@@ -185,6 +210,16 @@ GPT2: dict[str, Any] = {
 }
 
 
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "sliding_window": None,
+    },
+}  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
 SHAPES = {
     "head_dim",
@@ -193,6 +228,13 @@ SHAPES = {
     "n_positions",
     "n_head",
     "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
+    "mlp_only_layers",
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
 }
 """Keys that decide how large the weights are."""
 
@@ -202,7 +244,7 @@ def write_model(folder: Path, kind: str, tokenizer: Path, changes: Mapping[str, 
 
     Changes go there as they are: transformers would correct some of them, and refuse others.
     """
-    sizes = {"model_type": kind, **(GPT2 if kind == "gpt2" else SIZES)}
+    sizes = {"model_type": kind, **(GPT2 if kind == "gpt2" else SIZES), **OF_EXPERTS.get(kind, {})}
     shapes = {key: value for key, value in changes.items() if key in SHAPES}
     make: Any = transformers.AutoConfig.for_model
     build: Any = transformers.AutoModelForCausalLM.from_config

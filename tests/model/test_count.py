@@ -39,6 +39,10 @@ PUBLISHED = {
     "olmo2-1b": 1_484_916_736,
     "phi3-mini-4k": 3_821_079_552,
     "phi4": 14_659_507_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
+    "dots-llm1": 142_774_381_696,
     "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
     "gemma3-4b": 4_300_079_472 - 419_816_304,  # less the image encoder
@@ -68,8 +72,9 @@ def test_parameters_are_counted_exactly(arch: Architecture) -> None:
 
 
 def test_each_parameter_of_a_layer_has_the_counted_shape(arch: Architecture) -> None:
-    shapes = {name: tuple(p.shape) for name, p in Decoder(arch).layers[0].named_parameters()}
-    assert count.layer_shapes(arch) == shapes
+    for i, layer in enumerate(Decoder(arch).layers):
+        shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+        assert count.layer_shapes(arch, i) == shapes
 
 
 def test_of_a_stack_only_the_experts_of_a_token_are_active() -> None:

@@ -56,7 +56,8 @@ def test_auxiliary_losses_of_the_blocks_add_up_with_their_gradients(arch: Archit
     torch.autograd.backward([output.loss, *output.aux.values()])
     (main + squares).backward()
     for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+        if mine.grad is not None:  # not for the correction of a router
+            torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_a_token_never_changes_what_comes_before_it(arch: Architecture) -> None:
@@ -71,8 +72,9 @@ def test_a_token_never_changes_what_comes_before_it(arch: Architecture) -> None:
 def test_parameter_names_are_the_contract(arch: Architecture) -> None:
     contract = re.compile(
         r"(embed|pos_embed|norm|head|layers\.\d+\."
-        r"(attn(_post)?_norm|mlp(_post)?_norm|attn\.([qkvo]|[qk]_norm)|mlp\.(gate|up|down)))"
-        r"\.(weight|bias)"
+        r"(attn(_post)?_norm|mlp(_post)?_norm|attn\.([qkvo]|[qk]_norm)|mlp\.(shared\.)?(gate|up|down)"
+        r"|mlp\.router))\.(weight|bias)"
+        r"|layers\.\d+\.mlp\.(experts\.(gate|up|down)|router\.balance)"
     )
     for name in Decoder(arch).state_dict():
         assert contract.fullmatch(name), name
@@ -83,8 +85,8 @@ def test_every_parameter_has_one_role(arch: Architecture) -> None:
     found = {name: param.role for name, param in params_of(model).items()}
     assert list(found) == [name for name, _ in model.named_parameters()]
     assert ("head" in found.values()) == (not arch.tie_embeddings)
-    assert {n for n, r in found.items() if r == "matrix"} == {
-        n for n, p in model.named_parameters() if n.startswith("layers.") and p.ndim == 2
+    assert {n for n, r in found.items() if r in ("matrix", "router")} == {
+        n for n, p in model.named_parameters() if n.startswith("layers.") and p.ndim > 1
     }
 
 
@@ -129,8 +131,13 @@ def test_bf16_autocast_is_close_to_fp32(arch: Architecture) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens, tokens).loss
     loss.backward()
-    assert loss.item() == pytest.approx(model(tokens, tokens).loss.item(), rel=5e-3)
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    # A score that is rounded may choose another expert.
+    rel = 5e-3 if arch.mixture is None else 2e-2
+    assert loss.item() == pytest.approx(model(tokens, tokens).loss.item(), rel=rel)
+    for name, parameter in model.named_parameters():
+        assert name.endswith("balance") or (
+            parameter.grad is not None and parameter.grad.dtype == torch.float32
+        )
 
 
 @pytest.mark.slow(except_for=["llama"])

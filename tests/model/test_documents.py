@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
+from support.stand_in import stored
 from support.tiny_architectures import DOCUMENTS, LENGTHS, alone, make
 
 from dtt.config.model import LongRopeScaling, ModelConfig
@@ -45,7 +46,7 @@ def test_logits_are_those_of_transformers_for_each_document_alone(arch: Architec
     for parameter in theirs.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     model, tokens = make(arch)
-    model.load_state_dict(from_hf(theirs.state_dict(), arch))
+    model.load_state_dict(from_hf(stored(theirs), arch))
     packed = model.eval()(tokens, doc_ids_BT=DOCUMENTS)
     expected = alone(lambda part: theirs(part).logits, tokens)
     assert expected.std() > 0.1
@@ -62,7 +63,8 @@ def test_gradients_are_the_sum_of_those_of_each_document_alone(arch: Architectur
         for part, target in zip(row.split(lengths), wanted.split(lengths), strict=True):
             model(part[None], target[None]).loss.backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-5)
+        if parameter.grad is not None:  # not for the correction of a router
+            torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

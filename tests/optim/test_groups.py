@@ -145,8 +145,9 @@ def test_an_entry_may_name_a_role_and_parameters_are_listed_by_it() -> None:
         *(MuonGroup(match=role, lr=0.1 * i) for i, role in enumerate(ROLE_NAMES, start=1)),
     )
     lora = "layers.0.attn.q.lora_a"
-    roles = ROLES | {lora: "adapter"}
-    found = parameters() | {lora: nn.Parameter(torch.ones(2, 4))}
+    router = "layers.0.mlp.router.weight"
+    roles = ROLES | {lora: "adapter", router: "router"}
+    found = parameters() | {name: nn.Parameter(torch.ones(2, 4)) for name in (lora, router)}
     optimizers = build(MuonConfig(groups=entries), table(found, roles), torch.float32)
     for name, role in roles.items():
         lr = 0.6 if name == "layers.1.mlp.up.weight" else 0.1 * (1 + ROLE_NAMES.index(role))

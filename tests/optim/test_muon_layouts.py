@@ -26,6 +26,8 @@ from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, matrices
 SHAPES = ((16, 8), (7, 12), (12, 7), (8, 24), (5, 3), (8, 2), (3, 8, 16), (2, 12, 8), (24, 8))
 """Of 7 rows over 4 ranks the last has one, of 5 none."""
 SPLITS: tuple[tuple[int, ...] | None, ...] = (*(None,) * 7, (8, 4), (15, 5, 4))
+STACKS = ((4, 8, 6), (4, 6, 10))
+"""Of experts, of which two ranks hold whole ones."""
 MATRICES = 6 + 3 + 2 * 2 + 3
 EVERYTHING = MuonConfig(
     lr=0.02, momentum_warmup=4, normuon_beta2=0.9, weight_decay="cautious 0.1",
@@ -134,9 +136,13 @@ def bits(state: State) -> list[bytes]:
 
 
 @contextmanager
-def counting() -> Iterator[tuple[list[int], list[int]]]:
-    """Number of matrices of each batch orthogonalised, and of elements of each all-to-all."""
+def counting() -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Number of matrices of each batch orthogonalised, and of elements of each all-to-all.
+
+    Then of those for other ranks.
+    """
     done: list[int] = []
+    elsewhere: list[int] = []
     sent: list[int] = []
     all_to_all: Any = dist.all_to_all_single
 
@@ -146,12 +152,14 @@ def counting() -> Iterator[tuple[list[int], list[int]]]:
 
     def recorded(received: Tensor, given: Tensor, *how: Any, **more: Any) -> Any:
         sent.append(given.numel())
+        rank = dist.get_rank()
+        elsewhere.append(given.numel() - how[1][rank])
         return all_to_all(received, given, *how, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dtt.optim.muon.optimizer.orthogonalize", counted)
         patch.setattr(dist, "all_to_all_single", recorded)
-        yield done, sent
+        yield done, sent, elsewhere
 
 
 def trained(
@@ -165,7 +173,7 @@ def trained(
 def train(params: Sequence[Tensor], config: MuonConfig, dtype: torch.dtype) -> dict[str, Any]:
     optimizer = make(params, config, dtype)
     optimizer.found_inf = torch.zeros(())
-    with counting() as (done, sent):
+    with counting() as (done, sent, _):
         step(optimizer, params, 0)
     before, planned = bits(state_of(optimizer, params)), optimizer._buckets
     optimizer.found_inf = torch.ones(())
@@ -230,6 +238,33 @@ def test_elements_are_sent_in_the_compute_dtype_and_only_where_needed(
         assert len(result["sent"]) == transfers * result["buckets"]
     # Each element is sent once to the assigned rank, if it lacks it, and back to all holders.
     assert sum(sum(result["sent"]) for [result] in results) == 2 * sum(map(prod, SHAPES))
+
+
+def on_whole_experts(_world: World) -> tuple[list[int], list[tuple[Any, Any]]]:
+    """Elements that a rank sends in a step on stacks, and its parts of them afterwards."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    params = sharded([random(shape, i) for i, shape in enumerate(STACKS)], mesh)
+    for i, p in enumerate(params):
+        p.grad = like(p, random(p.shape, 10 + i))
+    optimizer = Muon([{"params": params}], MuonConfig(lr=0.02), torch.float32)
+    with counting() as (_, _, elsewhere):
+        optimizer.step()
+    return elsewhere, [(local_shard(p).box, local(p).detach().numpy()) for p in params]
+
+
+def test_whole_experts_are_updated_where_they_are_each_by_itself() -> None:
+    alone = []
+    for i, (shape, stack) in enumerate(zip(STACKS, map(random, STACKS, range(2)), strict=True)):
+        matrices = [nn.Parameter(matrix) for matrix in stack]
+        for matrix, grad in zip(matrices, random(shape, 10 + i), strict=True):
+            matrix.grad = grad
+        Muon([{"params": matrices}], MuonConfig(lr=0.02), torch.float32).step()
+        alone.append(torch.stack([matrix.detach() for matrix in matrices]))
+    for sent, parts in on_ranks(2, on_whole_experts):
+        assert sum(sent) == 0
+        for whole, (box, part) in zip(alone, parts, strict=True):
+            torch.testing.assert_close(torch.from_numpy(part), whole[box.slices], atol=1e-6, rtol=0)
 
 
 def llama(layers: int, dim: int) -> list[Matrix]:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtt.data.conversations.template import CHATML
 from support.tiny_job import IM_END, make_tokenizer
+
+
+def stored(model: Any) -> dict[str, Tensor]:
+    """The weights of a model of transformers by the names that it writes: some hold several."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
 
 
 def write_stand_in(folder: Path) -> None:

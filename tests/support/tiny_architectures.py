@@ -18,6 +18,7 @@ from dtt.mesh.dtypes import wide
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
+from dtt.model.experts import Mixed
 from dtt.model.init import initialize
 from dtt.model.layers import Block, held_layers
 
@@ -54,6 +55,17 @@ VARIANTS = {
         window_pattern=3, rope_theta=1e6, rope_scaling=LinearRopeScaling(factor=4.0),
         query_pre_attn_scalar=12, logit_softcap=3.0,
     ),
+    "mixtral": ModelConfig(family="mixtral", **SIZES, n_kv_heads=2, window=7, n_experts=4),
+    "qwen3_moe": ModelConfig(
+        family="qwen3_moe", **(SIZES | {"n_layers": 3}), n_kv_heads=2, head_dim=16, n_experts=5,
+        experts_per_token=3, expert_ffn_dim=24, n_dense_layers=1,
+    ),
+    "olmoe": ModelConfig(family="olmoe", **SIZES, n_experts=6, experts_per_token=1),
+    "dots1": ModelConfig(
+        family="dots1", **SIZES, n_kv_heads=2, n_experts=8, experts_per_token=3, expert_ffn_dim=40,
+        n_dense_layers=1, n_shared_experts=2, n_expert_groups=4, expert_groups_per_token=2,
+        routed_scaling=2.5,
+    ),
     "gemma3-untied": ModelConfig(family="gemma3", **SIZES, window=9, tie_embeddings=False),
 }  # fmt: skip
 
@@ -72,9 +84,9 @@ def tiny_architecture(variant: str, vocab_size: int = 100, max_seq_len: int = 24
 class Penalised(Block):
     """A block with an auxiliary loss: the squares of what it returns."""
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        x_BTD, _ = super().forward(*inputs)
-        return x_BTD, {"squares": 0.01 * wide(x_BTD).square().sum()}
+    def forward(self, *inputs: Any) -> Mixed:
+        mixed = super().forward(*inputs)
+        return mixed._replace(aux={"squares": 0.01 * wide(mixed.out).square().sum()})
 
 
 def penalise(model: Decoder) -> Decoder:

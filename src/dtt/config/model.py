@@ -12,21 +12,34 @@ from dtt.config.init_std import DEFAULT_STD, Std
 
 TIED = ("gpt2", "gemma3", "smollm3")
 """Families whose head is tied to the embedding by default."""
+MIXTURES = "mixtral", "qwen3_moe", "olmoe", "dots1"
+"""Families with a mixture of experts instead of the MLP."""
 ONLY_FOR: dict[str, tuple[str, ...]] = {
     "rope_theta": (
         "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3",
+        *MIXTURES,
     ),
     "rope_scaling": (
         "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3",
+        *MIXTURES,
     ),
     "rope_local_theta": ("gemma3",),
     "partial_rotary_factor": ("phi3",),
     "no_rope_layer_interval": ("smollm3",),
-    "window": ("mistral", "qwen2", "qwen3", "gemma3", "phi3", "olmo3"),
+    "window": ("mistral", "mixtral", "qwen2", "qwen3", "gemma3", "phi3", "olmo3"),
     "window_pattern": ("gemma3", "olmo3"),
     "max_window_layers": ("qwen2", "qwen3"),
     "query_pre_attn_scalar": ("gemma3",),
     "logit_softcap": ("gemma3",),
+    "n_experts": MIXTURES,
+    "experts_per_token": MIXTURES,
+    "norm_topk": MIXTURES,
+    "expert_ffn_dim": ("qwen3_moe", "dots1"),
+    "n_dense_layers": ("qwen3_moe", "dots1"),
+    "n_shared_experts": ("dots1",),
+    "n_expert_groups": ("dots1",),
+    "expert_groups_per_token": ("dots1",),
+    "routed_scaling": ("dots1",),
 }  # fmt: skip
 """Families in which these keys have an effect; the others would ignore them."""
 
@@ -119,15 +132,29 @@ class ModelConfig(Section):
     """A decoder-only transformer. The family sets the architecture, the other keys its sizes."""
 
     family: Literal[
-        "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3"
+        "gpt2",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma3",
+        "phi3",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "mixtral",
+        "qwen3_moe",
+        "olmoe",
+        "dots1",
     ] = "llama"
     """Published architecture: `gpt2` (learned positions, LayerNorm, GELU, biases), `llama` (RoPE,
     RMSNorm, SwiGLU, grouped-query attention), `mistral` (Llama with sliding-window attention),
     `qwen2` (Qwen2 and Qwen2.5: Llama with biases of queries, keys and values), `qwen3` (Llama with
     QK-norm), `gemma3` (sliding windows in most layers, pre- and post-norms, GeGLU), `phi3` (Phi-3
     and Phi-4: Llama with fused projections), `smollm3` (Llama without RoPE in every fourth layer),
-    `olmo2` (Llama with post-norms and QK-norm over all heads) or `olmo3` (the same with sliding
-    windows in most layers)."""
+    `olmo2` (Llama with post-norms and QK-norm over all heads), `olmo3` (the same with sliding
+    windows in most layers), or with a mixture of experts `mixtral`, `qwen3_moe`, `olmoe` (QK-norm
+    over all heads) or `dots1` (sigmoid scores with a correction, groups and shared experts)."""
     dim: Size = 256
     """Width of the residual stream."""
     n_layers: Depth = 6
@@ -174,6 +201,25 @@ class ModelConfig(Section):
     """Attention scores are divided by the square root of this number (gemma3); null: `head_dim`."""
     logit_softcap: PositiveFloat | None = None
     """Soft-cap of the logits: x becomes c * tanh(x / c) (gemma3); null: none."""
+    n_experts: Size = 8
+    """Number of experts of a layer (mixtures)."""
+    experts_per_token: Size = 2
+    """Number of experts that compute each token (mixtures)."""
+    expert_ffn_dim: Size | None = None
+    """Hidden width of an expert (qwen3_moe, dots1); null: `ffn_dim`."""
+    norm_topk: bool | None = None
+    """Divide the scores of a token's experts by their sum (mixtures); null: true for all but
+    olmoe."""
+    n_dense_layers: int = Field(default=0, ge=0)
+    """Number of first layers with an ordinary MLP, of width `ffn_dim` (qwen3_moe, dots1)."""
+    n_shared_experts: int = Field(default=1, ge=1)
+    """Number of experts that compute all tokens, as one MLP of their common width (dots1)."""
+    n_expert_groups: Size = 1
+    """Number of groups of experts (dots1)."""
+    expert_groups_per_token: Size = 1
+    """Number of groups whose experts may compute a token, those with the highest scores (dots1)."""
+    routed_scaling: PositiveFloat = 1.0
+    """Multiplier of the weights of a token's experts (dots1)."""
     init_std: Std = DEFAULT_STD
     """Standard deviation of the initial weights; for matrices that write into the residual stream
     it is divided by sqrt(2 * n_layers) (GPT-2, section 2.3). Or one by role, such as `{matrix:
@@ -205,9 +251,26 @@ class ModelConfig(Section):
         tied = self.family in TIED if self.tie_embeddings is None else self.tie_embeddings
         if tied and isinstance(self.init_std, dict) and "head" in self.init_std:
             yield "init_std", "the head is tied to the embedding: set embed, and omit head"
+        if self.family in MIXTURES:
+            yield from self._mixture_problems()
         for key, families in ONLY_FOR.items():
             if self.family not in families and getattr(self, key) != getattr(_DEFAULTS, key):
                 yield key, f"{self.family} has no {key}, only {', '.join(families)}: omit it"
+
+    def _mixture_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for numbers of experts that contradict each other."""
+        groups, experts = self.n_expert_groups, self.n_experts
+        if experts % groups:
+            yield "n_expert_groups", f"{groups} groups do not divide {experts} experts"
+            return
+        if self.expert_groups_per_token > groups:
+            yield "expert_groups_per_token", f"more than the {groups} groups"
+        # A group is judged by its two best experts.
+        if groups > 1 and experts // groups < 2:
+            yield "n_expert_groups", "a group needs at least two experts"
+        candidates = experts // groups * min(self.expert_groups_per_token, groups)
+        if self.experts_per_token > candidates:
+            yield "experts_per_token", f"only {candidates} experts can compute a token"
 
     def _rope_problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each setting of RoPE that does not fit the heads or the family."""

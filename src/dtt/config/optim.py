@@ -15,7 +15,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Betas = tuple[Decay, Decay]
 
 
-ROLES = ("matrix", "embed", "head", "vector", "adapter")
+ROLES = ("matrix", "embed", "head", "vector", "router", "adapter")
 """Roles of parameters; an entry of `groups` may name one."""
 
 

@@ -46,6 +46,10 @@ class ParallelConfig(Section):
     tensor: Size = resumable(1)
     """Number of devices that share each matrix multiplication, and the sequence in between (tensor
     and sequence parallelism). They communicate a lot: keep them on one node."""
+    expert: Annotated[int, Field(ge=1)] = resumable(1)
+    """Number of devices that share the experts of a mixture: each has some of them, and tokens
+    travel to theirs (expert parallelism). It divides shard x context x tensor, and no device is
+    added."""
     reduce: Literal["last", "each"] = resumable("last")
     """Time at which sharded gradients are reduced over devices: after the `last` micro-batch of a
     step, before which each device holds the gradient of the full model; or after `each`, which

@@ -27,7 +27,7 @@ from dtt.config.export import ExportConfig
 from dtt.config.guard import GuardConfig
 from dtt.config.init import InitConfig
 from dtt.config.launch import LaunchConfig
-from dtt.config.model import ModelConfig
+from dtt.config.model import MIXTURES, ModelConfig
 from dtt.config.objective import NextTokenConfig, ObjectiveConfig
 from dtt.config.optim import MuonConfig, OptimConfig, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
@@ -147,6 +147,7 @@ class RunConfig(Section):
         yield from self._tokenizer_problems()
         yield from self._preference_problems()
         yield from self._adapter_problems()
+        yield from self._mixture_problems()
 
     def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the tokenizer with the data and the model."""
@@ -182,6 +183,26 @@ class RunConfig(Section):
                 "train.context_schedule",
                 "cannot be combined with objective.type=dpo: it would cut pairs",
             )
+
+    def _mixture_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield problems of a mixture of experts with the rest of the run."""
+        train, mixture = self.train, self.model.family in MIXTURES
+        if not mixture and self.init.source is None:
+            for key, without in (("train.balance_loss", None), ("train.router_z_loss", 0.0)):
+                if getattr(train, key.removeprefix("train.")) != without:
+                    yield key, f"{self.model.family} has no experts: omit it"
+            if self.parallel.expert > 1:
+                yield "parallel.expert", f"{self.model.family} has no experts: omit it"
+        if not mixture:
+            return
+        if train.precision == "fp8":
+            yield "train.precision", "fp8 is for linear layers, not for stacks of experts: use bf16"
+        if self.scaling.type != "standard":
+            why = "muP has no rule for routers, whose outputs are not as wide as the model"
+            yield "scaling.type", f"{self.model.family} needs standard: {why}"
+        if self.objective.type == "dpo" and (train.balance_loss or train.router_z_loss):
+            why = "the loss is per pair, and these are per token: set 0"
+            yield "train.balance_loss", f"objective.type=dpo cannot have losses of a router: {why}"
 
     def _adapter_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the adapter with the rest of the run."""

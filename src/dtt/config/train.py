@@ -59,6 +59,16 @@ class TrainConfig(Section):
     """Coefficient, such as 1e-4, of the z-loss logsumexp(logits)^2 per token, which keeps the
     logits from drifting (PaLM). It contributes to the gradients only: the reported loss is the
     cross-entropy."""
+    balance_loss: NonNegativeFloat | None = None
+    """Coefficient of the balance loss of mixtures: for each sequence, the share of its tokens that
+    each expert computes times its mean score (DeepSeek-V3). Null: 0.001, with a correction of the
+    choice (dots1) 0.0001, and with `objective.type: dpo` 0."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Coefficient, such as 0.001, of the mean of logsumexp(logits)^2 of the routers of mixtures,
+    which keeps them from drifting (ST-MoE)."""
+    balance_rate: NonNegativeFloat = 0.001
+    """Change in each step of the correction of the choice of an expert, up if it computed fewer
+    tokens of the step than the mean, down if more (dots1)."""
     ema_decay: Averaged | None = None
     """Decay, such as 0.999, of an exponential moving average of the weights for evaluation
     (`ema_loss`), `dtt export --ema` and `dtt generate --ema`. Half of the average comes from the

@@ -5,10 +5,12 @@ Shapes as in `dtt.estimate.memory`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dtt.config.adapter import LoraConfig
 from dtt.estimate.case import FP32, Case
-from dtt.model import count
-from dtt.model.adapted_layers import adapted_layers, inner
+from dtt.model.adapted_layers import adaptable, adapted_layers, inner
+from dtt.model.architecture import ExpertMixture
 
 
 def kept_by_block(case: Case) -> int:
@@ -33,6 +35,8 @@ def kept_by_block(case: Case) -> int:
     arch, n, e, r = case.arch, case.tokens, case.product_bytes, case.stream_bytes
     t = case.sizes.tensor
     d, f = arch.dim, arch.ffn_dim // t
+    if arch.mixture is not None:
+        return _kept_with_experts(case, arch.mixture)
     q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
     heads = arch.n_heads // t
     gated, rope = arch.mlp != "gelu", arch.position == "rope"
@@ -54,6 +58,27 @@ def kept_by_block(case: Case) -> int:
     return n * norms // t + n * whole + adapter
 
 
+def _kept_with_experts(case: Case, mixture: ExpertMixture) -> int:
+    """Return the bytes that a block with a mixture keeps; blocks with an ordinary MLP keep less.
+
+    Beside what attention and norms keep, bytes per token of a mixture of K experts:
+
+        router     its input in fp32, scores and logits: 4D + 8E
+        rows       the input of the experts, sorted: eKD, and under expert parallelism again, as
+                   received and in the order of its experts: 2eKD
+        experts    gate, up, silu(gate) and their product: 4eKF (compiled: the same operators)
+        sum        the outputs of the experts, for the gradient of their weights: eKD
+        shared     its input, which is that of the router, and four of its width: 4eF
+    """
+    dense = replace(case.arch, mixture=None, ffn_dim=0)
+    n, e, d, k = case.tokens, case.product_bytes, case.arch.dim, mixture.per_token
+    copies = 2 if case.cfg.parallel.expert == 1 else 4
+    mlp = FP32 * (d + 2 * mixture.experts) + e * k * (copies * d + 4 * mixture.ffn_dim)
+    mlp += 4 * e * mixture.shared_dim
+    # Each tensor-parallel rank has its own tokens there.
+    return kept_by_block(replace(case, arch=dense)) + n * mlp // case.sizes.tensor
+
+
 def _kept_by_adapter(case: Case) -> int:
     """Return the bytes per token that the adapters of one block keep.
 
@@ -62,7 +87,7 @@ def _kept_by_adapter(case: Case) -> int:
     """
     if not isinstance(case.cfg.adapter, LoraConfig):
         return 0
-    shapes, kept = count.layer_shapes(case.arch), 0
+    shapes, kept = adaptable(case.arch), 0
     for name, adapted in adapted_layers(case.cfg.adapter, case.arch).items():
         if name.startswith("layers.0."):
             dropped = shapes[f"{inner(name)}.weight"][1] if case.cfg.adapter.dropout else 0
@@ -110,7 +135,7 @@ def _kept_again(case: Case) -> int:
         return kept
     q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t
     gated = arch.mlp != "gelu"
-    products = q + k + arch.ffn_dim // t + (arch.dim if gated and not case.compiled else 0)
+    products = q + k + arch.mlp_width // t + (arch.dim if gated and not case.compiled else 0)
     exchanged = 2 * (arch.dim + arch.dim // t) if t > 1 else 0
     if case.sizes.context > 1:
         exchanged += 2 * k * case.sizes.context
@@ -127,7 +152,7 @@ def kept_both_times(case: Case) -> int:
     both = case.tokens * case.stream_bytes * arch.dim // t if case.compiled else 0
     if case.cfg.train.remat != "selective":
         return both
-    widths = (arch.n_heads + arch.n_kv_heads) * arch.head_dim + arch.ffn_dim
+    widths = (arch.n_heads + arch.n_kv_heads) * arch.head_dim + arch.mlp_width
     whole = 2 * arch.dim if t > 1 else 0
     own = (case.product_bytes * widths + FP32 * arch.n_heads) // t
     return both + case.tokens * (own + case.product_bytes * whole)

@@ -22,7 +22,7 @@ from dtt.model.adapted_layers import adapter_weights
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
-from dtt.model.mesh_divisibility import check_mesh, check_stages
+from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import scaled
 from dtt.optim import groups
 from dtt.optim.muon import shard_assignment
@@ -218,7 +218,13 @@ class Case:
                     param.layout.shape,
                     "" if of_weight is None else of_weight.optimizer,
                     None if of_weight is None else of_weight.split,
-                    _part(name, param.layout.shape, self.sizes.tensor, self.arch),
+                    _part(
+                        name,
+                        param.layout.shape,
+                        self.sizes.tensor,
+                        self.arch,
+                        self.cfg.parallel.expert,
+                    ),
                     of_weight is not None and bool(of_weight.cautious),
                     param.trainable,
                     param.tensor.element_size(),
@@ -259,12 +265,34 @@ class Case:
 
         FSDP2 cuts the first dimension into chunks of one size; the last devices may have less.
         """
-        return sum(-(-w.part[0] // self.spread) * prod(w.part[1:]) for w in weights)
+        return sum(
+            prod(w.part[1:]) * w.part[0] // self.spread_of(w)
+            if self._divides_matrices(w)
+            else -(-w.part[0] // self.spread_of(w)) * prod(w.part[1:])
+            for w in weights
+        )
+
+    def spread_of(self, weight: Weight) -> int:
+        """Return the number of devices over which FSDP2 shards a weight: `spread`, but of experts.
+
+        Those have the devices of a tensor-parallel group too, without those that share experts.
+        """
+        if EXPERTS in weight.name:
+            return self.spread * self.sizes.tensor // self.cfg.parallel.expert
+        return self.spread
+
+    def _divides_matrices(self, weight: Weight) -> bool:
+        """Return True if there are too few experts for each device, as `shard_experts` decides."""
+        own_mesh = self.sizes.tensor > 1 or self.cfg.parallel.expert > 1
+        spread = self.spread_of(weight)
+        few = EXPERTS in weight.name and weight.part[0] < spread
+        return own_mesh and few and weight.part[1] % spread == 0
 
     @property
     def block(self) -> list[Weight]:
-        """The weights of one block; all blocks have the same shapes."""
-        return [weight for weight in self.all_weights if weight.name.startswith("layers.0.")]
+        """The weights of one block, the last. Others have the same shapes, or an ordinary MLP."""
+        last = f"layers.{self.arch.n_layers - 1}."
+        return [weight for weight in self.all_weights if weight.name.startswith(last)]
 
     @property
     def outside(self) -> list[Weight]:
@@ -289,8 +317,24 @@ class Case:
         for weight in self.muons:
             fraction = self.held([weight]) / weight.numel
             parameter = torch.empty(weight.shape, device="meta")
-            matrices += shard_assignment.matrices(parameter, 0, weight.split, fraction)
+            holders = self._holders(weight)
+            matrices += shard_assignment.matrices(parameter, 0, weight.split, fraction, holders)
         return shard_assignment.assign(matrices, range(self.stage_devices))
+
+    def _holders(self, weight: Weight) -> list[tuple[int, ...]]:
+        """Return the devices of the stage that hold each expert of a stack; empty if none does."""
+        shards, expert = self.spread_of(weight), self.cfg.parallel.expert
+        whole = EXPERTS in weight.name and not self._divides_matrices(weight)
+        if not whole or shards * expert == 1:
+            return []
+        each = -(-weight.part[0] // shards)
+        found = []
+        for e in range(weight.shape[0]):
+            of_group, within = divmod(e, weight.part[0])
+            place = within // each * expert + of_group
+            replicas = range(self.sizes.replicate)
+            found.append(tuple(replica * shards * expert + place for replica in replicas))
+        return found
 
     @property
     def muon(self) -> MuonConfig | None:
@@ -316,18 +360,26 @@ def matrices_and_rest(case: Case) -> tuple[int, int]:
     return inside, sum(weight.numel for weight in two) - inside
 
 
+EXPERTS = ".mlp.experts."
+"""What names of stacks of experts contain."""
 QK_NORMS = (".attn.q_norm.weight", ".attn.k_norm.weight")
 ROWS_WHOLE = (".attn.o.weight", ".mlp.down.weight")
 """Matrices that tensor parallelism shards by columns; it shards the ones before them by rows."""
 
 
-def _part(name: str, shape: Sequence[int], tensor: int, arch: Architecture) -> tuple[int, ...]:
-    """Return the shape of a tensor-parallel shard, as `dtt.parallel.tensor.plan` makes it.
+def _part(
+    name: str, shape: Sequence[int], tensor: int, arch: Architecture, expert: int
+) -> tuple[int, ...]:
+    """Return the shape of a tensor- or expert-parallel shard.
 
-    Norms over complete heads or `dim`, and the biases of outputs that are summed over the group,
-    are replicated.
+    `dtt.parallel.tensor.plan` makes it. Norms over complete heads or `dim`, the biases of outputs
+    that are summed over the group, routers and shared experts are replicated.
     """
     first, *rest = shape
+    if EXPERTS in name:
+        return first // expert, *rest
+    if ".mlp.router." in name or ".mlp.shared." in name:
+        return tuple(shape)
     layer, _, kind = name.rpartition(".")
     if kind in (LORA_A, LORA_B):
         by_columns = f"{layer}.weight".endswith(ROWS_WHOLE)
@@ -353,6 +405,7 @@ def make_case(
     compatibility.check_batches(cfg.train, sizes)
     check_mesh(sizes, arch, cfg.train)
     check_stages(cfg.parallel, arch)
+    check_experts(cfg.parallel.expert, sizes, arch)
     step_sizes = resolve_step_sizes(cfg.train)
     return Case(
         cfg, gpu, nodes, gpus_per_node, sizes, arch, _precision(cfg, gpu), step_sizes, steps

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtt.estimate import muon_cost, pipeline_passes
-from dtt.estimate.case import FP32, Case, numbers
+from dtt.estimate.case import EXPERTS, FP32, Case, numbers
 
 LINK = 0.8
 """Fraction of a link's bandwidth that collectives of large tensors reach."""
@@ -37,6 +37,7 @@ def collective_costs(case: Case) -> list[CollectiveCost]:
         *_data_parallel(case),
         *_tensor_parallel(case),
         *_context_parallel(case),
+        *_expert_parallel(case),
         *_pipeline(case),
     ]
     return [one for one in [*costs, *_muon(case)] if one.bytes]
@@ -70,17 +71,46 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
         size = 2 * case.weight_bytes * trained
         yield _cost(case, "all-reduce of gradients", size, sizes.replicate, 1, hidden=True)
         return
-    blocks = numbers(w for w in case.weights if w.in_block)
-    again = blocks if case.cfg.parallel.reshard else 0
+    experts = [w for w in case.weights if EXPERTS in w.name]
+    others = [w for w in case.weights if w.in_block and EXPERTS not in w.name]
+    passes = 2 if case.cfg.parallel.reshard else 1
     outside = len(case.own_stages) * numbers(case.outside)
-    gathered = case.accumulation * case.product_bytes * (blocks + again + outside)
-    yield _cost(case, "all-gather of weights", gathered, case.spread, inner, hidden=True)
-    times = case.accumulation if case.cfg.parallel.reduce == "each" else 1
-    scattered = times * FP32 * trained
-    yield _cost(case, "reduce-scatter of gradients", scattered, case.spread, inner, hidden=True)
+    each = case.cfg.parallel.reduce == "each"
+    for weights, more, name, spread, stride in (
+        (others, outside, "", case.spread, inner),
+        (experts, 0, " of experts", _expert_spread(case), case.cfg.parallel.expert),
+    ):
+        gathered = case.accumulation * case.product_bytes * (passes * numbers(weights) + more)
+        yield _cost(case, f"all-gather of weights{name}", gathered, spread, stride, hidden=True)
+        own = numbers(w for w in weights if w.trained)
+        if not name:
+            own += numbers(w for w in case.outside if w.trained)
+        scattered = (case.accumulation if each else 1) * FP32 * own
+        kind = f"reduce-scatter of gradients{name}"
+        yield _cost(case, kind, scattered, spread, stride, hidden=True)
     part = 2 * FP32 * case.held(case.trained)
     stride = inner * case.spread
     yield _cost(case, "all-reduce of gradients", part, sizes.replicate, stride, hidden=True)
+
+
+def _expert_spread(case: Case) -> int:
+    return case.spread * case.sizes.tensor // case.cfg.parallel.expert
+
+
+def _expert_parallel(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the communication of expert parallelism.
+
+    Each mixture sends the rows of its tokens to their experts, and the results back, and in the
+    backward pass the gradients of both; full remat repeats the forward pass. Estimated for an even
+    load: each device receives as many rows as it sends.
+    """
+    mixture = case.arch.mixture
+    if mixture is None:
+        return
+    repeats = 4 + (2 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0)
+    rows = case.tokens // case.sizes.tensor * mixture.per_token * case.own_blocks
+    size = case.product_bytes * case.accumulation * rows * case.arch.dim * repeats
+    yield _cost(case, "all-to-all of rows", size, case.cfg.parallel.expert, 1, hidden=False)
 
 
 def _tensor_parallel(case: Case) -> Iterator[CollectiveCost]:

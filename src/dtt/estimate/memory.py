@@ -273,7 +273,7 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
     if case.adapter:
         # Traced: the gradients of gate, up and their product that come through A are separate.
         factors += 4
-    working = n * (case.stream_bytes * arch.dim + factors * e * arch.ffn_dim) // t
+    working = n * (case.stream_bytes * arch.dim + factors * e * arch.mlp_width) // t
     if case.cfg.train.remat != "none":
         working += kept_by_block(case) - kept_both_times(case)
     size = case.product_bytes if case.sizes.sharded else case.weight_bytes

@@ -118,8 +118,12 @@ def exchanged(case: Case) -> float:
     """
     copies = _copies(case)
     ranks = case.stage_devices // copies
-    owned, stays, asked = (defaultdict[int, float](float) for _ in range(3))
+    owned, stays, asked, copied = (defaultdict[int, float](float) for _ in range(4))
     for matrix in case.matrices:
+        if matrix.holders:
+            # A whole expert stays where it is; its other replicas get the update.
+            copied[matrix.assigned_rank] += (len(matrix.holders) - 1) * prod(matrix.shape)
+            continue
         owned[matrix.assigned_rank] += prod(matrix.shape)
         stays[matrix.assigned_rank] += 2 * matrix.local_elements
         asked[matrix.assigned_rank // ranks] += (
@@ -127,7 +131,9 @@ def exchanged(case: Case) -> float:
         )  # from each device of the assigned rank's replica
     held = sum(asked.values())
     return case.product_bytes * max(
-        max(asked[rank // ranks] + copies * owned[rank], owned[rank] + held) - stays[rank]
+        max(asked[rank // ranks] + copies * owned[rank], owned[rank] + held)
+        - stays[rank]
+        + copied[rank]
         for rank in range(case.stage_devices)
     )
 

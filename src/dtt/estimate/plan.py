@@ -323,6 +323,9 @@ def _run_lines(case: Case) -> Iterator[str]:
         f"{'model':<10}{arch.family}, {_number(total)} parameters: {_number(inside)} in matrices, "
         f"{_number(outside)} in embeddings and head"
     )
+    if arch.mixture is not None:
+        active = _number(count.active_parameters(arch))
+        yield f"{'':<10}{active} compute a token: {arch.mixture.describe()}"
     if trained := case.adapter:
         yield f"{'':<10}{_number(trained)} trained in the adapter, the others frozen"
     yield (

@@ -52,6 +52,7 @@ def _factors(ours: Architecture, theirs: Architecture) -> dict[str, float]:
         "attn_post_norm" if normed else "attn.o": added,
         "mlp_post_norm" if normed else "mlp.down": added,
         "mlp_post_norm" if normed else "mlp.experts.down": added,
+        "mlp_post_norm" if normed else "mlp.shared.down": added,
         # In the final norm, not in the head: a tied head is the embedding matrix and so has its
         # factor already, which is divided out here.
         "norm": logits / embed if ours.tie_embeddings else logits,

@@ -34,9 +34,8 @@ from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
 from dtt.hf.read import load_tensors
 from dtt.model import families
-from dtt.model.adapted_layers import Adapted, adapted_layers, inner
+from dtt.model.adapted_layers import Adapted, adaptable, adapted_layers, inner
 from dtt.model.architecture import Architecture
-from dtt.model.count import layer_shapes
 from dtt.model.families import multimodal
 from dtt.model.families.base import WeightRule
 from dtt.model.lora import LORA_A, LORA_B
@@ -231,8 +230,7 @@ def linear_rules(arch: Architecture) -> Iterator[WeightRule]:
 def _shape(weight: str, arch: Architecture) -> tuple[int, ...] | None:
     """Return the shape of a matrix in a layer; None for any other parameter."""
     name = inner(weight)
-    shape = layer_shapes(arch).get(name) if name != weight else None
-    return shape if shape is not None and len(shape) > 1 else None
+    return adaptable(arch).get(name) if name != weight else None
 
 
 def _parts(rule: WeightRule, arch: Architecture) -> list[tuple[str, tuple[int, ...]]]:

@@ -23,6 +23,14 @@ def gather(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return apply(part, dim, group)
 
 
+def total(part: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the sum over the ranks of `group`, without a gradient; None: this rank alone."""
+    if group is None:
+        return part
+    summed: Tensor = _ops.wait_tensor(_ops.all_reduce(part.detach(), "sum", group.group_name))
+    return summed
+
+
 def arrived(tensor: Tensor) -> Tensor:
     """Return `tensor` once its collective has finished; a GPU waits on its stream, not the host."""
     result: Tensor = _ops.wait_tensor(tensor)

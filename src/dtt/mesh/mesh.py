@@ -18,7 +18,7 @@ from dtt.mesh.dist import World
 
 T = TypeVar("T")
 Dim = Literal["pipeline", "replicate", "shard", "context", "tensor"]
-"""Dimension of the mesh. Expert parallelism would be another view of the same ranks."""
+"""Dimension of the mesh. Expert parallelism is another view of the same ranks: `Mesh.experts`."""
 ALL: tuple[Dim, ...] = "pipeline", "replicate", "shard", "context", "tensor"
 """Dimensions from the outermost to the innermost. `tensor` varies fastest from rank to rank, so
 that ranks that communicate most are close to each other."""
@@ -38,6 +38,10 @@ class Mesh:
     model: DeviceMesh | None = None
     """Mesh of the DTensors: `replicate` (unless 1), `shard` (times context) and `tensor` (unless
     1); None unless parameters are sharded. In a pipeline, those of this rank's place in it."""
+    experts: DeviceMesh | None = None
+    """Mesh of the DTensors of experts: `replicate` (unless 1), `expert_shard` and `expert` (unless
+    1), which together have the ranks of `shard`, context and tensor. None if experts are sharded as
+    other weights are."""
     world: World | None = None
     """Communication with the other ranks; None with a single one."""
     _groups: dict[tuple[tuple[Dim, ...], bool], ProcessGroup] = field(
@@ -124,14 +128,29 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.group(*over, on_host=True))
         return values
 
+    @property
+    def expert_replicas(self) -> int | None:
+        """Number of ranks over which the gradients of an expert are averaged.
+
+        None: as many as those of other weights. An expert has seen the tokens of all ranks that
+        send it some, so FSDP2 averages over fewer.
+        """
+        if self.experts is None:
+            return None
+        names = self.experts.mesh_dim_names or ()
+        return prod(self.experts[name].size() for name in names if name != "expert")
+
     def part(self, *names: str) -> DeviceMesh:
         """Return the sub-mesh of `model` of these dimensions."""
         assert self.model is not None
         return self.model[names if len(names) > 1 else names[0]]
 
 
-def make_mesh(sizes: Sizes, world: World) -> Mesh:
-    """Create the mesh; all ranks call this together."""
+def make_mesh(sizes: Sizes, world: World, expert: int | None = None) -> Mesh:
+    """Create the mesh; all ranks call this together.
+
+    `expert` is the number of ranks that share the experts of a mixture; None: the model has none.
+    """
     if not sizes.sharded:
         return Mesh(sizes, world.rank, world=world)
     # Context ranks have different tokens and the same weights, as data ranks do. So they join the
@@ -151,4 +170,26 @@ def make_mesh(sizes: Sizes, world: World) -> Mesh:
         if model.ndim > 1:
             # Creates the group of all its ranks, which `TensorLayout.group` returns.
             model._flatten()  # noqa: SLF001  (it has no public name)
-    return Mesh(sizes, world.rank, model, world)
+    experts = None if expert is None else _expert_mesh(sizes, world, expert)
+    return Mesh(sizes, world.rank, model, experts, world)
+
+
+def _expert_mesh(sizes: Sizes, world: World, expert: int) -> DeviceMesh | None:
+    """Return `Mesh.experts`."""
+    if expert == sizes.tensor == 1:
+        return None
+    # Tensor-parallel ranks have different tokens where the experts are, so they join the sharding
+    # as context ranks do. `expert` varies fastest: these ranks communicate in every layer.
+    shards = sizes.shard * sizes.context * sizes.tensor // expert
+    dims = {
+        "pipeline": sizes.pipeline, "replicate": sizes.replicate, "expert_shard": shards,
+        "expert": expert,
+    }  # fmt: skip
+    dims = {name: size for name, size in dims.items() if size > 1 or name == "expert_shard"}
+    names = tuple(dims)
+    mesh = init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=names)
+    if sizes.pipeline > 1:
+        mesh = mesh[names[1:]]
+        if mesh.ndim > 1:
+            mesh._flatten()  # noqa: SLF001  (as above)
+    return mesh

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtt.base.errors import DamagedError
 
@@ -207,6 +207,17 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, sharing its memory; a plain tensor is returned as is."""
     part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part
+
+
+def local_summand(weight: Tensor) -> Tensor:
+    """Return all of a weight that tensor-parallel ranks use for their own tokens.
+
+    Its gradient on each rank is a summand. A plain tensor is returned as is.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    whole: Tensor = weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
+    return whole
 
 
 def local_shard(tensor: Tensor) -> LocalShard:

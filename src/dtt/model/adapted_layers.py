@@ -33,10 +33,11 @@ def adapted_layers(cfg: LoraConfig, arch: Architecture) -> dict[str, Adapted]:
 
     Raises ConfigError for a target or a pattern that matches no layer.
     """
-    of_layer = [
-        n.removesuffix(".weight") for n, s in count.layer_shapes(arch).items() if len(s) > 1
+    names = [
+        f"layers.{i}.{name.removesuffix('.weight')}"
+        for i in range(arch.n_layers)
+        for name in adaptable(arch)
     ]
-    names = [f"layers.{i}.{name}" for i in range(arch.n_layers) for name in of_layer]
     targets = _targets(cfg.targets, names)
     ranks, alphas = (
         _by_pattern(key, patterns, targets)
@@ -55,11 +56,21 @@ def adapter_weights(cfg: AdapterConfig, arch: Architecture) -> int:
     """Return the number of weights of all A and B; 0 without an adapter."""
     if not isinstance(cfg, LoraConfig):
         return 0
-    shapes = count.layer_shapes(arch)
+    shapes = adaptable(arch)
     return sum(
         adapted.rank * sum(shapes[f"{inner(name)}.weight"])
         for name, adapted in adapted_layers(cfg, arch).items()
     )
+
+
+def adaptable(arch: Architecture) -> dict[str, count.Shape]:
+    """Return the shape of each matrix of a layer that may have an adapter, by its name.
+
+    In a mixture they are those of attention: experts are stacks, of which PEFT has other adapters.
+    """
+    shapes = count.layer_shapes(arch, 0).items()
+    of_mixture = arch.mixture is not None
+    return {n: s for n, s in shapes if len(s) == 2 and not (of_mixture and ".mlp" in f".{n}")}
 
 
 def inner(name: str) -> str:
@@ -106,6 +117,6 @@ def _no_match(key: str, pattern: str, names: list[str]) -> ConfigError:
     return ConfigError(
         f"no adapted layer has a name that {pattern!r} matches",
         where=f"adapter.{key}",
-        why=f"the layers are layers.N.{{{','.join(ends)}}}; the head and the embedding cannot be "
-        "adapted",
+        why=f"the layers are layers.N.{{{','.join(ends)}}}; the head, the embedding and experts "
+        "cannot be adapted",
     )

@@ -11,6 +11,39 @@ from dtt.config.model import LongRopeScaling, ModelConfig, NoRopeScaling, RopeSc
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertMixture:
+    """The experts of a layer, and how a router chooses among them."""
+
+    experts: int
+    per_token: int
+    """Number of experts of a token."""
+    ffn_dim: int
+    """Hidden width of an expert."""
+    shared_dim: int = 0
+    """Hidden width of the shared expert, which all tokens pass; 0: there is none."""
+    dense_layers: int = 0
+    """Number of first layers with an ordinary MLP instead, of the architecture's `ffn_dim`."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits that gives the scores."""
+    normalise: bool = True
+    """Divide the scores of the chosen experts by their sum."""
+    epsilon: float = 0.0
+    """Added to that sum."""
+    corrected: bool = False
+    """True if a bias that follows the load of the experts is added to the scores for the choice."""
+    groups: int = 1
+    groups_per_token: int = 1
+    """Number of groups whose experts are candidates for a token."""
+    scale: float = 1.0
+    """Multiplier of the weights of the chosen experts."""
+
+    def describe(self) -> str:
+        """Return the experts in words."""
+        shared = " and a shared one" if self.shared_dim else ""
+        return f"{self.per_token} of {self.experts} experts{shared}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The resolved architecture of a decoder: every option chosen, every size known.
 
@@ -65,6 +98,21 @@ class Architecture:
     init_std: InitialStd
     """Standard deviations of the initial weights, by role."""
     dropout: float
+    mixture: ExpertMixture | None = None
+    """Experts instead of the MLP; None: every layer has an ordinary MLP."""
+
+    def mixture_of(self, layer: int) -> ExpertMixture | None:
+        """Return the experts of a layer; None if it has an ordinary MLP."""
+        dense = self.mixture is None or layer < self.mixture.dense_layers
+        return None if dense else self.mixture
+
+    @property
+    def mlp_width(self) -> int:
+        """Number of hidden units of MLPs that compute a token, in the last layer."""
+        mixture = self.mixture
+        if mixture is None:
+            return self.ffn_dim
+        return mixture.per_token * mixture.ffn_dim + mixture.shared_dim
 
     def rope(self, layer: int) -> tuple[float, RopeScaling] | None:
         """Return the RoPE base and scaling of layer `layer`, or None if it has no RoPE."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dtt.config.model import ONLY_FOR, ModelConfig
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import Architecture, ExpertMixture
 
 NOT_FROM_WEIGHTS = {"max_seq_len", "init_std", "dropout"}
 """Keys that do not depend on trained weights."""
@@ -53,4 +53,22 @@ def _section(arch: Architecture) -> tuple[ModelConfig, set[str]]:
     if arch.family == "gemma3":
         # config.json has an integer here; its inverse square root is the scale.
         values["query_pre_attn_scalar"] = round(arch.attn_scale**-2)
+    if arch.mixture is not None:
+        values |= _mixture(arch.mixture, arch.family)
     return ModelConfig(**values), set(values)
+
+
+def _mixture(mixture: ExpertMixture, family: str) -> dict[str, Any]:
+    """Return the keys of a mixture that the family has."""
+    keys = {
+        "n_experts": mixture.experts,
+        "experts_per_token": mixture.per_token,
+        "norm_topk": mixture.normalise,
+        "expert_ffn_dim": mixture.ffn_dim,
+        "n_dense_layers": mixture.dense_layers,
+        "n_shared_experts": mixture.shared_dim // mixture.ffn_dim,
+        "n_expert_groups": mixture.groups,
+        "expert_groups_per_token": mixture.groups_per_token,
+        "routed_scaling": mixture.scale,
+    }
+    return {key: value for key, value in keys.items() if family in ONLY_FOR[key]}

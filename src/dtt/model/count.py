@@ -14,9 +14,18 @@ def parameters(arch: Architecture) -> int:
     """Return the number of trainable parameters; a tied head is counted once."""
     positions = arch.max_seq_len * arch.dim if arch.position == "learned" else 0
     heads = arch.vocab_size * arch.dim * (1 if arch.tie_embeddings else 2)
-    layer = sum(map(prod, layer_shapes(arch).values()))
+    layers = sum(prod(s) for i in range(arch.n_layers) for s in layer_shapes(arch, i).values())
     norm = sum(map(prod, _norm_shapes(arch, "norm", arch.dim).values()))
-    return heads + positions + arch.n_layers * layer + norm
+    return heads + positions + layers + norm
+
+
+def active_parameters(arch: Architecture) -> int:
+    """Return the number of trainable parameters that compute a token, with the embedding."""
+    if arch.mixture is None:
+        return parameters(arch)
+    idle = arch.mixture.experts - arch.mixture.per_token
+    mixtures = arch.n_layers - arch.mixture.dense_layers
+    return parameters(arch) - mixtures * idle * 3 * arch.dim * arch.mixture.ffn_dim
 
 
 def flops_per_token(
@@ -32,7 +41,10 @@ def flops_per_token(
     this many weights, the others are frozen, and have 4 FLOPs, without that of their gradient.
     """
     # The head multiplies every token, also if it is tied. The input embedding is a lookup.
-    matmul_weights = arch.n_layers * active_weights(layer_shapes(arch).values(), 0)
+    per_token = 0 if arch.mixture is None else arch.mixture.per_token
+    matmul_weights = sum(
+        active_weights(layer_shapes(arch, i).values(), per_token) for i in range(arch.n_layers)
+    )
     matmul_weights += arch.vocab_size * arch.dim
     widths = [min(window or seq_len, seq_len) for window in arch.windows]
     attended = sum(w - w * w // (2 * seq_len) if causal else w for w in widths)
@@ -52,20 +64,31 @@ def active_weights(shapes: Iterable[Shape], experts_per_token: int) -> int:
     )
 
 
-def layer_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Return the shape of each parameter of one layer, by its name within the layer."""
+def layer_shapes(arch: Architecture, layer: int) -> dict[str, Shape]:
+    """Return the shape of each parameter of a layer, by its name within the layer."""
     dim, q, kv = arch.dim, arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
     matrices = {
         "attn.q": (q, dim),
         "attn.k": (kv, dim),
         "attn.v": (kv, dim),
         "attn.o": (dim, q),
-        "mlp.up": (arch.ffn_dim, dim),
-        "mlp.down": (dim, arch.ffn_dim),
     }
-    if arch.mlp != "gelu":
-        matrices["mlp.gate"] = (arch.ffn_dim, dim)
+    mixture = arch.mixture_of(layer)
+    stacks: dict[str, Shape] = {}
+    if mixture is None:
+        matrices |= _mlp_shapes(arch, "mlp", arch.ffn_dim)
+    else:
+        matrices["mlp.router"] = (mixture.experts, dim)
+        if mixture.shared_dim:
+            matrices |= _mlp_shapes(arch, "mlp.shared", mixture.shared_dim)
+        stacks = {
+            name: (mixture.experts, *shape)
+            for name, shape in _mlp_shapes(arch, "mlp.experts", mixture.ffn_dim).items()
+        }
+        if mixture.corrected:
+            stacks["mlp.router.balance"] = (mixture.experts,)
     shapes: dict[str, Shape] = {f"{name}.weight": shape for name, shape in matrices.items()}
+    shapes |= stacks
     with_bias = {"none": (), "qkv": ("attn.q", "attn.k", "attn.v"), "all": tuple(matrices)}
     shapes |= {f"{name}.bias": matrices[name][:1] for name in with_bias[arch.bias]}
     norms: dict[str, int] = {}
@@ -80,6 +103,12 @@ def layer_shapes(arch: Architecture) -> dict[str, Shape]:
     for name, width in norms.items():
         shapes |= _norm_shapes(arch, name, width)
     return shapes
+
+
+def _mlp_shapes(arch: Architecture, name: str, width: int) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the matrices of an MLP of this width."""
+    shapes = {f"{name}.up": (width, arch.dim), f"{name}.down": (arch.dim, width)}
+    return shapes if arch.mlp == "gelu" else shapes | {f"{name}.gate": (width, arch.dim)}
 
 
 def _norm_shapes(arch: Architecture, name: str, width: int) -> dict[str, Shape]:

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.base.errors import InputError
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.train import AttentionKernel
 from dtt.mesh.mesh import ALL, Mesh
 from dtt.mesh.sharding import layout_of, local
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import make_attention_fns
+from dtt.model.experts import Mixed
 from dtt.model.kv_cache import KVCache
 from dtt.model.layers import Absent, Block
 from dtt.model.linear import Embedding, Linear
@@ -32,7 +34,7 @@ from dtt.model.target_scores import target_scores
 from dtt.params.table import Param, Params
 
 T = TypeVar("T")
-Role = Literal["matrix", "embed", "head", "vector", "adapter"]
+Role = Literal["matrix", "embed", "head", "vector", "router", "balance", "adapter"]
 
 
 class Decoder(nn.Module):
@@ -40,7 +42,8 @@ class Decoder(nn.Module):
 
     Module names are part of the checkpoint format: `embed`, `pos_embed` (learned positions only),
     `layers.N.{attn_norm, attn.{q,k,v,o,q_norm,k_norm}, attn_post_norm, mlp_norm,
-    mlp.{gate,up,down}, mlp_post_norm}`, `norm`, `head` (None when tied to `embed`). There are no
+    mlp.{gate,up,down}, mlp_post_norm}`, `norm`, `head` (None when tied to `embed`); a mixture has
+    `mlp.{router.{weight,balance}, experts.{gate,up,down}, shared.{gate,up,down}}`. There are no
     buffers.
     """
 
@@ -59,7 +62,7 @@ class Decoder(nn.Module):
             Embedding(arch.max_seq_len, arch.dim) if arch.position == "learned" and first else None
         )
         self.layers = nn.ModuleList(
-            Block(arch) if i in indices else Absent() for i in range(arch.n_layers)
+            Block(arch, i) if i in indices else Absent() for i in range(arch.n_layers)
         )
         # Hashable (base, scaling) pairs: the forward pass computes one table for each distinct
         # pair, not one for each layer. Llama has one pair, Gemma 3 two.
@@ -110,32 +113,50 @@ class Decoder(nn.Module):
         if positions_BT is None:
             positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
         x_BTD = self._embedded(tokens_BT, positions_BT) if hidden_BTD is None else hidden_BTD
-        # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: in bf16, positions
-        # above 256 would round to their neighbours.
-        angles = {
-            rope: rotations(positions_BT[:, None], self.arch.rotary_dim, *rope) if rope else None
-            for rope in set(self.ropes)
-        }
         # Made once for all layers. Where documents are masked, the mask depends on the batch, and
         # to build it for every layer would multiply its cost by n_layers.
         if attention_fns is None:
             attention_fns = make_attention_fns(
                 self.arch, tokens_BT, doc_ids_BT, cache, self.attention
             )
-        aux: dict[str, Tensor] = {}
-        for i in layers:
-            x_BTD, of_layer = self.layers[i](x_BTD, angles[self.ropes[i]], attention_fns[i])
-            aux |= {name: aux.get(name, 0.0) + value for name, value in of_layer.items()}
+        passed = self._through(layers, x_BTD, positions_BT, attention_fns, targets_BT)
         if layers.stop < self.arch.n_layers:
-            return HiddenStates(x_BTD, self._summed(aux))
+            return passed._replace(aux=self._summed(passed.aux))
         # Only now, because every layer writes at the positions that the lengths of the cache give.
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
         # Sampling needs one row of logits. For a prompt of T tokens, norm and head over all of them
         # would cost T times as much, and T * V floats of memory.
-        x_BTD = self.norm(x_BTD if cache is None else x_BTD[:, -1:])
+        x_BTD = self.norm(passed.hidden if cache is None else passed.hidden[:, -1:])
         x_BTD = _scaled(x_BTD, self.arch.logit_scale)
-        return self._output(x_BTD, aux, targets_BT, z_loss, reduction)
+        return self._output(passed._replace(hidden=x_BTD), targets_BT, z_loss, reduction)
+
+    def _through(
+        self,
+        layers: range,
+        x_BTD: Tensor,
+        positions_BT: Tensor,
+        attention_fns: Sequence[AttentionFn],
+        targets_BT: Tensor | None,
+    ) -> HiddenStates:
+        """Return what these layers make of their input, with the sums of this rank's tokens."""
+        # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: in bf16, positions
+        # above 256 would round to their neighbours.
+        angles = {
+            rope: rotations(positions_BT[:, None], self.arch.rotary_dim, *rope) if rope else None
+            for rope in set(self.ropes)
+        }
+        counted_BT = self._counted(targets_BT)
+        aux: dict[str, Tensor] = {}
+        loads: dict[int, Tensor] = {}
+        for i in layers:
+            mixed: Mixed = self.layers[i](
+                x_BTD, angles[self.ropes[i]], attention_fns[i], counted_BT
+            )
+            x_BTD = mixed.out
+            aux |= {name: aux.get(name, 0.0) + value for name, value in mixed.aux.items()}
+            loads |= {} if mixed.load is None else {i: mixed.load}
+        return HiddenStates(x_BTD, aux, loads)
 
     def holds(self, name: str) -> bool:
         """Return False if `name`, of a layer or parameter, belongs to another pipeline stage."""
@@ -152,6 +173,16 @@ class Decoder(nn.Module):
         if self.pos_embed is not None:
             x_BTD = x_BTD + _residual(self.pos_embed(positions_BT))
         return F.dropout(x_BTD, self.arch.dropout, self.training)
+
+    def _counted(self, targets_BT: Tensor | None) -> Tensor | None:
+        """Return which of this rank's tokens the load of experts counts: those with a target.
+
+        None for a model without experts, and where nothing is trained on the targets.
+        """
+        if self.arch.mixture is None or targets_BT is None or not torch.is_grad_enabled():
+            return None
+        counted_BT = targets_BT != IGNORE_INDEX
+        return counted_BT if self.part is None else self.part.own_tokens(counted_BT)
 
     def _summed(self, aux: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return sums over all tokens of auxiliary losses that are sums over this rank's tokens."""
@@ -171,25 +202,21 @@ class Decoder(nn.Module):
 
     def _output(
         self,
-        x_BTD: Tensor,
-        aux: dict[str, Tensor],
+        passed: HiddenStates,
         targets_BT: Tensor | None,
         z_loss: float,
         reduction: Literal["sum", "none", "scores"],
     ) -> Tensor | Output:
-        """Return what `forward` returns, from the scaled final hidden states.
-
-        `aux` are the sums of the auxiliary losses of all blocks.
-        """
+        """Return what `forward` returns, from the scaled final hidden states."""
         # A DTensor here is the vocabulary shard of this rank. The loss works on plain shards and
         # exchanges two numbers per token; DTensor's own cross-entropy would need the logits of all
         # tokens.
         head_VD = local(self.embed.weight if self.head is None else self.head.weight)
         softcap = self.arch.logit_softcap
         if targets_BT is None:
-            logits_BTV = _softcapped(F.linear(x_BTD, head_VD), softcap)
+            logits_BTV = _softcapped(F.linear(passed.hidden, head_VD), softcap)
             return logits_BTV if self.part is None else _gather_vocabulary(logits_BTV, self.part)
-        hidden_ND = x_BTD.flatten(0, 1)
+        hidden_ND = passed.hidden.flatten(0, 1)
         if reduction == "scores":
             candidates_NC = targets_BT.flatten(0, 1)
             scores = target_scores(hidden_ND, head_VD, candidates_NC, softcap, self.part)
@@ -205,7 +232,7 @@ class Decoder(nn.Module):
             reduction=reduction,
         )
         loss = loss if reduction == "sum" else loss.view(targets_BT.shape)
-        return Output(loss, self._summed(aux), {})
+        return Output(loss, self._summed(passed.aux), {}, passed.loads)
 
 
 def _absent(_kind: type[T]) -> T:
@@ -268,13 +295,20 @@ def _of_all_tokens(aux: Tensor, part: VocabShard) -> Tensor:
 def params_of(model: nn.Module, mesh: Mesh | None = None) -> Params:
     """Return the table of a Decoder's parameters; `mesh` is that of its parallelisation, if any.
 
-    A tied head appears once, as `embed`. Plain tensors are on all ranks of the mesh.
+    A tied head appears once, as `embed`. Plain tensors are on all ranks of the mesh, or of this
+    rank's place in a pipeline.
     """
     mesh = mesh or Mesh()
+    stage = mesh.model if mesh.size("pipeline") > 1 else None
+    holders = mesh.size(*ALL) if stage is None else stage
     return Params(
         (
             Param(
-                name, tensor, parameter_role(name, tensor.ndim), layout_of(tensor, mesh.size(*ALL))
+                name,
+                tensor,
+                parameter_role(name, tensor.ndim),
+                layout_of(tensor, holders),
+                mesh.expert_replicas if ".mlp.experts." in name else None,
             )
             for name, tensor in model.named_parameters()
         ),
@@ -290,8 +324,12 @@ def parameter_role(name: str, ndim: int) -> Role:
     """
     if name.endswith((".lora_a", ".lora_b")):
         return "adapter"
+    if name.endswith(".router.balance"):
+        return "balance"
     if ndim == 1 or name.endswith("bias"):
         return "vector"
+    if name.endswith(".router.weight"):
+        return "router"
     match name.split(".")[0], ndim:
         case "embed" | "pos_embed", 2:
             return "embed"

@@ -16,7 +16,9 @@ from dtt.mesh.sharding import Box, local, local_shard
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder, parameter_role
 
-RESIDUAL_WRITERS = ("attn.o.weight", "mlp.down.weight", "mlp.experts.down")
+RESIDUAL_WRITERS = (
+    "attn.o.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight",
+)  # fmt: skip
 """Endings of the names of matrices, or stacks of them, that write into the residual stream."""
 BLOCK_ELEMENTS = 2**24
 """Maximum number of elements drawn from one generator."""
@@ -36,6 +38,8 @@ def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> N
             continue
         if role == "adapter":
             _fill_adapter(parameter, seed, name)
+        elif role == "balance":
+            local(parameter).fill_(0.0)
         elif role == "vector":
             # Gemma's norm multiplies by 1 + weight, so 0 is its identity.
             zero = name.endswith("bias") or model.arch.norm == "rmsnorm_plus_one"

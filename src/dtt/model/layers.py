@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from dtt.model.architecture import Architecture
 from dtt.model.attention import Attention, Rotations
+from dtt.model.experts import Mixed, MixtureMLP
 from dtt.model.linear import Linear
 from dtt.model.norm import make_norm
 from dtt.model.sdpa import AttentionFn
 
 
-def make_mlp(arch: Architecture) -> nn.Module:
-    """Build the MLP of the architecture."""
+def make_mlp(arch: Architecture, layer: int) -> nn.Module:
+    """Build the MLP of a layer."""
+    if (mixture := arch.mixture_of(layer)) is not None:
+        return MixtureMLP(arch, mixture)
     match arch.mlp:
         case "gelu":
             return GeluMLP(arch)
@@ -71,15 +74,15 @@ class Block(nn.Module):
     is added. Both outputs are multiplied by `residual_scale`.
     """
 
-    def __init__(self, arch: Architecture) -> None:
-        """Create one layer of the decoder."""
+    def __init__(self, arch: Architecture, layer: int = 0) -> None:
+        """Create a layer of the decoder, number `layer`."""
         super().__init__()
         before, after = arch.norm_placement != "post", arch.norm_placement != "pre"
         self.attn_norm = make_norm(arch, arch.dim) if before else nn.Identity()
         self.attn = Attention(arch)
         self.attn_post_norm = make_norm(arch, arch.dim) if after else nn.Identity()
         self.mlp_norm = make_norm(arch, arch.dim) if before else nn.Identity()
-        self.mlp = make_mlp(arch)
+        self.mlp = make_mlp(arch, layer)
         self.mlp_post_norm = make_norm(arch, arch.dim) if after else nn.Identity()
         self.dropout = arch.dropout
         self.scale = arch.residual_scale
@@ -89,15 +92,21 @@ class Block(nn.Module):
         x_BTD: Tensor,
         rotations: Rotations | None,
         attention_fn: AttentionFn,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Apply the block: [B, T, D] → [B, T, D]; other arguments are those of `Attention`.
+        counted_BT: Tensor | None = None,
+    ) -> Mixed:
+        """Apply the block: [B, T, D] → [B, T, D]; other arguments are those of its parts.
 
-        Also return the auxiliary losses of the block by name, [] each: sums over the tokens of the
-        stream, of which this rank has some under tensor parallelism.
+        Auxiliary losses are sums over the tokens of the stream, of which this rank has some under
+        tensor parallelism. An ordinary MLP has none, and no load.
         """
         attn_BTD = self.attn(self.attn_norm(x_BTD), rotations, attention_fn)
         x_BTD = self.add(x_BTD, self.attn_post_norm(attn_BTD))
-        return self.add(x_BTD, self.mlp_post_norm(self.mlp(self.mlp_norm(x_BTD)))), {}
+        inner_BTD = self.mlp_norm(x_BTD)
+        if isinstance(self.mlp, MixtureMLP):
+            mixed: Mixed = self.mlp(inner_BTD, counted_BT)
+        else:
+            mixed = Mixed(self.mlp(inner_BTD), {}, None)
+        return mixed._replace(out=self.add(x_BTD, self.mlp_post_norm(mixed.out)))
 
     def add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
         """Return x + residual_scale * dropout(update)."""

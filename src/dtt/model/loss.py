@@ -48,6 +48,9 @@ class VocabShard(Protocol):
     def gather(self, x: Tensor) -> Tensor:
         """All-gather `x` to [P, ...], the same on all ranks, without a gradient."""
 
+    def own_tokens(self, x_BT: Tensor) -> Tensor:
+        """Return the part [B, T/P] of this rank's tokens between the layers."""
+
 
 def linear_cross_entropy(
     hidden_ND: Tensor,

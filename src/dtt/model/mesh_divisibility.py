@@ -68,6 +68,27 @@ def check_stages(config: ParallelConfig, arch: Architecture) -> None:
         )
 
 
+def check_experts(expert: int, sizes: Sizes, arch: Architecture) -> None:
+    """Raise ConfigError if `expert` ranks cannot share the experts of a mixture."""
+    if expert == 1:
+        return
+    ranks = sizes.shard * sizes.context * sizes.tensor
+    experts = 0 if arch.mixture is None else arch.mixture.experts
+    whys = {
+        f"{arch.family} has no experts": not experts,
+        f"shard x context x tensor is {ranks}": bool(ranks % expert),
+        f"model.n_experts is {experts}": bool(experts % expert),
+    }
+    if any(whys.values()):
+        fitting = [n for n in range(1, expert) if not (ranks % n or experts % n)]
+        raise ConfigError(
+            f"{expert} devices cannot share the experts of the model evenly",
+            where="parallel.expert",
+            why="; ".join(why for why, holds in whys.items() if holds),
+            next=f"parallel.expert={max(fitting) if experts else 1}",
+        )
+
+
 def misfits(sizes: Sizes, arch: Architecture, contexts: set[int]) -> Iterator[tuple[str, str]]:
     """Yield (config key, reason) for each value that is not divisible by its mesh dimension.
 

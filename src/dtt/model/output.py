@@ -30,17 +30,20 @@ class Output(NamedTuple):
     """
     metrics: dict[str, Tensor]
     """Values by name that are only reported, [] each: sums over the terms of the batch."""
+    loads: dict[int, Tensor] = {}  # noqa: RUF012  (never changed)
+    """Number of targets that each expert computed, [E] int64, by the index of the layer."""
 
     def named(self) -> dict[str, Tensor]:
         """Return all values by name; that of the main loss is `loss`."""
         return {"loss": self.loss, **self.aux, **self.metrics}
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Output:
-        """Return the result of `function` for each value."""
+        """Return the result of `function` for each value but the loads, which are counts."""
         return Output(
             function(self.loss),
             {name: function(value) for name, value in self.aux.items()},
             {name: function(value) for name, value in self.metrics.items()},
+            self.loads,
         )
 
     def plus(self, other: Output) -> Output:
@@ -49,6 +52,7 @@ class Output(NamedTuple):
             self.loss + other.loss,
             {name: value + other.aux[name] for name, value in self.aux.items()},
             {name: value + other.metrics[name] for name, value in self.metrics.items()},
+            {layer: load + other.loads[layer] for layer, load in self.loads.items()},
         )
 
 
@@ -59,3 +63,5 @@ class HiddenStates(NamedTuple):
     """Residual stream of this rank's tokens, [B, T, D]: the input of the next stage."""
     aux: dict[str, Tensor]
     """Auxiliary losses of these layers, as in `Output`."""
+    loads: dict[int, Tensor]
+    """Loads of these layers, as in `Output`."""

@@ -101,7 +101,8 @@ def settings(config: OptimConfig, params: Params, steps: int | None = None) -> d
 
     Raise the errors of `build`.
     """
-    trained = params.trainable()
+    # The correction of a router follows the load of its experts: see `dtt.train.expert_load`.
+    trained = Params(p for p in params.trainable().values() if p.role != "balance")
     overrides = _match_entries(config.groups, trained)
     return {
         name: _settings(config, param, overrides.get(name), steps)
@@ -170,7 +171,7 @@ def _settings(
     else:
         adamw = config
     lr = _first(entry.lr, adamw.lr)
-    general = config.weight_decay if role in ("matrix", "adapter") else 0.0
+    general = config.weight_decay if role in ("matrix", "router", "adapter") else 0.0
     decay = general if entry.weight_decay is None else entry.weight_decay
     return Settings(
         "adamw",

@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dtt.base.log import log
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
+from dtt.model.experts import MixtureMLP, routers
 from dtt.model.layers import held_layers
 from dtt.parallel.compile import compile_each_block
+from dtt.parallel.expert import shard_experts, share_sequences
 from dtt.parallel.remat import rematerialize
 from dtt.parallel.tensor import apply_tensor, overlap
 
@@ -44,6 +46,7 @@ def apply(
     # Collected first: the steps below wrap or replace `forward`, and FSDP2 needs the original
     # modules.
     blocks = list(held_layers(model).values())
+    share_sequences(model, layout)
     if layout.sizes.tensor > 1:
         # Tensor parallelism first, so that FSDP2 shards what is left of each matrix. The other
         # order would gather whole matrices.
@@ -58,7 +61,10 @@ def apply(
         log.info("%s", overlap(layout.part("tensor"), world))
     if compile_blocks:
         log.info("the first step also compiles the model, which may take minutes")
-        compile_each_block(model)
+        apart = layout.experts is not None
+        if apart:
+            log.info("not compiled: layers with experts, which have a mesh of their own")
+        compile_each_block(model, apart=apart)
         # Uncompiled on a CPU, where blocks of logits stay in the cache. `dtt.parallel` does not
         # import Decoder.
         model.fused_loss = world.device.type == "cuda"  # type: ignore[assignment]
@@ -73,6 +79,9 @@ def apply(
         # overlap anyway.
         torch._dynamo.config.optimize_ddp = False  # noqa: SLF001  (it has no public name)
     ids = [world.device.index] if world.device.type == "cuda" else None
+    # No gradient reaches them, and every rank computes the same values.
+    corrections = [f"layers.{i}.mlp.router.balance" for i in routers(model)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, corrections)  # type: ignore[no-untyped-call]  # noqa: SLF001
     # Gradients are views of the buckets: no second copy of all gradients.
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
@@ -95,11 +104,17 @@ def _shard(
         )
     # A group per block: its weights are gathered while the block before computes, and freed after
     # it. One group for the model would gather everything at once.
+    # Equal on all ranks, and in fp32: no optimizer trains them.
+    own = {r.balance for r in routers(model).values() if r.balance is not None}
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        if layout.experts is not None and isinstance(block.mlp, MixtureMLP):
+            shard_experts(block.mlp.experts, layout, policy, reshard)
+        fully_shard(
+            block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=own
+        )
     # The root group stays gathered: the head is used at the end of the forward pass, and at once
     # again in the backward pass.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=own)
 
 
 @contextmanager

@@ -5,11 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from dtt.mesh.compilation import compiler
+from dtt.model.experts import MixtureMLP
 from dtt.model.layers import held_layers
 
 
-def compile_each_block(model: nn.Module) -> None:
+def compile_each_block(model: nn.Module, *, apart: bool = False) -> None:
     """Compile each block (`model.layers`) when it is first called, in place.
+
+    Those with a mixture are left out if their experts are sharded `apart`: a graph would break at
+    the exchange of rows, and in the hooks of FSDP2 around it.
 
     All blocks share one compilation, which is much faster than compiling the whole model; the
     compiled code is hardly slower. Shapes stay static: a smaller last batch of an evaluation, or a
@@ -19,5 +23,7 @@ def compile_each_block(model: nn.Module) -> None:
     """
     # Each block has the same code and shapes, so Dynamo compiles the first and reuses its graph.
     for block in held_layers(model).values():
+        if isinstance(block.mlp, MixtureMLP) and apart:
+            continue
         # `block.compile()` would also compile the hooks, as those of FSDP2.
         block.forward = compiler.compiled(block.forward)

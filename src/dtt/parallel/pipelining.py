@@ -158,7 +158,10 @@ class Pipeline(nn.Module):
         As torch's own stage does for modules that are FSDP2's; here one module has all stages.
         """
         layers, blocks = self.layers[stage], held_layers(self.decoder)
-        parts: list[Any] = [blocks[i] for i in layers]
+        # A block, and its experts, which may have a group of their own.
+        parts: list[Any] = [
+            part for i in layers for part in blocks[i].modules() if isinstance(part, FSDPModule)
+        ]
         # Embedding, norm and head form the root's group: those of a rank belong to one stage.
         if stage in (0, len(self.layers) - 1):
             parts.append(self.decoder)

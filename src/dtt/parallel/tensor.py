@@ -41,6 +41,7 @@ from dtt.mesh.collectives import arrived, gather
 from dtt.mesh.dist import World
 from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import local
+from dtt.model.experts import Experts, routers
 from dtt.model.layers import Absent
 from dtt.model.lora import LORA_A, LORA_B
 
@@ -183,6 +184,21 @@ class DividedEmbedding(RowwiseParallel):
         return module
 
 
+class OwnTokens(ParallelStyle):
+    """Layer with all of its weights on each rank, for this rank's tokens.
+
+    It takes its weights by `dtt.mesh.sharding.local_summand`, because the gradient of each rank's
+    tokens is a summand.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        part = distribute_tensor(weight, device_mesh, [ALL_TOKENS], src_data_rank=None)
+        module.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
+        return module
+
+
 def plan(*, norm_all_heads: bool) -> dict[str, ParallelStyle]:
     """Return the parallel style of each module; `*` is the layer index.
 
@@ -215,6 +231,12 @@ def plan(*, norm_all_heads: bool) -> dict[str, ParallelStyle]:
         "layers.*.mlp.up": to_columns,
         "layers.*.mlp.down": to_tokens,
         "layers.*.mlp_post_norm": tokens,
+        # A mixture computes the tokens of each rank there, with experts that are not cut.
+        "layers.*.mixture_norm": tokens,
+        "layers.*.mlp.router": OwnTokens(),
+        "layers.*.mlp.shared.gate": OwnTokens(),
+        "layers.*.mlp.shared.up": OwnTokens(),
+        "layers.*.mlp.shared.down": OwnTokens(),
         "norm": GatheredNorm(use_local_output=True),
         "head": to_columns,
     }
@@ -228,7 +250,11 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
     reduces them.
     """
     styles = plan(norm_all_heads=model.arch.qk_norm == "all_heads")  # type: ignore[union-attr]
+    mixtures = {f"layers.{i}.mlp_norm" for i in routers(model)}
     for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            continue  # FSDP2 divides them
+        name = name.replace("mlp_norm", "mixture_norm") if name in mixtures else name
         style = styles.get(re.sub(r"\.\d+\.", ".*.", name))
         # Without a norm before it, attention or MLP still needs the tokens of all ranks.
         norm_without_weights = isinstance(style, GatheredNorm) and not isinstance(module, Absent)
@@ -290,3 +316,7 @@ class VocabularyPart:
     def gather(self, x: Tensor) -> Tensor:
         """All-gather [...] → [P, ...], without a gradient."""
         return gather(x[None], 0, self.group)
+
+    def own_tokens(self, x_BT: Tensor) -> Tensor:
+        """Return the part [B, T/P] of this rank's tokens between the layers."""
+        return x_BT.chunk(self.group.size(), 1)[self.group.rank()]

@@ -106,16 +106,20 @@ class Params(Mapping[str, Param]):
         return self.mesh.sum(stacked.square().sum()).sqrt()
 
     @torch.no_grad()
-    def clip(self, limit: float) -> Tensor:
-        """Scale gradients to a total norm of at most `limit`; return the norm before, [].
-
-        Gradients that were averaged over fewer ranks than the loss are first scaled as if they had
-        been averaged over these. All ranks must call this if the model is sharded.
-        """
+    def align(self) -> None:
+        """Scale gradients that were averaged over other ranks than the loss, as if over these."""
         replicas = self.mesh.gradient_replicas
         for param in self.values():
             if param.divisor not in (None, replicas) and param.tensor.grad is not None:
                 local(param.tensor.grad).mul_(param.divisor / replicas)
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> Tensor:
+        """Scale gradients to a total norm of at most `limit`; return the norm before, [].
+
+        It calls `align` first. All ranks must call this if the model is sharded.
+        """
+        self.align()
         norm = self.norm()
         gradients = _gradients(param for param in self.values() if param.tensor.grad is not None)
         if gradients:

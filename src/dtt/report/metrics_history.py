@@ -17,8 +17,8 @@ CURVES = ("train", "eval", "perf")
 LISTED = ("task", "sample", "guard", "save", "data", "gap")
 """Kinds of records that a report lists; there are few of them."""
 NOT_CURVES = {"step", "time", "tokens", "steps", "slowest_rank"}
-NESTED = ("losses",)
-"""Fields with a number for each source, as in `eval` records."""
+NESTED = ("losses", "expert_violation", "expert_entropy", "expert_idle")
+"""Fields with a number for each source, as in `eval` records, or for each layer."""
 LARGEST = 1e300
 """A number that can be plotted is smaller. json reads 1e999 as infinity."""
 PROGRESS: Mapping[str, Kind] = {"tokens": float, "time": float}

@@ -68,6 +68,7 @@ class ConsoleTracker:
             f"step {train['step']}/{perf['steps']}  loss {loss}  lr {train['lr']:.2e}  "
             f"grad {norm}  {_si(perf['tokens_per_second'])}tok/s  mfu {mfu}  "
             f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}{_fill(train)}{_preference(train)}"
+            f"{_load(train)}"
             f"{_losses(perf)}"
         )
 
@@ -113,6 +114,12 @@ def _preference(record: Record) -> str:
     if record.get("reward_margin") is None:
         return ""
     return f"  margin {record['reward_margin']:.3f}, accuracy {record['reward_accuracy']:.0%}"
+
+
+def _load(train: Record) -> str:
+    """Return the largest load of an expert, such as `  busiest expert +48%`; empty without any."""
+    violations = [v for v in train.get("expert_violation", {}).values() if v is not None]
+    return f"  busiest expert +{max(violations):.0%}" if violations else ""
 
 
 def _reason(guard: Record) -> str:

@@ -159,6 +159,8 @@ def validate(
         if rate is None:
             return None
         record["answer_stop_rate"] = rate
+    if run.state.experts is not None:
+        record |= run.state.experts.record()
     run.position.eval_loss = record["loss"]
     return [record]
 

@@ -16,6 +16,7 @@ from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, params_of
+from dtt.model.experts import RouterLosses, routers
 from dtt.model.init import initialize
 from dtt.model.lora import attach
 from dtt.optim import groups
@@ -36,6 +37,15 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             memory = torch.empty_like(parameter, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+
+
+def _coefficients(cfg: RunConfig, *, corrected: bool) -> RouterLosses:
+    """Return the coefficients of the losses of a router, which may have a correction as well."""
+    balance = cfg.train.balance_loss
+    if balance is None:
+        per_pair = cfg.objective.type == "dpo"
+        balance = 0.0 if per_pair else 1e-4 if corrected else 1e-3
+    return RouterLosses(balance, cfg.train.router_z_loss)
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
 
     A sharded model has no memory before it is sharded, so that no rank ever holds all of it.
     """
-    layout = make_mesh(plan.sizes, world)
+    experts = None if plan.arch.mixture is None else cfg.parallel.expert
+    layout = make_mesh(plan.sizes, world, experts)
     stages = cfg.parallel.stage_layers(plan.arch.n_layers)
     with torch.device("meta"):
         # Pure bf16 has bf16 weights, mixed precision fp32 ones.
@@ -83,6 +94,8 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
         # Now, because DDP looks at the values when it wraps the model.
         _allocate(model, world.device)
     model.attention = cfg.train.attention
+    for router in routers(model).values():
+        router.coefficients = _coefficients(cfg, corrected=router.mixture.corrected)
     if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", doubt)
     # Before the parallelism below: it wraps the layers that this replaces.

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dtt.train.actions import Action
     from dtt.train.assemble import Assembled
     from dtt.train.components import Observers, TrainState
+    from dtt.train.expert_load import ExpertLoad
     from dtt.train.run_plan import RunPlan
     from dtt.train.step import Objective, Step
     from dtt.train.supervise.time_budget import TimeBudget
@@ -166,10 +167,20 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         guard=Guard(cfg.guard, world, inputs.attempt.job.root),
         rounding=rounding,
         ema=make_ema(inputs, assembled),
+        experts=make_experts(cfg, assembled),
         base=base,
     )
     startup.end_phase("optimizer")
     return state, reader
+
+
+def make_experts(cfg: RunConfig, assembled: Assembled) -> ExpertLoad | None:
+    """Return the load of the model's experts; None if it has none."""
+    from dtt.train.expert_load import ExpertLoad
+
+    if assembled.model.arch.mixture is None:
+        return None
+    return ExpertLoad(assembled.model, assembled.layout, cfg.train.balance_rate)
 
 
 def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:

@@ -25,6 +25,7 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.params.table import Params
 from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
+from dtt.train.expert_load import ExpertLoad
 from dtt.train.profiler import Profiler
 from dtt.train.run_schedule import RunSchedule
 from dtt.train.state import Position, load_optimizers, load_parameters, optimizer_tensors
@@ -51,6 +52,8 @@ class TrainState:
     rounding: StochasticRounding | None
     """Stochastic rounding of bf16 weights, if configured; the optimizers use it."""
     ema: Ema | None
+    experts: ExpertLoad | None = None
+    """The load of experts, of a model that has some."""
     base: Reference | None = None
     """The frozen weights, which checkpoints lack; None: all weights are trained."""
 

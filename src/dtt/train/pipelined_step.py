@@ -50,12 +50,16 @@ class PipelinedStep(Step):
         # that are added count for nothing.
         factors += [0.0] * missing(len(micro_batches), pipeline)
         sums: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+        loads: dict[int, Tensor] = {}
 
         def passed(layers: range, number: int, hidden: Tensor | None) -> Tensor:
             factor = factors[number]
             micro_batch = micro_batches[min(number, len(micro_batches) - 1)]
             output = self._part(micro_batch, objective, layers, hidden)
             aux = {name: factor * value for name, value in output.aux.items()}
+            if factor:
+                for layer, load in output.loads.items():
+                    loads[layer] = loads[layer] + load if layer in loads else load
             for name, value in aux.items():
                 sums["aux", name].append(value.detach())
             if isinstance(output, HiddenStates):
@@ -68,7 +72,7 @@ class PipelinedStep(Step):
             return sum(aux.values(), loss)
 
         pipeline.train_on(len(factors), micro_batches[0].tokens, passed)
-        return self._reported(sums)
+        return self._reported(sums)._replace(loads=loads)
 
     def _reported(self, sums: dict[tuple[str, str], list[Tensor]]) -> Output:
         """Return the sums of this rank, under the names of all ranks."""

@@ -15,7 +15,7 @@ from dtt.data.samples.dataset import Dataset
 from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
 from dtt.model.architecture import Architecture
-from dtt.model.mesh_divisibility import check_mesh, check_stages
+from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
 from dtt.optim.schedule import Decay, Schedule
@@ -99,6 +99,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> RunPlan:
     arch = scaling.arch
     check_mesh(sizes, arch, train)
     check_stages(cfg.parallel, arch)
+    check_experts(cfg.parallel.expert, sizes, arch)
     precision = choose(train.precision, world.device)
     check_memory(cfg, arch, sizes, precision, world)
     return RunPlan(

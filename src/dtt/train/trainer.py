@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ from dtt.train.actions import Action, finished_saves
 from dtt.train.anomaly_guard import Rewind, finite
 from dtt.train.components import Run
 from dtt.train.data_hash import check_order
+from dtt.train.expert_load import METRICS, described
 from dtt.train.state import (
     AnomalousStep,
     Position,
@@ -32,6 +33,9 @@ from dtt.train.state import (
 )
 from dtt.train.step import Objective, update
 
+Names = Mapping[str, Sequence[int]]
+"""Names of metrics, with the layers that have one each; without layers it is a number for all."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer(Run):
@@ -40,7 +44,7 @@ class Trainer(Run):
     objective: Objective
     actions: Sequence[Action]
     """What the run does after a step, in order."""
-    _unread: list[tuple[Record, Tensor, tuple[str, ...]]] = field(default_factory=list)
+    _unread: list[tuple[Record, Tensor, Names]] = field(default_factory=list)
     """Records of steps, values that are still on the device (the guard's `Judgement.values`, then
     auxiliary losses and metrics), and the names of the latter."""
 
@@ -120,7 +124,7 @@ class Trainer(Run):
                 # Nothing is averaged, but the average may start after this step. Without this call
                 # it would start from the weights of the last save, and then start again.
                 state.ema.update(torch.ones((), device=self.world.device), step)
-            self.advance_position(batch, multiplier, state.guard.skipped_values(), ())
+            self.advance_position(batch, multiplier, state.guard.skipped_values(), {})
             return
         losses = state.step.run(batch.micro_batches, self.objective, batch.terms)
         reported = losses.aux | losses.metrics
@@ -132,15 +136,22 @@ class Trainer(Run):
         # all guards judge alike.
         means = state.layout.mean(torch.stack([losses.loss, norm, *reported.values()]))
         judgement = state.guard.judge(means[:2])
+        values = [judgement.values, means[2:]]
+        names: dict[str, Sequence[int]] = dict.fromkeys(reported, ())
+        if state.experts is not None:
+            # Before the average of the weights, which is over corrected choices.
+            load_LE = state.experts.total(losses.loads, self.world.device)
+            state.experts.follow(load_LE, judgement.skip)
+            values.append(described(load_LE).flatten().to(means.dtype))
+            names |= dict.fromkeys(METRICS, state.experts.layers)
         # The verdict stays on the device as a factor of the update: no rank waits to learn whether
         # the step counts.
         update(state.optimizers, judgement.skip, step=step, rounding=state.rounding, ema=state.ema)
         meter.end_phase("optimizer")
-        values = torch.cat([judgement.values, means[2:]]) if reported else judgement.values
-        self.advance_position(batch, multiplier, values, tuple(reported))
+        self.advance_position(batch, multiplier, torch.cat(values), names)
 
     def advance_position(
-        self, batch: Batch, multiplier: float, values: Tensor, metrics: tuple[str, ...]
+        self, batch: Batch, multiplier: float, values: Tensor, metrics: Names
     ) -> None:
         """Move the position past `batch`; `values` and `metrics` are those of `_unread`."""
         position = self.position
@@ -225,7 +236,10 @@ class Trainer(Run):
         numbers = iter(torch.cat([values for _, values, _ in unread]).tolist())
         for record, _, metrics in unread:
             judged = next(numbers), next(numbers), next(numbers)
-            named = {name: finite(next(numbers)) for name in metrics}
+            named: Record = {}
+            for name, layers in metrics.items():
+                of_layers = {str(layer): finite(next(numbers)) for layer in layers}
+                named[name] = of_layers or finite(next(numbers))
             for reviewed in self.state.guard.review(record | named, judged, self.position):
                 self.observers.log(reviewed)
 

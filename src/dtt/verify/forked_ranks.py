@@ -143,5 +143,7 @@ def _failure(log: Path) -> str:
     first = errors[-1]
     if "this is a bug" in text[first]:  # the line above has the exception
         return text[first - 1]
-    whys = [line.split(":", 1)[1].strip() for line in text[first:] if line.startswith("  why:")]
+    # The reason, or the first mistake of a configuration.
+    lines = [line.strip().removeprefix("why:") for line in text[first + 1 :]]
+    whys = [line.strip() for line in lines if not line.startswith("where:")]
     return ": ".join([text[first].removeprefix("dtt: "), *whys[:1]])

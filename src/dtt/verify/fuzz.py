@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
+from dtt.config.model import MIXTURES
 from dtt.config.parallel import Sizes
 from dtt.config.run import RunConfig
 
 LORA = "optim.type=adamw", "init.from=jobs/x", "adapter.type=lora"
 DPO = "data.type=preference", "objective.type=dpo", "init.from=jobs/x"
 MIXTURE = "data.sources=[{path: a, weight: 3}, {path: b, weight: 1}]"
+GROUPS = (
+    "model.n_experts=8", "model.n_expert_groups=4", "model.expert_groups_per_token=2",
+    "model.n_shared_experts=2", "model.routed_scaling=2.5", "model.expert_ffn_dim=96",
+)  # fmt: skip
 LLAMA3 = "{type: llama3, original_max_seq_len: 16, low_freq_factor: 0.5, high_freq_factor: 3.0}"
 YARN = (
     "{type: yarn, original_max_seq_len: 16, beta_fast: 8.0, beta_slow: 0.5, truncate: false, "
@@ -38,6 +43,16 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model.family=smollm3", "model.no_rope_layer_interval=2"),
         ("model.family=olmo2",),
         ("model.family=olmo3", "model.window=64", "model.window_pattern=2"),
+        ("model.family=mixtral", "model.window=64"),
+        ("model.family=qwen3_moe", "model.expert_ffn_dim=96", "model.n_dense_layers=1"),
+        ("model.family=olmoe", "model.n_experts=5", "model.experts_per_token=1"),
+        ("model.family=dots1", *GROUPS),
+    ),
+    "experts": (
+        ("model.family=mixtral", "train.balance_loss=0.1"),
+        ("model.family=qwen3_moe", "model.norm_topk=false", "train.router_z_loss=0.1"),
+        ("model.family=olmoe", "model.norm_topk=true", "train.balance_loss=0"),
+        ("model.family=dots1", *GROUPS, "train.balance_rate=0.1", "train.balance_loss=0.1"),
     ),
     "heads": (("model.n_kv_heads=2",), ("model.n_heads=8", "model.n_kv_heads=2")),
     "softcap": (("model.family=gemma3", "model.logit_softcap=5.0"),),
@@ -140,7 +155,7 @@ WITHOUT_EFFECT = (
     "train.micro_batch", "train.precision", "train.stochastic_rounding", "model.dim",
     "model.n_layers", "model.dropout", "adapter[lora].dropout", "init.adapter",
     "data[synthetic].vocab_size", *(f"parallel.{dim}" for dim in Sizes._fields),
-    "parallel.layers_per_stage", "parallel.stages_per_rank",
+    "parallel.layers_per_stage", "parallel.stages_per_rank", "parallel.expert",
     "guard.max_skips", "guard.rewind_around", "guard.spike_sigmas",
 )  # fmt: skip
 """Beginnings of keys that no feature needs."""
@@ -159,7 +174,7 @@ def configurations(seed: int) -> Iterator[tuple[str, RunConfig]]:
             source.shuffle(chosen)
             for features in chosen:
                 arguments = [a for f in features for a in source.choice(FEATURES[f])]
-                arguments += _layout(source)
+                arguments += _layout(source, arguments)
                 try:
                     cfg = resolve(None, arguments, env={}).config
                 except ConfigError:
@@ -167,11 +182,14 @@ def configurations(seed: int) -> Iterator[tuple[str, RunConfig]]:
                 yield " ".join(f"'{a}'" if " " in a else a for a in arguments), cfg
 
 
-def _layout(source: random.Random) -> list[str]:
+def _layout(source: random.Random, features: Sequence[str]) -> list[str]:
     """Return arguments for a mesh of two processes, less often four or eight."""
     count = source.choices((1, 2, 3), (6, 3, 1))[0]
     dims = source.sample(Sizes._fields, count)
     sizes = [f"parallel.{dim}={2 if dim in dims else 1}" for dim in Sizes._fields]
+    mixture = any(f"model.family={family}" in features for family in MIXTURES)
+    if mixture and not {"shard", "context", "tensor"}.isdisjoint(dims) and source.random() < 0.7:
+        sizes.append("parallel.expert=2")
     if "pipeline" not in dims:
         return sizes
     # 13 layers make uneven stages.

@@ -91,8 +91,9 @@ class RecordedParams(Params):
         super().__init__(params.values(), params.mesh)
         self._recorder, self._position = recorder, position
 
-    def clip(self, limit: float) -> Tensor:
-        """Clip as `Params.clip` does."""
+    def align(self) -> None:
+        """Record what `clip` clips."""
+        super().align()
         step = self._position.step + 1
         self._recorder.write(GRADIENTS, step, self._gradients())
         if step == self._recorder.spoilt and this_rank() == world_size() - 1:
@@ -100,6 +101,10 @@ class RecordedParams(Params):
             # last parameter that has elements here, as a shard may be empty.
             part = [local(held.tensor) for held in self._gradients().values()]
             next(p for p in reversed(part) if p.numel()).fill_(float("nan"))
+
+    def clip(self, limit: float) -> Tensor:
+        """Clip as `Params.clip` does."""
+        step = self._position.step + 1
         norm = super().clip(limit)
         gradients = self._gradients()
         self._recorder.write(CLIPPED, step, gradients)

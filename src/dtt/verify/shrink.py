@@ -14,7 +14,7 @@ from typing import Any
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.base import measure
-from dtt.config.model import LongRopeScaling, ModelConfig
+from dtt.config.model import MIXTURES, LongRopeScaling, ModelConfig
 from dtt.config.optim import MuonConfig
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
@@ -148,6 +148,8 @@ def _model(shrinking: _Shrinking) -> Values:
         "max_window_layers": min(model.max_window_layers, 1),
         "dropout": 0.0,
     }
+    if model.family in MIXTURES:
+        values |= _experts(model, dim)
     if model.family in ("gemma3", "olmo3"):
         values["window_pattern"] = 1 if model.window_pattern == 1 else 2
     if model.family == "smollm3":
@@ -165,6 +167,20 @@ def _model(shrinking: _Shrinking) -> Values:
         }
     shrinking.note(model.dropout, f"model.dropout={model.dropout} (each layout draws its own)")
     return values
+
+
+def _experts(model: ModelConfig, dim: int) -> Values:
+    """Return the sizes of a small mixture."""
+    grouped = model.n_expert_groups > 1
+    return {
+        "n_experts": 8 if grouped else _like(model.n_experts, 6, 5),
+        "experts_per_token": min(model.experts_per_token, 2),
+        "expert_ffn_dim": model.expert_ffn_dim and dim + _like(model.expert_ffn_dim, 4, 5),
+        "n_dense_layers": min(model.n_dense_layers, 1),
+        "n_shared_experts": min(model.n_shared_experts, 2),
+        "n_expert_groups": 4 if grouped else 1,
+        "expert_groups_per_token": min(model.expert_groups_per_token, 3) if grouped else 1,
+    }
 
 
 def _like(real: int, even: int, odd: int) -> int:

@@ -11,6 +11,9 @@ from dtt.model.architecture import Architecture
 from dtt.model.config_section import section_problems
 from dtt.model.families.hf_config import Values, check_values, unsupported
 
+MIXTURE = tuple(f"layers.{{i}}.mlp.{part}." for part in ("router", "experts", "shared"))
+"""Beginnings of the names of the parameters of a mixture."""
+
 
 @dataclass(frozen=True)
 class WeightRule:
@@ -37,6 +40,13 @@ class WeightRule:
     def of_expert(self, e: int) -> str:
         """Return the name of the Hugging Face tensor of expert `e`."""
         return self.hf_name.replace("{e}", str(e))
+
+    def fits(self, arch: Architecture, i: int) -> bool:
+        """Return False for a rule of another kind of MLP than layer `i` has."""
+        if not self.dtt_names[0].startswith("layers.{i}.mlp."):
+            return True
+        of_mixture = self.dtt_names[0].startswith(MIXTURE)
+        return of_mixture == (arch.mixture_of(i) is not None)
 
     @property
     def per_expert(self) -> bool:
@@ -106,7 +116,8 @@ class Family:
             if rule.dtt_names == ("head.weight",) and arch.tie_embeddings:
                 continue
             if "{i}" in rule.hf_name:
-                yield from (rule.of_layer(i) for i in range(arch.n_layers))
+                layers = (i for i in range(arch.n_layers) if rule.fits(arch, i))
+                yield from (rule.of_layer(i) for i in layers)
             else:
                 yield rule
 

@@ -27,12 +27,12 @@ def hf_facts(arch: Architecture) -> dict[str, Any]:
     return llama.hf_facts(arch) | {"sliding_window": arch.windows[0]}
 
 
-def read_hf_config(config: Mapping[str, Any]) -> Architecture:
+def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Architecture:
     """Return the architecture that a MistralForCausalLM's config.json describes.
 
-    Missing keys have the defaults of transformers.
+    Missing keys have the defaults of transformers; `theta` is that of the base of RoPE.
     """
-    arch = llama.read_hf_config({"num_key_value_heads": 8, **config})
+    arch = llama.read_hf_config({"num_key_value_heads": 8, **config}, theta)
     # A missing key means 4096 to transformers, and an explicit null means no window.
     window = config.get("sliding_window", 4096)
     return replace(arch, family="mistral", windows=(window,) * arch.n_layers)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.sharding import Box, TensorLayout, local, this_rank
 from dtt.optim.muon.all_to_all import NO_COMMUNICATION, AllToAll, StackSlice
-from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, matrices
+from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, holders, matrices
 
 Index = tuple[slice, ...]
 Shape = tuple[int, int]
@@ -103,7 +103,8 @@ def plan(
     for number, (parameters, split) in enumerate(groups):
         for p in parameters:
             layout = layouts[p]
-            found = matrices(p, number, split, layout.largest_fraction)
+            whole = holders(layout) if p.ndim > 2 else []
+            found = matrices(p, number, split, layout.largest_fraction, whole)
             # Only ranks that hold a parameter can exchange it, so matrices are planned per set of
             # ranks.
             by_ranks[tuple(sorted(layout.ranks))] += found

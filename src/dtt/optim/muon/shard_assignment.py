@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtt.mesh.sharding import Box
+from dtt.mesh.sharding import Box, TensorLayout
 
 BUCKETS = 4
 """Target number of buckets where ranks exchange matrices: with several, one computes while the
@@ -27,6 +27,8 @@ class Matrix(NamedTuple):
     """Position of the matrix in the parameter."""
     local_fraction: float
     """Fraction of the parameter held by the rank that holds most, 0 to 1."""
+    holders: tuple[int, ...] = ()
+    """Ranks that hold all of it, if others hold nothing of it: those of an expert; else empty."""
     assigned_rank: int = 0
     """Rank that orthogonalises it."""
 
@@ -50,11 +52,16 @@ class Matrix(NamedTuple):
 
 
 def matrices(
-    parameter: Tensor, group: int, split: Sequence[int] | None, local_fraction: float
+    parameter: Tensor,
+    group: int,
+    split: Sequence[int] | None,
+    local_fraction: float,
+    holders: Sequence[tuple[int, ...]] = (),
 ) -> Iterator[Matrix]:
     """Yield the matrices of a parameter [R, C] or [E, R, C].
 
     `split` cuts R into matrices with these numbers of rows; None makes one matrix of all R.
+    `holders` are those of each expert of a stack, if whole ones are held.
     """
     *stack, rows, columns = parameter.shape
     for i in range(prod(stack)):
@@ -62,27 +69,50 @@ def matrices(
         for height in split or (rows,):
             offset, shape = (i, row, 0), (1, height, columns)
             box = Box(offset, shape) if stack else Box(offset[1:], shape[1:])
-            yield Matrix(parameter, group, box, local_fraction)
+            yield Matrix(parameter, group, box, local_fraction, holders[i] if holders else ())
             row += height
+
+
+def holders(layout: TensorLayout) -> list[tuple[int, ...]]:
+    """Return the ranks that hold each matrix of a stack; empty if one is held in parts, or by all.
+
+    No rank has to send an expert that it holds alone.
+    """
+    experts, *matrix = layout.shape
+    of_expert: list[list[int]] = [[] for _ in range(experts)]
+    for rank, box in layout.boxes.items():
+        if list(box.shape[1:]) != matrix and 0 not in box.shape:
+            return []
+        for e in range(box.offset[0], box.offset[0] + box.shape[0]):
+            of_expert[e].append(rank)
+    everyone = len(layout.ranks)
+    return [] if len(of_expert[0]) == everyone else [tuple(ranks) for ranks in of_expert]
 
 
 def assign(matrices: Iterable[Matrix], ranks: Iterable[int]) -> list[Matrix]:
     """Assign a rank to each matrix: greedily, the most expensive matrix first.
 
-    Each is assigned to the rank with the least work so far, or the lowest such rank. The result is
-    deterministic, so every rank computes the same one, and the busiest rank has at most 4/3 of the
-    optimum (longest processing time first, Graham 1969). Matrices are returned in the order of
-    assignment, in which those of one shape and group are adjacent.
+    Each is assigned to the rank with the least work so far, or the lowest such rank; before them,
+    those with `holders` to one of these. The result is deterministic, so every rank computes the
+    same one, and without holders the busiest rank has at most 4/3 of the optimum (longest
+    processing time first, Graham 1969). Matrices of one shape and group are adjacent.
     """
-    assigned = []
-    loads = [(0, rank) for rank in sorted(ranks)]
     # Sorting by group last keeps matrices of one batch adjacent. `sorted` is stable, so ties stay
     # in the order of the parameters, which is equal on all ranks.
-    for matrix in sorted(matrices, key=lambda m: (-m.flops, m.shape, m.group)):
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + matrix.flops, rank))
-        assigned.append(matrix._replace(assigned_rank=rank))
-    return assigned
+    ordered = sorted(matrices, key=lambda m: (-m.flops, m.shape, m.group))
+    work = dict.fromkeys(sorted(ranks), 0)
+    of_index: dict[int, int] = {}
+    for i, matrix in enumerate(ordered):
+        if matrix.holders:
+            of_index[i] = min(matrix.holders, key=lambda rank: (work[rank], rank))
+            work[of_index[i]] += matrix.flops
+    loads = [(load, rank) for rank, load in work.items()]
+    heapq.heapify(loads)
+    for i, matrix in enumerate(ordered):
+        if not matrix.holders:
+            load, of_index[i] = loads[0]
+            heapq.heapreplace(loads, (load + matrix.flops, of_index[i]))
+    return [matrix._replace(assigned_rank=of_index[i]) for i, matrix in enumerate(ordered)]
 
 
 def buckets(assigned: Sequence[Matrix], ranks: int, limit: int) -> Iterator[list[Matrix]]:

@@ -63,6 +63,31 @@ const GROUPS = [
     ],
   ],
   [
+    "experts",
+    "Load of experts",
+    [
+      {
+        title: "Largest load by layer",
+        unit: "above the mean",
+        format: percent,
+        inner: "train/expert_violation/",
+      },
+      {
+        title: "Entropy of the load by layer",
+        unit: "of an even one",
+        format: percent,
+        inner: "train/expert_entropy/",
+      },
+      {
+        title: "Experts without tokens by layer",
+        format: percent,
+        inner: "train/expert_idle/",
+      },
+      { title: "Balance loss", lines: [["train/balance_loss", ""]] },
+      { title: "Router z-loss", lines: [["train/router_z_loss", ""]] },
+    ],
+  ],
+  [
     "speed",
     "Speed and memory",
     [
