@@ -1,12 +1,13 @@
-"""Compare the curves of pipelines over 20 steps with those of one process.
+"""Compare the curves of pipelines or mixtures over 20 steps with those of one process.
 
-    python benchmarks/curves.py [--steps 20]
+    python benchmarks/curves.py [--experts] [--steps 20]
 
-Both schedules, six layouts of up to eight ranks, AdamW and Muon, in fp32, with clipping, masked
-documents and selective recomputation. Prints the largest relative difference of the losses and of
-the gradient norms of all steps, and whether the hashes of the samples are equal. `dtt verify` does
-the same for gradients, in fp64 and over four steps. The exit code is 1 if anything differs by more
-than 1e-5.
+Pipelines: both schedules, six layouts of up to eight ranks. Mixtures (dots1, with groups, a shared
+expert and a correction): eleven layouts of up to four ranks, with 1 and 4 micro-batches. AdamW and
+Muon, in fp32, with clipping, masked documents and selective recomputation. Prints the largest
+relative difference of the losses and of the gradient norms of all steps, and whether the hashes of
+the samples and the loads of experts are equal. `dtt verify` does the same for gradients, in fp64
+and over four steps. The exit code is 1 if anything differs by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from measurement import Table, make_tokens, parser_of
 
@@ -33,10 +36,41 @@ KEYS = [
     "train.eval_every=0", "train.eval_tokens=512", "train.sample_tokens=0", "train.log_every=1",
     "checkpoint.every=1000", "schedule.warmup=5", "track=[]",
 ]  # fmt: skip
-LAYOUTS = (
+SEQUENCES = 16
+PIPELINES = (
     Sizes(pipeline=2), Sizes(pipeline=4), Sizes(pipeline=2, shard=2), Sizes(pipeline=2, tensor=2),
     Sizes(pipeline=2, context=2), Sizes(pipeline=2, replicate=2, shard=2),
 )  # fmt: skip
+
+EXPERTS = [
+    "model.family=dots1", "model.n_layers=3", "model.n_dense_layers=1", "model.n_experts=8",
+    "model.n_expert_groups=4", "model.expert_groups_per_token=2", "model.expert_ffn_dim=64",
+    "train.balance_loss=0.01", "train.router_z_loss=0.001", "train.balance_rate=0.01",
+]  # fmt: skip
+SHARING = (
+    (Sizes(replicate=2), 1), (Sizes(shard=2), 1), (Sizes(replicate=2, shard=2), 1),
+    (Sizes(tensor=2), 1), (Sizes(context=2), 1), (Sizes(shard=2), 2), (Sizes(shard=4), 4),
+    (Sizes(replicate=2, shard=2), 2), (Sizes(shard=2, tensor=2), 2), (Sizes(shard=2, context=2), 2),
+    (Sizes(shard=4), 2),
+)  # fmt: skip
+"""Layouts of mixtures, with the number of ranks that share experts."""
+Case = tuple[str, Layout, list[str]]
+"""A name, a layout, and keys."""
+
+
+def pipelines() -> Iterator[Case]:
+    """Yield the cases of pipelines."""
+    for sizes, stages in product(PIPELINES, (1, 2)):
+        layout = Layout(sizes, stages)
+        yield layout.name, layout, []
+
+
+def mixtures() -> Iterator[Case]:
+    """Yield the cases of mixtures."""
+    for (sizes, expert), count in product(SHARING, (1, 4)):
+        layout = Layout(sizes, expert=expert)
+        micro_batch = f"train.micro_batch={SEQUENCES // count // sizes.data}"
+        yield f"{layout.name}, {count} micro-batches", layout, [*EXPERTS, micro_batch]
 
 
 def train(*keys: str) -> None:
@@ -44,10 +78,9 @@ def train(*keys: str) -> None:
     run.run(None, keys, (), None)
 
 
-def curve(folder: Path, layout: Layout, optimizer: str, steps: int) -> list[dict[str, float]]:
+def curve(folder: Path, name: str, layout: Layout, keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return the training records of a run."""
-    name = "-".join([optimizer, *map(str, layout.section.values())])
-    own = f"name={name}", f"optim.type={optimizer}", f"train.steps={steps}"
+    own = f"name={name}", *keys
     ended = forked_ranks.run(folder, layout.ranks, train, *KEYS, *own, *layout.keys, log=name)
     if ended.code != 0:
         sys.exit(f"{name}: {ended.text}")
@@ -57,27 +90,31 @@ def curve(folder: Path, layout: Layout, optimizer: str, steps: int) -> list[dict
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--experts", action="store_true", help="mixtures instead of pipelines")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    table = Table("", 44, {"loss": 9, "norm": 9, "samples": 9})
+    table = Table("", 64, {"loss": 9, "norm": 9, "samples": 9})
+    cases = list((mixtures if options.experts else pipelines)())
+    equal = "ledger", "expert_violation", "expert_entropy"
     worst = 0.0
     with tempfile.TemporaryDirectory(prefix="dtt-curves-") as name:
         folder = Path(name)
         make_tokens(folder)
         for optimizer in ("adamw", "muon"):
-            alone = curve(folder, REFERENCE, optimizer, options.steps)
-            for sizes, stages in product(LAYOUTS, (1, 2)):
-                layout = Layout(sizes, stages)
-                found = curve(folder, layout, optimizer, options.steps)
+            own = [f"optim.type={optimizer}", f"train.steps={options.steps}"]
+            given = [*EXPERTS, "train.micro_batch=16"] if options.experts else []
+            alone = curve(folder, f"{optimizer}-alone", REFERENCE, [*given, *own])
+            for number, (case, layout, keys) in enumerate(cases):
+                found = curve(folder, f"{optimizer}-{number}", layout, [*keys, *own])
                 pairs = list(zip(found, alone, strict=True))
                 differences = [
                     max(abs(ours[key] / theirs[key] - 1) for ours, theirs in pairs)
                     for key in ("loss", "grad_norm")
                 ]
-                same = all(ours["ledger"] == theirs["ledger"] for ours, theirs in pairs)
+                same = all(a.get(key) == b.get(key) for a, b in pairs for key in equal)
                 worst = max(worst, *differences, float(not same))
                 cells = (f"{difference:.0e}" for difference in differences)
-                table.row(f"{optimizer}, {layout.name}", *cells, "equal" if same else "differ")
+                table.row(f"{optimizer}, {case}", *cells, "equal" if same else "differ")
     sys.exit(worst > TOLERANCE)
 
 

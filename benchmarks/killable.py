@@ -75,6 +75,10 @@ def job_results(job: JobDir, step: int) -> Results:
     return files | {store.POSITION: position, "metrics": metrics}
 
 
+EXPERTS = (
+    "model.family=dots1", "model.n_experts=4", "parallel.replicate=1", "parallel.shard=2",
+    "parallel.expert=2",
+)  # fmt: skip
 PIPELINE = "parallel.pipeline=2", "parallel.replicate=1", "model.tie_embeddings=false"
 
 
@@ -85,6 +89,7 @@ class Training(Work):
         "1 rank": (1, ()), "2 ranks": (2, ()), "2 shards": (2, ("parallel.shard=2",)),
         "2 stages": (2, PIPELINE),
         "2 ranks of 2 stages": (2, (*PIPELINE, "parallel.stages_per_rank=2", "model.n_layers=4")),
+        "shared experts": (2, EXPERTS),
     }  # fmt: skip
     steps = 120
 

@@ -4,7 +4,8 @@
 
 WORK is one of
 
-    train      `dtt train` under torchrun, on one rank, two replicas, shards or stages, with Muon,
+    train      `dtt train` under torchrun, on one rank, two replicas, shards, stages or ranks that
+               share experts, with Muon,
                dropout, accumulation, evaluation, samples and asynchronous saves
     tokenize   `dtt tokenize` on one to three ranks, under mpirun or with the file-based rendezvous
                of a plain `srun`; each start has another number of ranks

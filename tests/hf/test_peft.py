@@ -89,7 +89,8 @@ def test_an_adapter_of_peft_has_the_same_logits(tmp_path: Path, variant: str) ->
     arch = write_base(tmp_path / "base", variant)
     names = [rule.hf_name.split(".")[-2] for rule in ours.linear_rules(arch)]
     settings = peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules="all-linear", use_rslora=variant == "llama",
+        r=4, lora_alpha=6, use_rslora=variant == "llama",
+        target_modules="all-linear" if arch.mixture is None else sorted(set(names)),
         rank_pattern={names[0]: 2}, alpha_pattern={names[-1]: 9}, task_type="CAUSAL_LM",
     )  # fmt: skip
     model = randomised(peft.get_peft_model(theirs(tmp_path / "base"), settings))
@@ -102,14 +103,23 @@ def test_an_adapter_of_peft_has_the_same_logits(tmp_path: Path, variant: str) ->
     torch.testing.assert_close(logits(weights, arch), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    arch = write_base(tmp_path / "base", "dots1")
+    settings = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(theirs(tmp_path / "base"), settings)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match="target_parameters"):
+        ours.read_peft(tmp_path / "adapter", arch, LoraConfig())
+
+
 @pytest.mark.slow(except_for=["llama", "gpt2", "phi3"])
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_peft_reads_what_dtt_writes(tmp_path: Path, variant: str) -> None:
     arch = write_base(tmp_path / "base", variant)
     cfg = LoraConfig(
         rank=4, alpha=6.0, rslora=variant == "phi3",
-        targets=("attn.q", "v", "down", "layers.1.mlp.up"),
-        rank_pattern={"down": 3}, alpha_pattern={"q": 10.0},
+        targets=("attn.q", "v", *(() if arch.mixture else ("down", "layers.1.mlp.up"))),
+        rank_pattern={"v" if arch.mixture else "down": 3}, alpha_pattern={"q": 10.0},
     )  # fmt: skip
     layers = adapted_layers(cfg, arch)
     model = Decoder(arch)

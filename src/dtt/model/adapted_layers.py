@@ -117,6 +117,6 @@ def _no_match(key: str, pattern: str, names: list[str]) -> ConfigError:
     return ConfigError(
         f"no adapted layer has a name that {pattern!r} matches",
         where=f"adapter.{key}",
-        why=f"the layers are layers.N.{{{','.join(ends)}}}; the head, the embedding and experts "
-        "cannot be adapted",
+        why=f"the layers are layers.N.{{{','.join(ends)}}}; the head and the embedding cannot be "
+        "adapted, nor can the MLPs of a mixture",
     )
