@@ -87,9 +87,6 @@ VERDICT = Case(
 SHORT_VERIFICATION = {"verify -c run.yaml": "verify -c run.yaml parallel.replicate=1"}
 CASES = {
     "dtt verify -c run.yaml": Case(instead=SHORT_VERIFICATION),
-    "dtt verify -c run.yaml parallel.tensor=2 data.mask_documents=true": Case(
-        instead=SHORT_VERIFICATION | {" parallel.tensor=2": ""}
-    ),
     "dtt verify --fuzz 1 --minutes 60": Case(instead={"60": "0"}),
     # In one process: each of several would import all libraries and collect the same tests.
     "./env.sh pytest": Case(env={"PYTEST_ADDOPTS": "--collect-only -q -n 0 tests/test_house.py"}),

@@ -80,15 +80,14 @@ def test_gradients_equal_those_of_transformers(trained: Trained) -> None:
 
 @torch.no_grad()
 def test_bf16_weights_give_the_bf16_logits_of_transformers_up_to_rounding(trained: Trained) -> None:
-    if trained.arch.mixture is not None:
-        pytest.skip("a score that is rounded may choose another expert")
     theirs = hf_model(trained.arch)
     model = ours(trained, from_hf(stored(theirs), trained.arch))
     exact = theirs(TOKENS).logits
     got, expected = model.bfloat16()(TOKENS), theirs.bfloat16()(TOKENS).logits
     assert got.dtype == expected.dtype == torch.bfloat16
     error, allowed = (got - exact).abs().mean(), (expected - exact).abs().mean()
-    assert error <= 1.1 * allowed
+    # A score that is rounded may choose another expert, here or there.
+    assert error <= (1.1 if trained.arch.mixture is None else 1.5) * allowed
 
 
 @torch.no_grad()

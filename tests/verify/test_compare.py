@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -87,26 +86,6 @@ def test_a_clean_run_is_verified(dtt: Dtt) -> None:
     assert "verified: 1 layout, 8 checks" in done.stdout
     assert "not covered: kernels of a GPU" in done.stdout
     assert not list(dtt.folder.iterdir())
-
-
-COMBINATIONS = {
-    "growing contexts": "data.eod_mask_loss=true train.context_schedule=[[0,512],[1,1024]] "
-    "train.ema_decay=0.9 parallel.context=2",
-    "adapter": f"{verify_faults.LORA} data.type=chat parallel.shard=2",
-    "preferences": f"{verify_faults.DPO} optim.type=adamw parallel.shard=2",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", COMBINATIONS)
-def test_two_ranks_compute_what_one_process_does(kind: str, dtt: Dtt) -> None:
-    keys = f"{COMBINATIONS[kind]} parallel.replicate=1".split()
-    (found,) = json.loads(dtt("verify", "--json", *keys).stdout)
-    assert found["verified"]
-    (layout,) = found["layouts"]
-    assert layout["noise"]["G"] < 1e-12
-    assert layout["noise"]["U"] < 1e-11
-    assert set(layout["noise"]) == set("DLGNURSX")
 
 
 @pytest.mark.slow

@@ -93,7 +93,6 @@ def plan(
 @cli.command(
     epilog=examples(
         "dtt verify -c run.yaml",
-        "dtt verify -c run.yaml parallel.tensor=2 data.mask_documents=true",
         "dtt verify --fuzz 1 --minutes 60    # random configurations",
     )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from dtt.mesh.compilation import compiler
-from dtt.model.experts import MixtureMLP
+from dtt.model.experts import routers
 from dtt.model.layers import held_layers
 
 
@@ -22,8 +22,9 @@ def compile_each_block(model: nn.Module, *, apart: bool = False) -> None:
     or by a bug in torch, all blocks run uncompiled, and the log reports the reason once.
     """
     # Each block has the same code and shapes, so Dynamo compiles the first and reuses its graph.
-    for block in held_layers(model).values():
-        if isinstance(block.mlp, MixtureMLP) and apart:
+    left_out = routers(model) if apart else {}
+    for i, block in held_layers(model).items():
+        if i in left_out:
             continue
         # `block.compile()` would also compile the hooks, as those of FSDP2.
         block.forward = compiler.compiled(block.forward)

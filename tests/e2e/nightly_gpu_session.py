@@ -1,4 +1,7 @@
-"""The script for the first half hour on a GPU runs: here on a CPU, with tiny shapes."""
+"""The script for the first half hour on a GPU runs: on a CPU, with tiny shapes, in two minutes.
+
+pytest runs it only when it is named: `./env.sh pytest -n 0 -s tests/e2e/nightly_gpu_session.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,6 @@ def session(out: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
     return run.returncode, json.loads(summary.read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_block_of_the_session_runs(tmp_path: Path) -> None:
     """Of the blocks that differ in one option of a training run, only one."""
@@ -43,7 +45,6 @@ def test_every_block_of_the_session_runs(tmp_path: Path) -> None:
     assert [save["step"] for save in parts["first save"]["saves"]] == [3, 6, 9]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_after_a_failure_the_session_continues(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("a file where the tokens should be")
@@ -56,7 +57,6 @@ def test_after_a_failure_the_session_continues(tmp_path: Path) -> None:
     assert summary["attention"]["status"] == "ok"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_block_is_ended_at_its_time_limit_and_its_results_are_kept(
     tmp_path: Path,
