@@ -53,7 +53,7 @@ def apply(
         apply_tensor(model, layout.part("tensor"))
     if remat != "none":
         # Before compilation, so that the compiler sees the recomputation and plans with it.
-        rematerialize(model, remat, remat_every)
+        rematerialize(model, remat, remat_every, apart=layout.experts is not None)
     if compile_blocks and remat == "full" and layout.sizes.tensor > 1:  # torch 2.13 fails on this
         log.info("not compiled: tensor parallelism is only compiled with train.remat=selective")
         compile_blocks = False

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from dtt.model.experts import routers
 from dtt.model.layers import held_layers
 
 MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
@@ -32,7 +33,9 @@ COSTLY = (
 memory."""
 
 
-def rematerialize(model: nn.Module, kind: Literal["full", "selective"], every: int) -> None:
+def rematerialize(
+    model: nn.Module, kind: Literal["full", "selective"], every: int, *, apart: bool = False
+) -> None:
     """Checkpoint the first of every `every` blocks (`model.layers`), in place.
 
     `full` saves only the input of a block and runs all of it twice. `selective` also saves the
@@ -40,14 +43,19 @@ def rematerialize(model: nn.Module, kind: Literal["full", "selective"], every: i
     arXiv 2410.06511); it recomputes cheap operators, and those whose output is large for their
     cost. The RNG state is restored for the recomputation. Names of modules and parameters do not
     change. Call this before compilation.
+
+    Blocks whose experts are sharded `apart` are always recomputed in full: inside a block, the
+    hooks of FSDP2 call other operators when it is recomputed, which torch 2.13 refuses where some
+    are saved.
     """
     forward = {"full": _full, "selective": _selective}[kind]
+    in_full = routers(model) if apart else {}
     # A list of the first of every n blocks: memory falls by their share, and so does the extra
     # time.
     for i, block in held_layers(model).items():
         if i % every == 0:
             # All blocks share one function, and so one compilation.
-            block.forward = forward.__get__(block)
+            block.forward = (_full if i in in_full else forward).__get__(block)
 
 
 def _full(block: nn.Module, *inputs: Any) -> Any:
