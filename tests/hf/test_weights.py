@@ -32,7 +32,7 @@ def hf_model(arch: Architecture) -> Any:
     return model
 
 
-def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert equality up to fp32 rounding: 1e-5 of the largest number."""
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -51,7 +51,7 @@ def test_hugging_face_weights_in_a_decoder_give_the_logits_of_transformers(
     arch = families.get(trained.arch.family).from_hf_config(theirs.config.to_dict())
     assert arch == trained.arch
     model = ours(trained, from_hf(stored(theirs), arch))
-    equal(model(TOKENS), theirs(TOKENS).logits)
+    assert_equal(model(TOKENS), theirs(TOKENS).logits)
 
 
 def test_weights_of_the_base_class_are_accepted(trained: Trained) -> None:
@@ -75,7 +75,7 @@ def test_gradients_equal_those_of_transformers(trained: Trained) -> None:
         parameter.data = parameter.grad
     expected = stored(theirs)
     for name, grad in to_hf(grads, trained.arch).items():
-        equal(grad, expected[name])
+        assert_equal(grad, expected[name])
 
 
 @torch.no_grad()

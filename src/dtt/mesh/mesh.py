@@ -160,18 +160,26 @@ def make_mesh(sizes: Sizes, world: World, expert: int | None = None) -> Mesh:
         "pipeline": sizes.pipeline, "replicate": sizes.replicate, "shard": spread,
         "tensor": sizes.tensor,
     }  # fmt: skip
-    # A `replicate` dimension of size 1 would turn FSDP2 into HSDP. `shard` stays, as DTensors need
-    # a mesh.
-    dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
-    names = tuple(dims)
-    model = init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=names)
-    if sizes.pipeline > 1:
-        model = model[names[1:]]
-        if model.ndim > 1:
-            # Creates the group of all its ranks, which `TensorLayout.group` returns.
-            model._flatten()  # noqa: SLF001  (it has no public name)
     experts = None if expert is None else _expert_mesh(sizes, world, expert)
-    return Mesh(sizes, world.rank, model, experts, world)
+    return Mesh(sizes, world.rank, _device_mesh(world, dims, kept="shard"), experts, world)
+
+
+def _device_mesh(world: World, dims: dict[str, int], kept: str) -> DeviceMesh:
+    """Return the mesh of these dimensions, `pipeline` first, in which this rank's stage is.
+
+    Those of size 1 are left out, but `kept`, as DTensors need a mesh: a `replicate` dimension of
+    size 1 would turn FSDP2 into HSDP.
+    """
+    dims = {name: size for name, size in dims.items() if size > 1 or name == kept}
+    names = tuple(dims)
+    mesh = init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=names)
+    if "pipeline" not in names:
+        return mesh
+    mesh = mesh[names[1:]]
+    if mesh.ndim > 1:
+        # Creates the group of all its ranks, which `TensorLayout.group` returns.
+        mesh._flatten()  # noqa: SLF001  (it has no public name)
+    return mesh
 
 
 def _expert_mesh(sizes: Sizes, world: World, expert: int) -> DeviceMesh | None:
@@ -185,11 +193,4 @@ def _expert_mesh(sizes: Sizes, world: World, expert: int) -> DeviceMesh | None:
         "pipeline": sizes.pipeline, "replicate": sizes.replicate, "expert_shard": shards,
         "expert": expert,
     }  # fmt: skip
-    dims = {name: size for name, size in dims.items() if size > 1 or name == "expert_shard"}
-    names = tuple(dims)
-    mesh = init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=names)
-    if sizes.pipeline > 1:
-        mesh = mesh[names[1:]]
-        if mesh.ndim > 1:
-            mesh._flatten()  # noqa: SLF001  (as above)
-    return mesh
+    return _device_mesh(world, dims, kept="expert_shard")
