@@ -335,6 +335,8 @@ def training(
             "dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 64, "vocab_size": 300,
             "n_kv_heads": 4 if case.shape["family"] == "gpt2" else 2, "seq_len": 32, "batch": 1,
         }  # fmt: skip
+        if "n_experts" in shape:
+            shape |= {"n_experts": 4, "experts_per_token": 2}
         keys = [key for key in case.keys if not key.startswith("train.precision")]
         keys.append("train.device=cpu")
         case, steps = Case(shape, keys, 2), 8
@@ -424,6 +426,12 @@ BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
     "1b": tuple(
         partial(training, name="1b", optimizer=optimizer, steps=8)
         for optimizer in ("adamw", "muon")
+    ),
+    "mixture-1.7b": (
+        partial(training, name="mixture-1.7b", optimizer="adamw", steps=8, accumulation=8),
+    ),
+    "olmoe-1b-7b": (
+        partial(training, name="olmoe-1b-7b", optimizer="adamw", steps=6, accumulation=8),
     ),
     "memory": (memory,),
 }

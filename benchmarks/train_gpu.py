@@ -2,15 +2,16 @@
 
     python benchmarks/train_gpu.py [CASE …] [--steps N] [--processes 1] [--peer]
 
-Cases: 124m; 1b, also with masked documents; 8b in pure bf16 with remat none, selective and full; 8b
-with fp32 masters; each with AdamW and with Muon. A step has 524,288 tokens per process, as in real
-runs: with fewer, the optimizer's share of the time, above all Muon's, would be many times too
-large. Every run is a `dtt train` process (under torchrun with `--processes`) on a small corpus that
-the script creates; figures are medians of the logged values over the second half of the steps. A
-step near the end is profiled if its trace is small enough. `--peer` trains the same shape with the
-model of transformers in a plain loop: autocast, SDPA, fused AdamW, compiled. MFU is computed by the
-convention of the peers: 6 N + 12 L d S FLOPs per token, against the dense bf16 peak of the data
-sheet.
+Cases: 124m; 1b, also with masked documents; mixtures of experts, the larger in pure bf16; 8b in
+pure bf16 with remat none, selective and full; 8b with fp32 masters; each with AdamW and with Muon.
+A step has 524,288 tokens per process, as in real runs: with fewer, the optimizer's share of the
+time, above all Muon's, would be many times too large. Every run is a `dtt train` process (under
+torchrun with `--processes`) on a small corpus that the script creates; figures are medians of the
+logged values over the second half of the steps. A step near the end is profiled if its trace is
+small enough. `--peer` trains the same shape with the model of transformers in a plain loop:
+autocast, SDPA, fused AdamW, compiled. MFU is computed by the convention of the peers: 6 N + 12 L d
+S FLOPs per token, against the dense bf16 peak of the data sheet; N are the parameters that compute a
+token.
 
 A run is killed after its last measured step: the save that ends a run of 8B would write 64 GB.
 """
@@ -77,6 +78,21 @@ CASES = {
         ["train.precision=bf16", "model.tie_embeddings=true", "data.mask_documents=true"],
         32,
     ),
+    # Experts of whole multiples of a tile; 0.33 of 1.73 billion parameters compute a token.
+    "mixture-1.7b": Case(
+        {"family": "qwen3_moe", "dim": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16,
+         "ffn_dim": 4096, "vocab_size": 50304, "seq_len": 2048, "batch": 8, "n_experts": 32,
+         "experts_per_token": 4, "expert_ffn_dim": 1024},
+        ["train.precision=bf16", "model.tie_embeddings=true", "train.balance_loss=0.01"],
+        32,
+    ),
+    "olmoe-1b-7b": Case(
+        {"family": "olmoe", "dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16,
+         "ffn_dim": 1024, "vocab_size": 50304, "seq_len": 4096, "batch": 2, "n_experts": 64,
+         "experts_per_token": 8},
+        ["train.precision=bf16-pure", "model.tie_embeddings=false", "train.balance_loss=0.01"],
+        64,
+    ),
     **{
         f"8b-{remat}": Case(
             LLAMA_8B | {"batch": 2},
@@ -91,7 +107,6 @@ CASES = {
         128,
     ),
 }  # fmt: skip
-SIZES = ("family", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 COLUMNS = {"tokens/s": 10, "s/step": 9, "MFU": 7, "causal": 8, "of matmul": 11, "GB": 7}
 
 
@@ -101,7 +116,9 @@ def train(
     """Run `dtt train`; return the medians of its logged figures, or its error as `error`."""
     shape = case.shape
     step_tokens = shape["batch"] * shape["seq_len"] * case.accumulation * processes
-    sizes = [f"model.{key}={shape[key]}" for key in SIZES]
+    sizes = [
+        f"model.{key}={size}" for key, size in shape.items() if key not in ("seq_len", "batch")
+    ]
     keys = [
         f"name={name}", f"data.tokens={tokens}", f"optim.type={optimizer}", "train.steps=1000",
         f"train.seq_len={shape['seq_len']}", f"train.micro_batch={shape['batch']}",
@@ -158,7 +175,8 @@ def peer(shape: Shape, steps: int) -> tuple[float, float]:
         start = time.perf_counter()
         ids = torch.randint(0, shape["vocab_size"], size, device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
-            loss = compiled(input_ids=ids[:, :-1], labels=ids[:, 1:], shift_labels=ids[:, 1:]).loss
+            targets = ids[:, 1:].contiguous()
+            loss = compiled(input_ids=ids[:, :-1], labels=targets, shift_labels=targets).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -8,26 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gpu_runs import WORLD
 from support.guarded_runs import build, one_step
 from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import EnvironmentUnfit
-from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.config.model import ModelConfig
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig
 from dtt.doctor import devices
-from dtt.mesh.dist import World
 from dtt.mesh.peak_flops import measured_flops, peak_flops
 from dtt.mesh.sharding import on_every_rank
 from dtt.model import families
 from dtt.train.process_memory import exhaustion_explained
 from dtt.train.throughput import ThroughputMeter
 
-WORLD = World(Ranks(), torch.device("cuda", 0), None)
 FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {"dtt": "1", "torch": "2"}}
 
 

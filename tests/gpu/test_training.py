@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu_runs import SIZES, WORLD, train, values
 from support.guarded_runs import build, one_step
 from support.running import Dtt
 from support.tiny_architectures import make, tiny_architecture
 
-from dtt.base.local import torchrun_argv
-from dtt.base.ranks import Ranks
-from dtt.mesh.dist import World
 from dtt.model.generate import generate_batch
 from dtt.parallel import fp8
 
-SIZES = (
-    "model.dim=64", "model.n_layers=2", "model.n_heads=4", "train.seq_len=128",
-    "train.micro_batch=2", "train.global_batch_tokens=1024", "train.eval_every=2",
-    "train.eval_tokens=512", "train.sample_tokens=4", "train.log_every=1", "schedule.type=constant",
-)  # fmt: skip
 GPUS = torch.cuda.device_count()
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "alone": (1, ("train.remat=full",)),
@@ -32,22 +25,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "context": (2, ("parallel.context=2", "data.mask_documents=true")),
 }
 """Number of processes and keys. Without a GPU, one layout shows that the test itself works."""
-
-
-def train(dtt: Dtt, processes: int, *arguments: object) -> str:
-    """Run `dtt train` in processes of one node, and return its log."""
-    if processes == 1:
-        return dtt("train", *arguments).stderr
-    argv = torchrun_argv(processes, ["train", *map(str, arguments)])
-    done = dtt.wait(dtt.start_python(*argv[1:]))
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def values(dtt: Dtt, name: str, kind: str) -> list[float]:
-    """Return the losses that a run has logged."""
-    lines = (dtt.folder / f"jobs/{name}/metrics.jsonl").read_text().splitlines()
-    return [line["loss"] for line in map(json.loads, lines) if line["kind"] == kind]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,9 +78,8 @@ def test_a_step_in_fp8_is_near_that_in_bf16(
     for precision in ("bf16", "fp8"):
         (tmp_path / precision).mkdir()
         trainer = build(
-            World(Ranks(), torch.device("cuda", 0), None), tmp_path / precision, tokens,
-            "model.dim=128", f"train.precision={precision}",
-        )  # fmt: skip
+            WORLD, tmp_path / precision, tokens, "model.dim=128", f"train.precision={precision}"
+        )
         one_step(trainer)()
         losses.append(float(trainer._unread[-1][1][0]))
     assert losses[1] == pytest.approx(losses[0], rel=0.02)

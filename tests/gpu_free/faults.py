@@ -35,6 +35,7 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "cpu": lambda x: x.detach().cpu(),
     "mask": lambda x: x.detach()[x.detach() > 0],
     "list": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "number": lambda x: torch.tensor(1.0, device=x.device),
 }
 MIXED: dict[str, Callable[[Tensor], Any]] = {
     "add": lambda x: x.detach().flatten()[:2] + torch.zeros(2),
@@ -56,7 +57,7 @@ FAULTS = {
         for name, place, case, ways in (
             ("loss", f"{DECODER}._output", "llama", ("item", "cpu")),
             ("clipping", "dtt.params.table:Params.clip", "fsdp2", ("bool", "tolist")),
-            ("mean", "dtt.mesh.mesh:Mesh.mean", "llama", ("item", "mask", "list")),
+            ("mean", "dtt.mesh.mesh:Mesh.mean", "llama", ("item", "mask", "list", "number")),
             ("positions", "dtt.model.decoder:rotations", "documents", ("list", "cpu")),
             ("momentum", "dtt.optim.muon.optimizer:Muon._averaged", "muon", ("bool", "mask")),
             ("update", "dtt.optim.muon.optimizer:orthogonalize", "fsdp2", ("item", "cpu")),

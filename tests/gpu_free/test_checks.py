@@ -19,8 +19,9 @@ FIRST = ["host-item-in-mean", "mixed-add-in-loss", "float64-ones-in-loss", "brea
 CHOSEN = [
     *FIRST,
     "host-cpu-in-loss", "host-tolist-in-clipping", "host-mask-in-mean", "host-list-in-positions",
-    "host-bool-in-momentum", "host-item-in-update", "mixed-where-in-clipping", "mixed-add-in-mean",
-    "mixed-add-in-update", "float64-double-in-positions", "float64-ones-in-clipping",
+    "host-number-in-mean", "host-bool-in-momentum", "host-item-in-update",
+    "mixed-where-in-clipping", "mixed-add-in-mean", "mixed-add-in-update",
+    "float64-double-in-positions", "float64-ones-in-clipping",
     "float64-double-in-update", "break-branch-in-mlp", "break-item-in-gelu", "break-item-in-norm",
 ]  # fmt: skip
 """Each mistake and each place of each kind at least once; nightly_mistakes.py has all pairs."""

@@ -63,7 +63,8 @@ class Watch(InfraMode):
             return torch.zeros((1, ins[0].dim()), dtype=torch.long, device=ins[0].device)
         out = func(*args, **named)
         outs = _tensors(out)
-        here = [x for x in ins if x.device.type == "cpu" and x.dim()]
+        # Operators accept a number of the host among tensors of a GPU; a copy of it waits.
+        here = [x for x in ins if x.device.type == "cpu" and (x.dim() or operator in COPIES)]
         if on_gpu and outs and all(x.device.type == "cpu" for x in outs):
             self._note("host waits", func)
         elif here and (on_gpu or any(x.device.type == "cuda" for x in outs)):

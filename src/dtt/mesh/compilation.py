@@ -8,6 +8,7 @@ the forward pass uncompiled. `tests/gpu_free/nightly_kernels.py` checks this.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -79,15 +80,18 @@ compiler = Compiler()
 def _of_compiler(error: Exception) -> bool:
     """Return True if compilation failed, or a compiled kernel cannot run on this device.
 
-    Dynamo wraps what a back end raises. A kernel that does not fit the device raises an error of
-    Triton or Inductor at its first launch. Other errors come from the compiled function itself and
-    must reach the caller, as must a RuntimeError of a launch: CUDA is unusable after it.
+    Dynamo wraps what a back end raises, but not always its own errors: torch 2.11 fails an
+    assertion on `tuple._replace`. A kernel that does not fit the device raises an error of Triton
+    or Inductor at its first launch. Other errors come from the compiled function itself and must
+    reach the caller, as must a RuntimeError of a launch: CUDA is unusable after it.
     """
     import torch
 
     module = type(error).__module__
     wrapped = isinstance(error, torch._dynamo.exc.TorchDynamoException)  # noqa: SLF001
-    return wrapped or module.startswith(("triton.", "torch._inductor."))
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    by_dynamo = str(innermost.f_globals.get("__name__")).startswith("torch._dynamo.")
+    return wrapped or by_dynamo or module.startswith(("triton.", "torch._inductor."))
 
 
 def _out_of_memory(error: BaseException) -> BaseException | None:
@@ -108,4 +112,6 @@ def _reason(error: BaseException) -> str:
     """Return the first informative line of the message; dozens of debugging hints follow it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if not line.startswith("backend=")]
+    if reasons[:1] == ["from user code:"]:  # Dynamo appends the place to an empty message
+        return f"{type(error).__name__} at {''.join(reasons[1:2])}"
     return (reasons or lines or [type(error).__name__])[0]

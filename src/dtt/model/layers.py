@@ -106,7 +106,9 @@ class Block(nn.Module):
             mixed: Mixed = self.mlp(inner_BTD, counted_BT)
         else:
             mixed = Mixed(self.mlp(inner_BTD), {}, None)
-        return mixed._replace(out=self.add(x_BTD, self.mlp_post_norm(mixed.out)))
+        out_BTD = self.add(x_BTD, self.mlp_post_norm(mixed.out))
+        # Not by `mixed._replace`: torch 2.11 cannot compile that.
+        return Mixed(out_BTD, mixed.aux, mixed.load)
 
     def add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
         """Return x + residual_scale * dropout(update)."""

@@ -5,6 +5,7 @@ Shapes: L layers with a mixture, E experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -82,6 +83,6 @@ def described(load_LE: Tensor) -> Tensor:
     share_LE = load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
     experts = load_LE.shape[1]
     entropy_L = torch.special.entr(share_LE).sum(1)
-    even = torch.tensor(float(experts), device=load_LE.device).log().clamp(min=1e-9)
+    even = max(math.log(experts), 1e-9)
     idle_L = (load_LE == 0).float().mean(1)
     return torch.stack([share_LE.amax(1) * experts - 1, entropy_L / even, idle_L])
