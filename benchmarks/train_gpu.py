@@ -10,8 +10,8 @@ torchrun with `--processes`) on a small corpus that the script creates; figures 
 logged values over the second half of the steps. A step near the end is profiled if its trace is
 small enough. `--peer` trains the same shape with the model of transformers in a plain loop:
 autocast, SDPA, fused AdamW, compiled. MFU is computed by the convention of the peers: 6 N + 12 L d
-S FLOPs per token, against the dense bf16 peak of the data sheet; N are the parameters that compute a
-token.
+S FLOPs per token, where N are the parameters that compute one, against the dense bf16 peak of the
+data sheet.
 
 A run is killed after its last measured step: the save that ends a run of 8B would write 64 GB.
 """
