@@ -257,18 +257,20 @@ def inverse(order_M: Tensor) -> Tensor:
 
 
 # `x[order]` is a permutation, which autograd does not know: its backward pass would add rows to
-# zeros one by one, on a GPU in any order.
+# zeros one by one, on a GPU in any order. On a CPU `index_select` copies whole rows, four times as
+# fast as indexing.
 class _Sorted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, place_M: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(place_M)
         ctx.k = k
-        return x_ND[order_M // k]
+        return x_ND.index_select(0, order_M // k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place_M,) = ctx.saved_tensors
-        grad_ND = grads[0][place_M].view(-1, ctx.k, grads[0].shape[-1]).sum(1)
+        grad_MD = grads[0].index_select(0, place_M)
+        grad_ND = grad_MD.view(-1, ctx.k, grad_MD.shape[-1]).sum(1)
         return grad_ND, None, None, None
 
 
@@ -276,12 +278,12 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
         ctx.save_for_backward(place_M)
-        return rows_MD[order_M]
+        return rows_MD.index_select(0, order_M)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place_M,) = ctx.saved_tensors
-        return grads[0][place_M], None, None
+        return grads[0].index_select(0, place_M), None, None
 
 
 _sorted: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Sorted.apply
