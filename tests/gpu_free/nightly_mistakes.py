@@ -1,5 +1,6 @@
-"""All planted mistakes that cost time on a GPU are found. test_checks.py has each mistake and each
-place once; these are all pairs: `./env.sh pytest -n 0 tests/gpu_free/nightly_mistakes.py`.
+"""All planted mistakes that cost time on a GPU are found; test_checks.py has one of each kind.
+
+`./env.sh pytest -n 0 tests/gpu_free/nightly_mistakes.py`
 """
 
 from __future__ import annotations

@@ -14,17 +14,8 @@ from faults import FAULTS
 from serving import Ask, asking
 
 CASES = ["gpt2", "llama", "documents", "muon", "fsdp2", "tensor", "adapter", "experts"]
-FIRST = ["host-item-in-mean", "mixed-add-in-loss", "float64-ones-in-loss", "break-print-in-block"]
-"""One fault of each kind, found in every run of the tests."""
-CHOSEN = [
-    *FIRST,
-    "host-cpu-in-loss", "host-tolist-in-clipping", "host-mask-in-mean", "host-list-in-positions",
-    "host-number-in-mean", "host-bool-in-momentum", "host-item-in-update",
-    "mixed-where-in-clipping", "mixed-add-in-mean", "mixed-add-in-update",
-    "float64-double-in-positions", "float64-ones-in-clipping",
-    "float64-double-in-update", "break-branch-in-mlp", "break-item-in-gelu", "break-item-in-norm",
-]  # fmt: skip
-"""Each mistake and each place of each kind at least once; nightly_mistakes.py has all pairs."""
+PLANTED = ["host-item-in-mean", "mixed-add-in-loss", "float64-ones-in-loss", "break-print-in-block"]
+"""One fault of each kind; nightly_mistakes.py has all others."""
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +41,7 @@ def test_expert_parallelism_waits_for_the_number_of_rows_alone(check: Ask) -> No
     ]
 
 
-@pytest.mark.slow(except_for=FIRST)
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(check: Ask, name: str) -> None:
     kind = FAULTS[name].kind
     assert any(found.startswith(kind) for found in check(name)), f"no {kind} found"
