@@ -1,0 +1,92 @@
+"""The selection of a corpus: which of its documents `dtt clean` removed.
+
+Whoever reads a corpus through its selection divides it into the units of the selection, and leaves
+out the documents that the file of a unit lists. A selection is named by a hash of the corpus and of
+the section `clean`, so a configuration finds its own, and several may lie beside a corpus.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+
+from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.selection import SelectionManifest, removals_name
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.files import sha256_file
+from dtt.config.clean import CleanConfig
+
+VERSION = 1
+"""Of what `dtt clean` computes; another one makes other selections."""
+
+
+def key_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any]:
+    """Return what determines a selection: other values make another folder."""
+    section = clean.model_dump(mode="json")
+    near = section["near"]
+    if near is not None:
+        # Their content, wherever they lie.
+        near["against"] = [CorpusManifest.read(path).content_key() for path in clean.near.against]  # type: ignore[union-attr]
+    return {"corpus": corpus.content_key(), "clean": section, "version": VERSION}
+
+
+def selection_folder(clean: CleanConfig, corpus: CorpusManifest, folder: Path) -> Path:
+    """Return the folder of the selection of the corpus in `folder`, whether it exists or not."""
+    return folder / f"selection-{fingerprint(key_parts(clean, corpus))[:8]}"
+
+
+class Selection:
+    """The removed documents of each unit of a corpus."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the manifest; raise InputError if there is none."""
+        self.folder = folder
+        self.manifest = SelectionManifest.read(folder)
+
+    def key(self, unit: int) -> str | None:
+        """Return the hash of what is removed from a unit; None: nothing."""
+        return self.manifest.units[unit].sha256
+
+    def removed(self, unit: int) -> npt.NDArray[np.int64]:
+        """Return the numbers of the removed documents of a unit, ascending.
+
+        A document's number is its place among those that `read_unit` yields. Raises DamagedError if
+        the file is not the one that the manifest names.
+        """
+        expected = self.key(unit)
+        if expected is None:
+            return np.empty(0, np.int64)
+        path = self.folder / removals_name(unit)
+        if not path.is_file() or sha256_file(path) != expected:
+            raise DamagedError(
+                "a file of the selection is damaged or missing",
+                where=path,
+                next="remove the folder, and run `dtt clean` again",
+            )
+        numbers: npt.NDArray[np.int64] = pq.read_table(path, columns=["document"])[0].to_numpy()
+        return numbers
+
+
+def open_selection(
+    clean: CleanConfig | None, corpus: CorpusManifest, folder: Path
+) -> Selection | None:
+    """Return the selection of the corpus in `folder`; None without a section `clean`.
+
+    Raises InputError if `dtt clean` has not made it yet.
+    """
+    if clean is None:
+        return None
+    place = selection_folder(clean, corpus, folder)
+    if not SelectionManifest.exists(place):
+        raise InputError(
+            "the corpus has not been cleaned as the configuration says",
+            where=place,
+            why="the section `clean` asks for documents to be left out",
+            next="run `dtt clean` with the same configuration first",
+        )
+    return Selection(place)
