@@ -7,8 +7,10 @@ the section `clean`, so a configuration finds its own, and several may lie besid
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +18,13 @@ import pyarrow.parquet as pq
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import SelectionFacts
 from dtt.artifacts.selection import SelectionManifest, removals_name
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import sha256_file
 from dtt.config.clean import CleanConfig
 
+T = TypeVar("T")
 VERSION = 1
 """Of what `dtt clean` computes; another one makes other selections."""
 
@@ -48,6 +52,25 @@ class Selection:
         self.folder = folder
         self.manifest = SelectionManifest.read(folder)
 
+    @property
+    def removals(self) -> list[str | None]:
+        """The hash of what is removed from each unit; None: nothing."""
+        return [unit.sha256 for unit in self.manifest.units]
+
+    def facts(self) -> SelectionFacts:
+        """Return the facts about the removed documents that a token folder records."""
+        removed = sum((Counter(unit.removed) for unit in self.manifest.units), Counter())
+        return SelectionFacts(
+            key=self.manifest.key, content=content_key(self.removals), removed=dict(removed)
+        )
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the bytes of text that stay."""
+        units = self.manifest.units
+        total = sum(unit.bytes for unit in units)
+        return 1 - sum(unit.removed_bytes for unit in units) / max(total, 1)
+
     def key(self, unit: int) -> str | None:
         """Return the hash of what is removed from a unit; None: nothing."""
         return self.manifest.units[unit].sha256
@@ -70,6 +93,39 @@ class Selection:
             )
         numbers: npt.NDArray[np.int64] = pq.read_table(path, columns=["document"])[0].to_numpy()
         return numbers
+
+    def keep(self, unit: int, batches: Iterable[list[T]]) -> Iterator[list[T]]:
+        """Yield all batches of the documents of a unit without the removed ones.
+
+        Raises DamagedError if the unit has another number of documents than `dtt clean` read.
+        """
+        removed, first = self.removed(unit), 0
+        for batch in batches:
+            bounds = np.searchsorted(removed, (first, first + len(batch)))
+            gone = set((removed[slice(*bounds)] - first).tolist())
+            yield [one for i, one in enumerate(batch) if i not in gone] if gone else batch
+            first += len(batch)
+        self.check_documents(unit, first)
+
+    def check_documents(self, unit: int, found: int) -> None:
+        """Raise DamagedError unless `dtt clean` read as many documents of a unit."""
+        # Otherwise numbers would mean other documents: of files that changed but kept their size,
+        # or can no longer be read.
+        expected = self.manifest.units[unit].documents
+        if found != expected:
+            raise DamagedError(
+                f"unit {unit} of the corpus has {found} readable documents",
+                where=self.folder,
+                why=f"`dtt clean` read {expected}, so the selection names other documents",
+                next="dtt download with the same options checks the files; then remove this folder "
+                "and run `dtt clean` again",
+            )
+
+
+def content_key(removals: Iterable[str | None]) -> str | None:
+    """Return a hash of what is removed from all units; None: nothing."""
+    named = {str(unit): sha256 for unit, sha256 in enumerate(removals) if sha256 is not None}
+    return fingerprint(named) if named else None
 
 
 def open_selection(
