@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifest import fingerprint
@@ -23,6 +19,10 @@ from dtt.artifacts.selection import SelectionManifest, removals_name
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import sha256_file
 from dtt.config.clean import CleanConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 T = TypeVar("T")
 VERSION = 1
@@ -39,9 +39,14 @@ def key_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any]:
     return {"corpus": corpus.content_key(), "clean": section, "version": VERSION}
 
 
+def selection_key(clean: CleanConfig, corpus: CorpusManifest) -> str:
+    """Return the key of a selection."""
+    return fingerprint(key_parts(clean, corpus))
+
+
 def selection_folder(clean: CleanConfig, corpus: CorpusManifest, folder: Path) -> Path:
     """Return the folder of the selection of the corpus in `folder`, whether it exists or not."""
-    return folder / f"selection-{fingerprint(key_parts(clean, corpus))[:8]}"
+    return folder / f"selection-{selection_key(clean, corpus)[:8]}"
 
 
 class Selection:
@@ -81,6 +86,9 @@ class Selection:
         A document's number is its place among those that `read_unit` yields. Raises DamagedError if
         the file is not the one that the manifest names.
         """
+        import numpy as np  # here: the checks of `dtt submit` on a login node need the keys only
+        import pyarrow.parquet as pq
+
         expected = self.key(unit)
         if expected is None:
             return np.empty(0, np.int64)
@@ -101,7 +109,7 @@ class Selection:
         """
         removed, first = self.removed(unit), 0
         for batch in batches:
-            bounds = np.searchsorted(removed, (first, first + len(batch)))
+            bounds = removed.searchsorted((first, first + len(batch)))
             gone = set((removed[slice(*bounds)] - first).tolist())
             yield [one for i, one in enumerate(batch) if i not in gone] if gone else batch
             first += len(batch)

@@ -52,7 +52,8 @@ def encode_units(
     is called with the bytes of each batch.
 
     The content of the shards depends only on the unit, what the selection of the corpus removes
-    from it, the tokenizer and `validation_fraction`. Memory use is a few batches, regardless of the size of files and units.
+    from it, the tokenizer and `validation_fraction`. Memory use is a few batches, regardless of the
+    size of files and units.
     """
     splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
     text_bytes = 0
