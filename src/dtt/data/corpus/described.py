@@ -45,8 +45,8 @@ def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
     """Raise ConfigError if the token files at `path` are not those that `cfg` describes.
 
     They must also lack the documents that its section `clean` removes. Nothing is compared if `cfg`
-    names the folder itself (`data.tokens`, `data.sources`): then its sections `download` and `clean`
-    describe nothing of this folder.
+    names the folder itself (`data.tokens`, `data.sources`): then these sections describe nothing of
+    this folder.
     """
     if path != cfg.tokenize_dir or cfg.data.tokens is not None or cfg.data.sources:
         return
