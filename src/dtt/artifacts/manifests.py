@@ -100,6 +100,11 @@ class SelectionFacts(Record):
     removed: dict[str, int]
     """Number of removed documents by reason."""
 
+    def describe(self) -> str:
+        """Return the number of removed documents, and of each reason."""
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.removed.items())
+        return f"{sum(self.removed.values()):,} documents" + (f": {reasons}" if reasons else "")
+
 
 class TokensManifest(Manifest):
     """The manifest of token files. `dtt tokenize` writes it, `dtt train` reads it."""

@@ -13,7 +13,7 @@ from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.reading import read_json
 from dtt.checkpoint import store
 from dtt.config.load import load_job
-from dtt.data.inspect.removed import counts_line, removed_of_run
+from dtt.data.inspect.removed import removed_of_run
 from dtt.data.inspect.step_samples import StepSample, StepSamples
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
@@ -67,12 +67,13 @@ def at_step(
     )
     if as_json:
         facts = {"step": step, "samples_of_step": len(seen.samples), "ledger_agrees": agrees}
-        print(json.dumps(facts | {"removed": removed, "samples": [*samples]}, indent=1))
+        counts = {name: selection.removed for name, selection in removed.items()}
+        print(json.dumps(facts | {"removed": counts, "samples": [*samples]}, indent=1))
         return
     print(f"step {step} of {job}: {len(seen.samples)} samples, ", end="")
     print("the same as in metrics.jsonl" if agrees else "not trained yet")
-    for name, counts in removed.items():
-        print(f"{name} is without {counts_line(counts)}; dtt data inspect CORPUS shows some")
+    for name, selection in removed.items():
+        print(f"{name} is without {selection.describe()}; dtt data inspect CORPUS shows some")
     for sample in samples:
         print("\n".join(_sample(sample, full=full)))
     if len(rows[:limit]) < len(rows):

@@ -17,7 +17,6 @@ from dtt.base.files import sha256_file
 from dtt.base.log import progress
 from dtt.data.inspect import raw_text
 from dtt.data.inspect.conversation_report import ConversationReport
-from dtt.data.inspect.removed import counts_line
 from dtt.data.inspect.report import (
     Damages,
     InspectOptions,
@@ -137,7 +136,7 @@ def _facts(manifest: TokensManifest) -> dict[str, object]:
         "splits": {split: manifest.counts(split).model_dump() for split in splits},
         "skipped_documents": manifest.skipped_documents,
         "empty_documents": manifest.empty_documents,
-        "removed": None if manifest.selection is None else counts_line(manifest.selection.removed),
+        "removed": None if manifest.selection is None else manifest.selection.describe(),
         "source": manifest.corpus.model_dump(exclude_none=True),
         "key": manifest.key,
     }

@@ -8,7 +8,7 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
-from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.manifests import SelectionFacts, TokensManifest
 from dtt.artifacts.selection import SelectionManifest
 from dtt.base.errors import DamagedError
 from dtt.config.run import RunConfig
@@ -23,13 +23,12 @@ from dtt.data.inspect.report import DocumentSample, spread
 SHOWN_CHARACTERS = 300
 
 
-def selections_of(folder: Path) -> list[Selection]:
-    """Return the finished selections beside a corpus, by name."""
-    return [
-        Selection(path)
-        for path in sorted(folder.glob("selection-*"))
-        if SelectionManifest.exists(path)
-    ]
+def selections_of(corpus: Corpus) -> list[Selection]:
+    """Return the finished selections of a corpus, by name; not those of earlier files."""
+    folders = (path for path in corpus.folder.glob("selection-*") if SelectionManifest.exists(path))
+    found = (Selection(path) for path in sorted(folders))
+    key = corpus.manifest.content_key()
+    return [one for one in found if one.manifest.key_parts.get("corpus") == key]
 
 
 def damages_of(selection: Selection) -> Iterator[str]:
@@ -79,18 +78,12 @@ def _contents(corpus: Corpus, unit: Unit) -> Iterator[bytes]:
     return (row.content for row in rows)
 
 
-def removed_of_run(cfg: RunConfig) -> dict[str, dict[str, int]]:
-    """Return the number of removed documents by reason, for each source of a run with some."""
+def removed_of_run(cfg: RunConfig) -> dict[str, SelectionFacts]:
+    """Return the facts about removed documents, for each source of a run with some."""
     if cfg.data.reads_text:
         selection = open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir)
         found = {"text": selection and selection.facts()}
     else:
         made_by_dtt = [s for s in cfg.token_sources if TokensManifest.is_in(s.path)]
         found = {s.label: TokensManifest.read(s.path).selection for s in made_by_dtt}
-    return {name: facts.removed for name, facts in found.items() if facts and facts.removed}
-
-
-def counts_line(removed: dict[str, int]) -> str:
-    """Return the number of removed documents, and of each reason."""
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in removed.items())
-    return f"{sum(removed.values()):,} documents" + (f": {reasons}" if reasons else "")
+    return {name: facts for name, facts in found.items() if facts and facts.removed}

@@ -200,10 +200,7 @@ def _report(out: Path, result: Tokenized) -> str:
             f"{manifest.empty_documents} empty"
         )
     if manifest.selection is not None:
-        removed = manifest.selection.removed
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in removed.items())
-        total = f"{sum(removed.values()):,} documents" + (f": {reasons}" if reasons else "")
-        lines.append(f"removed     {total}")
+        lines.append(f"removed     {manifest.selection.describe()}")
     for why, count in list(manifest.refused.items())[:REASONS]:
         lines.append(f"refused     {count:,} rows: {why}")
     if len(manifest.refused) > REASONS:
