@@ -57,14 +57,18 @@ def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
         next="another folder for each, in both commands: tokenize.out=FOLDER",
     )
     there = None if manifest.selection is None else manifest.selection.key
-    if there != _selection_key(cfg, there):
+    now = _selection_key(cfg, there)
+    if there != now:
         raise ConfigError(
             "other documents were removed from the token files than the section `clean` removes",
             where=path,
-            why=f"the key of the selection is {there or 'none'} there, "
-            f"{_selection_key(cfg, there) or 'none'} now",
+            why=f"{_named(there)} there, {_named(now)} now",
             next="dtt tokenize with the same options encodes what has changed",
         )
+
+
+def _named(selection: str | None) -> str:
+    return "no selection" if selection is None else f"selection-{selection[:8]}"
 
 
 def _selection_key(cfg: RunConfig, there: str | None) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, cycle, islice
-from pathlib import Path
 from typing import Any
 
 from dtt.artifacts.manifests import SelectionFacts, TokensManifest
