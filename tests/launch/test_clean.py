@@ -61,8 +61,8 @@ def test_stages_that_share_token_files_must_remove_the_same_documents(tmp_path: 
             "tokenize: {out: tokens}\n"
             "tokenizer: {type: file, path: tokenizer.json}\n"
             "stages:\n"
-            "  one: {train: {steps: 2}, clean: {exact: true}}\n"
-            f"  two: {{train: {{steps: 3}}, clean: {{exact: {exact}}}}}\n"
+            "- {name: one, train: {steps: 2}, clean: {exact: true}}\n"
+            f"- {{name: two, train: {{steps: 3}}, clean: {{exact: {exact}}}}}\n"
         )
         differs = exact == "false"
         shown = Dtt(tmp_path)("config", "show", "-c", config, "--stage", "two", expect=2 * differs)
