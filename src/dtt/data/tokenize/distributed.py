@@ -68,8 +68,7 @@ def tokenize(
 ) -> Tokenized | None:
     """Write the token files of a corpus into `out`; collective, rank 0 gets the result.
 
-    The documents are of `kind`; None means text. With `clean`, those that `dtt clean` removed
-    accordingly are left out.
+    The documents are of `kind`, None means text, without those that `dtt clean` removed by `clean`.
 
     Raises InputError if the corpus or one of its splits has no documents, ConfigError if `out`
     contains the token files of a different corpus, tokenizer or options and `overwrite` is not
@@ -111,8 +110,7 @@ def tokenize(
         # A gather is also a barrier: all units have their markers after it.
         text_bytes = sum(comm.gather(encoded))
         manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
-        # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
-        comm.barrier()
+        comm.barrier()  # ranks that exit before rank 0 has written the manifest may end it
         if manifest is None:
             return None
         took = time.monotonic() - start
