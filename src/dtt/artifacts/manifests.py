@@ -90,6 +90,22 @@ class ChatFacts(Record):
     """Variables of the template such as `bos_token`, from the files next to the tokenizer."""
 
 
+class SelectionFacts(Record):
+    """The documents of the corpus that `dtt clean` removed."""
+
+    key: str
+    """Key of the selection."""
+    content: str | None
+    """Hash of the numbers of all removed documents; None: there are none."""
+    removed: dict[str, int]
+    """Number of removed documents by reason."""
+
+    def describe(self) -> str:
+        """Return the number of removed documents, and of each reason."""
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.removed.items())
+        return f"{sum(self.removed.values()):,} documents" + (f": {reasons}" if reasons else "")
+
+
 class TokensManifest(Manifest):
     """The manifest of token files. `dtt tokenize` writes it, `dtt train` reads it."""
 
@@ -100,9 +116,11 @@ class TokensManifest(Manifest):
 
     format: Literal["dtt-tokens-1"] = "dtt-tokens-1"
     key: str
-    """Fingerprint of everything that determines the content: corpus, tokenizer and options."""
+    """Fingerprint of everything that determines the content: corpus, tokenizer, options, and which
+    documents of the corpus are removed."""
     key_parts: dict[str, Any]
-    """The inputs of `key`, so that a mismatch can be reported by name."""
+    """The inputs of `key` except for the removed documents, so that a mismatch can be reported by
+    name."""
     corpus: CorpusSource
     text: CorpusDescription | None = None
     """The documents; None in token files of earlier versions."""
@@ -134,6 +152,8 @@ class TokensManifest(Manifest):
     """The conversation format; None for plain text."""
     pairs: bool = False
     """True if conversations 2i and 2i + 1 of a shard are a preference pair, the chosen first."""
+    selection: SelectionFacts | None = None
+    """The documents that a section `clean` removed; None: there is no such section."""
 
     @property
     def left_out(self) -> int:

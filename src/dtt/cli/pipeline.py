@@ -208,7 +208,7 @@ def pipeline(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run download, tokenize, train and export in order.
+    """Run download, clean, tokenize, train and export in order.
 
     If the configuration defines stages of training, trains each of them in turn and exports the
     last. Skips finished work, so the same command resumes after an interruption.

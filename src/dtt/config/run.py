@@ -13,6 +13,7 @@ from dtt.config.adapter import AdapterConfig, LoraConfig, NoAdapterConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.base import Section, measure, must_be, resumable
 from dtt.config.chat import ChatConfig
+from dtt.config.clean import CleanConfig
 from dtt.config.data import (
     DataConfig,
     DownloadConfig,
@@ -56,6 +57,8 @@ class RunConfig(Section):
     """Random seed of the initial weights, the data order and dropout."""
     download: DownloadConfig = DownloadConfig()
     """Raw documents to download."""
+    clean: CleanConfig | None = None
+    """Documents to leave out; null: none."""
     tokenizer: TokenizerConfig = TrainedTokenizerConfig()
     """Tokenizer to train or to use."""
     tokenize: TokenizeConfig = TokenizeConfig()

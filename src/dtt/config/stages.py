@@ -202,6 +202,7 @@ def problems(stage: Resolved, first: Resolved) -> Iterator[tuple[Key, str]]:
                     f"{shown(value)} here, {shown(other)} {where}: all stages train the same model",
                 )
     same_folder = stage.config.tokenize_dir == first.config.tokenize_dir
-    if same_folder and stage.config.corpus_dir != first.config.corpus_dir:
+    places = [(r.config.corpus_dir, r.config.clean) for r in (stage, first)]
+    if same_folder and places[0] != places[1]:
         folder = stage.config.tokenize_dir
         yield ("tokenize", "out"), f"{folder} contains the tokens of other text {where}"

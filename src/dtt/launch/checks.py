@@ -26,6 +26,7 @@ from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisC
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.data.corpus.described import check_tokens, read_corpus
+from dtt.data.corpus.selection import open_selection
 from dtt.data.samples import compatibility
 from dtt.evaluate.tasks.definition import load_tasks
 from dtt.model import count, families
@@ -53,8 +54,12 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
             yield ConfigError(
                 "no dataset is named", next="set download.dataset=org/name, or a folder"
             )
-    elif command == "tokenize":
+    elif command == "clean":
         yield from caught(lambda: read_corpus(cfg))
+        if cfg.clean is None:
+            yield ConfigError("no section `clean` says what to remove", next="set clean.exact=true")
+    elif command == "tokenize":
+        yield from caught(lambda: open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir))
     elif command == "train":
         yield from _train_problems(cfg, job)
     elif command == "export" and job.newest_checkpoint_name() is None:
@@ -84,7 +89,7 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     if not weights.startswith(HF) and job.newest_checkpoint_name() is None:
         yield from caught(lambda: store.locate(weights))
     if cfg.data.reads_text:
-        yield from caught(lambda: read_corpus(cfg))
+        yield from caught(lambda: open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir))
         return
     for path in cfg.token_paths:
         yield from compatibility.file_problems(path)

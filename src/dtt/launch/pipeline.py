@@ -1,7 +1,7 @@
 """`dtt pipeline`: run every step in order, each as the command that a user would type.
 
-The steps are download, tokenize, train and export. A configuration with stages of training has
-several steps of each kind but the last.
+The steps are download, clean (with a section `clean`), tokenize, train and export. A configuration
+with stages of training has several steps of each kind but the last.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from typing import IO, Any, Literal, assert_never
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.selection import SelectionManifest
 from dtt.base import local
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.log import log
 from dtt.config import source
+from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
+from dtt.data.corpus.selection import selection_folder
 from dtt.jobs.stages import done, report_shadowed
 from dtt.report import run as report
 from dtt.track.summary import RunSummary, summarize
 from dtt.train.run import find_job, find_stages
 
 MAX_TOKENIZE_PROCESSES = 8
-Command = Literal["download", "tokenize", "train", "export"]
+Command = Literal["download", "clean", "tokenize", "train", "export"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,11 @@ class PipelineStep:
         match self.command:
             case "download":
                 return local.dtt_argv("download", *options)
+            case "clean":
+                return on_cores(cfg, ["clean", *options], is_done=is_cleaned(cfg))
             case "tokenize":
-                return tokenize_argv(cfg, options)
+                tokenized = TokensManifest.exists(cfg.tokenize_dir)
+                return on_cores(cfg, ["tokenize", *options], is_done=tokenized)
             case "train":
                 return train_argv(cfg, options)
             case "export":
@@ -84,7 +90,7 @@ def run(
     redo_from: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Run download, tokenize, train and export, and print a summary.
+    """Run download, clean, tokenize, train and export, and print a summary.
 
     Each step skips work that is done already; stages of training that are done are skipped without
     starting a process. The jobs of the stage `redo_from` and of the later ones are renamed before.
@@ -150,12 +156,16 @@ def steps(runs: Sequence[PipelineRun]) -> Iterator[PipelineStep]:
     and token files.
     """
     seen: set[Path] = set()
+    cleaned: list[tuple[Path, CleanConfig]] = []
     for one in runs:
         cfg = one.cfg
         if not cfg.reads_corpus:
             continue
         if cfg.download.dataset is not None and cfg.corpus_dir not in seen:
             yield PipelineStep("download", one)
+        if cfg.clean is not None and (cfg.corpus_dir, cfg.clean) not in cleaned:
+            cleaned.append((cfg.corpus_dir, cfg.clean))
+            yield PipelineStep("clean", one)
         if cfg.data.reads_token_files and cfg.tokenize_dir not in seen:
             yield PipelineStep("tokenize", one)
         seen |= {cfg.corpus_dir, cfg.tokenize_dir}
@@ -183,7 +193,7 @@ def run_step(step: PipelineStep, place: str, *, stdout: IO[str] | int | None = N
     if log.isEnabledFor(logging.INFO):
         line = f"\n[{place}] {step.title}: {shell_command(argv)}"
         print(line, file=sys.stderr, flush=True)
-    env = local.without_slurm() if step.command == "tokenize" else None
+    env = local.without_slurm() if step.command in ("clean", "tokenize") else None
     if step.command == "export" and step.run.stage is not None:
         # The job has all keys; those in the environment set the common part, not this stage.
         env = {k: v for k, v in os.environ.items() if not source.is_key(k)}
@@ -209,14 +219,22 @@ def _export_folder(cfg: RunConfig) -> Path:
     return cfg.export.out or Path("exports") / cfg.name
 
 
-def tokenize_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
-    """Return the command line of `tokenize`.
+def is_cleaned(cfg: RunConfig) -> bool:
+    """Return True if the corpus has the selection that the section `clean` describes."""
+    if cfg.clean is None or not CorpusManifest.exists(cfg.corpus_dir):
+        return cfg.clean is None
+    folder = selection_folder(cfg.clean, CorpusManifest.read(cfg.corpus_dir), cfg.corpus_dir)
+    return SelectionManifest.exists(folder)
+
+
+def on_cores(cfg: RunConfig, arguments: Sequence[str], *, is_done: bool) -> list[str]:
+    """Return the command line of `clean` or `tokenize`.
 
     It starts mpirun if that is available, more than one process is wanted, and there is work to do.
     """
-    argv = local.dtt_argv("tokenize", *options)
+    argv = local.dtt_argv(*arguments)
     processes = cfg.pipeline.tokenize_processes or min(local.cores(), MAX_TOKENIZE_PROCESSES)
-    if processes == 1 or TokensManifest.exists(cfg.tokenize_dir):
+    if processes == 1 or is_done:
         return argv
     return local.mpi_argv(processes, argv) or argv
 

@@ -13,6 +13,7 @@ from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.reading import read_json
 from dtt.checkpoint import store
 from dtt.config.load import load_job
+from dtt.data.inspect.removed import removed_of_run
 from dtt.data.inspect.step_samples import StepSample, StepSamples
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
@@ -50,14 +51,15 @@ def at_step(
     job, _ = enter(checkpoints.parent)
     if step is None:
         raise ConfigError("at-step needs a step", next=f"dtt data at-step {job}@1")
-    dataset = open_dataset(load_job(job))
+    cfg = load_job(job)
+    dataset = open_dataset(cfg)
     if not 1 <= step <= dataset.steps:
         raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 to {dataset.steps}")
     places = JobDir(job)
     _restore_streams(dataset, places, step)
     seen = StepSamples.of(dataset, step)
     agrees = _check_samples(seen, dataset, places, step)
-    rows = seen.rows(rank or 0, ranks or 1)
+    rows, removed = seen.rows(rank or 0, ranks or 1), removed_of_run(cfg)
     tokenizer = open_tokenizer(dataset.tokenizer)
     samples = (
         seen.read(dataset, row, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
@@ -65,10 +67,13 @@ def at_step(
     )
     if as_json:
         facts = {"step": step, "samples_of_step": len(seen.samples), "ledger_agrees": agrees}
-        print(json.dumps(facts | {"samples": [*samples]}, indent=1))
+        counts = {name: selection.removed for name, selection in removed.items()}
+        print(json.dumps(facts | {"removed": counts, "samples": [*samples]}, indent=1))
         return
     print(f"step {step} of {job}: {len(seen.samples)} samples, ", end="")
     print("the same as in metrics.jsonl" if agrees else "not trained yet")
+    for name, selection in removed.items():
+        print(f"{name} is without {selection.describe()}; dtt data inspect CORPUS shows some")
     for sample in samples:
         print("\n".join(_sample(sample, full=full)))
     if len(rows[:limit]) < len(rows):

@@ -30,7 +30,8 @@ from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus, Span, Unit
 from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.data.tokenize.work_plan import Identity, WorkPlan
+from dtt.data.tokenize.markers import Identity
+from dtt.data.tokenize.work_plan import WorkPlan
 from dtt.mesh.comm import Serial
 
 BPE = TrainedTokenizerConfig(vocab_size=300)

@@ -15,6 +15,7 @@ from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError
 from dtt.config.data import DownloadConfig
 from dtt.config.run import RunConfig
+from dtt.data.corpus.selection import selection_key
 
 SAMPLED = 2**20
 """Bytes that are compared at both ends of a file."""
@@ -43,8 +44,9 @@ def read_corpus(cfg: RunConfig) -> CorpusManifest:
 def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
     """Raise ConfigError if the token files at `path` are not those that `cfg` describes.
 
-    Nothing is compared if `cfg` names the folder itself (`data.tokens`, `data.sources`): then its
-    section `download` describes nothing of this folder.
+    They must also lack the documents that its section `clean` removes. Nothing is compared if `cfg`
+    names the folder itself (`data.tokens`, `data.sources`): then these sections describe nothing of
+    this folder.
     """
     if path != cfg.tokenize_dir or cfg.data.tokens is not None or cfg.data.sources:
         return
@@ -54,6 +56,28 @@ def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
         path,
         next="another folder for each, in both commands: tokenize.out=FOLDER",
     )
+    there = None if manifest.selection is None else manifest.selection.key
+    now = _selection_key(cfg, there)
+    if there != now:
+        raise ConfigError(
+            "other documents were removed from the token files than the section `clean` removes",
+            where=path,
+            why=f"{_named(there)} there, {_named(now)} now",
+            next="dtt tokenize with the same options encodes what has changed",
+        )
+
+
+def _named(selection: str | None) -> str:
+    return "no selection" if selection is None else f"selection-{selection[:8]}"
+
+
+def _selection_key(cfg: RunConfig, there: str | None) -> str | None:
+    """Return the key of the selection of `cfg`; `there` if only the token files are here."""
+    if cfg.clean is None:
+        return None
+    if there is not None and not CorpusManifest.exists(cfg.corpus_dir):
+        return there
+    return selection_key(cfg.clean, CorpusManifest.read(cfg.corpus_dir))
 
 
 def check_described(

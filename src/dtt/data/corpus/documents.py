@@ -45,7 +45,8 @@ def read_unit(
 ) -> Iterator[bytes]:
     """Iterate over the readable documents of `unit`, empty ones included, in file order.
 
-    Documents are read and decoded in batches of about `at_once` bytes.
+    Those that the selection of the corpus removes are left out. Documents are read and decoded in
+    batches of about `at_once` bytes.
     """
     return chain.from_iterable(read_batches(corpus, unit, bad, at_once))
 
@@ -53,7 +54,12 @@ def read_unit(
 def read_batches(
     corpus: Corpus, unit: Unit, bad: BadDocuments, size: int = BATCH_BYTES
 ) -> Iterator[list[bytes]]:
-    """Iterate over the readable documents of `unit`, in lists of about `size` bytes."""
+    """Iterate over the documents of `read_unit`, in lists of about `size` bytes."""
+    found = _batches(corpus, unit, bad, size)
+    return found if corpus.selection is None else corpus.selection.keep(unit.index, found)
+
+
+def _batches(corpus: Corpus, unit: Unit, bad: BadDocuments, size: int) -> Iterator[list[bytes]]:
     if corpus.manifest.has_rows:
         raise InputError(
             "the corpus contains conversations, not text",

@@ -42,8 +42,14 @@ def read_rows(
 ) -> Iterator[list[JsonRow]]:
     """Iterate over the readable rows of `unit` in file order, in lists of about `size` bytes.
 
-    Raises InputError if the corpus was downloaded as text.
+    Those that the selection of the corpus removes are left out. Raises InputError if the corpus was
+    downloaded as text.
     """
+    found = _batches(corpus, unit, bad, size)
+    return found if corpus.selection is None else corpus.selection.keep(unit.index, found)
+
+
+def _batches(corpus: Corpus, unit: Unit, bad: BadDocuments, size: int) -> Iterator[list[JsonRow]]:
     if not corpus.manifest.has_rows:
         raise InputError(
             "the corpus contains text, not conversations",

@@ -7,6 +7,7 @@ reading must start at the beginning (compressed files, CSV, one document per fil
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ import pyarrow.parquet as pq
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.safe_names import checked_file
+from dtt.config.clean import CleanConfig
 from dtt.data.corpus.bad_documents import raise_if_refused
 from dtt.data.corpus.formats import is_compressed, starts_with_array
+from dtt.data.corpus.selection import open_selection
 from dtt.mesh.comm import Comm, Serial
 
 COMPRESSION_RATIO = 4
@@ -61,19 +64,26 @@ class Corpus:
     """The corpus that `dtt download` wrote to a folder."""
 
     def __init__(
-        self, folder: Path, manifest: CorpusManifest | None = None, comm: Comm | None = None
+        self,
+        folder: Path,
+        manifest: CorpusManifest | None = None,
+        comm: Comm | None = None,
+        clean: CleanConfig | None = None,
     ) -> None:
         """Open a corpus and check its files against the manifest.
 
-        `manifest` defaults to the one in `folder`. Checking a file takes several accesses to the
-        disk or file server, so the ranks of `comm` divide the files among themselves; without
-        `comm` this process checks all of them.
+        `manifest` defaults to the one in `folder`. With `clean`, the documents that `dtt clean`
+        removed accordingly are left out wherever documents are read. Checking a file takes several
+        accesses to the disk or file server, so the ranks of `comm` divide the files among
+        themselves; without `comm` this process checks all of them.
 
-        Raises InputError for a missing file, and DamagedError for a file whose size has changed or
-        that is a link to a place outside the folder.
+        Raises InputError for a missing file or selection, and DamagedError for a file whose size
+        has changed or that is a link to a place outside the folder.
         """
         self.folder = folder
         self.manifest = manifest or CorpusManifest.read(folder)
+        self.selection = open_selection(clean, self.manifest, folder)
+        """The removed documents; None: all are read."""
         self._below = frozenset(self.manifest.names())
         comm = comm or Serial()
         files = range(len(self.manifest.files))
@@ -110,16 +120,42 @@ class Corpus:
         """Return the path of the file with this index in the manifest."""
         return self.folder / self.manifest.files[file].path
 
+    def with_removed(self) -> Corpus:
+        """Return this corpus without its selection, so that all documents are read."""
+        whole = copy.copy(self)
+        whole.selection = None
+        return whole
+
     def unit_bytes(self) -> int:
-        """Return the default unit size in bytes of text: 1/64 of the corpus, within bounds."""
+        """Return the unit size in bytes of text: the selection's, or 1/64 of the corpus.
+
+        The latter is within bounds.
+        """
+        if self.selection is not None:
+            return self.selection.manifest.unit_bytes
         total = sum(span.text_bytes for span in self._pieces(MAX_UNIT_BYTES))
         return min(max(total // DEFAULT_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """Divide the corpus into units of at most `unit_bytes` bytes of text.
 
-        A row group or file that cannot be divided and is larger forms a separate unit.
+        A row group or file that cannot be divided and is larger forms a separate unit. With a
+        selection, `unit_bytes` must be that of the selection. Raises DamagedError if the selection
+        has another number of units.
         """
+        units = self._units(unit_bytes)
+        if self.selection is not None:
+            assert unit_bytes == self.selection.manifest.unit_bytes
+            if len(units) != len(self.selection.manifest.units):
+                raise DamagedError(
+                    f"the selection is of {len(self.selection.manifest.units)} units, and the "
+                    f"corpus has {len(units)}",
+                    where=self.selection.folder,
+                    next="remove the folder, and run `dtt clean` again",
+                )
+        return units
+
+    def _units(self, unit_bytes: int) -> list[Unit]:
         units: list[Unit] = []
         spans: list[Span] = []
         room = unit_bytes

@@ -42,7 +42,10 @@ def nothing_usable(
     space only. `refused` means that the unreadable ones are conversations of an unknown format.
     """
     shown = f", such as {examples[0]}" if examples else ""
+    selection = corpus.selection
+    removed = [] if selection is None else [unit.removed for unit in selection.manifest.units]
     reasons = {
+        "are removed by the section `clean`": sum(sum(each.values()) for each in removed),
         f"could not be used{shown}": unread,
         "are empty": empty,
         "contain only white space, no word to learn from": blank,
@@ -50,6 +53,8 @@ def nothing_usable(
     why = "; ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
     if refused:
         then = "change the rows as the reason says; docs/tutorial-chat.md lists the formats"
+    elif any(removed) and not unread + empty + blank:
+        then = "remove less: the section `clean` of the configuration"
     elif corpus.manifest.text_column is not None:
         then = "choose another column, download.text_column=NAME, or another data set"
     else:

@@ -136,6 +136,7 @@ def _facts(manifest: TokensManifest) -> dict[str, object]:
         "splits": {split: manifest.counts(split).model_dump() for split in splits},
         "skipped_documents": manifest.skipped_documents,
         "empty_documents": manifest.empty_documents,
+        "removed": None if manifest.selection is None else manifest.selection.describe(),
         "source": manifest.corpus.model_dump(exclude_none=True),
         "key": manifest.key,
     }

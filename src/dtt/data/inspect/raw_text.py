@@ -23,6 +23,7 @@ from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import local_manifest
 from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.inspect.removed import damages_of, removed_samples, selections_of
 from dtt.data.inspect.report import (
     SHOWN,
     DocumentSample,
@@ -70,6 +71,12 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
             advance(place.text_bytes)
     documents, exact = _documents(corpus, statistics, total, whole)
     made_here = CorpusManifest.exists(path)
+    # Without all files, units would be others.
+    selections = selections_of(corpus) if made_here and not damaged else []
+    broken = [one for each in selections for one in damages_of(each)] if options.hashes else []
+    removed = [
+        sample for one in selections for sample in removed_samples(corpus, one, options.samples)
+    ]
     return Report(
         path=str(path),
         kind="corpus of dtt" if made_here else "documents",
@@ -82,12 +89,13 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
             include={"file_format", "text_column", "txt_documents", *["source"] * made_here},
             exclude_none=True,
         )
-        | statistics.keys,
+        | statistics.keys
+        | {f"removed by {one.folder.name}": one.facts().describe() for one in selections},
         read=Read(statistics.bytes, statistics.bytes if whole else total, "bytes of text"),
         lengths=LengthSummary.of(np.array(statistics.lengths, dtype=np.int64), "bytes"),
-        samples=spread(statistics.firsts, options.samples),
+        samples=[*spread(statistics.firsts, options.samples), *removed],
         oddities=list(statistics.oddities()),
-        damaged=damage_lines(damaged),
+        damaged=[*damage_lines(damaged), *broken],
         verified=options.hashes,
     )
 

@@ -95,7 +95,8 @@ def check_data_key(checkpoint: CheckpointManifest, key: str, job: JobDir) -> Non
     if checkpoint.data_key != key:
         raise ConfigError(
             f"{job.root} was trained on token files or text that have changed since",
-            why="their corpus, tokenizer or options differ from those of the checkpoint",
+            why="their corpus, removed documents, tokenizer or options differ from those of the "
+            "checkpoint",
             next="specify the previous ones with data.tokens=FOLDER (or data.sources, "
             "download.out), "
             "or start a new job with name=ANOTHER",

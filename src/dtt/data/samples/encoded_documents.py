@@ -42,20 +42,38 @@ class Documents:
     """The documents of a corpus, divided into units."""
 
     def __init__(self, corpus: Corpus) -> None:
-        """Divide `corpus` into units of UNIT_BYTES without reading text.
+        """Divide `corpus` into units of UNIT_BYTES, or of its selection, without reading text.
 
         Only footers of Parquet files are read. Raises InputError if all files are empty.
         """
         self.corpus = corpus
-        self.units = corpus.units(UNIT_BYTES)
+        self._whole = corpus.with_removed()
+        self.unit_bytes = UNIT_BYTES if corpus.selection is None else corpus.unit_bytes()
+        self.units = corpus.units(self.unit_bytes)
         if not self.units:
             raise InputError("the corpus contains no documents", where=corpus.folder)
         self.before = lru_cache(maxsize=1024)(self._before)
 
     def of(self, unit: Unit, bad: BadDocuments) -> Iterator[Document]:
-        """Yield the readable documents of a unit in file order, including empty ones."""
+        """Yield the readable documents of a unit in file order, including empty ones.
+
+        Those that the selection of the corpus removes are left out.
+        """
+        selection = self.corpus.selection
+        if selection is None:
+            yield from self._all(unit, bad)
+            return
+        removed, count = set(selection.removed(unit.index).tolist()), 0
+        for document in self._all(unit, bad):
+            if count not in removed:
+                yield document
+            count += 1
+        selection.check_documents(unit.index, count)
+
+    def _all(self, unit: Unit, bad: BadDocuments) -> Iterator[Document]:
+        # Removed ones as well: whoever looks a document up in its file counts them.
         for span in unit.spans:
-            texts = read_unit(self.corpus, Unit(unit.index, (span,)), bad)
+            texts = read_unit(self._whole, Unit(unit.index, (span,)), bad)
             for number, text in enumerate(texts):
                 yield Document(self.corpus.path(span.file), span.start, number, text)
 
@@ -67,7 +85,7 @@ class Documents:
             for span in unit.spans
             if self.corpus.path(span.file) == file and span.start < span_start
         )
-        return sum(1 for _ in self.of(Unit(0, spans), BadDocuments()))
+        return sum(1 for _ in self._all(Unit(0, spans), BadDocuments()))
 
 
 class EncodedDocuments:

@@ -6,10 +6,12 @@ into a row, and the samples of the row are visited in a keyed permutation, too. 
 row may be short, so no token is dropped or carried over to the next row: in an epoch, every token
 but the first of each row is a target exactly once. A unit that holds more text, because its file
 can only be read from the start (a .gz), is processed in consecutive parts, each with its own row.
+With a section `clean` the units are those of the selection, up to 256 MB, as it numbers documents
+by unit.
 
-So the shuffle buffer is one unit, whereas token files are shuffled over the whole corpus. Every
-rank encodes the whole stream, because all ranks must know the number of samples in each row, and
-then reads only its own samples. The cost per rank, in CPU cores, is the text that the whole run
+So the shuffle buffer is one unit or part, whereas token files are shuffled over the whole corpus.
+Every rank encodes the whole stream, because all ranks must know the number of samples in each row,
+and then reads only its own samples. The cost per rank, in CPU cores, is the text that the whole run
 consumes per second divided by the throughput of the encoder.
 """
 
@@ -37,10 +39,10 @@ from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.described import read_corpus
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, held_out, some_text
 from dtt.data.corpus.documents import batches
+from dtt.data.corpus.selection import content_key
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
 from dtt.data.samples.encoded_documents import (
-    UNIT_BYTES,
     Document,
     Documents,
     EncodedDocuments,
@@ -68,7 +70,7 @@ A loader that prefetches requests the state at a position behind the newest samp
 def open_text(cfg: RunConfig) -> Opened:
     """Open the corpus that `cfg` names and its held-out text, encoded with the given tokenizer."""
     assert isinstance(cfg.tokenizer, GivenTokenizerConfig)  # RunConfig validates this
-    documents = Documents(Corpus(cfg.corpus_dir, read_corpus(cfg)))
+    documents = Documents(Corpus(cfg.corpus_dir, read_corpus(cfg), clean=cfg.clean))
     path = find_tokenizer(cfg.tokenizer)
     content, end = path.read_bytes(), cfg.tokenizer.end_of_document
     # Exports and resumes of such a job would use other ids than training did.
@@ -216,13 +218,17 @@ class TextSource(TextSamples):
             "corpus": documents.corpus.manifest.content_key(),
             "validation_fraction": validation_fraction,
             "held_out_by": HELD_OUT_BY,
-            "unit_bytes": UNIT_BYTES,
+            "unit_bytes": documents.unit_bytes,
             "part_bytes": PART_BYTES,
         }
+        text_bytes = sum(unit.text_bytes for unit in documents.units) * (1 - validation_fraction)
+        if (selection := documents.corpus.selection) is not None:
+            text_bytes *= selection.kept_share
+            if (removed := content_key(selection.removals)) is not None:
+                self.identity["removed"] = removed
         """Facts that determine the samples, besides tokenizer, seq_len and seed."""
         beginning = self._beginning()
         self.bytes_per_token: float | None = beginning.text_bytes / len(beginning.ids)
-        text_bytes = sum(unit.text_bytes for unit in documents.units) * (1 - validation_fraction)
         estimate = int(text_bytes * len(beginning.ids) / beginning.text_bytes)
         self.tokens = max(estimate, len(beginning.ids))
         self._lock = Lock()

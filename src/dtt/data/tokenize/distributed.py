@@ -23,6 +23,7 @@ from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import check_space, exclusive, write_atomically
 from dtt.base.log import log, progress
+from dtt.config.clean import CleanConfig
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
 from dtt.data.corpus.units import Corpus
 from dtt.data.corpus.usable import nothing_usable
@@ -62,11 +63,12 @@ def tokenize(
     comm: Comm,
     *,
     kind: DocumentKind | None = None,
+    clean: CleanConfig | None = None,
     overwrite: bool = False,
 ) -> Tokenized | None:
     """Write the token files of a corpus into `out`; collective, rank 0 gets the result.
 
-    The documents are of `kind`; None means text.
+    The documents are of `kind`, None means text, without those that `dtt clean` removed by `clean`.
 
     Raises InputError if the corpus or one of its splits has no documents, ConfigError if `out`
     contains the token files of a different corpus, tokenizer or options and `overwrite` is not
@@ -78,7 +80,7 @@ def tokenize(
     # One process per folder; rank 0 holds the lock for all its ranks.
     with exclusive(out, "dtt tokenize") if first else nullcontext():
         corpus, plan = make_work_plan(
-            cfg, tokenizer, corpus_folder, out, comm, kind, overwrite=overwrite
+            cfg, tokenizer, corpus_folder, out, comm, kind, clean=clean, overwrite=overwrite
         )
         if plan.complete:
             return _already_done(cfg, out, plan) if first else None
@@ -108,8 +110,7 @@ def tokenize(
         # A gather is also a barrier: all units have their markers after it.
         text_bytes = sum(comm.gather(encoded))
         manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
-        # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
-        comm.barrier()
+        comm.barrier()  # ranks that exit before rank 0 has written the manifest may end it
         if manifest is None:
             return None
         took = time.monotonic() - start
@@ -157,7 +158,7 @@ def _finish(
     refused = sum((Counter(marker.refused) for marker in markers), Counter())
     unread = sum((Counter(marker.unread) for marker in markers), Counter())
     manifest = TokensManifest(
-        key=plan.identity.key,
+        key=plan.identity.folder_key,
         key_parts=plan.identity.key_parts,
         corpus=corpus.manifest.source,
         text=corpus.manifest.description(),
@@ -177,6 +178,7 @@ def _finish(
         nulls=sum(marker.nulls for marker in markers),
         chat=encoder.chat,
         pairs=encoder.pairs,
+        selection=None if corpus.selection is None else corpus.selection.facts(),
     )
     _check_left_out(cfg, manifest, problems)
     _check_splits(cfg, corpus, out, manifest, problems)

@@ -7,16 +7,22 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from dtt.config.clean import CleanConfig
 from dtt.config.data import TokenizeConfig, TokenizerConfig
+from dtt.data.corpus.selection import content_key
 from dtt.data.text.unit_encoder import DocumentKind, PlainText
-from dtt.data.tokenize.verification import NOT_MADE, Fault, find_faults, sound_manifest
+from dtt.data.tokenize.markers import Identity
+from dtt.data.tokenize.verification import NOT_MADE, Fault, find_faults
 from dtt.data.tokenize.work_plan import (
+    REDONE,
+    RETRAINED,
     TOKENIZER,
-    Identity,
+    Cut,
     cut_corpus,
     differences,
     given_content,
     holds,
+    is_complete,
     key_parts,
     read_identity,
 )
@@ -41,6 +47,8 @@ class Reuse:
     """True if tokenizer.json has the recorded sha256."""
     faults: dict[int, Fault]
     """The units that are not finished, by index."""
+    removal: str | None
+    """A line about the removed documents; None: none are, and none were."""
     complete: bool
     """True if the manifest, the tokenizer and all units are complete."""
 
@@ -58,6 +66,8 @@ class Reuse:
                 other = [line for line in self.differences if line.startswith(f"{part}.")]
                 if other or part in self.identity.key_parts:
                     yield f"{title:<12}{'; '.join(other) or 'as before'}"
+        if self.removal is not None:
+            yield f"selection   {self.removal}"
         if self.differences:
             yield (
                 "next        refused: --overwrite replaces everything, tokenize.out=FOLDER writes "
@@ -88,27 +98,42 @@ def explain(
     out: Path,
     comm: Comm,
     kind: DocumentKind | None = None,
+    clean: CleanConfig | None = None,
 ) -> Reuse | None:
     """Inspect `out` as `tokenize` would; collective, rank 0 gets the result."""
     kind = PlainText(cfg.engine) if kind is None else kind
-    cut = cut_corpus(cfg, corpus_folder, comm)
+    cut = cut_corpus(cfg, clean, corpus_folder, comm)
     started, other = None, []
     if comm.rank == 0:
         started = read_identity(out)
         asked = key_parts(cfg, tokenizer, cut, given_content(tokenizer), kind, started)
         other = differences(started.key_parts, asked) if started else []
-    key = comm.broadcast(started.key if started and not other else None)
-    all_missing = dict.fromkeys(range(len(cut.units)), Fault(NOT_MADE))
-    faults = (
-        all_missing if key is None else find_faults(out, len(cut.units), key, comm, remember=False)
-    )
+    reused = comm.broadcast(started.model_dump() if started and not other else None)
+    faults, complete, removed = _all_missing(cut), False, content_key(cut.removals)
+    intact = started is not None and holds(out / TOKENIZER, started.tokenizer_sha256)
+    if reused is not None:
+        identity = Identity(**reused | {"removed": removed})
+        faults = find_faults(out, identity, cut.removals, comm, remember=False)
+        complete = intact and is_complete(out, identity, cut, faults)
     if comm.rank > 0:
         return None
-    intact = started is not None and holds(out / TOKENIZER, started.tokenizer_sha256)
-    complete = (
-        key is not None
-        and intact
-        and sound_manifest(out) is not None
-        and all(fault.intact for fault in faults.values())
-    )
-    return Reuse(len(cut.units), started, other, intact, faults, complete)
+    trained = given_content(tokenizer) is None
+    removal = _removal(cut, started, removed, trained=trained)
+    return Reuse(len(cut.units), started, other, intact, faults, removal, complete)
+
+
+def _all_missing(cut: Cut) -> dict[int, Fault]:
+    return dict.fromkeys(range(len(cut.units)), Fault(NOT_MADE))
+
+
+def _removal(
+    cut: Cut, started: Identity | None, removed: str | None, *, trained: bool
+) -> str | None:
+    """Return a line about the documents that the selection removes."""
+    selection = cut.corpus.selection
+    count = 0 if selection is None else sum(selection.facts().removed.values())
+    if started is not None and started.removed != removed:
+        return (
+            f"removes {count:,} documents, others than before: {RETRAINED if trained else REDONE}"
+        )
+    return None if selection is None else f"removes {count:,} documents"

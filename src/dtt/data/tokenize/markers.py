@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from dtt.artifacts.manifest import Record
+from dtt.artifacts.manifest import Record, fingerprint
 from dtt.artifacts.manifests import TokenShard, TokensManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import write_atomically
@@ -24,11 +24,34 @@ Facts = dict[str, list[int]]
 """Size in bytes and modification time in ns of files, by name."""
 
 
+class Identity(Record):
+    """Identity of the token files that a folder is for; written before the first unit."""
+
+    key_parts: dict[str, Any]
+    """Everything that determines the content of the token files, except for `removed`."""
+    tokenizer_sha256: str
+    removed: str | None = None
+    """Hash of the numbers of all documents that the selection removes; None: it removes none."""
+
+    @property
+    def key(self) -> str:
+        """Fingerprint of the content, stored in markers, which also have what is removed."""
+        return fingerprint([self.key_parts, self.tokenizer_sha256])
+
+    @property
+    def folder_key(self) -> str:
+        """Fingerprint of the content with what is removed, stored in the manifest."""
+        return self.key if self.removed is None else fingerprint([self.key, self.removed])
+
+
 class UnitMarker(Record):
     """The marker file of a finished unit: its shards and document counts."""
 
     key: str
     """Fingerprint of corpus, tokenizer and options; with any other key the marker is ignored."""
+    removed: str | None = None
+    """Hash of the numbers of the documents that the selection removes from the unit; None: it
+    removes none."""
     shards: tuple[TokenShard, ...]
     """One per split with at least one document."""
     skipped: int
@@ -67,7 +90,7 @@ def hashed_files(stem: Path, shard: TokenShard) -> Iterator[tuple[Path, str]]:
 def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
     """Return the marker of a unit, or None if the unit was not finished for `key`.
 
-    The shards themselves are not checked.
+    Neither the shards nor what is removed from the unit are checked.
     """
     try:
         marker = UnitMarker.model_validate_json(marker_path(out, unit).read_bytes())

@@ -52,7 +52,14 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     if compare and comm.rank == 0:  # a mistake is reported before the work
         other = find_tokenizer(GivenTokenizerConfig(path=compare))
     result = tokenize(
-        cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, kind=_kind(cfg), overwrite=overwrite
+        cfg.tokenize,
+        cfg.tokenizer,
+        cfg.corpus_dir,
+        out,
+        comm,
+        kind=_kind(cfg),
+        clean=cfg.clean,
+        overwrite=overwrite,
     )
     comm.close()
     if result is not None:
@@ -87,7 +94,7 @@ def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
     from dtt.data.tokenize.dry_run import explain
 
     read_corpus(cfg)
-    reuse = explain(cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, _kind(cfg))
+    reuse = explain(cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, _kind(cfg), cfg.clean)
     comm.close()
     if reuse is None:
         return
@@ -96,6 +103,7 @@ def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
             "tokens": str(out),
             "complete": reuse.complete,
             "differences": reuse.differences,
+            "removal": reuse.removal,
             "units": reuse.units,
             "pending": reuse.pending,
             "faults": {unit: fault.why for unit, fault in reuse.faults.items()},
@@ -145,6 +153,7 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
         },
         "skipped_documents": manifest.skipped_documents,
         "refused_rows": manifest.refused,
+        "removed_documents": manifest.selection and manifest.selection.removed,
         "empty_documents": manifest.empty_documents,
         "blank_documents": manifest.blank_documents,
         "lost_bytes": manifest.lost_bytes,
@@ -190,6 +199,8 @@ def _report(out: Path, result: Tokenized) -> str:
             f"skipped     {manifest.skipped_documents} unreadable documents{lost}, "
             f"{manifest.empty_documents} empty"
         )
+    if manifest.selection is not None:
+        lines.append(f"removed     {manifest.selection.describe()}")
     for why, count in list(manifest.refused.items())[:REASONS]:
         lines.append(f"refused     {count:,} rows: {why}")
     if len(manifest.refused) > REASONS:

@@ -8,6 +8,7 @@ markers; losing them costs only time.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from dtt.base.files import sha256_file
 from dtt.data.token_file import idx_path
 from dtt.data.tokenize.markers import (
     Facts,
+    Identity,
     facts,
     hashed_files,
     last_hashed,
@@ -28,6 +30,8 @@ from dtt.data.tokenize.markers import (
 from dtt.mesh.comm import Comm
 
 NOT_MADE = "not made yet"
+OTHER_MARKER = "its marker is damaged, or its tokenizer is another one"
+OTHER_REMOVED = "other documents are removed from it now"
 
 
 class Fault(NamedTuple):
@@ -39,25 +43,34 @@ class Fault(NamedTuple):
 
 
 def find_faults(
-    out: Path, units: int, key: str, comm: Comm, *, remember: bool = True
+    out: Path,
+    identity: Identity,
+    removals: Sequence[str | None],
+    comm: Comm,
+    *,
+    remember: bool = True,
 ) -> dict[int, Fault]:
-    """Return the units that are not finished for `key`, by index; collective, same on all ranks.
+    """Return the units that are not finished, by index; collective, same on all ranks.
 
-    Files on a node's local disk are checked by the ranks of that node. Without `remember`, the
-    results of the checks are not recorded, so nothing is written.
+    `removals` has the hash of what is removed from each unit. Files on a node's local disk are
+    checked by the ranks of that node. Without `remember`, the results of the checks are not
+    recorded, so nothing is written.
     """
     # The name of the node, not of the rank: a local disk is shared by the ranks of a node.
     here = socket.gethostname()
-    in_manifest = _by_unit(out, key)
+    in_manifest = _by_unit(out, identity.folder_key)
     faults: dict[int, Fault] = {}
 
     def check(unit: int) -> str | None:
         """Check a unit and record its fault; return the host of its files if it is another node."""
         # A unit whose marker was lost may still be proven complete by the manifest.
-        marker = read_marker(out, unit, key)
+        marker = read_marker(out, unit, identity.key)
+        if marker is not None and marker.removed != removals[unit]:
+            faults[unit] = Fault(OTHER_REMOVED)
+            return None
         if marker is None and in_manifest is None:
             there = marker_path(out, unit).exists()
-            faults[unit] = Fault("its marker is damaged" if there else NOT_MADE)
+            faults[unit] = Fault(OTHER_MARKER if there else NOT_MADE)
             return None
         shards = (in_manifest or {}).get(unit, []) if marker is None else marker.shards
         # A shard on another node's disk cannot be read here; one of its ranks does it below.
@@ -72,7 +85,7 @@ def find_faults(
         return None
 
     # Interleaved, because neighbouring units are often of one size.
-    own = range(comm.rank, units, comm.size)
+    own = range(comm.rank, len(removals), comm.size)
     away = [[unit, host] for unit in own if (host := check(unit)) is not None]
     # All ranks take part in both gathers, also those without units.
     gathered: list[Any] = comm.gather([here, away])

@@ -12,12 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dtt.artifacts.manifest import Record, fingerprint
+from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file, write_atomically
 from dtt.base.log import log, progress
 from dtt.base.rendezvous import RENDEZVOUS
+from dtt.config.clean import CleanConfig
 from dtt.config.data import (
     GivenTokenizerConfig,
     TokenizeConfig,
@@ -26,31 +27,21 @@ from dtt.config.data import (
 )
 from dtt.config.source import shown
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, tokenizer_sample
+from dtt.data.corpus.selection import content_key
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
 from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind
-from dtt.data.tokenize.markers import WORK, marker_path
+from dtt.data.tokenize.markers import WORK, Identity, marker_path
 from dtt.data.tokenize.verification import NOT_MADE, Fault, find_faults, sound_manifest
 from dtt.mesh.comm import Comm
 
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS_IN_TEXT = "encoded as text"
+REDONE = "their units are encoded again"
+RETRAINED = "the tokenizer is trained again; if it becomes another one, all units are encoded again"
 SHOWN = 10
 """Maximum number of units to encode again that are logged."""
-
-
-class Identity(Record):
-    """Identity of the token files that a folder is for; written before the first unit."""
-
-    key_parts: dict[str, Any]
-    """Everything that determines the content of the token files."""
-    tokenizer_sha256: str
-
-    @property
-    def key(self) -> str:
-        """Fingerprint of the content, stored in markers and manifest."""
-        return fingerprint([self.key_parts, self.tokenizer_sha256])
 
 
 @dataclass(frozen=True)
@@ -86,13 +77,27 @@ class Cut:
     unit_bytes: int
     units: list[Unit]
 
+    @property
+    def removals(self) -> list[str | None]:
+        """The hash of what the selection removes from each unit; None: nothing."""
+        selection = self.corpus.selection
+        return [None] * len(self.units) if selection is None else selection.removals
 
-def cut_corpus(cfg: TokenizeConfig, folder: Path, comm: Comm) -> Cut:
-    """Open a corpus and divide it into units; collective.
 
-    Raises InputError if the corpus is empty.
+def cut_corpus(cfg: TokenizeConfig, clean: CleanConfig | None, folder: Path, comm: Comm) -> Cut:
+    """Open a corpus and its selection, if there is a section `clean`, and divide it; collective.
+
+    Raises InputError if the corpus is empty or has not been cleaned, and ConfigError if
+    `tokenize.unit_bytes` is not the selection's.
     """
-    corpus = Corpus(folder, comm=comm)
+    corpus = Corpus(folder, comm=comm, clean=clean)
+    if corpus.selection is not None and cfg.unit_bytes not in (None, corpus.unit_bytes()):
+        raise ConfigError(
+            f"tokenize.unit_bytes={cfg.unit_bytes} is not the size of the selection's units",
+            where=corpus.selection.folder,
+            why="a selection numbers documents by unit, so the units must be the same",
+            next=f"tokenize.unit_bytes={corpus.unit_bytes()}, or omit it",
+        )
     unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
     units = corpus.units(unit_bytes)
     if not units and comm.rank == 0:
@@ -109,23 +114,24 @@ def make_work_plan(
     comm: Comm,
     kind: DocumentKind,
     *,
+    clean: CleanConfig | None = None,
     overwrite: bool = False,
 ) -> tuple[Corpus, WorkPlan]:
     """Prepare `out`, which then contains its tokenizer, and return the corpus and plan; collective.
 
-    With `overwrite`, existing token files are removed first.
+    With `overwrite`, existing token files are removed first. If only the selection has changed, the
+    units from which the same documents are removed are kept.
 
     Raises ConfigError if `out` contains token files of a different corpus, tokenizer or options,
     and InputError if the corpus is empty. The documents of the corpus are of `kind`.
     """
-    cut = cut_corpus(cfg, corpus_folder, comm)
+    cut = cut_corpus(cfg, clean, corpus_folder, comm)
     if overwrite:
         clear(cfg, out)
         comm.barrier()
     identity = _prepare(cfg, tokenizer, cut, out, comm, kind)
-    faults = find_faults(out, len(cut.units), identity.key, comm)
-    intact = all(fault.intact for fault in faults.values())
-    complete = comm.broadcast(intact and sound_manifest(out) is not None)
+    faults = find_faults(out, identity, cut.removals, comm)
+    complete = comm.broadcast(is_complete(out, identity, cut, faults))
     if complete:
         return cut.corpus, WorkPlan(identity, cut.units, [], complete=True)
     if comm.rank == 0:
@@ -133,6 +139,17 @@ def make_work_plan(
     comm.barrier()
     pending = [unit for unit in cut.units if unit.index in faults]
     return cut.corpus, WorkPlan(identity, cut.units, pending, complete=False)
+
+
+def is_complete(out: Path, identity: Identity, cut: Cut, faults: dict[int, Fault]) -> bool:
+    """Return True if `out` has a manifest for this content, and all that it names is intact."""
+    manifest, selection = sound_manifest(out), cut.corpus.selection
+    return (
+        manifest is not None
+        and manifest.key == identity.folder_key
+        and manifest.selection == (None if selection is None else selection.facts())
+        and all(fault.intact for fault in faults.values())
+    )
 
 
 def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
@@ -179,7 +196,7 @@ def _prepare(
     Trains or copies the tokenizer if it is missing or damaged. Raises ConfigError if `out` is for
     different content.
     """
-    identity, content, asked = None, None, {}
+    identity, content, asked, removed = None, None, {}, content_key(cut.removals)
     if comm.rank == 0:
         content = given_content(tokenizer)
         identity = read_identity(out)
@@ -192,7 +209,14 @@ def _prepare(
                 next="specify another folder: tokenize.out=FOLDER, or replace what is there: "
                 "--overwrite",
             )
-        if identity is not None and not holds(out / TOKENIZER, identity.tokenizer_sha256):
+        if identity is not None and identity.removed != removed:
+            log.info(
+                "other documents are removed now: %s", RETRAINED if content is None else REDONE
+            )
+            # First: it names the tokenizer and the files that are replaced.
+            (out / TokensManifest.filename).unlink(missing_ok=True)
+            identity = None
+        elif identity is not None and not holds(out / TOKENIZER, identity.tokenizer_sha256):
             identity = None
     # If rank 0 raises, the others wait in the next collective until they are terminated.
     if comm.rank == 0 and identity is None:
@@ -205,7 +229,7 @@ def _prepare(
             content = _trained(tokenizer, cut, cfg.validation_fraction)
         write_atomically(out / TOKENIZER, content)
         digest = hashlib.sha256(content).hexdigest()
-        identity = Identity(key_parts=asked, tokenizer_sha256=digest)
+        identity = Identity(key_parts=asked, tokenizer_sha256=digest, removed=removed)
         write_atomically(_identity_path(out), identity.model_dump_json(indent=1) + "\n")
     for name, text in kind.files().items() if comm.rank == 0 else ():
         if not holds(out / name, hashlib.sha256(text.encode()).hexdigest()):
@@ -289,7 +313,11 @@ def read_identity(out: Path) -> Identity | None:
     """Return the identity of the token files in `out`, or None if `tokenize` has not started."""
     manifest = sound_manifest(out)
     if manifest is not None:
-        return Identity(key_parts=manifest.key_parts, tokenizer_sha256=manifest.tokenizer_sha256)
+        return Identity(
+            key_parts=manifest.key_parts,
+            tokenizer_sha256=manifest.tokenizer_sha256,
+            removed=None if manifest.selection is None else manifest.selection.content,
+        )
     try:
         return Identity.model_validate_json(_identity_path(out).read_bytes())
     except (FileNotFoundError, ValidationError):

@@ -1,0 +1,1 @@
+"""Selections of corpora: filters, duplicates and contaminated documents; `dtt clean`."""

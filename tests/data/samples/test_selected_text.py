@@ -1,0 +1,227 @@
+"""Training from text reads a corpus as if the documents of its selection had been deleted."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.running import Dtt
+from support.selections import CLEAN, write_selection
+from tokenizers import Tokenizer
+
+from dtt.base.errors import InputError
+from dtt.config.clean import CleanConfig
+from dtt.config.data import TrainedTokenizerConfig
+from dtt.data.corpus.units import Corpus
+from dtt.data.samples import encoded_documents, text_source
+from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.text_source import HeldOutText, TextSource
+from dtt.data.text.encoder import Encoder
+from dtt.data.text.tokenizer import train_tokenizer
+from dtt.track import jsonl
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "sleeping", "dog"]
+TEXTS = [
+    f"{i}: " + " ".join(WORDS[(i * 7 + j * j) % 10] for j in range(5 + i * i % 90))
+    for i in range(600)
+]
+OPTIONS: dict[str, Any] = {"seq_len": 16, "validation_fraction": 0.1}
+
+
+def is_third(content: bytes) -> bool:
+    """Choose a third of the documents, by their content."""
+    return hashlib.sha256(content).digest()[0] % 3 == 0
+
+
+KEPT = [text for text in TEXTS if not is_third(text.encode())]
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def parquet(texts: list[str]) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), stream, row_group_size=40)
+    return stream.getvalue()
+
+
+def comma_separated(texts: list[str]) -> bytes:
+    stream = io.StringIO()
+    csv.writer(stream).writerows([("text",), *((text,) for text in texts)])
+    return stream.getvalue().encode()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> str:
+    return train_tokenizer(TrainedTokenizerConfig(vocab_size=300), [TEXTS])
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer: str) -> Encoder:
+    return Encoder(tokenizer.encode(), None, "here")
+
+
+def make(corpora: Any, folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir()
+    corpora.folder = folder
+    made: Corpus = corpora.make(files)
+    return made.folder
+
+
+def samples(corpus: Corpus, encoder: Encoder) -> dict[str, Any]:
+    """The ids of two epochs in order, and those of the held-out text."""
+    documents = Documents(corpus)
+    source = TextSource(documents, encoder, seed=1, **OPTIONS)
+    place, ids = 0, []
+    while source.state(place)["epoch"] < 2:
+        ids.append(source.read(source.order(place, 1)).ids)
+        place += 1
+    held_out = HeldOutText(documents, encoder, text_bytes=10**6, **OPTIONS)
+    row = held_out.read(held_out.order(0, len(held_out))).ids
+    return {"train": np.concatenate(ids).tolist(), "held out": row.tolist()}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "write", "unit_bytes"),
+    [
+        ("jsonl", json_lines, 16_000_000),
+        ("parquet", parquet, 16_000_000),
+        ("csv", comma_separated, 16_000_000),
+        ("csv", comma_separated, 1),
+    ],
+)
+def test_samples_are_those_of_the_corpus_without_removed_documents(
+    corpora: Any,
+    tmp_path: Path,
+    encoder: Encoder,
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+    write: Callable[[list[str]], bytes],
+    unit_bytes: int,
+) -> None:
+    """With units of one byte each CSV file is a unit; else all files are one, of several parts."""
+    monkeypatch.setattr(text_source, "PART_BYTES", 10_000)
+    monkeypatch.setattr(encoded_documents, "UNIT_BYTES", unit_bytes)
+    folders = []
+    for name, is_kept in (("whole", lambda text: True), ("deleted", KEPT.__contains__)):
+        halves = {"a": TEXTS[:300], "b": TEXTS[300:]}
+        files = {f"{n}.{suffix}": write([*filter(is_kept, h)]) for n, h in halves.items()}
+        folders.append(make(corpora, tmp_path / name, files))
+    whole, deleted = folders
+    write_selection(whole, is_third, unit_bytes=unit_bytes)
+    # Another constant has no effect: the units are the selection's.
+    expected = samples(Corpus(deleted), encoder)
+    monkeypatch.setattr(encoded_documents, "UNIT_BYTES", 3_000)
+    corpus = Corpus(whole, clean=CLEAN)
+    assert samples(corpus, encoder) == expected
+    assert len(expected["train"]) > 500
+    assert expected["held out"]
+    source = TextSource(Documents(corpus), encoder, seed=1, **OPTIONS)
+    plain = TextSource(Documents(Corpus(deleted)), encoder, seed=1, **OPTIONS)
+    assert source.tokens == pytest.approx(plain.tokens, rel=0.05)
+
+
+def test_a_document_keeps_its_number_in_the_file(
+    corpora: Any, tmp_path: Path, encoder: Encoder, tokenizer: str
+) -> None:
+    decode = Tokenizer.from_str(tokenizer).decode
+    folder = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
+    write_selection(folder, is_third, unit_bytes=5_000)
+    documents = Documents(Corpus(folder, clean=CLEAN))
+    assert len(documents.units) > 5
+    source = TextSource(documents, encoder, seed=1, **OPTIONS)
+    for sample in source.order(0, 40)[::10].tolist():
+        ids = source.read(np.array([sample], dtype=np.uint64)).ids[0]
+        for span in source.origin(sample):
+            text = decode(ids[span.start : span.stop - 1].tolist())
+            assert TEXTS[span.document] in KEPT
+            assert text in TEXTS[span.document]
+
+
+def test_the_data_key_depends_on_what_is_removed_only(
+    corpora: Any, tmp_path: Path, encoder: Encoder
+) -> None:
+    folder = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
+    other = CleanConfig(exact=False)
+    size = encoded_documents.UNIT_BYTES
+
+    def identity(clean: CleanConfig | None) -> dict[str, Any]:
+        documents = Documents(Corpus(folder, clean=clean))
+        return TextSource(documents, encoder, seed=1, **OPTIONS).identity
+
+    before = identity(None)
+    assert "removed" not in before
+    write_selection(folder, lambda text: False, unit_bytes=size)
+    assert identity(CLEAN) == before
+    write_selection(folder, is_third, unit_bytes=size)
+    first = identity(CLEAN)
+    assert first != before
+    write_selection(folder, is_third, unit_bytes=size, clean=other)
+    assert identity(other) == first
+    write_selection(folder, lambda text: text.startswith(b"3:"), unit_bytes=size, clean=other)
+    assert identity(other) not in (first, before)
+
+
+def test_a_selection_that_removes_everything_is_refused(
+    corpora: Any, tmp_path: Path, encoder: Encoder
+) -> None:
+    folder = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
+    write_selection(folder, lambda text: True, unit_bytes=5_000)
+    with pytest.raises(InputError, match="600 are removed by the section `clean`"):
+        TextSource(Documents(Corpus(folder, clean=CLEAN)), encoder, seed=1, **OPTIONS)
+
+
+def losses(job: Path) -> list[tuple[str, float]]:
+    records = [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "train"]
+    return [(r["ledger"], r["loss"]) for r in records]
+
+
+def test_runs_on_one_and_two_ranks_train_on_the_kept_documents_only(
+    corpora: Any, tmp_path: Path, tokenizer: str
+) -> None:
+    whole = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
+    deleted = make(corpora, tmp_path / "deleted", {"a.jsonl": json_lines(KEPT)})
+    write_selection(whole, is_third, unit_bytes=encoded_documents.UNIT_BYTES)
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+
+    def settings(name: str, corpus: Path, *more: str) -> list[str]:
+        return [
+            f"name={name}", "data.type=text", f"download.out={corpus}", "tokenizer.type=file",
+            "tokenizer.path=tokenizer.json", "tokenize.validation_fraction=0.1", "model.dim=16",
+            "model.n_layers=1", "model.n_heads=2", "train.steps=6", "train.seq_len=32",
+            "train.global_batch_tokens=256", "train.micro_batch=4", "train.log_every=1",
+            "train.eval_every=0", "train.sample_tokens=0", "train.device=cpu",
+            "schedule.warmup=2", *more,
+        ]  # fmt: skip
+
+    dtt = Dtt(tmp_path)
+    dtt("train", *settings("deleted", deleted))
+    expected = losses(tmp_path / "jobs/deleted")
+    assert len(expected) == 6
+    dtt("train", *settings("one", whole, "clean.exact=true"))
+    assert losses(tmp_path / "jobs/one") == expected
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    two = settings("two", whole, "clean.exact=true")
+    done = Dtt.wait(dtt.start_python(*launcher, "-m", "dtt.main", "train", *two))
+    assert done.returncode == 0, done.stderr
+    found = losses(tmp_path / "jobs/two")
+    assert [ledger for ledger, _ in found] == [ledger for ledger, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-4)
+    seen = dtt("data", "at-step", "jobs/one", 1).stdout
+    assert f"text is without {len(TEXTS) - len(KEPT)} documents: rules" in seen
+    # Another selection is other data, and so is none.
+    write_selection(
+        whole, lambda text: text.startswith(b"3:"), unit_bytes=encoded_documents.UNIT_BYTES
+    )
+    refused = dtt("train", "jobs/one", "train.steps=7", "--allow-change", "train.steps", expect=2)
+    assert "have changed since" in refused.stderr
