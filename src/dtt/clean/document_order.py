@@ -86,7 +86,8 @@ class DocumentSet:
     def contains(self, numbers: U64) -> npt.NDArray[np.bool_]:
         """Return which documents are in the set."""
         at = self._positions(numbers)
-        return (self._bits[at >> 3] >> (at & 7) & 1).astype(np.bool_)
+        found: npt.NDArray[np.bool_] = (self._bits[at >> 3] >> (at & 7) & 1).astype(np.bool_)
+        return found
 
     def add_one(self, number: int) -> None:
         """Add a document."""

@@ -131,9 +131,7 @@ def _write_pairs(steps: Steps, name: str, key: str, later: U64, earlier: U64) ->
     steps.write(name, key, files)
 
 
-def pairs_of_unit(
-    steps: Steps, kind: str, partitions: int, place: int
-) -> tuple[U64, U64]:
+def pairs_of_unit(steps: Steps, kind: str, partitions: int, place: int) -> tuple[U64, U64]:
     """Return the pairs whose later document is in the unit at a place, in any order."""
     laters, earliers = [], []
     for partition in range(partitions):

@@ -56,7 +56,7 @@ class Shingles(NamedTuple):
 
 
 def mixed(values: U64) -> U64:
-    """Return values whose bits all depend on all bits of `values` (the finalizer of MurmurHash3)."""
+    """Return values whose bits all depend on all bits of `values` (MurmurHash3's finalizer)."""
     values = values ^ (values >> np.uint64(33))
     values *= np.uint64(0xFF51AFD7ED558CCD)
     values ^= values >> np.uint64(33)
@@ -137,5 +137,5 @@ def _word_hashes(content: npt.NDArray[np.uint8], starts: Int, lengths: Int) -> U
         hashes[longer] = more ^ (more >> np.uint64(29))
     for word in np.flatnonzero(lengths > LONGEST).tolist():
         part_of = content[starts[word] : starts[word] + lengths[word]]
-        hashes[word] = xxhash.xxh3_64_intdigest(part_of)
+        hashes[word] = xxhash.xxh3_64_intdigest(part_of.tobytes())
     return hashes

@@ -20,9 +20,9 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 def bands_and_rows(threshold: float) -> tuple[int, int]:
     """Return the numbers of bands and of rows in each, for a threshold of the Jaccard similarity.
 
-    A pair of similarity J shares a band with probability 1 - (1 - J^rows)^bands (Leskovec, Rajaraman
-    and Ullman, Mining of Massive Datasets, section 3.4). More rows make fewer false candidates: the
-    most that fit into VALUES values are taken.
+    A pair of similarity J shares a band with probability 1 - (1 - J^rows)^bands (Leskovec,
+    Rajaraman and Ullman, Mining of Massive Datasets, section 3.4). More rows make fewer false
+    candidates: the most that fit into VALUES values are taken.
     """
 
     def bands(rows: int) -> int:

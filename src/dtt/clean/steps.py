@@ -53,7 +53,7 @@ class Steps:
         return self._folder / f"{name}.{ending}"
 
     def done(self, name: str, key: str) -> bool:
-        """Return True if the step is finished, after a comparison of its files with their hashes."""
+        """Return True if the step is finished and each of its files has its hash."""
         marker = _marker(self._folder / f"{name}.json")
         return (
             marker is not None
@@ -102,7 +102,7 @@ class Steps:
         try:
             with named(path), aside.open("wb") as file:
                 for piece in pieces:
-                    content = piece if isinstance(piece, bytes) else np.ascontiguousarray(piece)
+                    content = piece if isinstance(piece, bytes) else piece.tobytes()
                     digest.update(content)
                     file.write(content)
                 file.flush()

@@ -18,7 +18,8 @@ from dtt.clean.sketches import band_keys, bands_and_rows, sketches
 from dtt.clean.steps import Steps
 from dtt.config.clean import CleanConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_batches, read_with_columns
+from dtt.data.corpus.document_columns import read_with_columns
+from dtt.data.corpus.documents import read_batches
 from dtt.data.corpus.selection import VERSION
 from dtt.data.corpus.units import Corpus, Unit
 
@@ -58,9 +59,7 @@ def unit_key(clean: CleanConfig, corpus: Corpus, unit: Unit, *, filtered: bool) 
     filters = {name: section[name] for name in section.keys() - {"exact", "near"}}
     manifest = corpus.manifest
     reading = [manifest.file_format, manifest.text_column, manifest.txt_documents]
-    return fingerprint(
-        [VERSION, files, reading, clean.exact, near, filters if filtered else None]
-    )
+    return fingerprint([VERSION, files, reading, clean.exact, near, filters if filtered else None])
 
 
 def step_name(key: str) -> str:
@@ -129,7 +128,9 @@ def _kept(
     if columns:
         batches = read_with_columns(corpus, unit, columns, bad, BATCH_BYTES)
     else:
-        batches = ([(t, {}) for t in batch] for batch in read_batches(corpus, unit, bad, BATCH_BYTES))
+        batches = (
+            [(t, {}) for t in batch] for batch in read_batches(corpus, unit, bad, BATCH_BYTES)
+        )
     for batch in batches:
         kept = []
         for content, row in batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ def shingle_sets(
         for texts in _texts(order, steps, place, wanted) if len(wanted) else ():
             cut = shingles(texts, near.shingle)
             edges = np.searchsorted(cut.document, np.arange(len(texts) + 1))
-            for first, last in zip(edges[:-1], edges[1:], strict=True):
+            for first, last in pairwise(edges.tolist()):
                 found = np.unique(cut.hashes[first:last])
                 total += len(found)
                 ends.append(total)
@@ -122,8 +123,12 @@ def verified_pairs(
             size = 0
     if batch:
         compare()
-    found = {"later": laters, "earlier": earliers, "score": scores}
-    steps.write(f"verified-{place:05d}", key, {name: [np.concatenate(found[name])] for name in found})  # type: ignore[arg-type]
+    files = {
+        "later": [np.concatenate(laters)],
+        "earlier": [np.concatenate(earliers)],
+        "score": [np.concatenate(scores)],
+    }
+    steps.write(f"verified-{place:05d}", key, files)
 
 
 def jaccard(pairs: list[tuple[U64, U64]]) -> npt.NDArray[np.float64]:
