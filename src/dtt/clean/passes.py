@@ -78,12 +78,8 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
             (out / SelectionManifest.filename).unlink(missing_ok=True)
             steps.tidy()
         comm.barrier()
-        mine = [
-            unit
-            for place, unit in enumerate(units)
-            if part is None or place % part.of == part.index
-        ]
-        done = sum(comm.gather(_pass_one(cfg, mine, make_filters(cfg, corpus), steps, comm)))
+        share = units if part is None else units[part.number :: part.of]
+        done = sum(comm.gather(_pass_one(cfg, share, make_filters(cfg, corpus), steps, comm)))
         if part is not None:
             return Cleaned(out, None, done) if first else None
         order = DocumentOrder(units, steps)

@@ -93,13 +93,10 @@ def _report(result: Cleaned, cfg: RunConfig, part: str | None) -> str:
             "next        once all parts are done: the same command without --part"
         )
     documents, size, removed, removed_bytes = _totals(result.manifest)
-    unit, scale = next(
-        (u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= s or s == 1e3
-    )
-    lines = [
-        f"selection   {result.folder} ({documents - removed.total():,} of {documents:,} documents "
-        f"kept, {(size - removed_bytes) / scale:.2f} of {size / scale:.2f} {unit})"
-    ]
+    unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
+    kept = f"{documents - removed.total():,} of {documents:,} documents kept"
+    sizes = f"{(size - removed_bytes) / scale:.2f} of {size / scale:.2f} {unit}"
+    lines = [f"selection   {result.folder} ({kept}, {sizes})"]
     for reason, name in NAMES.items():
         if reason in removed:
             share = f"{removed[reason] / max(documents, 1):.2%}"

@@ -83,7 +83,11 @@ class Steps:
         return False
 
     def write(
-        self, name: str, key: str, files: Mapping[str, Iterable[Content]], **facts: Any
+        self,
+        name: str,
+        key: str,
+        files: Mapping[str, Iterable[Content]],
+        **facts: Any,
     ) -> None:
         """Write the files of a step, each from its pieces, and then its marker."""
         sums = {ending: self._write(self.path(name, ending), files[ending]) for ending in files}

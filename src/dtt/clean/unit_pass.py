@@ -128,9 +128,8 @@ def _kept(
     if columns:
         batches = read_with_columns(corpus, unit, columns, bad, BATCH_BYTES)
     else:
-        batches = (
-            [(t, {}) for t in batch] for batch in read_batches(corpus, unit, bad, BATCH_BYTES)
-        )
+        plain = read_batches(corpus, unit, bad, BATCH_BYTES)
+        batches = ([(text, {}) for text in batch] for batch in plain)
     for batch in batches:
         kept = []
         for content, row in batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -123,7 +123,7 @@ def verified_pairs(
             size = 0
     if batch:
         compare()
-    files = {
+    files: dict[str, list[npt.NDArray[Any]]] = {
         "later": [np.concatenate(laters)],
         "earlier": [np.concatenate(earliers)],
         "score": [np.concatenate(scores)],
