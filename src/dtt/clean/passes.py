@@ -25,11 +25,12 @@ from dtt.clean.partitions import (
     exact_partitions,
 )
 from dtt.clean.steps import Steps
-from dtt.clean.unit_pass import pass_one, unit_key
+from dtt.clean.unit_pass import columns_of, pass_one, unit_key
 from dtt.clean.verified_pairs import shingle_sets, verified_pairs
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_columns import check_columns
 from dtt.data.corpus.selection import key_parts, selection_folder
 from dtt.data.corpus.units import Corpus
 from dtt.mesh.comm import Comm
@@ -74,12 +75,15 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         units = _place_units(section, corpus, comm)
         _check_unchanged(units, comm)
         steps = Steps(out)
+        filters = make_filters(cfg, corpus)
+        if first:
+            check_columns(corpus, columns_of(filters))
         if first and part is None:
             (out / SelectionManifest.filename).unlink(missing_ok=True)
             steps.tidy()
         comm.barrier()
         share = units if part is None else units[part.number :: part.of]
-        done = sum(comm.gather(_pass_one(cfg, share, make_filters(cfg, corpus), steps, comm)))
+        done = sum(comm.gather(_pass_one(cfg, share, filters, steps, comm)))
         if part is not None:
             return Cleaned(out, None, done) if first else None
         order = DocumentOrder(units, steps)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class Steps:
                 continue
             with suppress(OSError):  # another process may delete what it reads
                 for ending in marker.files:
-                    self._write(self.path(name, ending), _chunks(other / f"{name}.{ending}"))
+                    _link(other / f"{name}.{ending}", self.path(name, ending))
                 self._mark(name, marker)
                 if self.done(name, key):
                     return True
@@ -153,7 +154,15 @@ def _marker(path: Path) -> StepMarker | None:
         return None
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            yield chunk
+def _link(source: Path, target: Path) -> None:
+    """Make `target` a hard link of `source`, or a copy where the file system has no links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            os.link(source, aside)
+        except OSError:
+            shutil.copyfile(source, aside)
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)

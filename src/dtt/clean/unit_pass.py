@@ -119,11 +119,16 @@ def pass_one(
     )
 
 
+def columns_of(filters: Sequence[Filter]) -> tuple[str, ...]:
+    """Return the columns that the filters read."""
+    return tuple(dict.fromkeys(name for judge in filters for name in judge.columns))
+
+
 def _kept(
     corpus: Corpus, unit: Unit, filters: Sequence[Filter], found: UnitKeys, bad: BadDocuments
 ) -> Iterator[list[tuple[int, bytes]]]:
     """Yield the numbers and texts of documents that have text and that all filters keep."""
-    columns = tuple(dict.fromkeys(name for judge in filters for name in judge.columns))
+    columns = columns_of(filters)
     batches: Iterator[list[tuple[bytes, dict[str, Any]]]]
     if columns:
         batches = read_with_columns(corpus, unit, columns, bad, BATCH_BYTES)

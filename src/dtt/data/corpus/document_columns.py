@@ -22,9 +22,21 @@ from dtt.data.corpus.documents import (
     json_objects,
     location,
 )
-from dtt.data.corpus.formats import open_csv
+from dtt.data.corpus.formats import column_names, open_csv
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
+
+
+def check_columns(corpus: Corpus, columns: Sequence[str]) -> None:
+    """Raise InputError, with the columns there are, if the corpus lacks one of `columns`.
+
+    Looks at the first file only: `read_with_columns` checks each Parquet and CSV file, while JSON
+    rows may lack a key.
+    """
+    if columns:
+        path = corpus.path(0)
+        _require(columns, column_names(path), path)
+
 
 Row = tuple[bytes, dict[str, Any]]
 """A document and other columns of its row."""
