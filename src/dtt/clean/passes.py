@@ -14,9 +14,9 @@ from dtt.artifacts.selection import SelectionManifest, removals_name
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import exclusive, sha256_file, write_atomically
 from dtt.base.log import log, progress
-from dtt.clean.decisions import write_units
 from dtt.clean.document_order import DocumentOrder, DocumentSet, PlacedUnit
 from dtt.clean.filters import Filter
+from dtt.clean.linear_pass import write_units
 from dtt.clean.make_filters import make_filters
 from dtt.clean.partitions import (
     band_partitions,
