@@ -70,7 +70,7 @@ def _batches(corpus: Corpus, unit: Unit, bad: BadDocuments, size: int) -> Iterat
     for span in unit.spans:
         if corpus.manifest.file_format == "parquet":
             column = str(corpus.manifest.text_column)
-            yield from read_span(corpus.path(span.file), span, column, _documents_of, bad, size)
+            yield from read_span(corpus.path(span.file), span, column, batch_documents, bad, size)
         else:
             yield from batches(_documents(corpus, span, bad), size)
 
@@ -101,10 +101,10 @@ def _documents(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[bytes]
         return
     match manifest.file_format:
         case "csv":
-            yield from _column(csv_rows(path, bad), "column", manifest, bad)
+            yield from column_documents(csv_rows(path, bad), "column", manifest, bad)
         case "jsonl":
             rows = ((where, row) for where, _, row in json_objects(path, span, bad))
-            yield from _column(rows, "key", manifest, bad)
+            yield from column_documents(rows, "key", manifest, bad)
         case "txt":
             pieces = {"file": _whole, "line": _text_lines, "section": _sections}
             for where, content in pieces[manifest.txt_documents or "file"](path, span, bad):
@@ -290,12 +290,13 @@ def _array_objects(
         bad.add(partial("{}:{}".format, path, line), why, lost_bytes=max(span.stop - used, 1))
 
 
-def _column(
+def column_documents(
     rows: Iterable[tuple[Callable[[], str], dict[Any, Any]]],
     noun: str,
     manifest: CorpusManifest,
     bad: BadDocuments,
 ) -> Iterator[bytes]:
+    """Yield the texts of `rows`; `noun` is `key` for rows of JSON, `column` for others."""
     for where, row in rows:
         if manifest.text_column not in row:
             bad.add(where, f"no {noun} {manifest.text_column!r}")
@@ -330,12 +331,12 @@ def csv_rows(
         bad.add(partial(location, path, 0, number), why, lost_bytes=lost)
 
 
-def _documents_of(
+def batch_documents(
     rows: pa.RecordBatch, where: Callable[[int], str], first: int, bad: BadDocuments
 ) -> list[bytes]:
     """Return the texts that are documents; `first` is the row of `rows[0]` in its row group."""
     texts = rows.column(0)
-    if _is_sound(texts):
+    if is_sound(texts):
         binary = pa.binary()  # `view` where possible: `cast` loads all of pyarrow.compute
         plain = pa.types.is_string(texts.type)
         found: list[bytes] = (texts.view(binary) if plain else texts.cast(binary)).to_pylist()
@@ -347,7 +348,7 @@ def _documents_of(
     ]
 
 
-def _is_sound(texts: pa.Array) -> bool:
+def is_sound(texts: pa.Array) -> bool:
     """Return True if all values are documents.
 
     A string column of a Parquet file may contain bytes that are not UTF-8, hence the validation.

@@ -123,6 +123,14 @@ def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
     return column
 
 
+def column_names(path: Path) -> list[str]:
+    """Return the columns of a file, or the keys in the first FIRST_LINES rows of a JSON file.
+
+    Raises DamagedError or InputError if the file cannot be read.
+    """
+    return [] if file_format(path) == "txt" else list(_kinds(path, None))
+
+
 def holds_conversations(paths: Sequence[Path]) -> bool:
     """Return True if the first readable file has a column of messages."""
     for path in paths:

@@ -27,11 +27,16 @@ of the batch's first row, and the record of rows that hold no document."""
 
 
 def read_span(
-    path: Path, span: Span, column: str | None, convert: Convert[D], bad: BadDocuments, size: int
+    path: Path,
+    span: Span,
+    column: str | tuple[str, ...] | None,
+    convert: Convert[D],
+    bad: BadDocuments,
+    size: int,
 ) -> Iterator[list[D]]:
     """Yield the documents in row groups `span`, in lists of about `size` bytes.
 
-    Reads one column, or all of them if `column` is None.
+    Reads one column, the first and others of a tuple, or all of them if `column` is None.
     """
     try:
         with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
@@ -50,7 +55,7 @@ def _row_group(
     file: pq.ParquetFile,
     path: Path,
     group: int,
-    column: str | None,
+    column: str | tuple[str, ...] | None,
     at_once: int,
     convert: Convert[D],
     bad: BadDocuments,
@@ -72,15 +77,16 @@ def _row_group(
         raise_if_refused(error)
         count = file.metadata.row_group(group).num_rows
         why = f"the rest of row group {group}, {count - row} rows, cannot be read: {error}"
-        (chunks,) = text_chunks(path, column, slice(group, group + 1))
+        text = column[0] if isinstance(column, tuple) else column
+        (chunks,) = text_chunks(path, text, slice(group, group + 1))
         lost = sum(chunk.total_compressed_size for chunk in chunks) * (count - row) // count
         bad.add(partial(where, row), why, lost_bytes=lost, count=count - row)
 
 
 def _batches(
-    file: pq.ParquetFile, group: int, column: str | None, rows: int
+    file: pq.ParquetFile, group: int, column: str | tuple[str, ...] | None, rows: int
 ) -> Iterator[pa.RecordBatch]:
-    columns = None if column is None else [column]
+    columns = [column] if isinstance(column, str) else column and list(column)
     rows = min(rows, MAX_ROWS)
     found: Iterator[pa.RecordBatch] = file.iter_batches(
         rows, row_groups=[group], columns=columns, use_threads=False

@@ -1,0 +1,109 @@
+"""The linear pass: which documents are removed, by which twin. One process does it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dtt.artifacts.selection import SelectionUnit, removals_name
+from dtt.base.files import write_atomically
+from dtt.clean.document_order import DocumentOrder, DocumentSet
+from dtt.clean.partitions import pairs_of_unit
+from dtt.clean.removals import RemovedRow, decode, encode
+from dtt.clean.steps import Steps
+
+
+class Decisions:
+    """Walks through the documents in order, with one bit for each.
+
+    A document is removed if and only if it equals or resembles an earlier document that is kept,
+    its twin. So in a chain A ~ B ~ C in which A and C differ, B is removed and C stays.
+    """
+
+    def __init__(self, order: DocumentOrder, steps: Steps, exact_partitions: int) -> None:
+        """Prepare for the units of `order`, whose pairs are finished steps."""
+        self._order, self._steps, self._partitions = order, steps, exact_partitions
+        self._removed = DocumentSet(order)
+        self._copied = DocumentSet(order)
+        for partition in range(exact_partitions):
+            self._copied.add(steps.array(f"exact-{partition:05d}", "all-earlier", np.uint64))
+        self._near: dict[int, tuple[int, float]] = {}
+        """Twin and similarity of removed documents that have exact copies: those of the copies."""
+
+    def unit(self, place: int, *, near: bool) -> list[RemovedRow]:
+        """Return the removed documents of the next unit, sorted."""
+        steps = self._steps
+        filtered = decode(steps.path(self._order.units[place].step, "filtered"))
+        copies = dict(_pairs(pairs_of_unit(steps, "exact", self._partitions, place)))
+        similar: dict[int, list[tuple[int, float]]] = {}
+        if near:
+            name = f"verified-{place:05d}"
+            score = steps.array(name, "score", np.float64)
+            parts = (steps.array(name, e, np.uint64) for e in ("later", "earlier"))
+            for (later, earlier), value in zip(_pairs(parts), score.tolist(), strict=True):
+                similar.setdefault(later, []).append((earlier, value))
+        rows = filtered
+        for number in sorted(copies.keys() | similar.keys()):
+            row = self._judge(number, copies.get(number), similar.get(number, ()))
+            if row is not None:
+                self._removed.add_one(number)
+                rows.append(row)
+        return sorted(rows, key=lambda row: row.document)
+
+    def _judge(
+        self, number: int, first: int | None, similar: Sequence[tuple[int, float]]
+    ) -> RemovedRow | None:
+        """Return why a document is removed; None: it stays. `first` is the first of its copies."""
+        document = number & (2**32 - 1)
+        if first is not None and not self._removed.has(first):
+            twin_unit, twin = self._order.twin(first)
+            return RemovedRow(document, "exact", "", None, twin_unit, twin)
+        if first is not None:
+            near: tuple[int, float] | None = self._near[first]
+        else:  # pairs ascend, so this is the earliest twin
+            near = next((pair for pair in similar if not self._removed.has(pair[0])), None)
+        if near is None:
+            return None
+        if self._copied.has(number):
+            self._near[number] = near
+        twin_unit, twin = self._order.twin(near[0])
+        return RemovedRow(document, "near", "jaccard", near[1], twin_unit, twin)
+
+
+def _pairs(columns: object) -> zip[tuple[int, int]]:
+    later, earlier = (column.tolist() for column in columns)  # type: ignore[attr-defined]
+    return zip(later, earlier, strict=True)
+
+
+def write_units(
+    order: DocumentOrder, steps: Steps, out: Path, exact_partitions: int, *, near: bool
+) -> list[SelectionUnit]:
+    """Write the file of each unit of the corpus; return what the manifest says of them."""
+    decisions = Decisions(order, steps, exact_partitions)
+    units = []
+    for place in range(order.own, len(order.units)):
+        placed = order.units[place]
+        rows = decisions.unit(place, near=near)
+        path = out / removals_name(placed.unit.index)
+        digest = None
+        if rows:
+            content = encode(rows)
+            digest = hashlib.sha256(content).hexdigest()
+            write_atomically(path, content)
+        else:
+            path.unlink(missing_ok=True)
+        sizes = steps.array(placed.step, "sizes", np.uint32)
+        units.append(
+            SelectionUnit(
+                documents=len(sizes),
+                bytes=int(sizes.sum(dtype=np.int64)),
+                removed=dict(sorted(Counter(row.reason for row in rows).items())),
+                removed_bytes=int(sizes[[row.document for row in rows]].sum(dtype=np.int64)),
+                sha256=digest,
+            )
+        )
+    return units

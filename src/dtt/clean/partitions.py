@@ -1,0 +1,159 @@
+"""Pass 2: exact groups and candidate pairs, by partitions of the keys of all units.
+
+A partition is a range of key values. As keys are hashes, partitions are about equally large; their
+number follows from the number of keys, never from the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.clean.document_order import DocumentOrder, DocumentSet
+from dtt.clean.shingles import U64
+from dtt.clean.steps import Steps
+
+PARTITION_ENTRIES = 2**22
+"""Average number of keys of a partition. Sorting one takes about 60 bytes for each: 250 MB."""
+FIRST_FEW = 8
+"""Number of earlier documents of a group with the same band key with which each one is compared, so
+that a group of n documents makes at most 8 n pairs, not n². Exact copies do not count."""
+
+
+def exact_partitions(order: DocumentOrder, steps: Steps) -> int:
+    """Return the number of partitions of exact keys."""
+    return _partitions(sum(order.counts))
+
+
+def band_partitions(order: DocumentOrder, steps: Steps) -> int:
+    """Return the number of partitions of band keys."""
+    return _partitions(sum(sum(facts["runs"]) for facts in order.facts))
+
+
+def _partitions(entries: int) -> int:
+    return max(1, -(-entries // PARTITION_ENTRIES))
+
+
+def exact_groups(
+    order: DocumentOrder, steps: Steps, key: str, partition: int, partitions: int
+) -> None:
+    """Write the documents whose text equals an earlier one's, and the first one of each group."""
+    highs, lows, numbers = [], [], []
+    for place, unit in enumerate(order.units):
+        high = steps.array(unit.step, "exact", np.uint64)
+        part = _slice(high, partition, partitions)
+        highs.append(high[part])
+        lows.append(steps.array(unit.step, "exact-low", np.uint64)[part])
+        documents = steps.array(unit.step, "exact-documents", np.uint32)[part]
+        numbers.append(order.numbers(place, documents))
+    high, low, number = map(np.concatenate, (highs, lows, numbers))
+    sorting = np.lexsort((number, low, high))
+    high, low, number = high[sorting], low[sorting], number[sorting]
+    starts = np.ones(len(number), np.bool_)
+    starts[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+    first = number[np.maximum.accumulate(np.where(starts, np.arange(len(number)), 0))]
+    later = ~starts & order.is_own(number)
+    _write_pairs(steps, f"exact-{partition:05d}", key, number[later], first[later])
+
+
+def candidate_pairs(
+    order: DocumentOrder,
+    steps: Steps,
+    copies: DocumentSet,
+    key: str,
+    partition: int,
+    partitions: int,
+) -> None:
+    """Write pairs of documents with a common band key; leave out exact copies of earlier ones."""
+    found = list(_band_entries(order, steps, partition, partitions))
+    keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in found)])
+    number = np.concatenate([np.empty(0, np.uint64), *(number for _, number in found)])
+    found.clear()
+    kept = ~copies.contains(number)
+    keys, number = keys[kept], number[kept]
+    sorting = np.argsort(keys, kind="stable")  # numbers ascend in each group
+    keys, number = keys[sorting], number[sorting]
+    starts = np.ones(len(keys), np.bool_)
+    starts[1:] = keys[1:] != keys[:-1]
+    start = np.maximum.accumulate(np.where(starts, np.arange(len(keys)), 0))
+    position = np.arange(len(keys)) - start
+    own = order.is_own(number)
+    laters, earliers = [number[:0]], [number[:0]]
+    for place in range(FIRST_FEW):
+        chosen = np.flatnonzero((position > place) & own)
+        laters.append(number[chosen])
+        earliers.append(number[start[chosen] + place])
+    pairs = unique_pairs(np.concatenate(laters), np.concatenate(earliers))
+    _write_pairs(steps, f"pairs-{partition:05d}", key, *pairs)
+
+
+def _band_entries(
+    order: DocumentOrder, steps: Steps, partition: int, partitions: int
+) -> Iterator[tuple[U64, U64]]:
+    for place, unit in enumerate(order.units):
+        keys = steps.array(unit.step, "keys", np.uint64)
+        documents = steps.array(unit.step, "documents", np.uint32)
+        first = 0
+        for length in order.facts[place]["runs"]:
+            run = slice(first, first + length)
+            part = _slice(keys[run], partition, partitions)
+            yield keys[run][part], order.numbers(place, documents[run][part])
+            first += length
+
+
+def _slice(keys: U64, partition: int, partitions: int) -> slice:
+    """Return where the keys of a partition are among sorted keys."""
+    low, high = (-(-(i << 64) // partitions) for i in (partition, partition + 1))
+    first = int(np.searchsorted(keys, np.uint64(low)))
+    last = len(keys) if high == 1 << 64 else int(np.searchsorted(keys, np.uint64(high)))
+    return slice(first, last)
+
+
+def unique_pairs(later: U64, earlier: U64) -> tuple[U64, U64]:
+    """Return the different pairs, sorted."""
+    sorting = np.lexsort((earlier, later))
+    later, earlier = later[sorting], earlier[sorting]
+    new = np.ones(len(later), np.bool_)
+    new[1:] = (later[1:] != later[:-1]) | (earlier[1:] != earlier[:-1])
+    return later[new], earlier[new]
+
+
+def _write_pairs(steps: Steps, name: str, key: str, later: U64, earlier: U64) -> None:
+    """Write pairs by their later document, and also the sorted earlier ones."""
+    sorting = np.argsort(later, kind="stable")
+    files = {
+        "later": [later[sorting]],
+        "earlier": [earlier[sorting]],
+        "all-earlier": [np.unique(earlier)],
+    }
+    steps.write(name, key, files)
+
+
+def pairs_of_unit(steps: Steps, kind: str, partitions: int, place: int) -> tuple[U64, U64]:
+    """Return the pairs whose later document is in the unit at a place, in any order."""
+    laters, earliers = [], []
+    for partition in range(partitions):
+        name = f"{kind}-{partition:05d}"
+        later = steps.array(name, "later", np.uint64)
+        part = _of_unit(later, place)
+        laters.append(later[part])
+        earliers.append(steps.array(name, "earlier", np.uint64)[part])
+    return np.concatenate(laters), np.concatenate(earliers)
+
+
+def documents_in_pairs(steps: Steps, partitions: int, place: int) -> npt.NDArray[np.int64]:
+    """Return the documents of the unit at a place that are in a candidate pair, ascending."""
+    found = []
+    for partition in range(partitions):
+        for ending in ("later", "all-earlier"):
+            numbers = steps.array(f"pairs-{partition:05d}", ending, np.uint64)
+            found.append(numbers[_of_unit(numbers, place)])
+    documents = np.unique(np.concatenate(found)) & np.uint64(2**32 - 1)
+    return documents.astype(np.int64)
+
+
+def _of_unit(numbers: U64, place: int) -> slice:
+    edges = np.searchsorted(numbers, np.array([place << 32, (place + 1) << 32], np.uint64))
+    return slice(int(edges[0]), int(edges[1]))

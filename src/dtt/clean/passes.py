@@ -1,0 +1,226 @@
+"""All passes of `dtt clean`, by any number of ranks; the result does not depend on their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.selection import SelectionManifest, removals_name
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.files import exclusive, sha256_file, write_atomically
+from dtt.base.log import log, progress
+from dtt.clean.document_order import DocumentOrder, DocumentSet, PlacedUnit
+from dtt.clean.filters import Filter
+from dtt.clean.linear_pass import write_units
+from dtt.clean.make_filters import make_filters
+from dtt.clean.partitions import (
+    band_partitions,
+    candidate_pairs,
+    exact_groups,
+    exact_partitions,
+)
+from dtt.clean.steps import Steps
+from dtt.clean.unit_pass import columns_of, pass_one, unit_key
+from dtt.clean.verified_pairs import shingle_sets, verified_pairs
+from dtt.config.clean import CleanConfig
+from dtt.config.run import RunConfig
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_columns import check_columns
+from dtt.data.corpus.selection import key_parts, selection_folder
+from dtt.data.corpus.units import Corpus
+from dtt.mesh.comm import Comm
+
+
+class Part(NamedTuple):
+    """A share of pass 1: the units whose number is `number` modulo `of`."""
+
+    number: int
+    of: int
+
+
+class Cleaned(NamedTuple):
+    """The result of `clean`, available on rank 0."""
+
+    folder: Path
+    manifest: SelectionManifest | None
+    """None after a part, which makes no selection."""
+    units: int
+    """Number of units that this run read; 0 if everything was finished before."""
+    problems: tuple[str, ...] = ()
+    """`file:line: why` of some documents that cannot be read."""
+
+
+def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | None:
+    """Write the selection of the corpus of `cfg`; collective, rank 0 gets the result.
+
+    With `part`, only do pass 1 for a share of the units. Raises ConfigError without a section
+    `clean`, InputError for an empty corpus, and DamagedError if the corpus has changed.
+    """
+    section = section_of(cfg)
+    corpus = Corpus(cfg.corpus_dir, comm=comm)
+    out = selection_folder(section, corpus.manifest, cfg.corpus_dir)
+    first = comm.rank == 0
+    # Parts may run at the same time; each has a lock of its own.
+    lock = ".lock" if part is None else f".lock-{part.number}-of-{part.of}"
+    with exclusive(out, "dtt clean", name=lock) if first else nullcontext():
+        key = fingerprint(key_parts(section, corpus.manifest))
+        finished = _finished(out) if first and part is None else None
+        if comm.broadcast(finished is not None):
+            return Cleaned(out, finished, 0) if first else None
+        units = _place_units(section, corpus, comm)
+        _check_unchanged(units, comm)
+        steps = Steps(out)
+        filters = make_filters(cfg, corpus)
+        if first:
+            check_columns(corpus, columns_of(filters))
+        if first and part is None:
+            (out / SelectionManifest.filename).unlink(missing_ok=True)
+            steps.tidy()
+        comm.barrier()
+        share = units if part is None else units[part.number :: part.of]
+        done = sum(comm.gather(_pass_one(cfg, share, filters, steps, comm)))
+        if part is not None:
+            return Cleaned(out, None, done) if first else None
+        order = DocumentOrder(units, steps)
+        groups = _find_pairs(section, order, steps, key, comm)
+        manifest = _finish(section, corpus, order, steps, out, groups) if first else None
+        # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
+        comm.barrier()
+        if manifest is None:
+            return None
+        problems = tuple(line for facts in order.facts for line in facts["problems"])
+        return Cleaned(out, manifest, done, problems)
+
+
+def section_of(cfg: RunConfig) -> CleanConfig:
+    """Return the section `clean`; raise ConfigError if there is none."""
+    if cfg.clean is None:
+        raise ConfigError(
+            "the configuration has no section `clean`",
+            why="no document would be left out",
+            next="clean.exact=true leaves out exact duplicates; docs/config.md has the other keys",
+        )
+    return cfg.clean
+
+
+def _finished(out: Path) -> SelectionManifest | None:
+    """Return the manifest if the selection is complete and every file has its hash."""
+    try:
+        manifest = SelectionManifest.read(out)
+    except (InputError, DamagedError):
+        return None
+    for index, unit in enumerate(manifest.units):
+        path = out / removals_name(index)
+        if unit.sha256 is not None and not (path.is_file() and sha256_file(path) == unit.sha256):
+            log.info("made again, as it is damaged or missing: %s", path)
+            return None
+    return manifest
+
+
+def _place_units(section: CleanConfig, corpus: Corpus, comm: Comm) -> list[PlacedUnit]:
+    """Return the units of all corpora in their order."""
+    folders = section.near.against if section.near else ()
+    placed = []
+    for number, folder in enumerate(folders):
+        other = Corpus(folder, comm=comm)
+        placed += [
+            PlacedUnit(other, unit, unit_key(section, other, unit, filtered=False), number)
+            for unit in other.units(other.unit_bytes())
+        ]
+    own = corpus.units(corpus.unit_bytes())
+    if not own:
+        raise InputError("the corpus contains no documents", where=corpus.folder)
+    return placed + [
+        PlacedUnit(corpus, unit, unit_key(section, corpus, unit, filtered=True)) for unit in own
+    ]
+
+
+def _check_unchanged(units: Sequence[PlacedUnit], comm: Comm) -> None:
+    """Raise DamagedError if a file is not what the manifest of its corpus says.
+
+    Only files with another modification time are hashed, such as those of a copied corpus.
+    """
+    corpora = {id(unit.corpus): unit.corpus for unit in units}
+    files = [(corpus, i) for corpus in corpora.values() for i in range(len(corpus.manifest.files))]
+    for corpus, i in files[comm.rank :: comm.size]:
+        record, path = corpus.manifest.files[i], corpus.path(i)
+        if path.stat().st_mtime_ns != record.mtime_ns and sha256_file(path) != record.sha256:
+            raise DamagedError(
+                "a file of the corpus has changed",
+                where=path,
+                why="its content is not that of the manifest",
+                next="run dtt download again, and then the same command",
+            )
+
+
+def _pass_one(
+    cfg: RunConfig, units: Sequence[PlacedUnit], filters: Sequence[Filter], steps: Steps, comm: Comm
+) -> int:
+    """Do pass 1 for this rank's units that are not finished; return their number."""
+    section, done = section_of(cfg), 0
+    mine = units[comm.rank :: comm.size]
+    stop = cfg.tokenize.on_bad_document == "stop"
+    total = sum(placed.unit.text_bytes for placed in mine)
+    with progress("reading", total, shown=comm.rank == 0) as advance:
+        for placed in mine:
+            if not (steps.done(placed.step, placed.key) or steps.adopt(placed.step, placed.key)):
+                judges = filters if placed.other is None else ()
+                bad = BadDocuments(stop=stop)
+                pass_one(section, placed.corpus, placed.unit, judges, steps, placed.key, bad)
+                done += 1
+            advance(placed.unit.text_bytes)
+    return done
+
+
+def _find_pairs(
+    section: CleanConfig, order: DocumentOrder, steps: Steps, key: str, comm: Comm
+) -> int:
+    """Do passes 2 and 3; return the number of partitions of exact keys."""
+
+    def share(name: str, count: int, work: Callable[[int], None]) -> None:
+        for number in range(comm.rank, count, comm.size):
+            if not steps.done(f"{name}-{number:05d}", key):
+                work(number)
+        comm.barrier()
+
+    exact = exact_partitions(order, steps)
+    share("exact", exact, lambda i: exact_groups(order, steps, key, i, exact))
+    near = section.near
+    if near is None:
+        return exact
+    copies = DocumentSet(order)
+    for partition in range(exact):
+        copies.add(steps.array(f"exact-{partition:05d}", "later", np.uint64))
+    bands, units = band_partitions(order, steps), len(order.units)
+    share("pairs", bands, lambda i: candidate_pairs(order, steps, copies, key, i, bands))
+    share("shingles", units, lambda i: shingle_sets(order, steps, near, key, i, bands))
+    share("verified", units, lambda i: verified_pairs(order, steps, near, key, i, bands))
+    return exact
+
+
+def _finish(
+    section: CleanConfig,
+    corpus: Corpus,
+    order: DocumentOrder,
+    steps: Steps,
+    out: Path,
+    groups: int,
+) -> SelectionManifest:
+    """Write the files of the units and the manifest; keep the results of pass 1."""
+    parts = key_parts(section, corpus.manifest)
+    manifest = SelectionManifest(
+        key=fingerprint(parts),
+        key_parts=parts,
+        unit_bytes=corpus.unit_bytes(),
+        units=tuple(write_units(order, steps, out, groups, near=section.near is not None)),
+    )
+    # Last: a folder with a manifest is complete.
+    write_atomically(out / SelectionManifest.filename, manifest.dump())
+    # Another selection of the corpus, or of a later version of it, takes these.
+    steps.tidy(kept=[unit.step for unit in order.units])
+    return manifest

@@ -1,0 +1,107 @@
+"""`dtt clean`: make the selection of a corpus, in one process or in several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+
+from dtt.artifacts.selection import SelectionManifest
+from dtt.base.errors import ConfigError
+from dtt.base.log import log
+from dtt.base.ranks import Ranks
+from dtt.clean.passes import Cleaned, Part, clean, section_of
+from dtt.config.run import RunConfig
+from dtt.data.corpus.described import read_corpus
+from dtt.data.corpus.selection import selection_folder
+from dtt.mesh.comm import open_comm
+
+NAMES = {
+    "exact": "exact duplicates",
+    "near": "near duplicates",
+    "contaminated": "contaminated",
+    "rules": "rules",
+    "language": "other languages",
+    "where": "conditions",
+}
+
+
+def run(cfg: RunConfig, *, part: str | None = None, as_json: bool = False) -> None:
+    """Write the selection; rank 0 prints a report, as JSON if `as_json` is set.
+
+    `part` is `i/n`: only read the units i, i + n, … of the corpus.
+    """
+    section, share = section_of(cfg), _part(part)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    folder = selection_folder(section, read_corpus(cfg), cfg.corpus_dir)
+    comm = open_comm(Ranks.detect(), folder / SelectionManifest.work)
+    result = clean(cfg, comm, share)
+    comm.close()
+    if result is None:
+        return
+    for problem in result.problems[:5]:
+        log.warning("skipped %s", problem)
+    if result.manifest is not None and not result.units:
+        log.info("already done: %s is complete for this corpus and section `clean`", folder)
+    print(json.dumps(_facts(result)) if as_json else _report(result, cfg, part))
+
+
+def _part(text: str | None) -> Part | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise ConfigError(
+            f"--part {text} is not a part",
+            why="it is i/n: parts 0/n to n-1/n read the corpus together",
+            next="--part 0/4",
+        )
+    return Part(int(found[1]), int(found[2]))
+
+
+def _totals(manifest: SelectionManifest) -> tuple[int, int, Counter[str], int]:
+    """Return documents, bytes, removed documents by reason, and removed bytes."""
+    removed: Counter[str] = Counter()
+    for unit in manifest.units:
+        removed.update(unit.removed)
+    documents, size, removed_bytes = (
+        sum(getattr(unit, name) for unit in manifest.units)
+        for name in ("documents", "bytes", "removed_bytes")
+    )
+    return documents, size, removed, removed_bytes
+
+
+def _facts(result: Cleaned) -> dict[str, object]:
+    facts: dict[str, object] = {"selection": str(result.folder), "units_read": result.units}
+    if result.manifest is None:
+        return facts
+    documents, size, removed, removed_bytes = _totals(result.manifest)
+    return facts | {
+        "documents": documents,
+        "kept_documents": documents - removed.total(),
+        "text_bytes": size,
+        "kept_bytes": size - removed_bytes,
+        "removed": dict(removed),
+    }
+
+
+def _report(result: Cleaned, cfg: RunConfig, part: str | None) -> str:
+    if result.manifest is None:
+        return (
+            f"part        {part}: {result.units} units read, in {result.folder}\n"
+            "next        once all parts are done: the same command without --part"
+        )
+    documents, size, removed, removed_bytes = _totals(result.manifest)
+    unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
+    kept = f"{documents - removed.total():,} of {documents:,} documents kept"
+    sizes = f"{(size - removed_bytes) / scale:.2f} of {size / scale:.2f} {unit}"
+    lines = [f"selection   {result.folder} ({kept}, {sizes})"]
+    for reason, name in NAMES.items():
+        if reason in removed:
+            share = f"{removed[reason] / max(documents, 1):.2%}"
+            note = ""
+            if reason == "near" and cfg.clean and cfg.clean.near:
+                note = f"   (Jaccard ≥ {cfg.clean.near.threshold:g}; each has a kept twin)"
+            lines.append(f"  {name:<18}{removed[reason]:>10,}  {share:>7}{note}")
+    return "\n".join(lines)

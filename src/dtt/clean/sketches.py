@@ -1,0 +1,80 @@
+"""MinHash sketches of documents and their band keys: likely near duplicates share a key."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dtt.clean.shingles import U64, Shingles, mixed
+
+MISSED = 0.004
+"""Largest probability that a pair exactly at the threshold shares no band. False candidates cost
+time only, because every pair is verified."""
+VALUES = 128
+"""Largest number of values of a sketch, unless the threshold needs more."""
+_VALUE_BITS = 48
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def bands_and_rows(threshold: float) -> tuple[int, int]:
+    """Return the numbers of bands and of rows in each, for a threshold of the Jaccard similarity.
+
+    A pair of similarity J shares a band with probability 1 - (1 - J^rows)^bands (Leskovec,
+    Rajaraman and Ullman, Mining of Massive Datasets, section 3.4). More rows make fewer false
+    candidates: the most that fit into VALUES values are taken.
+    """
+
+    def bands(rows: int) -> int:
+        missed = 1 - threshold**rows
+        return 1 if missed <= MISSED else math.ceil(math.log(MISSED) / math.log(missed))
+
+    rows = 1
+    while rows < 32 and bands(rows + 1) * (rows + 1) <= VALUES:
+        rows += 1
+    return bands(rows), rows
+
+
+def sketches(shingles: Shingles, documents: int, values: int) -> U64:
+    """Return a sketch of each document, of shape (documents, values).
+
+    Two sketches agree in a value with the probability of the Jaccard similarity of the shingle sets
+    (Dahlgaard, Knudsen and Thorup 2017, Fast Similarity Sketching): each shingle falls into one bin
+    per round, a bin keeps its smallest value of the first round that reaches it, and later rounds
+    only serve documents with empty bins. Documents of many shingles need a single round, which is
+    why this is faster than a hash per value and shingle. Documents without shingles keep the
+    largest number in all bins.
+    """
+    empty = np.uint64(2**64 - 1)
+    filled = np.full(documents * values, empty)
+    factors = mixed(np.arange(1, 2 * values + 1, dtype=np.uint64)) | np.uint64(1)
+    hashes, document = shingles
+    first = document * values
+    for turn in range(2 * values):
+        value = hashes * factors[turn]
+        value ^= value >> np.uint64(32)
+        if turn < values:
+            bins = (value >> np.uint64(8) & np.uint64(2**32 - 1)) * np.uint64(values)
+            place = (bins >> np.uint64(32)).view(np.int64) + first
+        else:  # the rounds that end it: one bin each
+            place = first + (turn - values)
+        value >>= np.uint64(64 - _VALUE_BITS)
+        value |= np.uint64(turn << _VALUE_BITS)
+        np.minimum.at(filled, place, value)
+        waiting = (filled.reshape(documents, values) == empty).any(axis=1)
+        kept = waiting[document]
+        if not kept.any():
+            break
+        hashes, document, first = hashes[kept], document[kept], first[kept]
+    return filled.reshape(documents, values)
+
+
+def band_keys(sketches: U64, bands: int, rows: int) -> U64:
+    """Return a key of each band of each sketch, of shape (documents, bands)."""
+    parts = sketches.reshape(len(sketches), bands, rows)
+    keys = np.broadcast_to(mixed(np.arange(bands, dtype=np.uint64)), parts.shape[:2]).copy()
+    for row in range(rows):
+        keys *= _MULTIPLIER
+        keys += parts[:, :, row]
+        keys ^= keys >> np.uint64(32)
+    return mixed(keys)

@@ -1,0 +1,168 @@
+"""Finished steps of a run: files of raw numbers, each with its hash in a marker written last."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, ValidationError
+
+from dtt.artifacts.manifest import Record
+from dtt.artifacts.selection import SelectionManifest
+from dtt.base.errors import DamagedError
+from dtt.base.files import fsync_folder, named, sha256_file, write_atomically
+
+Content = bytes | npt.NDArray[Any]
+
+
+class StepMarker(Record):
+    """The marker of a finished step."""
+
+    key: str
+    """Fingerprint of everything that determines its files; with another one the step is redone."""
+    files: dict[str, str]
+    """The sha256 of each of its files, by the ending of the name."""
+    facts: dict[str, Any] = Field(default_factory=dict)
+    """Counts that the steps after it need."""
+
+
+class Steps:
+    """The folder of the finished steps of one selection.
+
+    The ranks share it. Each step is done by one rank, which writes files of its own, by rename.
+    """
+
+    def __init__(self, selection: Path) -> None:
+        """Use the work folder of the selection in folder `selection`."""
+        self._folder = selection / SelectionManifest.work
+        self._others = [
+            other / SelectionManifest.work
+            for other in sorted(selection.parent.glob("selection-*"))
+            if other.name != selection.name
+        ]
+
+    def path(self, name: str, ending: str) -> Path:
+        """Return the path of a file of a step."""
+        return self._folder / f"{name}.{ending}"
+
+    def done(self, name: str, key: str) -> bool:
+        """Return True if the step is finished and each of its files has its hash."""
+        marker = _marker(self._folder / f"{name}.json")
+        return (
+            marker is not None
+            and marker.key == key
+            and all(
+                self.path(name, ending).is_file()
+                and sha256_file(self.path(name, ending)) == expected
+                for ending, expected in marker.files.items()
+            )
+        )
+
+    def adopt(self, name: str, key: str) -> bool:
+        """Take the files of a step from another selection of the corpus; return True if possible.
+
+        They are hard links where the file system has them.
+        """
+        for other in self._others:
+            marker = _marker(other / f"{name}.json")
+            if marker is None or marker.key != key:
+                continue
+            with suppress(OSError):  # another process may delete what it reads
+                for ending in marker.files:
+                    _link(other / f"{name}.{ending}", self.path(name, ending))
+                self._mark(name, marker)
+                if self.done(name, key):
+                    return True
+        return False
+
+    def write(
+        self,
+        name: str,
+        key: str,
+        files: Mapping[str, Iterable[Content]],
+        **facts: Any,
+    ) -> None:
+        """Write the files of a step, each from its pieces, and then its marker."""
+        sums = {ending: self._write(self.path(name, ending), files[ending]) for ending in files}
+        self._mark(name, StepMarker(key=key, files=sums, facts=facts))
+
+    def _mark(self, name: str, marker: StepMarker) -> None:
+        fsync_folder(self._folder)
+        write_atomically(self._folder / f"{name}.json", marker.model_dump_json(indent=1) + "\n")
+
+    def _write(self, path: Path, pieces: Iterable[Content]) -> str:
+        """Write a file by rename, piece by piece; return its sha256."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Random, since two nodes may have the same process ids.
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        digest = hashlib.sha256()
+        try:
+            with named(path), aside.open("wb") as file:
+                for piece in pieces:
+                    content = piece if isinstance(piece, bytes) else piece.tobytes()
+                    digest.update(content)
+                    file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+        return digest.hexdigest()
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Return the counts of a finished step."""
+        marker = _marker(self._folder / f"{name}.json")
+        if marker is None:
+            raise DamagedError(
+                "a finished step is missing",
+                where=self._folder / f"{name}.json",
+                why="another process deletes from this folder",
+                next="run the same command again",
+            )
+        return marker.facts
+
+    def array(self, name: str, ending: str, dtype: Any) -> npt.NDArray[Any]:
+        """Return the numbers in a file of a finished step, mapped into memory."""
+        path = self.path(name, ending)
+        with named(path):
+            if path.stat().st_size == 0:  # which cannot be mapped
+                return np.empty(0, dtype)
+            # A plain view, because slices of np.memmap take ten times as long.
+            return np.asarray(np.memmap(path, dtype, "r"))
+
+    def tidy(self, kept: Iterable[str] | None = None) -> None:
+        """Remove leftovers of killed processes, and all steps but `kept`, unless it is None."""
+        keep = None if kept is None else set(kept)
+        for path in self._folder.glob("*"):
+            torn = path.name.startswith(".") and path.name.endswith(".tmp")
+            if path.is_file() and (torn or (keep is not None and path.stem not in keep)):
+                path.unlink(missing_ok=True)
+
+
+def _marker(path: Path) -> StepMarker | None:
+    try:
+        return StepMarker.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return None
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make `target` a hard link of `source`, or a copy where the file system has no links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            os.link(source, aside)
+        except OSError:
+            shutil.copyfile(source, aside)
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,151 @@
+"""Pass 3: the exact Jaccard similarity of candidate pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.base.errors import DamagedError
+from dtt.clean.document_order import DocumentOrder
+from dtt.clean.partitions import documents_in_pairs, pairs_of_unit, unique_pairs
+from dtt.clean.shingles import U64, Int, shingles
+from dtt.clean.steps import Content, Steps
+from dtt.config.clean import NearConfig
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import read_batches
+
+SHINGLES_AT_ONCE = 2**20
+"""Number of shingles of the pairs that are compared at once."""
+OPEN_UNITS = 200
+"""Units whose shingles are mapped at the same time; a process may open about 1,000 files."""
+
+
+class ShingleSets(NamedTuple):
+    """The shingle sets of those documents of a unit that are in candidate pairs."""
+
+    documents: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    hashes: U64
+
+    def of(self, document: int) -> U64:
+        """Return the sorted shingle set of a document."""
+        at = int(np.searchsorted(self.documents, document))
+        return self.hashes[self.ends[at - 1] if at else 0 : self.ends[at]]
+
+
+def shingle_sets(
+    order: DocumentOrder, steps: Steps, near: NearConfig, key: str, place: int, partitions: int
+) -> None:
+    """Read a unit again and write the shingle sets of its documents in candidate pairs."""
+    wanted = documents_in_pairs(steps, partitions, place)
+    ends: list[int] = []
+
+    def pieces() -> Iterator[Content]:
+        total = 0
+        for texts in _texts(order, steps, place, wanted) if len(wanted) else ():
+            cut = shingles(texts, near.shingle)
+            edges = np.searchsorted(cut.document, np.arange(len(texts) + 1))
+            for first, last in pairwise(edges.tolist()):
+                found = np.unique(cut.hashes[first:last])
+                total += len(found)
+                ends.append(total)
+                yield found
+
+    files = {"hashes": pieces(), "in-pairs": [wanted]}
+    # The order matters: the ends are known when the pieces are written.
+    steps.write(f"shingles-{place:05d}", key, files | {"ends": _late(ends)})
+
+
+def _late(ends: list[int]) -> Iterator[Content]:
+    yield np.array(ends, np.int64)
+
+
+def _texts(order: DocumentOrder, steps: Steps, place: int, wanted: Int) -> Iterator[list[bytes]]:
+    """Yield the texts of the wanted documents; raise DamagedError if the corpus has changed."""
+    placed = order.units[place]
+    sizes = steps.array(placed.step, "sizes", np.uint32)
+    first = 0
+    for batch in read_batches(placed.corpus, placed.unit, BadDocuments()):
+        expected = sizes[first : first + len(batch)].tolist()
+        if [len(text) for text in batch] != expected:
+            break
+        low, high = np.searchsorted(wanted, [first, first + len(batch)])
+        if high > low:
+            yield [batch[number - first] for number in wanted[low:high].tolist()]
+        first += len(batch)
+    if first != len(sizes):
+        raise DamagedError(
+            "the corpus has changed while it was cleaned",
+            where=placed.corpus.folder,
+            why=f"unit {placed.unit.index} has other documents than before",
+            next="dtt download again, then the same command",
+        )
+
+
+def verified_pairs(
+    order: DocumentOrder, steps: Steps, near: NearConfig, key: str, place: int, partitions: int
+) -> None:
+    """Write the pairs of a unit whose Jaccard similarity reaches the threshold, and its value."""
+
+    @lru_cache(maxsize=OPEN_UNITS)
+    def sets(unit: int) -> ShingleSets:
+        name = f"shingles-{unit:05d}"
+        endings = {"in-pairs": np.int64, "ends": np.int64, "hashes": np.uint64}
+        return ShingleSets(*(steps.array(name, e, dtype) for e, dtype in endings.items()))
+
+    later, earlier = unique_pairs(*pairs_of_unit(steps, "pairs", partitions, place))
+    laters, earliers, scores = [later[:0]], [later[:0]], [np.empty(0)]
+    batch: list[tuple[int, int, U64, U64]] = []
+    size = 0
+
+    def compare() -> None:
+        score = jaccard([(one, two) for _, _, one, two in batch])
+        enough = score >= near.threshold
+        laters.append(np.array([pair[0] for pair in batch], np.uint64)[enough])
+        earliers.append(np.array([pair[1] for pair in batch], np.uint64)[enough])
+        scores.append(score[enough])
+        batch.clear()
+
+    for a, b in zip(later.tolist(), earlier.tolist(), strict=True):
+        one, two = (sets(n >> 32).of(n & (2**32 - 1)) for n in (a, b))
+        # Sets of such different sizes cannot be similar enough.
+        if min(len(one), len(two)) / max(len(one), len(two)) < near.threshold:
+            continue
+        batch.append((a, b, one, two))
+        size += len(one) + len(two)
+        if size >= SHINGLES_AT_ONCE:
+            compare()
+            size = 0
+    if batch:
+        compare()
+    files: dict[str, list[npt.NDArray[Any]]] = {
+        "later": [np.concatenate(laters)],
+        "earlier": [np.concatenate(earliers)],
+        "score": [np.concatenate(scores)],
+    }
+    steps.write(f"verified-{place:05d}", key, files)
+
+
+def jaccard(pairs: list[tuple[U64, U64]]) -> npt.NDArray[np.float64]:
+    """Return the Jaccard similarity of pairs of sorted sets that are not empty.
+
+    All pairs are compared at once: the number of the pair replaces the lowest bits of each hash. A
+    million shingles leave at least 44 bits of each in short documents, and 60 in long ones.
+    """
+    bits = np.uint64(max(1, (len(pairs) - 1).bit_length()))
+    one_sizes, two_sizes = (np.array([len(pair[side]) for pair in pairs]) for side in (0, 1))
+    numbers = np.arange(len(pairs), dtype=np.uint64) << (np.uint64(64) - bits)
+    sides = [
+        np.concatenate([pair[side] for pair in pairs]) >> bits | np.repeat(numbers, sizes)
+        for side, sizes in ((0, one_sizes), (1, two_sizes))
+    ]
+    merged = np.sort(np.concatenate(sides), kind="stable")  # merges the two sorted halves
+    shared = merged[1:][merged[1:] == merged[:-1]] >> (np.uint64(64) - bits)
+    common = np.bincount(shared.astype(np.int64), minlength=len(pairs))
+    similarity: npt.NDArray[np.float64] = common / (one_sizes + two_sizes - common)
+    return similarity

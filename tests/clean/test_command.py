@@ -1,0 +1,105 @@
+"""`dtt clean` as a user runs it: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.running import Dtt
+
+ROWS = [
+    {"text": "one two three", "score": 3, "lang": "en"},
+    {"text": "one  two three", "score": 5, "lang": "en"},
+    {"text": "four five six", "score": 1, "lang": "en"},
+    {"text": "seven", "score": 4, "lang": "de"},
+    {"text": "eight", "lang": "fr"},
+    {"text": "", "score": None, "lang": "en"},
+]
+
+
+def write_rows(folder: Path, kind: str) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet")
+    elif kind == "csv":
+        lines = [f"{row.get('score')},{row['text']},{row['lang']}" for row in ROWS]
+        (folder / "rows.csv").write_text("\n".join(["score,text,lang", *lines]) + "\n")
+    else:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return f"rows.{kind}"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_conditions_on_columns_and_duplicates_are_counted(
+    dtt: Dtt, tmp_path: Path, kind: str
+) -> None:
+    name = write_rows(tmp_path, kind)
+    dtt("download", "-q", "-d", name)
+    where = "clean.where=[{column: score, min: 3}, {column: lang, values: [en, de]}]"
+    facts = json.loads(dtt("clean", "-d", name, where, "--json").stdout)
+    assert facts["documents"] == 6
+    assert facts["kept_documents"] == 2
+    assert facts["removed"] == {"exact": 1, "where": 3}
+    assert facts["text_bytes"] == sum(len(row["text"]) for row in ROWS)
+    assert facts["kept_bytes"] == len("one two threeseven")
+    again = dtt("clean", "-d", name, where)
+    assert "already done" in again.stderr
+    assert "(2 of 6 documents kept" in again.stdout
+    assert "  exact duplicates           1   16.67%" in again.stdout
+    assert "  conditions                 3   50.00%" in again.stdout
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_a_missing_column_is_named(dtt: Dtt, tmp_path: Path, kind: str) -> None:
+    name = write_rows(tmp_path, kind)
+    dtt("download", "-q", "-d", name)
+    done = dtt("clean", "-d", name, "clean.where=[{column: scores, min: 3}]", expect=66)
+    assert "no column scores" in done.stderr
+    assert "score" in done.stderr.replace("scores", "")
+
+
+def test_plain_text_has_no_columns(dtt: Dtt, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    dtt("download", "-q", "-d", "a.txt")
+    done = dtt("clean", "-d", "a.txt", "clean.where=[{column: score, min: 3}]", expect=66)
+    assert "no column score" in done.stderr
+
+
+def test_without_a_section_nothing_is_cleaned(dtt: Dtt, tmp_path: Path) -> None:
+    name = write_rows(tmp_path, "jsonl")
+    dtt("download", "-q", "-d", name)
+    done = dtt("clean", "-d", name, expect=2)
+    assert "no section `clean`" in done.stderr
+
+
+@pytest.mark.parametrize("part", ["4/4", "1", "-1/2", "a/b", "0/0"])
+def test_a_part_that_is_none_is_refused(dtt: Dtt, tmp_path: Path, part: str) -> None:
+    name = write_rows(tmp_path, "jsonl")
+    dtt("download", "-q", "-d", name)
+    done = dtt("clean", "-d", name, "clean.exact=true", f"--part={part}", expect=2)
+    assert "is not a part" in done.stderr
+
+
+def test_parts_say_what_comes_next(dtt: Dtt, tmp_path: Path) -> None:
+    name = write_rows(tmp_path, "jsonl")
+    dtt("download", "-q", "-d", name)
+    done = dtt("clean", "-d", name, "clean.exact=true", "--part", "0/2")
+    assert "1 units read" in done.stdout
+    assert "without --part" in done.stdout
+    facts = json.loads(dtt("clean", "-d", name, "clean.exact=true", "--json").stdout)
+    assert facts["units_read"] == 0
+    assert facts["kept_documents"] == 5
+
+
+def test_a_corpus_that_is_missing_or_contains_conversations_is_refused(
+    dtt: Dtt, tmp_path: Path
+) -> None:
+    assert "no corpus" in dtt("clean", "-d", "no.jsonl", "clean.exact=true", expect=66).stderr
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(line) + "\n")
+    dtt("download", "-q", "-d", "chat.jsonl", "data.type=chat")
+    done = dtt("clean", "-d", "chat.jsonl", "data.type=chat", "clean.exact=true", expect=66)
+    assert "conversations, not text" in done.stderr

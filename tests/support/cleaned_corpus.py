@@ -1,0 +1,83 @@
+"""Corpora for tests of `dtt clean`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtt.artifacts.selection import SelectionManifest, removals_name
+from dtt.clean.passes import Part, clean
+from dtt.clean.removals import RemovedRow, decode
+from dtt.config.data import DownloadConfig
+from dtt.config.load import resolve
+from dtt.config.run import RunConfig
+from dtt.data.corpus.download import download
+from dtt.mesh.comm import Serial
+
+
+class CleanedCorpus:
+    """A corpus in a folder, and its selections."""
+
+    def __init__(self, folder: Path, files: dict[str, bytes], **options: Any) -> None:
+        self.folder = folder / "corpus"
+        self.source = folder / "source"
+        self.source.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (self.source / name).write_bytes(content)
+        download(DownloadConfig(dataset=str(self.source), **options), self.folder)
+
+    def config(self, *settings: str) -> RunConfig:
+        """The configuration that cleans it."""
+        given = [f"download.dataset={self.source}", f"download.out={self.folder}", *settings]
+        return resolve(None, given, {}).config
+
+    def clean(self, *settings: str, part: Part | None = None) -> Path:
+        """Clean it in this process; return the folder of the selection."""
+        result = clean(self.config(*(settings or ("clean.near.threshold=0.8",))), Serial(), part)
+        assert result is not None
+        return result.folder
+
+
+@pytest.fixture
+def make_corpus(tmp_path: Path) -> Callable[..., CleanedCorpus]:
+    """Makes corpora, each in a folder of its own."""
+    return lambda files, name="one", **options: CleanedCorpus(tmp_path / name, files, **options)
+
+
+def removed_rows(folder: Path) -> dict[tuple[int, int], RemovedRow]:
+    """The removed documents of a selection, by unit and number."""
+    manifest = SelectionManifest.read(folder)
+    return {
+        (unit, row.document): row
+        for unit, facts in enumerate(manifest.units)
+        if facts.sha256 is not None
+        for row in decode(folder / removals_name(unit))
+    }
+
+
+def numbered(folder: Path) -> dict[int, tuple[RemovedRow, int | None]]:
+    """The removed documents of a selection, and their twins in the corpus, numbered through."""
+    starts = [0]
+    for unit in SelectionManifest.read(folder).units:
+        starts.append(starts[-1] + unit.documents)
+    return {
+        starts[unit] + document: (
+            row,
+            None if row.twin_unit is None or row.twin_unit < 0 or row.twin is None
+            else starts[row.twin_unit] + row.twin,
+        )
+        for (unit, document), row in removed_rows(folder).items()
+    }  # fmt: skip
+
+
+def result_bytes(folder: Path) -> dict[str, str]:
+    """The hash of every file of a selection."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.startswith(".lock")
+    }

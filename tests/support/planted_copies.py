@@ -1,0 +1,88 @@
+"""A corpus with planted copies, and all its similar pairs by brute force."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+
+WORD = re.compile("[0-9a-z\x80-\U0010ffff]+")
+
+
+def planted(count: int, seed: int = 7, words: int = 160) -> list[str]:
+    """Documents: half of them new, the others copies, edited copies, chains and look-alikes."""
+    draw = random.Random(seed)
+    vocabulary = [
+        "".join(draw.choices("abcdefghijklmnoprstuvwy", k=n % 9 + 2)) for n in range(4000)
+    ]
+    header = " ".join(draw.choices(vocabulary, k=40))
+    found: list[str] = []
+
+    def new() -> str:
+        return " ".join(draw.choices(vocabulary, k=draw.randint(20, 2 * words)))
+
+    def edited(text: str, rate: float) -> str:
+        return " ".join(
+            draw.choice(vocabulary) if draw.random() < rate else word for word in text.split()
+        )
+
+    kinds = {
+        "new": 50, "edited": 20, "copy": 6, "respelled": 4, "chain": 4, "header": 5, "shuffled": 5,
+        "short": 3, "empty": 2, "blank": 1,
+    }  # fmt: skip
+    while len(found) < count:
+        kind = draw.choices([*kinds], [*kinds.values()])[0]
+        text = draw.choice(found) if found else new()
+        match kind:
+            case "new":
+                found.append(new())
+            case "edited":
+                found.append(edited(text, draw.uniform(0.0, 0.2) ** 2 / 0.2))
+            case "copy":
+                found.append(text.replace(" ", draw.choice(["  ", "\n", " \t"])) + "\n")
+            case "respelled":
+                found.append(text.upper().replace(" ", draw.choice([", ", " — ", "; "])))
+            case "chain":  # the ends differ more than neighbours do
+                for _ in range(3):
+                    text = edited(text, 0.02)
+                    found.append(text)
+            case "header":
+                found.append(f"{header} {new()}")
+            case "shuffled":
+                found.append(" ".join(draw.sample(text.split(), len(text.split()))))
+            case "short":
+                found.append(" ".join(draw.choices(["yes", "no", "maybe"], k=draw.randint(1, 4))))
+            case "empty":
+                found.append("")
+            case "blank":
+                found.append(" \n\t")
+    return found[:count]
+
+
+def json_lines(texts: Sequence[str]) -> bytes:
+    """A file of JSON lines with these texts."""
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def shingle_set(text: str, size: int) -> frozenset[tuple[str, ...]]:
+    """The shingles of a text without signs beyond ASCII but the dash."""
+    words = WORD.findall(text.lower().replace("—", " "))
+    return frozenset(tuple(words[i : i + size]) for i in range(len(words) - size + 1))
+
+
+def similar_pairs(texts: Sequence[str], size: int = 5) -> dict[tuple[int, int], float]:
+    """The Jaccard similarity of all pairs of documents that share a shingle."""
+    sets = [shingle_set(text, size) for text in texts]
+    holders: dict[tuple[str, ...], list[int]] = {}
+    for number, shingles in enumerate(sets):
+        for shingle in shingles:
+            holders.setdefault(shingle, []).append(number)
+    shared: Counter[tuple[int, int]] = Counter()
+    for numbers in holders.values():
+        shared.update(combinations(numbers, 2))
+    return {
+        (a, b): common / (len(sets[a]) + len(sets[b]) - common) for (a, b), common in shared.items()
+    }
