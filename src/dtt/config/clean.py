@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from dtt.config.base import Section
+from dtt.config.quality_limits import limit_problems
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -72,9 +73,13 @@ class CleanConfig(Section):
     """Remove documents that contain a part of a task; null: none."""
     rules: tuple[Literal["gopher", "c4", "fineweb"], ...] = ()
     """Published quality rules to apply."""
-    limits: dict[str, float] = Field(default_factory=dict)
-    """Other limits of single rules, such as `{gopher.min_words: 20}`."""
+    limits: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Other limits of single rules, such as `gopher.min_words: 20`."""
     where: tuple[WhereConfig, ...] = ()
     """Conditions on columns, all of which a document must fulfil."""
     language: LanguageConfig | None = None
     """Remove documents in other languages; null: none."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for each limit that no applied rule has."""
+        yield from limit_problems(self.limits, self.rules)
