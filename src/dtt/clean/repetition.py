@@ -16,7 +16,7 @@ class WordSequence:
     """The words of a document, numbered by their first occurrence."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Number the words."""
+        """Give each word a number."""
         found: defaultdict[str, int] = defaultdict(count().__next__)
         # In C code: a Python loop takes three times as long.
         self._numbers = np.fromiter(map(found.__getitem__, words), np.uint64, len(words))

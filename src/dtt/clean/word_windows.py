@@ -1,14 +1,37 @@
-"""Hashes of the n-grams of a sequence of words, in numpy."""
+"""Normalized words, and hashes of the n-grams of a sequence of words."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
+
 import numpy as np
 import numpy.typing as npt
+import regex
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that no number of a word is lost; 2^64 divided by the golden ratio."""
+# `regex`, whose \w includes vowel signs; `re` would cut each word of Hindi in several.
+WORD = regex.compile(r"\w+")
+SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+"""Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese, which have no spaces."""
 
 Hashes = npt.NDArray[np.uint64]
+
+
+def normalized_words(text: str) -> list[str]:
+    """Return the words of a text, casefolded and without punctuation.
+
+    Apostrophes vanish (`don't` is `dont`); other punctuation separates words. Each character of a
+    script without spaces is a word.
+    """
+    text = text.casefold()
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text)
+        if SPACELESS.search(text):
+            text = SPACELESS.sub(r" \g<0> ", text)
+    # Three times as fast as `translate`.
+    return WORD.findall(text.replace("'", "").replace("’", "").replace("_", " "))  # type: ignore[no-any-return]
 
 
 def ngram_hashes(numbers: Hashes, n: int) -> Hashes:
