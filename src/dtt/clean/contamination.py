@@ -33,7 +33,7 @@ from dtt.evaluate.tasks.task_data import TaskData, open_task
 
 MIN_WORDS = 5
 """Words of the shortest question, with its answer, that is matched as a whole. Shorter ones, such
-as sums, are in no way a sign of the task, and are not matched."""
+as sums, occur in documents that have nothing to do with the task, and are not matched."""
 MAX_DOCUMENTS = 10
 """Documents that contain an n-gram which still counts; GPT-3's."""
 MAX_NAMES = 5
@@ -47,12 +47,12 @@ def open_task_ngrams(config: DecontaminateConfig, folder: Path) -> TaskNgrams:
 
     Raises the errors of `load_tasks` and `open_task`: an unknown task, data that cannot be had.
     """
-    tasks = map(_fields_only, load_tasks(config.tasks))
+    tasks = map(fields_only, load_tasks(config.tasks))
     opened = [open_task(task, folder, limit=None, shots=0) for task in tasks]
     return TaskNgrams(opened, config.ngram)
 
 
-def _fields_only(task: Task) -> Task:
+def fields_only(task: Task) -> Task:
     """Return a task whose texts consist of the fields of its rows only.
 
     `Question: … Answer:` is the prompt's, and no document that contains the row has it.
@@ -68,6 +68,7 @@ def _fields_only(task: Task) -> Task:
         "description": "",
         "gold": 0,  # a choice without its literals need not be what `gold` names
         "gold_is": "index",
+        "labels": None,
     }
     return task.model_copy(update=changed)
 
@@ -86,14 +87,19 @@ class TaskNgrams:
         numbers: defaultdict[str, int] = defaultdict(count(1).__next__)  # 0: no word of a task
         long, short = [np.empty(0, np.uint64)], defaultdict[tuple[int, ...], int](count().__next__)
         long_owners, short_owners = [np.empty(0, np.int64)], []
+        self.unmatched: dict[str, int] = {}
+        """Questions of each task that are too short to be matched, where there are any."""
         sources = []
         for task in tasks:
+            name = task.task.name
             sources.append(task.sha256)
             for index, question in enumerate(task.questions):
                 owner = len(self._questions)
-                self._questions.append(f"{task.task.name} {index}")
-                for words in _texts(question):
-                    ids = [numbers[word] for word in words]
+                self._questions.append(f"{name} {index}")
+                texts = [[numbers[word] for word in words] for words in _texts(question)]
+                if max(map(len, texts)) < min(MIN_WORDS, ngram):
+                    self.unmatched[name] = self.unmatched.get(name, 0) + 1
+                for ids in texts:
                     if len(ids) >= ngram:
                         long.append(ngram_hashes(np.array(ids, np.uint64), ngram))
                         long_owners.append(np.full(len(long[-1]), owner))

@@ -18,8 +18,8 @@ a whole novel would take a tenth of a second and gain nothing."""
 class LanguageFilter:
     """A filter that keeps documents in some languages.
 
-    py3langid is naive Bayes over byte n-grams, with 139 languages and its model in the wheel. lingua
-    needs 96 MB of models, fastText's model a download.
+    py3langid is naive Bayes over byte n-grams, with 139 languages and its model in the wheel.
+    lingua's wheel has 96 MB, fastText's model is a download.
     """
 
     columns: tuple[str, ...] = ()
