@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,26 @@ def verdicts(tasks: TaskNgrams, documents: Sequence[str]) -> list[Removal | None
     hits = [tasks.hits(document) for document in documents]
     counts = np.bincount(np.concatenate(hits), minlength=len(tasks))
     return [tasks.removal(found, counts) for found in hits]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Don't—DON’T, don't!", ["dont", "dont", "dont"]),
+        ("_Well-known_\tfacts: 3.14", ["well", "known", "facts", "3", "14"]),
+        ("Straße STRASSE cafe\u0301 Café", ["strasse", "strasse", "café", "café"]),
+        ("हिन्दी में, पढ़ो।", ["हिन्दी", "में", "पढ़ो"]),
+        ("日本語 text ไทย", ["日", "本", "語", "text", "ไ", "ท", "ย"]),
+        ("", []),
+    ],
+)
+def test_words_are_casefolded_and_without_punctuation(text: str, expected: list[str]) -> None:
+    assert normalized_words(text) == [unicodedata.normalize("NFC", word) for word in expected]
+
+
+def test_ascii_text_has_the_same_words_among_other_text() -> None:
+    text = "".join(f"x{chr(code)}Y " for code in range(128)) + " ".join(map(chr, range(128)))
+    assert normalized_words(text + " é") == [*normalized_words(text), "é"]
 
 
 def test_a_shared_ngram_counts_whatever_its_case_and_punctuation(tmp_path: Path) -> None:

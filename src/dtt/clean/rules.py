@@ -2,8 +2,10 @@
 
 A word is what white space separates, so that no model of a language is needed, and a line is one
 that is not blank, without the white space around it. datatrove cuts words with spaCy, which makes
-words of punctuation marks and parts of `don't`; the rules come to the same verdict for nearly all
-documents (tests/clean/test_rules.py has the differences).
+words of punctuation marks and of parts of `don't`. The verdicts on at least 296 of 300 web pages
+are the same for each rule (tests/clean/test_rules.py lists the others), except for
+`gopher.min_alphabetic_words`: with punctuation marks as words without letters, datatrove removes
+15 % of the pages by it, and 8 % of the novels.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ BANNED = re.compile(
     "javascript|terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies"
 )
 """Text of lines that C4 drops, in lower case; from its code, the paper says it in words."""
-SENTENCE_END = re.compile(rf"[.?!]+[{QUOTES})\]]*(?=\s+[^\sa-z]|\s*$)")
-"""End of a sentence: the next one does not begin with a small letter. `Mr. Smith` counts as an end,
-which C4's sentence tokenizer knows better."""
+SENTENCE_END = re.compile(rf"[.?!](?=[{QUOTES})\]]*(?:\s+[^\sa-z]|\s*$))")
+"""Last mark of a sentence: the next one does not begin with a small letter. `Mr. Smith` counts as
+an end, which the sentence tokenizer of C4 knows better. One mark, not `[.?!]+`: a run of n marks
+that ends no sentence would take n² steps."""
 
 Measured = Iterator[tuple[str, float]]
 """Names of limits and the values to compare with them, cheap ones first."""

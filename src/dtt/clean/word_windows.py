@@ -15,6 +15,10 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 WORD = regex.compile(r"\w+")
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 """Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese, which have no spaces."""
+ASCII_WORDS: dict[int, str | None] = {
+    code: chr(code).lower() if chr(code).isalnum() else " " for code in range(128)
+}
+ASCII_WORDS[ord("'")] = None  # with an empty string, `translate` is slow
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -25,12 +29,11 @@ def normalized_words(text: str) -> list[str]:
     Apostrophes vanish (`don't` is `dont`); other punctuation separates words. Each character of a
     script without spaces is a word.
     """
-    text = text.casefold()
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", text)
-        if SPACELESS.search(text):
-            text = SPACELESS.sub(r" \g<0> ", text)
-    # Three times as fast as `translate`.
+    if text.isascii():  # three times as fast
+        return text.translate(ASCII_WORDS).split()
+    text = unicodedata.normalize("NFC", text.casefold())
+    if SPACELESS.search(text):
+        text = SPACELESS.sub(r" \g<0> ", text)
     return WORD.findall(text.replace("'", "").replace("’", "").replace("_", " "))  # type: ignore[no-any-return]
 
 
