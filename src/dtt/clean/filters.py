@@ -12,7 +12,8 @@ class Removal(NamedTuple):
     reason: str
     """`where`, `language`, `contaminated` or `rules`; `exact` and `near` come from other passes."""
     rule: str
-    """The rule and what it found, such as `gopher.min_words`, or `hellaswag 17` for a question."""
+    """The rule and what it found, such as `gopher.min_words`, or `hellaswag 17` for a question;
+    several questions are separated by commas."""
     score: float | None = None
     """The number that was compared with a limit."""
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from dtt.config.base import Section
+from dtt.config.quality_limits import limit_problems
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -31,7 +32,8 @@ class DecontaminateConfig(Section):
     tasks: tuple[str, ...]
     """Tasks or suites of `dtt eval`, such as `core` or `hellaswag`."""
     ngram: PositiveInt = 13
-    """Words of a shared n-gram (GPT-3's convention). Shorter questions count as a whole."""
+    """Words of a shared n-gram (GPT-3's convention). Shorter questions, with their answer, count as
+    a whole if they have at least 5 words."""
 
 
 class WhereConfig(Section):
@@ -71,10 +73,15 @@ class CleanConfig(Section):
     decontaminate: DecontaminateConfig | None = None
     """Remove documents that contain a part of a task; null: none."""
     rules: tuple[Literal["gopher", "c4", "fineweb"], ...] = ()
-    """Published quality rules to apply."""
-    limits: dict[str, float] = Field(default_factory=dict)
-    """Other limits of single rules, such as `{gopher.min_words: 20}`."""
+    """Published quality rules to apply. They keep or remove whole documents: lines that C4 drops
+    count for `c4.min_sentences` and `c4.max_dropped_lines`."""
+    limits: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Other limits of single rules than the published ones, such as `gopher.min_words: 20`."""
     where: tuple[WhereConfig, ...] = ()
     """Conditions on columns, all of which a document must fulfil."""
     language: LanguageConfig | None = None
     """Remove documents in other languages; null: none."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for each limit that no applied rule has."""
+        yield from limit_problems(self.limits, self.rules)

@@ -96,6 +96,11 @@ def render_list(
     return [render(templates, row, replaced)]
 
 
+def without_literals(template: str) -> str:
+    """Return a template with only the fields of `template`, separated by spaces."""
+    return " ".join(match[0] for match in PART.finditer(template))
+
+
 def field_value(path: str, row: Mapping[str, Any]) -> Any:
     """Return the value at a dotted path; raise ValueError if there is none."""
     value: Any = row
