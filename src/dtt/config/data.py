@@ -143,14 +143,16 @@ class SourceConfig(Section):
     """Folder written by `tokenize`; or token files of other tools: a Megatron `.bin`/`.idx` pair
     (its path without the suffix) or a folder of such pairs, a datatrove `.ds` file or a folder of
     such files, a file of ids (llm.c's and modded-nanogpt's `.bin`, an `.npy`, nanoGPT's raw `.bin`)
-    or a folder of such files."""
+    or a folder of such files. `FOLDER/**`: each folder below FOLDER that holds a dtt manifest, or
+    `.idx` or `.ds` files, is a source, named by its path from FOLDER, in the order of the names."""
     name: str | None = None
     """Name of the source in metrics; with the seed it determines the order of its samples. null:
-    the last component of `path`."""
+    the last component of `path`. For `FOLDER/**`: the beginning of the names, before a `/`."""
     weight: PositiveFloat | None = None
     """Share of the samples, relative to the other sources; null for all of them: in proportion to
-    their sizes. Shares that are multiples of 1e-5 are exact; others are rounded to such a multiple,
-    never to 0."""
+    their sizes. That of `FOLDER/**` is split in proportion to the sizes of its folders, as if they
+    were one source: all of them complete an epoch together. Shares that are multiples of 1e-5 are
+    exact; others are rounded to such a multiple, never to 0."""
     validation: Path | None = None
     """Held-out token files; null: those that `tokenize` held out, if it wrote the folder."""
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
@@ -158,8 +160,25 @@ class SourceConfig(Section):
 
     @property
     def label(self) -> str:
-        """The name of the source: `name`, or the last component of `path`."""
-        return self.name or self.path.name
+        """The name of the source, or of the pattern: `name`, or the last component of `path`."""
+        return self.name or (str(self.path) if self.is_pattern else self.path.name)
+
+    @property
+    def is_pattern(self) -> bool:
+        """True if `path` is a pattern, `FOLDER/**`, for the token folders below a folder."""
+        return self.path.name == "**"
+
+    @property
+    def folder(self) -> Path:
+        """The path, or the folder that a pattern searches."""
+        return self.path.parent if self.is_pattern else self.path
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for another kind of pattern, and for a key that none can have."""
+        if any("*" in part for part in self.folder.parts):
+            yield "path", "the only pattern is FOLDER/**, every token folder below FOLDER"
+        if self.is_pattern and self.validation is not None:
+            yield "validation", "must be null for FOLDER/**: each folder has held-out files itself"
 
 
 class WeightsConfig(Section):
@@ -169,7 +188,8 @@ class WeightsConfig(Section):
     """First optimizer step with these weights, numbered as in the metrics: the first step of a run
     is 1."""
     weights: dict[str, float]
-    """Weights by source name; 0 leaves a source out. Every source must be listed."""
+    """Weights by source name; 0 leaves a source out. Every source must be listed; `FOLDER/**` is
+    one, called by its `name`, or by its path."""
 
 
 class _TokenFilesConfig(Section):
@@ -197,6 +217,8 @@ class _TokenFilesConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for ambiguous source names and for incomplete or invalid weights."""
         names = [source.label for source in self.sources]
+        if self.tokens is not None and "*" in str(self.tokens):
+            yield "tokens", f"is one folder: data.sources=[{{path: {self.tokens}}}] takes patterns"
         if self.tokens is not None and self.sources:
             yield "tokens", "cannot be combined with sources: list the folder among them"
         for twice in sorted({name for name in names if names.count(name) > 1}):

@@ -264,7 +264,10 @@ class RunConfig(Section):
 
     @property
     def token_sources(self) -> tuple[SourceConfig, ...]:
-        """The token files that `train` reads; empty when it trains from text."""
+        """The token files that `train` reads; empty when it trains from text.
+
+        `dtt.artifacts.token_folders` replaces patterns by the folders that they match.
+        """
         if not self.data.reads_token_files:
             return ()
         # The name is fixed, because it affects the sample order: the folder may be moved.
@@ -273,14 +276,18 @@ class RunConfig(Section):
 
     @property
     def token_paths(self) -> tuple[Path, ...]:
-        """The paths of all token files that `train` reads, including held-out ones."""
-        paths = [path for s in self.token_sources for path in (s.path, s.validation)]
+        """All token files that `train` reads, also held-out ones; of a pattern, its folder."""
+        paths = [path for s in self.token_sources for path in (s.folder, s.validation)]
         return tuple(path for path in paths if path is not None)
 
     @property
     def reads_corpus(self) -> bool:
         """True if the run needs its corpus: to tokenize it, or to train straight from it."""
-        return self.data.reads_text or self.tokenize_dir in self.token_paths
+        out, download = self.tokenize_dir, self.download
+        # A pattern may be meant for other folders only: then no corpus is named.
+        named = download.dataset is not None or download.out is not None
+        matched = any(s.is_pattern and s.folder in out.parents for s in self.token_sources)
+        return self.data.reads_text or out in self.token_paths or (named and matched)
 
     @property
     def job_dir(self) -> Path:

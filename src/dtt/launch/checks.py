@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest, TokensManifest
+from dtt.artifacts.token_folders import token_sources
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.base.files import check_space, sha256_file
 from dtt.base.reading import read_text
@@ -86,10 +87,15 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     if cfg.data.reads_text:
         yield from caught(lambda: read_corpus(cfg))
         return
-    for path in cfg.token_paths:
+    try:
+        sources = token_sources(cfg)
+    except DttError as error:
+        yield error
+        return
+    for path in (path for s in sources for path in (s.path, s.validation) if path is not None):
         yield from compatibility.file_problems(path)
     # Token files of other tools have no manifest, so nothing more is known about them here.
-    made_by_dtt = [s for s in cfg.token_sources if TokensManifest.is_in(s.path)]
+    made_by_dtt = [s for s in sources if TokensManifest.is_in(s.path)]
     try:
         found = [(source, TokensManifest.read(source.path)) for source in made_by_dtt]
     except DttError:
@@ -109,9 +115,9 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
         vocab_size = found[0][1].vocab_size
         yield from caught(lambda: _check_model(cfg, vocab_size, job))
         yield from caught(lambda: _check_mesh(cfg, vocab_size))
-    if len(found) == len(cfg.token_sources):
-        key = compatibility.data_key((source.label, tokens.key) for source, tokens in found)
-        yield from caught(lambda: _check_same_data(key, job))
+    if len(found) == len(sources):
+        keys = [(source.label, tokens.key) for source, tokens in found]
+        yield from caught(lambda: _check_same_data(keys, job))
 
 
 def _tokenizer_problems(cfg: RunConfig, folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
@@ -161,14 +167,14 @@ def _max_checkpoints(checkpoint: CheckpointConfig, train: TrainConfig) -> int:
     return min(checkpoint.keep_last + permanent + checkpoint.keep_best, saved) + 1
 
 
-def _check_same_data(key: str, job: JobDir) -> None:
+def _check_same_data(keys: Sequence[tuple[str, str]], job: JobDir) -> None:
     """Raise ConfigError if the job was trained on other token files or text."""
     for step in reversed(store.steps(job.checkpoints)):
         try:
             newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))
         except DttError:  # training skips a damaged checkpoint, too
             continue
-        compatibility.check_data_key(newest, key, job)
+        compatibility.check_data(newest, keys, job)
         return
 
 

@@ -22,6 +22,7 @@ from typing import IO, Any, Literal, assert_never
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.token_folders import token_sources
 from dtt.base import local
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.log import log
@@ -198,7 +199,7 @@ def facts(runs: Sequence[PipelineRun], seconds: float, page: Path | None) -> dic
         "name": cfg.name,
         "seconds": round(seconds, 3),
         "corpus": str(cfg.corpus_dir),
-        "tokens_folders": [str(source.path) for source in cfg.token_sources],
+        "tokens_folders": [str(source.path) for source in token_sources(cfg)],
         "job": str(cfg.job_dir),
         "report": page and str(page),
         "model": str(_export_folder(cfg)),
@@ -310,7 +311,7 @@ def closing_summary(
     lines += [
         "",
         f"  corpus       {cfg.corpus_dir}",
-        *(f"  tokens       {source.path}" for source in cfg.token_sources),
+        *(f"  tokens       {source.path}" for source in token_sources(cfg)),
         f"  job          {cfg.job_dir}  (metrics.jsonl, checkpoints, config.yaml)",
         *([f"  report       {page}  (open it in a browser)"] if page is not None else []),
         f"  model        {export}  (Hugging Face format, verified with transformers)",

@@ -85,6 +85,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         (MIXTURE,),
         (MIXTURE, "data.weights=[{step: 2, weights: {a: 0.0, b: 1.0}}]"),
         (MIXTURE, "data.on_exhausted=renormalise"),
+        ("data.sources=[{path: a/**, weight: 3}, {path: b, weight: 1}]",),
         ("data.type=chat",),
         ("data.type=chat", "chat.train_on=last", "chat.too_long=whole_turns"),
         ("data.type=chat", "chat.train_on=all", "chat.turns=expand"),

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError
 from dtt.config.data import SourceConfig
 from dtt.config.load import resolve as load_config
@@ -55,7 +56,7 @@ def inspect(
     # A .json is data: configurations of runs are YAML.
     is_run = is_config(path) and path.suffix != ".json"
     cfg = load_config(str(path), []).config if is_run else None
-    paths = [path] if cfg is None else [*dict.fromkeys(cfg.token_paths)] or [cfg.corpus_dir]
+    paths = [path] if cfg is None else [*dict.fromkeys(token_paths(cfg))] or [cfg.corpus_dir]
     reports = [inspect_path(one, wishes) for one in paths]
     if as_json:
         facts = [asdict(report) for report in reports]
