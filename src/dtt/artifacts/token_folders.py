@@ -58,11 +58,32 @@ def token_paths(cfg: RunConfig, home: Path = Path()) -> tuple[Path, ...]:
     return tuple(path for path in paths if path is not None)
 
 
+def find_token_folders(root: Path) -> dict[str, Path]:
+    """Return the token folders below `root`, and itself as `.`, by their path from it, sorted.
+
+    Links are followed. Names with a leading dot are left out. Raises InputError for what cannot be
+    read: a folder without permission, a link that leads nowhere, an incomplete token folder; and
+    ConfigError for a folder that links give two names.
+    """
+    found = {path.relative_to(root).as_posix(): path for path in _token_folders(root)}
+    real: dict[str, str] = {}
+    for name in sorted(found):
+        # Such as a link `latest`: its text would count twice.
+        if (other := real.setdefault(os.path.realpath(found[name]), name)) != name:
+            raise ConfigError(
+                f"a token folder has two names below {root}: {other} and {name}",
+                where=found[name],
+                why="a link leads to it, so that its text would count twice",
+                next="remove the link, or list the folders in data.sources",
+            )
+    return dict(sorted(found.items()))
+
+
 def _matches(source: SourceConfig, home: Path) -> list[MatchedSource]:
     root = home / source.folder
     if not root.is_dir():
         raise _no_match(source, f"there is no folder {root}")
-    folders = {path.relative_to(root).as_posix(): path for path in _token_folders(root)}
+    folders = find_token_folders(root)
     if "." in folders:
         raise ConfigError(
             f"{source.path} is for folders of token folders",
@@ -72,22 +93,10 @@ def _matches(source: SourceConfig, home: Path) -> list[MatchedSource]:
         )
     if not folders:
         raise _no_match(source, "no folder below it has a manifest of dtt, or .idx or .ds files")
-    real: dict[str, str] = {}
-    for name, path in folders.items():
-        # Such as a link `latest`: its text would count twice.
-        if (other := real.setdefault(os.path.realpath(path), name)) != name:
-            raise ConfigError(
-                f"{source.path} matches one folder twice, as {other} and as {name}",
-                where=path,
-                why="a link leads to it, so that its text would count twice",
-                next="remove the link, or list the folders in data.sources",
-            )
     prefix = f"{source.name}/" if source.name else ""
     return [
-        MatchedSource(
-            path=folders[name], name=prefix + name, weight=source.weight, entry=source.label
-        )
-        for name in sorted(folders)
+        MatchedSource(path=path, name=prefix + name, weight=source.weight, entry=source.label)
+        for name, path in folders.items()
     ]
 
 
@@ -102,10 +111,7 @@ def _no_match(source: SourceConfig, why: str) -> InputError:
 
 
 def _token_folders(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Yield `folder` and the folders below it that hold token files; `above` are its real parents.
-
-    Links are followed. Names with a leading dot are left out: they are not data.
-    """
+    """Yield `folder` and the folders below it that hold token files; `above` are its parents."""
     try:
         with os.scandir(folder) as entries:
             inside = [entry for entry in entries if not entry.name.startswith(".")]
