@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -13,8 +14,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from dtt.config.base import Section
 
 
-class DownloadConfig(Section):
-    """The source of the raw documents."""
+class DatasetConfig(Section):
+    """One dataset of several, which becomes a corpus of its own."""
 
     dataset: str | None = None
     """A name in `configs/datasets/`, a Hugging Face dataset id (`org/name`), a local file or
@@ -46,6 +47,53 @@ class DownloadConfig(Section):
     """Folder of the corpus, which `tokenize` reads, and `train` with `data.type: text`; null:
     `data/corpus/<dataset>`."""
 
+    @property
+    def slug(self) -> str:
+        """The short name of the dataset in folder names: Hub name and subset, or file stem."""
+        if self.dataset is None:
+            return "corpus"
+        stem = Path(self.dataset).name.split(".")[0] or "corpus"
+        return slug("-".join(part for part in (stem, self.name, self.split) if part))
+
+    @property
+    def label(self) -> str:
+        """The name of the corpus among several: the last component of its folder."""
+        return self.slug if self.out is None else slug(self.out.name)
+
+
+class DownloadConfig(DatasetConfig):
+    """The source of the raw documents: one dataset, or several."""
+
+    datasets: tuple[DatasetConfig, ...] = ()
+    """Several datasets, in place of `dataset`, each with its own options. `tokenize` trains one
+    tokenizer on all of them, in proportion to their sizes, and writes the token files of each into
+    a folder of its own below `tokenize.out`. `data.sources` is then one source for each, without
+    weights, unless it is set."""
+
+    @property
+    def is_named(self) -> bool:
+        """True if the configuration names a dataset to download."""
+        return self.dataset is not None or bool(self.datasets)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for datasets that are not named, or share a name, and for other keys."""
+        if not self.datasets:
+            return
+        for name in DatasetConfig.model_fields:
+            if getattr(self, name) != DatasetConfig.model_fields[name].default:
+                yield name, "cannot be combined with datasets: set it in their entries"
+        labels = [one.label for one in self.datasets]
+        for i, one in enumerate(self.datasets):
+            if one.dataset is None:
+                yield f"datasets.{i}.dataset", "must name a dataset"
+            elif labels.index(one.label) < i:
+                yield f"datasets.{i}.out", f"two are called {one.label}: set a folder for each"
+
+
+def slug(text: str) -> str:
+    """Return a text as a part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "unnamed"
+
 
 CHAT_TOKENS = (
     "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>",
@@ -63,7 +111,7 @@ class TrainedTokenizerConfig(Section):
     pre_tokenizer: Literal["gpt2", "llama3", "qwen2"] = "gpt2"
     """Pre-tokenization before BPE merges: the published regular expression of that model."""
     train_bytes: PositiveInt = 100_000_000
-    """Approximate number of bytes of training text, sampled evenly over the corpus."""
+    """Approximate number of bytes of training text, sampled evenly over the corpus, or over all."""
     special_tokens: tuple[str, ...] = ("<|endoftext|>",)
     """Special tokens; the first is the end-of-document token."""
     chat_tokens: bool = False
@@ -114,7 +162,8 @@ class TokenizeConfig(Section):
     """The conversion of documents into token files."""
 
     out: Path | None = None
-    """Folder of the token files; null: `data/tokens/<dataset>-<tokenizer>`."""
+    """Folder of the token files; null: `data/tokens/<dataset>-<tokenizer>`. With
+    `download.datasets`, it contains a folder for each dataset."""
     validation_fraction: float = Field(default=0.005, ge=0.0, lt=0.5)
     """Share of documents held out for validation, chosen by a hash of their text: disjoint from
     training, and unchanged when documents are added."""

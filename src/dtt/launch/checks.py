@@ -47,7 +47,7 @@ def raise_all(problems: list[DttError]) -> None:
 
 def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     """Yield all problems that would make `dtt COMMAND` fail at its start; `job` is for `train`."""
-    if command in ("download", "pipeline") and cfg.download.dataset is None:
+    if command in ("download", "pipeline") and not cfg.download.is_named:
         if (command == "download" and not cfg.eval.tasks) or (
             command == "pipeline" and cfg.reads_corpus and not CorpusManifest.exists(cfg.corpus_dir)
         ):
@@ -55,7 +55,8 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
                 "no dataset is named", next="set download.dataset=org/name, or a folder"
             )
     elif command == "tokenize":
-        yield from caught(lambda: read_corpus(cfg))
+        for one in cfg.corpora:
+            yield from caught(partial(read_corpus, one))
     elif command == "train":
         yield from _train_problems(cfg, job)
     elif command == "export" and job.newest_checkpoint_name() is None:

@@ -98,7 +98,7 @@ def run(
     options = ((*("-c", config),) if config else ()) + tuple(arguments)
     runs, waiting = find_runs(config, arguments, options, redo_from)
     for one in waiting:
-        missing = one.cfg.download.dataset is None and one.cfg.reads_corpus
+        missing = not one.cfg.download.is_named and one.cfg.reads_corpus
         if missing and not CorpusManifest.exists(one.cfg.corpus_dir):
             raise _no_dataset(one.stage)
     start = time.monotonic()
@@ -155,7 +155,7 @@ def steps(runs: Sequence[PipelineRun]) -> Iterator[PipelineStep]:
         cfg = one.cfg
         if not cfg.reads_corpus:
             continue
-        if cfg.download.dataset is not None and cfg.corpus_dir not in seen:
+        if cfg.download.is_named and cfg.corpus_dir not in seen:
             yield PipelineStep("download", one)
         if cfg.data.reads_token_files and cfg.tokenize_dir not in seen:
             yield PipelineStep("tokenize", one)
@@ -198,7 +198,7 @@ def facts(runs: Sequence[PipelineRun], seconds: float, page: Path | None) -> dic
     return {
         "name": cfg.name,
         "seconds": round(seconds, 3),
-        "corpus": str(cfg.corpus_dir),
+        "corpus": ", ".join(str(one.corpus_dir) for one in cfg.corpora),
         "tokens_folders": [str(source.path) for source in token_sources(cfg)],
         "job": str(cfg.job_dir),
         "report": page and str(page),
@@ -217,7 +217,7 @@ def tokenize_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
     """
     argv = local.dtt_argv("tokenize", *options)
     processes = cfg.pipeline.tokenize_processes or min(local.cores(), MAX_TOKENIZE_PROCESSES)
-    if processes == 1 or TokensManifest.exists(cfg.tokenize_dir):
+    if processes == 1 or all(TokensManifest.exists(one.tokenize_dir) for one in cfg.corpora):
         return argv
     return local.mpi_argv(processes, argv) or argv
 
@@ -310,7 +310,7 @@ def closing_summary(
     own_text = f"dtt pipeline -c {config or 'quickstart'} -d FOLDER name=mine           # your text"
     lines += [
         "",
-        f"  corpus       {cfg.corpus_dir}",
+        *(f"  corpus       {one.corpus_dir}" for one in cfg.corpora),
         *(f"  tokens       {source.path}" for source in token_sources(cfg)),
         f"  job          {cfg.job_dir}  (metrics.jsonl, checkpoints, config.yaml)",
         *([f"  report       {page}  (open it in a browser)"] if page is not None else []),

@@ -166,7 +166,7 @@ def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = N
     mismatch = (
         f"tokenizer.vocab_size={asked} ({origin}), but the token files have {vocab_size} entries"
     )
-    if cfg.data.tokens is not None or cfg.data.sources:
+    if cfg.data.tokens is not None or cfg.data.sources or cfg.download.datasets:
         return [f"{mismatch}, which training uses"]
     raise ConfigError(
         mismatch,

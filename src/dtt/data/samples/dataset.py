@@ -397,14 +397,14 @@ def _weights(
     A source without a weight is weighted by its number of samples. The weight of a pattern is split
     among its folders in proportion to their numbers of samples.
     """
-    if not cfg.data.sources:
+    if not given:  # text or synthetic data
         return [(1, (Fraction(1),))]
     entries = [s.entry if isinstance(s, MatchedSource) else s.label for s in given]
     sizes = [len(source.train) for source in opened]
     totals: Counter[str] = Counter()
     for entry, size in zip(entries, sizes, strict=True):
         totals[entry] += size
-    first = {s.label: s.weight or float(totals[s.label]) for s in cfg.data.sources}
+    first = {s.label: s.weight or float(totals[s.label]) for s in cfg.token_sources}
     changes = [(1, first), *((change.step, change.weights) for change in cfg.data.weights)]
     return [
         (
