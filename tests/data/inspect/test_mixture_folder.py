@@ -151,7 +151,8 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_as_it_is(project
     before = snapshot(mix)
     assert "notes.txt" in write(project, expect=2).stderr
     assert snapshot(mix) == before
-    assert "run.yaml is a file" in write(project, into="run.yaml", expect=2).stderr
+    for name in ("run.yaml", ".", "mix/.."):
+        assert f"{name} is not a new folder" in write(project, into=name, expect=2).stderr
 
 
 def test_a_pair_of_megatron_becomes_a_folder_with_two_links(project: Dtt) -> None:

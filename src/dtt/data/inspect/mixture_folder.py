@@ -74,8 +74,8 @@ def _check(cfg: RunConfig, sources: Sequence[TokenSource], folder: Path) -> None
             where=f"data.type={cfg.data.type}",
             next="dtt tokenize, and data.type=tokens",
         )
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file", next="--write FOLDER")
+    if folder.name in ("", "..") or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"{folder} is not a new folder", next="--write FOLDER")
     if cfg.data.weights:
         raise ConfigError(
             "a mixture with changing weights cannot be written",
