@@ -18,7 +18,7 @@ import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered, result_bytes
 from support.planted_copies import json_lines, planted
 
-from dtt.artifacts.selection import SelectionManifest
+from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
 from dtt.clean import partitions, unit_pass
 from dtt.clean.passes import Part

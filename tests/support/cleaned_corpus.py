@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtt.artifacts.selection import SelectionManifest, removals_name
+from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
 from dtt.clean.passes import Part, clean
 from dtt.clean.removals import RemovedRow, decode
 from dtt.config.data import DownloadConfig

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.artifacts.manifest import fingerprint
-from dtt.artifacts.selection import SelectionManifest, SelectionUnit, removals_name
+from dtt.artifacts.selection_manifest import SelectionManifest, SelectionUnit, removals_name
 from dtt.base.files import sha256_file
 from dtt.config.clean import CleanConfig
 from dtt.data.corpus.bad_documents import BadDocuments

@@ -210,6 +210,11 @@ class DataManifest(Manifest):
     sources: tuple[SourceFacts, ...]
 
     @property
+    def named_keys(self) -> list[tuple[str, str]]:
+        """The name and the key of each source, in order."""
+        return [(source.name, source.key) for source in self.sources]
+
+    @property
     def until_ids(self) -> tuple[int, ...]:
         """Ids that end a generated answer: of the end of a document and of a turn."""
         return (self.end_of_document, *(() if self.chat is None else self.chat.stop_tokens))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dtt.artifacts.selection import SelectionUnit, removals_name
+from dtt.artifacts.selection_manifest import SelectionUnit, removals_name
 from dtt.base.files import write_atomically
 from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.partitions import pairs_of_unit

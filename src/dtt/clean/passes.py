@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dtt.artifacts.manifest import fingerprint
-from dtt.artifacts.selection import SelectionManifest, removals_name
+from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import exclusive, sha256_file, write_atomically
 from dtt.base.log import log, progress

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 
 class RemovedRow(NamedTuple):
-    """A removed document; dtt.artifacts.selection describes the columns."""
+    """A removed document; dtt.artifacts.selection_manifest describes the columns."""
 
     document: int
     reason: str

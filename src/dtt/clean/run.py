@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 
-from dtt.artifacts.selection import SelectionManifest
+from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
@@ -28,23 +28,29 @@ NAMES = {
 
 
 def run(cfg: RunConfig, *, part: str | None = None, as_json: bool = False) -> None:
-    """Write the selection; rank 0 prints a report, as JSON if `as_json` is set.
+    """Write the selection of each corpus; rank 0 prints a report, as JSON if `as_json` is set.
 
-    `part` is `i/n`: only read the units i, i + n, … of the corpus.
+    `part` is `i/n`: only read the units i, i + n, … of a corpus.
     """
     section, share = section_of(cfg), _part(part)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    folder = selection_folder(section, read_corpus(cfg), cfg.corpus_dir)
-    comm = open_comm(Ranks.detect(), folder / SelectionManifest.work)
-    result = clean(cfg, comm, share)
+    folders = [selection_folder(section, read_corpus(c), c.corpus_dir) for c in cfg.corpora]
+    comm = open_comm(Ranks.detect(), folders[0] / SelectionManifest.work)
+    facts = []
+    for one in cfg.corpora:
+        result = clean(one, comm, share)
+        if result is None:
+            continue
+        for problem in result.problems[:5]:
+            log.warning("skipped %s", problem)
+        if result.manifest is not None and not result.units:
+            log.info("already done: %s is complete for this corpus", result.folder)
+        facts.append(_facts(result))
+        if not as_json:
+            print(_report(result, one, part))
     comm.close()
-    if result is None:
-        return
-    for problem in result.problems[:5]:
-        log.warning("skipped %s", problem)
-    if result.manifest is not None and not result.units:
-        log.info("already done: %s is complete for this corpus and section `clean`", folder)
-    print(json.dumps(_facts(result)) if as_json else _report(result, cfg, part))
+    if as_json and facts:
+        print(json.dumps(facts if cfg.download.datasets else facts[0]))
 
 
 def _part(text: str | None) -> Part | None:

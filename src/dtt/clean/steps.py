@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pydantic import Field, ValidationError
 
 from dtt.artifacts.manifest import Record
-from dtt.artifacts.selection import SelectionManifest
+from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import fsync_folder, named, sha256_file, write_atomically
 

@@ -71,12 +71,24 @@ def data_inspect(
 
 @data_cli.command(
     "mix",
-    epilog=examples("dtt data mix -c run.yaml", "dtt data mix -c run.yaml train.steps=20000"),
+    epilog=examples(
+        "dtt data mix -c run.yaml",
+        "dtt data mix -c run.yaml train.steps=20000",
+        "dtt data mix -c run.yaml --write data/mix",
+    ),
 )
 def data_mix(
     overrides: Overrides = None,
     config: Config = None,
     stage: Stage = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the mixture into a folder: links to the token files, their statistics, "
+            "and the list of weights and prefixes for Megatron's --data-path.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show the share, tokens, epochs and exhaustion step of each data source of a run.
@@ -86,7 +98,7 @@ def data_mix(
     with command():
         from dtt.data.inspect import run as body
 
-        body.mix(resolve(config, overrides, {}, stage=stage), as_json=json)
+        body.mix(resolve(config, overrides, {}, stage=stage), write, as_json=json)
 
 
 @data_cli.command(

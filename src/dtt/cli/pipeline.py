@@ -50,7 +50,7 @@ def download(
             from dtt.evaluate.evaluation import fetch_questions
 
             fetch_questions(cfg.eval)
-        if cfg.download.dataset is not None or not cfg.eval.tasks:
+        if cfg.download.is_named or not cfg.eval.tasks:
             download.run(cfg)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -13,8 +14,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from dtt.config.base import Section
 
 
-class DownloadConfig(Section):
-    """The source of the raw documents."""
+class DatasetConfig(Section):
+    """One dataset of several, which becomes a corpus of its own."""
 
     dataset: str | None = None
     """A name in `configs/datasets/`, a Hugging Face dataset id (`org/name`), a local file or
@@ -46,6 +47,53 @@ class DownloadConfig(Section):
     """Folder of the corpus, which `tokenize` reads, and `train` with `data.type: text`; null:
     `data/corpus/<dataset>`."""
 
+    @property
+    def slug(self) -> str:
+        """The short name of the dataset in folder names: Hub name and subset, or file stem."""
+        if self.dataset is None:
+            return "corpus"
+        stem = Path(self.dataset).name.split(".")[0] or "corpus"
+        return slug("-".join(part for part in (stem, self.name, self.split) if part))
+
+    @property
+    def label(self) -> str:
+        """The name of the corpus among several: the last component of its folder."""
+        return self.slug if self.out is None else slug(self.out.name)
+
+
+class DownloadConfig(DatasetConfig):
+    """The source of the raw documents: one dataset, or several."""
+
+    datasets: tuple[DatasetConfig, ...] = ()
+    """Several datasets, in place of `dataset`, each with its own options. `tokenize` trains one
+    tokenizer on all of them, in proportion to their sizes, and writes the token files of each into
+    a folder of its own below `tokenize.out`. `data.sources` is then one source for each, without
+    weights, unless it is set."""
+
+    @property
+    def is_named(self) -> bool:
+        """True if the configuration names a dataset to download."""
+        return self.dataset is not None or bool(self.datasets)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for datasets that are not named, or share a name, and for other keys."""
+        if not self.datasets:
+            return
+        for name in DatasetConfig.model_fields:
+            if getattr(self, name) != DatasetConfig.model_fields[name].default:
+                yield name, "cannot be combined with datasets: set it in their entries"
+        labels = [one.label for one in self.datasets]
+        for i, one in enumerate(self.datasets):
+            if one.dataset is None:
+                yield f"datasets.{i}.dataset", "must name a dataset"
+            elif labels.index(one.label) < i:
+                yield f"datasets.{i}.out", f"two are called {one.label}: set a folder for each"
+
+
+def slug(text: str) -> str:
+    """Return a text as a part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "unnamed"
+
 
 CHAT_TOKENS = (
     "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>",
@@ -63,7 +111,7 @@ class TrainedTokenizerConfig(Section):
     pre_tokenizer: Literal["gpt2", "llama3", "qwen2"] = "gpt2"
     """Pre-tokenization before BPE merges: the published regular expression of that model."""
     train_bytes: PositiveInt = 100_000_000
-    """Approximate number of bytes of training text, sampled evenly over the corpus."""
+    """Approximate number of bytes of training text, sampled evenly over the corpus, or over all."""
     special_tokens: tuple[str, ...] = ("<|endoftext|>",)
     """Special tokens; the first is the end-of-document token."""
     chat_tokens: bool = False
@@ -114,7 +162,8 @@ class TokenizeConfig(Section):
     """The conversion of documents into token files."""
 
     out: Path | None = None
-    """Folder of the token files; null: `data/tokens/<dataset>-<tokenizer>`."""
+    """Folder of the token files; null: `data/tokens/<dataset>-<tokenizer>`. With
+    `download.datasets`, it contains a folder for each dataset."""
     validation_fraction: float = Field(default=0.005, ge=0.0, lt=0.5)
     """Share of documents held out for validation, chosen by a hash of their text: disjoint from
     training, and unchanged when documents are added."""
@@ -143,14 +192,16 @@ class SourceConfig(Section):
     """Folder written by `tokenize`; or token files of other tools: a Megatron `.bin`/`.idx` pair
     (its path without the suffix) or a folder of such pairs, a datatrove `.ds` file or a folder of
     such files, a file of ids (llm.c's and modded-nanogpt's `.bin`, an `.npy`, nanoGPT's raw `.bin`)
-    or a folder of such files."""
+    or a folder of such files. `FOLDER/**`: each folder below FOLDER that holds a dtt manifest, or
+    `.idx` or `.ds` files, is a source, named by its path from FOLDER, in the order of the names."""
     name: str | None = None
     """Name of the source in metrics; with the seed it determines the order of its samples. null:
-    the last component of `path`."""
+    the last component of `path`. For `FOLDER/**`: the beginning of the names, before a `/`."""
     weight: PositiveFloat | None = None
     """Share of the samples, relative to the other sources; null for all of them: in proportion to
-    their sizes. Shares that are multiples of 1e-5 are exact; others are rounded to such a multiple,
-    never to 0."""
+    their sizes. That of `FOLDER/**` is split in proportion to the sizes of its folders, as if they
+    were one source: all of them complete an epoch together. Shares that are multiples of 1e-5 are
+    exact; others are rounded to such a multiple, never to 0."""
     validation: Path | None = None
     """Held-out token files; null: those that `tokenize` held out, if it wrote the folder."""
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
@@ -158,8 +209,25 @@ class SourceConfig(Section):
 
     @property
     def label(self) -> str:
-        """The name of the source: `name`, or the last component of `path`."""
-        return self.name or self.path.name
+        """The name of the source, or of the pattern: `name`, or the last component of `path`."""
+        return self.name or (str(self.path) if self.is_pattern else self.path.name)
+
+    @property
+    def is_pattern(self) -> bool:
+        """True if `path` is a pattern, `FOLDER/**`, for the token folders below a folder."""
+        return self.path.name == "**"
+
+    @property
+    def folder(self) -> Path:
+        """The path, or the folder that a pattern searches."""
+        return self.path.parent if self.is_pattern else self.path
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for another kind of pattern, and for a key that none can have."""
+        if any("*" in part for part in self.folder.parts):
+            yield "path", "the only pattern is FOLDER/**, every token folder below FOLDER"
+        if self.is_pattern and self.validation is not None:
+            yield "validation", "must be null for FOLDER/**: each folder has held-out files itself"
 
 
 class WeightsConfig(Section):
@@ -169,7 +237,8 @@ class WeightsConfig(Section):
     """First optimizer step with these weights, numbered as in the metrics: the first step of a run
     is 1."""
     weights: dict[str, float]
-    """Weights by source name; 0 leaves a source out. Every source must be listed."""
+    """Weights by source name; 0 leaves a source out. Every source must be listed; `FOLDER/**` is
+    one, called by its `name`, or by its path."""
 
 
 class _TokenFilesConfig(Section):
@@ -197,6 +266,8 @@ class _TokenFilesConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for ambiguous source names and for incomplete or invalid weights."""
         names = [source.label for source in self.sources]
+        if self.tokens is not None and "*" in str(self.tokens):
+            yield "tokens", f"is one folder: data.sources=[{{path: {self.tokens}}}] takes patterns"
         if self.tokens is not None and self.sources:
             yield "tokens", "cannot be combined with sources: list the folder among them"
         for twice in sorted({name for name in names if names.count(name) > 1}):

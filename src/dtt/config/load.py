@@ -354,8 +354,13 @@ def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> l
 def _with_shipped_dataset(layer: Layer) -> Layer:
     """Insert the keys of a shipped dataset below all keys that were set explicitly.
 
-    The dataset is the file in configs/datasets/ that `download.dataset` names, if any.
+    The dataset is the file in configs/datasets/ that `download.dataset` names, if any, or an entry
+    of `download.datasets`.
     """
+    several = layer[("download", "datasets")]
+    if isinstance(several.value, list):
+        entries = [_with_shipped_entry(entry) for entry in several.value]
+        layer = layer | {("download", "datasets"): Leaf(entries, several.origin)}
     leaf = layer[("download", "dataset")]
     path = shipped_configs() / "datasets" / f"{leaf.value}.yaml"
     if not os.path.isfile(path):  # noqa: PTH113  (see is_config)
@@ -366,6 +371,17 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
         k: v for k, v in layer.items() if v.origin != "default" and k != ("download", "dataset")
     }
     return source.merge([layer, facts, said])
+
+
+def _with_shipped_entry(entry: Any) -> Any:
+    """Return an entry of `download.datasets` with the keys of the shipped dataset it names."""
+    named = entry.get("dataset") if isinstance(entry, dict) else None
+    path = shipped_configs() / "datasets" / f"{named}.yaml"
+    if named is None or not path.is_file():
+        return entry
+    [facts] = _with_extends(path, ())
+    own = {key: value for key, value in entry.items() if key != "dataset"}
+    return {key[1]: leaf.value for key, leaf in facts.items() if key[0] == "download"} | own
 
 
 def check(layer: Layer) -> Resolved:

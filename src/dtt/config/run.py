@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +16,13 @@ from dtt.config.clean import CleanConfig
 from dtt.config.data import (
     DataConfig,
     DownloadConfig,
+    GivenTokenizerConfig,
     SourceConfig,
     TokenizeConfig,
     TokenizerConfig,
     TokensDataConfig,
     TrainedTokenizerConfig,
+    slug,
 )
 from dtt.config.evaluation import EvalConfig
 from dtt.config.export import ExportConfig
@@ -37,6 +38,8 @@ from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import ScheduleConfig, WsdConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
 
+MAX_JOINED = 100
+"""Maximum length of the joined names of several datasets; the name of a folder has 255 bytes."""
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 JobName = Annotated[
     str,
@@ -155,6 +158,9 @@ class RunConfig(Section):
     def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the tokenizer with the data and the model."""
         tokenizer = self.tokenizer
+        if self.data.reads_text and self.download.datasets:
+            why = f"data.type={self.data.type} reads one corpus: run dtt tokenize on several"
+            yield "download.datasets", why
         if self.data.reads_text and tokenizer.type != "file":
             yield "tokenizer.type", f"data.type={self.data.type} needs a given tokenizer: file"
         # For this model_type alone, AutoTokenizer of transformers 5 ignores how tokenizer.json
@@ -236,11 +242,11 @@ class RunConfig(Section):
     @property
     def dataset_name(self) -> str:
         """The short name of the dataset in folder names: Hub name and subset, or file stem."""
-        if self.download.dataset is None:
-            return "corpus"
-        stem = Path(self.download.dataset).name.split(".")[0] or "corpus"
-        parts = [stem, self.download.name, self.download.split]
-        return _slug("-".join(part for part in parts if part))
+        labels = [one.label for one in self.download.datasets]
+        joined = "+".join(labels)
+        if len(joined) > MAX_JOINED:
+            return f"{labels[0]}+{len(labels) - 1}"
+        return joined or self.download.slug
 
     @property
     def tokenizer_name(self) -> str:
@@ -249,38 +255,79 @@ class RunConfig(Section):
         if isinstance(tokenizer, TrainedTokenizerConfig):
             return f"bpe{tokenizer.vocab_size}" + ("-chat" if tokenizer.chat_tokens else "")
         path = Path(tokenizer.path)
-        return _slug(path.resolve().parent.name if path.suffix == ".json" else path.name)
+        return slug(path.resolve().parent.name if path.suffix == ".json" else path.name)
+
+    @property
+    def corpora(self) -> tuple[RunConfig, ...]:
+        """Configurations of one corpus each: this one, or one for each of `download.datasets`.
+
+        The latter have one tokenizer, which `tokenize` trains into the folder above theirs.
+        """
+        if not self.download.datasets:
+            return (self,)
+        out, tokenizer = self.tokenize_dir, self.tokenizer
+        if isinstance(tokenizer, TrainedTokenizerConfig):
+            tokenizer = GivenTokenizerConfig(
+                path=str(out / "tokenizer.json"), end_of_document=tokenizer.special_tokens[0]
+            )
+        return tuple(
+            self.model_copy(
+                update={
+                    "download": DownloadConfig(**dict(one)),
+                    "tokenizer": tokenizer,
+                    "tokenize": self.tokenize.model_copy(update={"out": out / one.label}),
+                }
+            )
+            for one in self.download.datasets
+        )
 
     @property
     def corpus_dir(self) -> Path:
-        """The folder that `download` writes; `tokenize`, and training from text, read it."""
+        """The folder that `download` writes; `tokenize`, and training from text, read it.
+
+        With `download.datasets`, each of `corpora` has its own.
+        """
         return self.download.out or Path("data/corpus") / self.dataset_name
 
     @property
     def tokenize_dir(self) -> Path:
-        """The folder that `tokenize` writes."""
-        dataset = self.dataset_name if self.download.dataset else self.corpus_dir.name
+        """The folder that `tokenize` writes; with `download.datasets`, the one above them."""
+        dataset = self.dataset_name if self.download.is_named else self.corpus_dir.name
         return self.tokenize.out or Path("data/tokens") / f"{dataset}-{self.tokenizer_name}"
 
     @property
     def token_sources(self) -> tuple[SourceConfig, ...]:
-        """The token files that `train` reads; empty when it trains from text."""
+        """The token files that `train` reads; empty when it trains from text.
+
+        `dtt.artifacts.token_folders` replaces patterns by the folders that they match.
+        """
         if not self.data.reads_token_files:
             return ()
+        if self.data.sources:
+            return self.data.sources
+        if self.data.tokens is None and self.download.datasets:
+            return tuple(
+                SourceConfig(path=self.tokenize_dir / one.label, name=one.label)
+                for one in self.download.datasets
+            )
         # The name is fixed, because it affects the sample order: the folder may be moved.
-        only = SourceConfig(path=self.data.tokens or self.tokenize_dir, name="tokens")
-        return self.data.sources or (only,)
+        return (SourceConfig(path=self.data.tokens or self.tokenize_dir, name="tokens"),)
 
     @property
     def token_paths(self) -> tuple[Path, ...]:
-        """The paths of all token files that `train` reads, including held-out ones."""
-        paths = [path for s in self.token_sources for path in (s.path, s.validation)]
+        """All token files that `train` reads, also held-out ones; of a pattern, its folder."""
+        paths = [path for s in self.token_sources for path in (s.folder, s.validation)]
         return tuple(path for path in paths if path is not None)
 
     @property
     def reads_corpus(self) -> bool:
         """True if the run needs its corpus: to tokenize it, or to train straight from it."""
-        return self.data.reads_text or self.tokenize_dir in self.token_paths
+        outs = [one.tokenize_dir for one in self.corpora]
+        # A pattern may be meant for other folders only: then no corpus is named.
+        named = self.download.is_named or self.download.out is not None
+        roots = {source.folder for source in self.token_sources if source.is_pattern and named}
+        read = any(out in self.token_paths or not roots.isdisjoint(out.parents) for out in outs)
+        return self.data.reads_text or read
 
     @property
     def job_dir(self) -> Path:
@@ -291,7 +338,3 @@ class RunConfig(Section):
     def max_seq_len(self) -> int:
         """The maximum context length of the model, in tokens."""
         return self.model.max_seq_len or self.train.seq_len
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "unnamed"

@@ -181,9 +181,12 @@ def tokenizer_of(first: RunConfig) -> dict[str, Any] | None:
     """
     if not isinstance(first.tokenizer, TrainedTokenizerConfig) or not first.token_sources:
         return None
+    source = first.token_sources[0]
+    # All folders of a pattern have one tokenizer, but which of them will exist is not known here.
+    folder = first.tokenize_dir if source.is_pattern else source.path
     return {
         "type": "file",
-        "path": str(first.token_sources[0].path / "tokenizer.json"),
+        "path": str(folder / "tokenizer.json"),
         "end_of_document": first.tokenizer.special_tokens[0],
     }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest, DataManifest, TokensManifest
+from dtt.artifacts.token_folders import token_sources
 from dtt.base.errors import ConfigError, DttError, ExitCode, InputError
 from dtt.base.files import exclusive, sha256_file, write_atomically
 from dtt.base.log import log
@@ -191,7 +192,7 @@ class Stage:
 
     def _check_data(self) -> None:
         """Raise ConfigError if the token files are not those that the job was trained on."""
-        sources = self.config.token_sources
+        sources = token_sources(self.config)
         if not sources or not all(TokensManifest.exists(source.path) for source in sources):
             return  # trained from text, or on files of other tools: training compares them
         keys = [(source.label, TokensManifest.read(source.path).key) for source in sources]

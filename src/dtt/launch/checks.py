@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest, TokensManifest
+from dtt.artifacts.token_folders import token_sources
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.base.files import check_space, sha256_file
 from dtt.base.reading import read_text
@@ -47,7 +48,7 @@ def raise_all(problems: list[DttError]) -> None:
 
 def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     """Yield all problems that would make `dtt COMMAND` fail at its start; `job` is for `train`."""
-    if command in ("download", "pipeline") and cfg.download.dataset is None:
+    if command in ("download", "pipeline") and not cfg.download.is_named:
         if (command == "download" and not cfg.eval.tasks) or (
             command == "pipeline" and cfg.reads_corpus and not CorpusManifest.exists(cfg.corpus_dir)
         ):
@@ -55,11 +56,13 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
                 "no dataset is named", next="set download.dataset=org/name, or a folder"
             )
     elif command == "clean":
-        yield from caught(lambda: read_corpus(cfg))
         if cfg.clean is None:
             yield ConfigError("no section `clean` says what to remove", next="set clean.exact=true")
+        for one in cfg.corpora:
+            yield from caught(partial(read_corpus, one))
     elif command == "tokenize":
-        yield from caught(lambda: open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir))
+        for one in cfg.corpora:
+            yield from caught(partial(_open_selection, one))
     elif command == "train":
         yield from _train_problems(cfg, job)
     elif command == "export" and job.newest_checkpoint_name() is None:
@@ -82,6 +85,10 @@ def caught(check: Callable[[], object]) -> Iterator[DttError]:
         yield error
 
 
+def _open_selection(cfg: RunConfig) -> None:
+    open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir)
+
+
 def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     train = cfg.train
     weights = cfg.init.source or HF
@@ -89,12 +96,17 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     if not weights.startswith(HF) and job.newest_checkpoint_name() is None:
         yield from caught(lambda: store.locate(weights))
     if cfg.data.reads_text:
-        yield from caught(lambda: open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir))
+        yield from caught(partial(_open_selection, cfg))
         return
-    for path in cfg.token_paths:
+    try:
+        sources = token_sources(cfg)
+    except DttError as error:
+        yield error
+        return
+    for path in (path for s in sources for path in (s.path, s.validation) if path is not None):
         yield from compatibility.file_problems(path)
     # Token files of other tools have no manifest, so nothing more is known about them here.
-    made_by_dtt = [s for s in cfg.token_sources if TokensManifest.is_in(s.path)]
+    made_by_dtt = [s for s in sources if TokensManifest.is_in(s.path)]
     try:
         found = [(source, TokensManifest.read(source.path)) for source in made_by_dtt]
     except DttError:
@@ -114,9 +126,9 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
         vocab_size = found[0][1].vocab_size
         yield from caught(lambda: _check_model(cfg, vocab_size, job))
         yield from caught(lambda: _check_mesh(cfg, vocab_size))
-    if len(found) == len(cfg.token_sources):
-        key = compatibility.data_key((source.label, tokens.key) for source, tokens in found)
-        yield from caught(lambda: _check_same_data(key, job))
+    if len(found) == len(sources):
+        keys = [(source.label, tokens.key) for source, tokens in found]
+        yield from caught(lambda: _check_same_data(keys, job))
 
 
 def _tokenizer_problems(cfg: RunConfig, folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
@@ -166,14 +178,14 @@ def _max_checkpoints(checkpoint: CheckpointConfig, train: TrainConfig) -> int:
     return min(checkpoint.keep_last + permanent + checkpoint.keep_best, saved) + 1
 
 
-def _check_same_data(key: str, job: JobDir) -> None:
+def _check_same_data(keys: Sequence[tuple[str, str]], job: JobDir) -> None:
     """Raise ConfigError if the job was trained on other token files or text."""
     for step in reversed(store.steps(job.checkpoints)):
         try:
             newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))
         except DttError:  # training skips a damaged checkpoint, too
             continue
-        compatibility.check_data_key(newest, key, job)
+        compatibility.check_data(newest, keys, job)
         return
 
 

@@ -22,7 +22,8 @@ from typing import IO, Any, Literal, assert_never
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest
-from dtt.artifacts.selection import SelectionManifest
+from dtt.artifacts.selection_manifest import SelectionManifest
+from dtt.artifacts.token_folders import token_sources
 from dtt.base import local
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.log import log
@@ -70,9 +71,9 @@ class PipelineStep:
             case "download":
                 return local.dtt_argv("download", *options)
             case "clean":
-                return on_cores(cfg, ["clean", *options], is_done=is_cleaned(cfg))
+                return on_cores(cfg, ["clean", *options], is_done=all(map(is_cleaned, cfg.corpora)))
             case "tokenize":
-                tokenized = TokensManifest.exists(cfg.tokenize_dir)
+                tokenized = all(TokensManifest.exists(one.tokenize_dir) for one in cfg.corpora)
                 return on_cores(cfg, ["tokenize", *options], is_done=tokenized)
             case "train":
                 return train_argv(cfg, options)
@@ -103,7 +104,7 @@ def run(
     options = ((*("-c", config),) if config else ()) + tuple(arguments)
     runs, waiting = find_runs(config, arguments, options, redo_from)
     for one in waiting:
-        missing = one.cfg.download.dataset is None and one.cfg.reads_corpus
+        missing = not one.cfg.download.is_named and one.cfg.reads_corpus
         if missing and not CorpusManifest.exists(one.cfg.corpus_dir):
             raise _no_dataset(one.stage)
     start = time.monotonic()
@@ -161,7 +162,7 @@ def steps(runs: Sequence[PipelineRun]) -> Iterator[PipelineStep]:
         cfg = one.cfg
         if not cfg.reads_corpus:
             continue
-        if cfg.download.dataset is not None and cfg.corpus_dir not in seen:
+        if cfg.download.is_named and cfg.corpus_dir not in seen:
             yield PipelineStep("download", one)
         if cfg.clean is not None and (cfg.corpus_dir, cfg.clean) not in cleaned:
             cleaned.append((cfg.corpus_dir, cfg.clean))
@@ -207,8 +208,8 @@ def facts(runs: Sequence[PipelineRun], seconds: float, page: Path | None) -> dic
     return {
         "name": cfg.name,
         "seconds": round(seconds, 3),
-        "corpus": str(cfg.corpus_dir),
-        "tokens_folders": [str(source.path) for source in cfg.token_sources],
+        "corpus": ", ".join(str(one.corpus_dir) for one in cfg.corpora),
+        "tokens_folders": [str(source.path) for source in token_sources(cfg)],
         "job": str(cfg.job_dir),
         "report": page and str(page),
         "model": str(_export_folder(cfg)),
@@ -327,8 +328,8 @@ def closing_summary(
     own_text = f"dtt pipeline -c {config or 'quickstart'} -d FOLDER name=mine           # your text"
     lines += [
         "",
-        f"  corpus       {cfg.corpus_dir}",
-        *(f"  tokens       {source.path}" for source in cfg.token_sources),
+        *(f"  corpus       {one.corpus_dir}" for one in cfg.corpora),
+        *(f"  tokens       {source.path}" for source in token_sources(cfg)),
         f"  job          {cfg.job_dir}  (metrics.jsonl, checkpoints, config.yaml)",
         *([f"  report       {page}  (open it in a browser)"] if page is not None else []),
         f"  model        {export}  (Hugging Face format, verified with transformers)",

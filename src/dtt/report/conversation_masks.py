@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import DttError
 from dtt.base.secrets import redacted
 from dtt.config.run import RunConfig
@@ -26,10 +27,14 @@ def conversations(cfg: RunConfig, home: Path) -> list[dict[str, Any]]:
     """
     if cfg.data.type not in ("chat", "preference"):
         return []
-    for path in cfg.token_paths:
+    try:
+        paths = token_paths(cfg, home)
+    except (DttError, OSError):
+        return []
+    for path in paths:
         try:
-            if TokensManifest.is_in(home / path):
-                return _read(home / path)
+            if TokensManifest.is_in(path):
+                return _read(path)
         except (DttError, OSError, ValueError):
             continue
     return []

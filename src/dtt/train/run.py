@@ -344,7 +344,7 @@ def find_checkpoint(
     check_nodes(dataset, world)
     resume = world.from_first(choose_checkpoint(this, from_step) if world.first else None)
     if resume is not None:
-        compatibility.check_data_key(resume.manifest, dataset.manifest.key, this.job)
+        compatibility.check_data(resume.manifest, dataset.manifest.named_keys, this.job)
     return resume
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest
+from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import DttError, ExitCode
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
@@ -116,7 +117,7 @@ def prepare(
     cfg = resolved.config
     predecessor = None
     if ranks.first:
-        compatibility.check_files(cfg.token_paths)
+        compatibility.check_files(token_paths(cfg))
         predecessor = stage.start_from() if stage is not None else None
     # Only here, after the checks that need no torch: importing it takes two seconds.
     from dtt.mesh import dist
@@ -186,4 +187,4 @@ def _check_resume(
         # Not an error here: the manifest is verified again under the lock, where older ones are
         # tried.
         return  # damaged: training may resume from an older one
-    compatibility.check_data_key(manifest, dataset.manifest.key, job)
+    compatibility.check_data(manifest, dataset.manifest.named_keys, job)

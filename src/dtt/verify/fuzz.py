@@ -85,6 +85,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         (MIXTURE,),
         (MIXTURE, "data.weights=[{step: 2, weights: {a: 0.0, b: 1.0}}]"),
         (MIXTURE, "data.on_exhausted=renormalise"),
+        ("data.sources=[{path: a/**, weight: 3}, {path: b, weight: 1}]",),
         ("data.type=chat",),
         ("data.type=chat", "chat.train_on=last", "chat.too_long=whole_turns"),
         ("data.type=chat", "chat.train_on=all", "chat.turns=expand"),
@@ -144,9 +145,9 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
 """Alternatives for each feature, as arguments. The first configurations have two of them."""
 WITHOUT_EFFECT = (
     "name", "download", "clean", "tokenizer", "tokenize", "track", "eval", "profile", "export",
-    "pipeline", "launch", "checkpoint.every", "checkpoint.keep_", "checkpoint.on_full", "train.device",
-    "train.eval_", "train.sample_", "train.log_every", "train.hang_seconds", "train.compile",
-    "train.attention", "chat.template", "chat.kwargs", "chat.control_text",
+    "pipeline", "launch", "checkpoint.every", "checkpoint.keep_", "checkpoint.on_full",
+    "train.device", "train.eval_", "train.sample_", "train.log_every", "train.hang_seconds",
+    "train.compile", "train.attention", "chat.template", "chat.kwargs", "chat.control_text",
     # Which file is read, not what is computed from it.
     *(f"data[{kind}].{key}" for kind in ("tokens", "chat", "preference")
       for key in ("to", "sources.dtype", "sources.validation", "sources.name")),

@@ -16,7 +16,7 @@ from support.selections import write_selection
 from support.token_files import END, write_folder
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.artifacts.selection import SelectionManifest
+from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.data.token_file import TokenFile
 
 Settings = Callable[..., list[str]]

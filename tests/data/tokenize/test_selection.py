@@ -23,7 +23,7 @@ from support.running import Dtt
 from support.selections import CLEAN, write_selection
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.artifacts.selection import SelectionManifest
+from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.chat import ChatConfig
 from dtt.config.clean import CleanConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from dtt.artifacts.corpus import CorpusDescription, CorpusManifest, CorpusSource
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError
-from dtt.config.data import DownloadConfig
+from dtt.config.data import DatasetConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.selection import selection_key
 
@@ -48,10 +48,11 @@ def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
     names the folder itself (`data.tokens`, `data.sources`): then these sections describe nothing of
     this folder.
     """
-    if path != cfg.tokenize_dir or cfg.data.tokens is not None or cfg.data.sources:
+    made = next((one for one in cfg.corpora if one.tokenize_dir == path), None)
+    if made is None or cfg.data.tokens is not None or cfg.data.sources:
         return
     check_described(
-        cfg.download,
+        made.download,
         manifest.text or CorpusDescription(source=manifest.corpus),
         path,
         next="another folder for each, in both commands: tokenize.out=FOLDER",
@@ -81,7 +82,7 @@ def _selection_key(cfg: RunConfig, there: str | None) -> str | None:
 
 
 def check_described(
-    download: DownloadConfig, there: CorpusDescription, folder: Path, *, next: str
+    download: DatasetConfig, there: CorpusDescription, folder: Path, *, next: str
 ) -> None:
     """Raise ConfigError if `download` names a dataset, and `there` describes other documents."""
     if download.dataset is None:  # such as on a node to which only the token files were copied

@@ -6,7 +6,12 @@ from dtt.config.run import RunConfig
 
 
 def run(cfg: RunConfig) -> None:
-    """Create the corpus that the `download` section describes, and print a summary."""
+    """Create each corpus that the `download` section describes, and print a summary."""
+    for one in cfg.corpora:
+        _download(one)
+
+
+def _download(cfg: RunConfig) -> None:
     from dtt.data.corpus.download import download
 
     out = cfg.corpus_dir

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import SelectionFacts
-from dtt.artifacts.selection import SelectionManifest, removals_name
+from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import sha256_file
 from dtt.config.clean import CleanConfig
@@ -95,7 +95,7 @@ class Selection:
         return numbers
 
     def rows(self, unit: int) -> list[dict[str, Any]]:
-        """Return the rows of a unit's file, which must exist; see artifacts/selection.py."""
+        """Return the rows of a unit's file, which must exist; see artifacts/selection_manifest.py."""
         found: list[dict[str, Any]] = self._table(unit, None).to_pylist()
         return found
 

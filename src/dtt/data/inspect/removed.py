@@ -8,7 +8,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from dtt.artifacts.manifests import SelectionFacts, TokensManifest
-from dtt.artifacts.selection import SelectionManifest
+from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError
 from dtt.config.data import SourceConfig
 from dtt.config.load import resolve as load_config
@@ -18,6 +19,7 @@ from dtt.config.run import RunConfig
 from dtt.config.source import is_config
 from dtt.data.inspect.conversation_report import BEGIN, END
 from dtt.data.inspect.inspector import inspect_path
+from dtt.data.inspect.mixture_folder import write_mixture
 from dtt.data.inspect.mixture_preview import preview_mixture
 from dtt.data.inspect.report import InspectOptions, Report, raise_if_damaged
 from dtt.data.samples.dataset import open_dataset
@@ -55,7 +57,7 @@ def inspect(
     # A .json is data: configurations of runs are YAML.
     is_run = is_config(path) and path.suffix != ".json"
     cfg = load_config(str(path), []).config if is_run else None
-    paths = [path] if cfg is None else [*dict.fromkeys(cfg.token_paths)] or [cfg.corpus_dir]
+    paths = [path] if cfg is None else [*dict.fromkeys(token_paths(cfg))] or [cfg.corpus_dir]
     reports = [inspect_path(one, wishes) for one in paths]
     if as_json:
         facts = [asdict(report) for report in reports]
@@ -68,8 +70,15 @@ def inspect(
         print("\n".join(open_dataset(cfg).left_out() or ["the run uses every conversation"]))
 
 
-def mix(cfg: RunConfig, *, as_json: bool) -> None:
-    """Print the share, samples, tokens and epochs of each data source in the run of `cfg`."""
+def mix(cfg: RunConfig, write: Path | None = None, *, as_json: bool) -> None:
+    """Print the share, samples, tokens and epochs of each data source in the run of `cfg`.
+
+    With `write`, write the mixture into that folder instead, and print what it holds.
+    """
+    if write is not None:
+        facts, table = write_mixture(cfg, open_dataset(cfg), write)
+        print(json.dumps(facts, indent=1) if as_json else table)
+        return
     mixture = preview_mixture(cfg, open_dataset(cfg))
     print(json.dumps(mixture, indent=1) if as_json else "\n".join(_mix(mixture)))
 

@@ -17,9 +17,11 @@ from dtt.artifacts.manifests import (
     CHAT_TEMPLATE,
     ChatFacts,
     CheckpointManifest,
+    DataManifest,
     TokensManifest,
 )
 from dtt.artifacts.shard_files import files_of, shard_stem
+from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.safe_names import checked_file
@@ -90,17 +92,33 @@ def check_length(name: str, tokens: int, samples: int, seq_len: int) -> None:
         )
 
 
-def check_data_key(checkpoint: CheckpointManifest, key: str, job: JobDir) -> None:
-    """Raise ConfigError if the data key of a checkpoint of `job` differs from `key`."""
-    if checkpoint.data_key != key:
+def check_data(
+    checkpoint: CheckpointManifest, sources: Sequence[tuple[str, str]], job: JobDir
+) -> None:
+    """Raise ConfigError if the data of a checkpoint of `job` differs from `sources`.
+
+    Each element of `sources` is (name, key).
+    """
+    if checkpoint.data_key != data_key(sources):
         raise ConfigError(
             f"{job.root} was trained on token files or text that have changed since",
-            why="their corpus, removed documents, tokenizer or options differ from those of the "
+            why=_other_sources(job, {name for name, _ in sources})
+            or "their corpus, removed documents, tokenizer or options differ from those of the "
             "checkpoint",
             next="specify the previous ones with data.tokens=FOLDER (or data.sources, "
             "download.out), "
             "or start a new job with name=ANOTHER",
         )
+
+
+def _other_sources(job: JobDir, now: set[str]) -> str:
+    """Return how the names of the sources differ from those that `job` has recorded, or ""."""
+    try:
+        then = {source.name for source in DataManifest.read(job.root).sources}
+    except DttError:  # a branch has no record of its own yet
+        return ""
+    parts = (("new", now - then), ("missing", then - now))
+    return "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in parts if names)
 
 
 def data_key(sources: Iterable[tuple[str, str]]) -> str:
@@ -139,7 +157,7 @@ def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = N
     asked = cfg.tokenizer.vocab_size
     if asked == vocab_size or origin == "default" or origin.startswith(f"{job.config}:"):
         return []
-    for manifest in (TokensManifest.read(p) for p in cfg.token_paths if TokensManifest.is_in(p)):
+    for manifest in (TokensManifest.read(p) for p in token_paths(cfg) if TokensManifest.is_in(p)):
         vocab_size = manifest.vocab_size
         # Training the tokenizer may have stopped before it reached the requested size.
         if asked in (vocab_size, manifest.key_parts.get("tokenizer", {}).get("vocab_size")):
@@ -149,7 +167,7 @@ def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = N
     mismatch = (
         f"tokenizer.vocab_size={asked} ({origin}), but the token files have {vocab_size} entries"
     )
-    if cfg.data.tokens is not None or cfg.data.sources:
+    if cfg.data.tokens is not None or cfg.data.sources or cfg.download.datasets:
         return [f"{mismatch}, which training uses"]
     raise ConfigError(
         mismatch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest, SourceFacts, TokensManifest
+from dtt.artifacts.token_folders import MatchedSource, token_sources
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file
 from dtt.config.data import (
@@ -216,7 +218,8 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     or DamagedError for missing or damaged files.
     """
     train, data = cfg.train, cfg.data
-    opened = _open_sources(cfg)
+    given = token_sources(cfg)
+    opened = _open_sources(cfg, given)
     for source in opened:
         _check_length(source, train.seq_len)
     if train.epochs is not None:
@@ -227,7 +230,10 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     mixture = Mixture(
         [len(source.train) for source in opened],
         # Weights change at steps, and the mixture works on samples: steps may have different sizes.
-        [(step_sizes.first_sample(step - 1), weights) for step, weights in _weights(cfg, opened)],
+        [
+            (step_sizes.first_sample(step - 1), weights)
+            for step, weights in _weights(cfg, given, opened)
+        ],
         data.on_exhausted,
         step_sizes.first_sample(train.steps),
     )
@@ -239,7 +245,7 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     compatibility.check_templates(
         [
             (source.label, source.path, its.chat)
-            for source, its in zip(cfg.token_sources, opened, strict=False)
+            for source, its in zip(given, opened, strict=False)
             if its.chat is not None
         ]
     )
@@ -250,7 +256,7 @@ def open_dataset(cfg: RunConfig) -> Dataset:
         step_sizes=step_sizes,
         requested_steps=train.steps,
         tokenizer=opened[0].vocabulary.tokenizer,
-        manifest=_manifest(cfg, opened),
+        manifest=_manifest(cfg, given, opened),
     )
 
 
@@ -271,8 +277,10 @@ def _check_length(source: Opened, seq_len: int) -> None:
         )
 
 
-def _manifest(cfg: RunConfig, opened: Sequence[Opened]) -> DataManifest:
-    paths = [source.path for source in cfg.token_sources]
+def _manifest(
+    cfg: RunConfig, given: Sequence[SourceConfig], opened: Sequence[Opened]
+) -> DataManifest:
+    paths = [source.path for source in given]
     paths = paths or [cfg.corpus_dir if cfg.data.reads_text else Path(cfg.data.type)]
     sources = tuple(
         SourceFacts(
@@ -300,7 +308,7 @@ def _manifest(cfg: RunConfig, opened: Sequence[Opened]) -> DataManifest:
     )
 
 
-def _open_sources(cfg: RunConfig) -> list[Opened]:
+def _open_sources(cfg: RunConfig, sources: Sequence[SourceConfig]) -> list[Opened]:
     match cfg.data:
         case (
             TokensDataConfig(tokenizer=path)
@@ -308,7 +316,7 @@ def _open_sources(cfg: RunConfig) -> list[Opened]:
             | PreferenceDataConfig(tokenizer=path)
         ):
             given = None if path is None else read_vocabulary(path)
-            return [_open_token_files(cfg, source, given) for source in cfg.token_sources]
+            return [_open_token_files(cfg, source, given) for source in sources]
         case TextDataConfig():
             from dtt.data.samples.text_source import open_text
 
@@ -380,23 +388,34 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
     )
 
 
-def _weights(cfg: RunConfig, opened: Sequence[Opened]) -> list[tuple[int, Weights]]:
+def _weights(
+    cfg: RunConfig, given: Sequence[SourceConfig], opened: Sequence[Opened]
+) -> list[tuple[int, Weights]]:
     """Return the mixture weights with the step, counted from 1, from which they hold.
 
     Weights are converted to fractions through their decimal form, so that 0.1 means exactly 1/10.
-    A source without a weight is weighted by its number of samples.
+    A source without a weight is weighted by its number of samples. The weight of a pattern is split
+    among its folders in proportion to their numbers of samples.
     """
-    data = cfg.data
-    if not data.sources:
+    if not given:  # text or synthetic data
         return [(1, (Fraction(1),))]
-    given = [source.weight for source in data.sources]
-    sizes = [float(len(source.train)) for source in opened]
-    first = {s.train.name: g or n for s, g, n in zip(opened, given, sizes, strict=True)}
-    changes = [(1, first), *((change.step, change.weights) for change in data.weights)]
+    entries = [s.entry if isinstance(s, MatchedSource) else s.label for s in given]
+    sizes = [len(source.train) for source in opened]
+    totals: Counter[str] = Counter()
+    for entry, size in zip(entries, sizes, strict=True):
+        totals[entry] += size
+    first = {s.label: s.weight or float(totals[s.label]) for s in cfg.token_sources}
+    changes = [(1, first), *((change.step, change.weights) for change in cfg.data.weights)]
     return [
-        # Through the text of the number: Fraction(0.1) would be 3602879701896397/2**55, with a
-        # period beyond the limit.
-        (step, tuple(Fraction(str(weights[source.train.name])) for source in opened))
+        (
+            step,
+            tuple(
+                # Through the text of the number: Fraction(0.1) would be 3602879701896397/2**55,
+                # with a period beyond the limit.
+                Fraction(str(weights[entry])) * Fraction(size, totals[entry])
+                for entry, size in zip(entries, sizes, strict=True)
+            ),
+        )
         for step, weights in changes
     ]
 

@@ -14,7 +14,7 @@ from dtt.base.malloc import keep
 from dtt.base.ranks import Ranks
 from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
-from dtt.mesh.comm import open_comm
+from dtt.mesh.comm import Comm, open_comm
 
 if TYPE_CHECKING:
     from dtt.artifacts.manifests import SplitCounts
@@ -31,23 +31,41 @@ REASONS = 10
 
 
 def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
-    """Write the token files; rank 0 prints a report, as JSON if `as_json` is set.
+    """Write the token files of each corpus; rank 0 prints a report, as JSON if `as_json` is set.
 
     With `overwrite`, replaces token files of a different corpus, tokenizer or options.
     """
-    out = cfg.tokenize_dir
     # numpy's OpenBLAS threads would spin on all cores, although there is no linear algebra here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Freed memory is needed again at once for the next documents: do not return it to the system.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # for Arrow's allocator, mimalloc
     keep()
-    comm = open_comm(Ranks.detect(), out / TokensManifest.work)  # before slow imports
+    comm = open_comm(Ranks.detect(), _work(cfg))  # before slow imports
     from dtt.data.corpus.described import read_corpus
+    from dtt.data.tokenize.shared_tokenizer import share_tokenizer
+
+    for one in cfg.corpora:
+        read_corpus(one)
+    share_tokenizer(cfg, comm, overwrite=overwrite)
+    facts = [_tokenize(one, comm, overwrite=overwrite, quiet=as_json) for one in cfg.corpora]
+    comm.close()
+    if as_json and comm.rank == 0:
+        print(json.dumps(facts if cfg.download.datasets else facts[0]))
+
+
+def _work(cfg: RunConfig) -> Path:
+    """Return the folder for the messages of ranks; a folder of token folders is none itself."""
+    return cfg.tokenize_dir / (".tokenizer" if cfg.download.datasets else TokensManifest.work)
+
+
+def _tokenize(
+    cfg: RunConfig, comm: Comm, *, overwrite: bool, quiet: bool
+) -> dict[str, object] | None:
+    """Write the token files of one corpus; rank 0 returns the facts, and prints unless `quiet`."""
     from dtt.data.text.tokenizer import find_tokenizer
     from dtt.data.tokenize.distributed import tokenize
 
-    read_corpus(cfg)
-    compare = cfg.tokenize.compare
+    out, compare = cfg.tokenize_dir, cfg.tokenize.compare
     other = None
     if compare and comm.rank == 0:  # a mistake is reported before the work
         other = find_tokenizer(GivenTokenizerConfig(path=compare))
@@ -61,22 +79,20 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
         clean=cfg.clean,
         overwrite=overwrite,
     )
-    comm.close()
-    if result is not None:
-        if not result.units:
-            log.info("already done: %s is complete for this corpus, tokenizer and options", out)
-        for problem in result.problems[:5]:
-            log.warning("skipped %s", problem)
-        if blank := result.manifest.blank_documents:
-            log.warning("kept %d documents that contain only white space", blank)
-        if replaced := result.manifest.replaced_documents:
-            log.warning("replaced lone surrogates by U+FFFD in %d documents", replaced)
-        if nulls := result.manifest.nulls:
-            log.warning("%d %s", nulls, NULLS)
-        compared = _compared(out, str(compare), other) if other else None
-        if as_json:
-            print(json.dumps(_facts(out, result) | {"compared": compared}))
-            return
+    if result is None:
+        return None
+    if not result.units:
+        log.info("already done: %s is complete for this corpus, tokenizer and options", out)
+    for problem in result.problems[:5]:
+        log.warning("skipped %s", problem)
+    if blank := result.manifest.blank_documents:
+        log.warning("kept %d documents that contain only white space", blank)
+    if replaced := result.manifest.replaced_documents:
+        log.warning("replaced lone surrogates by U+FFFD in %d documents", replaced)
+    if nulls := result.manifest.nulls:
+        log.warning("%d %s", nulls, NULLS)
+    compared = _compared(out, str(compare), other) if other else None
+    if not quiet:
         print(_report(out, result))
         if compared is not None:
             print(
@@ -84,33 +100,41 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
                 f"{compared['other_bytes_per_token']:.2f} with {compared['with']}, "
                 f"on {compared['text_bytes'] / 1e6:.2f} MB of held-out text"
             )
+    return _facts(out, result) | {"compared": compared}
 
 
 def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
     """Print what a run of `dtt tokenize` would reuse, and why; change nothing."""
-    out = cfg.tokenize_dir
-    comm = open_comm(Ranks.detect(), out / TokensManifest.work)
+    comm = open_comm(Ranks.detect(), _work(cfg))
     from dtt.data.corpus.described import read_corpus
     from dtt.data.tokenize.dry_run import explain
 
-    read_corpus(cfg)
-    reuse = explain(cfg.tokenize, cfg.tokenizer, cfg.corpus_dir, out, comm, _kind(cfg), cfg.clean)
+    facts = []
+    for one in cfg.corpora:
+        read_corpus(one)
+        out, tokenizer = one.tokenize_dir, one.tokenizer
+        # A shared tokenizer that is not there yet would be trained first: nothing depends on it.
+        if cfg.download.datasets and not (out.parent / "tokenizer.json").is_file():
+            tokenizer = cfg.tokenizer
+        reuse = explain(one.tokenize, tokenizer, one.corpus_dir, out, comm, _kind(one), one.clean)
+        if reuse is None:
+            continue
+        facts.append(
+            {
+                "tokens": str(out),
+                "complete": reuse.complete,
+                "differences": reuse.differences,
+                "removal": reuse.removal,
+                "units": reuse.units,
+                "pending": reuse.pending,
+                "faults": {unit: fault.why for unit, fault in reuse.faults.items()},
+            }
+        )
+        if not as_json:
+            print("\n".join([f"tokens      {out}", *reuse.lines()]))
     comm.close()
-    if reuse is None:
-        return
-    if as_json:
-        facts = {
-            "tokens": str(out),
-            "complete": reuse.complete,
-            "differences": reuse.differences,
-            "removal": reuse.removal,
-            "units": reuse.units,
-            "pending": reuse.pending,
-            "faults": {unit: fault.why for unit, fault in reuse.faults.items()},
-        }
-        print(json.dumps(facts))
-    else:
-        print("\n".join([f"tokens      {out}", *reuse.lines()]))
+    if as_json and comm.rank == 0:
+        print(json.dumps(facts if cfg.download.datasets else facts[0]))
 
 
 def _kind(cfg: RunConfig) -> DocumentKind:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,7 @@ def _prepare(
             check_usable(cut.corpus, cut.units, stop_at_bad=stop)
             # On one rank: 100 MB take half a minute, once, and any number of ranks would need
             # the same tokenizer.
-            content = _trained(tokenizer, cut, cfg.validation_fraction)
+            content = trained(tokenizer, [cut], cfg.validation_fraction)
         write_atomically(out / TOKENIZER, content)
         digest = hashlib.sha256(content).hexdigest()
         identity = Identity(key_parts=asked, tokenizer_sha256=digest, removed=removed)
@@ -283,7 +283,7 @@ def key_parts(
         )
     return {
         "corpus": {"sha256": cut.corpus.manifest.content_key()},
-        "tokenizer": _tokenizer_key(tokenizer, given),
+        "tokenizer": tokenizer_key(tokenizer, given),
         "tokenize": {
             "validation_fraction": cfg.validation_fraction,
             "unit_bytes": cut.unit_bytes,
@@ -294,7 +294,7 @@ def key_parts(
     }
 
 
-def _tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
+def tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
     """Return the inputs that determine the tokenizer: its training options, or its sha256."""
     facts = tokenizer.model_dump(mode="json")
     if given is not None:
@@ -329,15 +329,24 @@ def holds(path: Path, sha256: str) -> bool:
     return path.is_file() and sha256_file(path) == sha256
 
 
-def _trained(tokenizer: TrainedTokenizerConfig, cut: Cut, validation_fraction: float) -> bytes:
-    """Train a tokenizer on the corpus; return the content of its tokenizer.json."""
-    total = min(tokenizer.train_bytes, sum(unit.text_bytes for unit in cut.units))
+def trained(
+    tokenizer: TrainedTokenizerConfig, cuts: Sequence[Cut], validation_fraction: float
+) -> bytes:
+    """Train a tokenizer on corpora, in proportion to their sizes; return its tokenizer.json."""
+    sizes = [sum(unit.text_bytes for unit in cut.units) for cut in cuts]
+    total = min(tokenizer.train_bytes, sum(sizes))
     log.info("training a tokenizer of %d entries on %.1f MB", tokenizer.vocab_size, total / 1e6)
     with progress("reading for the tokenizer", total) as advance:
-        sample = tokenizer_sample(
-            cut.corpus, cut.units, tokenizer.train_bytes, validation_fraction, advance
+        parts = [
+            # Rounded up, so that a corpus with an estimated size of 0 has a part.
+            -(-tokenizer.train_bytes * max(size, 1) // max(sum(sizes), 1))
+            for size in sizes
+        ]
+        samples = (
+            tokenizer_sample(cut.corpus, cut.units, part, validation_fraction, advance)
+            for cut, part in zip(cuts, parts, strict=True)
         )
-        return train_tokenizer(tokenizer, sample).encode()
+        return train_tokenizer(tokenizer, chain.from_iterable(samples)).encode()
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
