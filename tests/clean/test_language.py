@@ -11,16 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from dtt.base.errors import ConfigError
-from dtt.clean.filter_list import filters_of
 from dtt.clean.language import SAMPLE, LanguageFilter
+from dtt.clean.make_filters import make_filters
 from dtt.config.clean import CleanConfig, LanguageConfig
+from dtt.config.run import RunConfig
 
 GERMAN = "Es war einmal ein König, der hatte drei Söhne und wusste nicht, wem er das Reich gab."
 ENGLISH = "Once upon a time there was a king who had three sons, and he could not choose."
 
 
 def test_documents_in_other_languages_are_removed_with_their_language() -> None:
-    [english] = filters_of(CleanConfig(language=LanguageConfig(keep=("en",))))
+    [english] = make_filters(RunConfig(clean=CleanConfig(language=LanguageConfig(keep=("en",)))))
     assert english(ENGLISH, {}) is None
     removed = english(GERMAN, {})
     assert removed is not None

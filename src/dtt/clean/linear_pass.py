@@ -11,6 +11,7 @@ import numpy as np
 
 from dtt.artifacts.selection_manifest import SelectionUnit, removals_name
 from dtt.base.files import write_atomically
+from dtt.clean.contamination import TaskNgrams
 from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.partitions import pairs_of_unit
 from dtt.clean.removals import RemovedRow, decode, encode
@@ -24,9 +25,17 @@ class Decisions:
     its twin. So in a chain A ~ B ~ C in which A and C differ, B is removed and C stays.
     """
 
-    def __init__(self, order: DocumentOrder, steps: Steps, exact_partitions: int) -> None:
+    def __init__(
+        self, order: DocumentOrder, steps: Steps, exact_partitions: int, tasks: TaskNgrams | None
+    ) -> None:
         """Prepare for the units of `order`, whose pairs are finished steps."""
         self._order, self._steps, self._partitions = order, steps, exact_partitions
+        self._tasks = tasks
+        self._with_ngram = np.zeros(0 if tasks is None else len(tasks), np.int64)
+        """Number of documents of the corpus that contain each n-gram of the tasks."""
+        for placed in order.units[order.own :] if tasks is not None else ():
+            hits = steps.array(placed.step, "hits", np.int64)
+            self._with_ngram += np.bincount(hits, minlength=len(self._with_ngram))
         self._removed = DocumentSet(order)
         self._copied = DocumentSet(order)
         for partition in range(exact_partitions):
@@ -46,13 +55,35 @@ class Decisions:
             parts = (steps.array(name, e, np.uint64) for e in ("later", "earlier"))
             for (later, earlier), value in zip(_pairs(parts), score.tolist(), strict=True):
                 similar.setdefault(later, []).append((earlier, value))
-        rows = filtered
-        for number in sorted(copies.keys() | similar.keys()):
+        # Before its copies and what resembles it: they are compared with documents that stay. (Its
+        # exact copies have the same words, so they are contaminated, too.)
+        contaminated = self._contaminated(place)
+        gone = {place << 32 | row.document for row in contaminated}
+        for number in gone:
+            self._removed.add_one(number)
+        rows = [*filtered, *contaminated]
+        for number in sorted((copies.keys() | similar.keys()) - gone):
             row = self._judge(number, copies.get(number), similar.get(number, ()))
             if row is not None:
                 self._removed.add_one(number)
                 rows.append(row)
         return sorted(rows, key=lambda row: row.document)
+
+    def _contaminated(self, place: int) -> list[RemovedRow]:
+        """Return the documents of a unit that contain a part of a task."""
+        step = self._order.units[place].step
+        rows: list[RemovedRow] = []
+        if self._tasks is None:
+            return rows
+        hits = self._steps.array(step, "hits", np.int64)
+        documents, starts = np.unique(self._steps.array(step, "hit", np.uint32), return_index=True)
+        for document, first, end in zip(
+            documents.tolist(), starts, [*starts[1:], len(hits)], strict=True
+        ):
+            removal = self._tasks.removal(hits[first:end], self._with_ngram)
+            if removal is not None:
+                rows.append(RemovedRow(document, *removal))
+        return rows
 
     def _judge(
         self, number: int, first: int | None, similar: Sequence[tuple[int, float]]
@@ -80,10 +111,16 @@ def _pairs(columns: object) -> zip[tuple[int, int]]:
 
 
 def write_units(
-    order: DocumentOrder, steps: Steps, out: Path, exact_partitions: int, *, near: bool
+    order: DocumentOrder,
+    steps: Steps,
+    out: Path,
+    exact_partitions: int,
+    tasks: TaskNgrams | None,
+    *,
+    near: bool,
 ) -> list[SelectionUnit]:
     """Write the file of each unit of the corpus; return what the manifest says of them."""
-    decisions = Decisions(order, steps, exact_partitions)
+    decisions = Decisions(order, steps, exact_partitions, tasks)
     units = []
     for place in range(order.own, len(order.units)):
         placed = order.units[place]

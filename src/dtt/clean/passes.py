@@ -14,10 +14,11 @@ from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import exclusive, sha256_file, write_atomically
 from dtt.base.log import log, progress
+from dtt.clean.contamination import TaskNgrams
 from dtt.clean.document_order import DocumentOrder, DocumentSet, PlacedUnit
 from dtt.clean.filters import Filter
 from dtt.clean.linear_pass import write_units
-from dtt.clean.make_filters import make_filters
+from dtt.clean.make_filters import make_filters, make_tasks
 from dtt.clean.partitions import (
     band_partitions,
     candidate_pairs,
@@ -72,10 +73,11 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         finished = _finished(out) if first and part is None else None
         if comm.broadcast(finished is not None):
             return Cleaned(out, finished, 0) if first else None
-        units = _place_units(section, corpus, comm)
+        tasks = make_tasks(cfg)
+        units = _place_units(section, corpus, tasks, comm)
         _check_unchanged(units, comm)
         steps = Steps(out)
-        filters = make_filters(cfg, corpus)
+        filters = make_filters(cfg)
         if first:
             check_columns(corpus, columns_of(filters))
         if first and part is None:
@@ -83,12 +85,12 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
             steps.tidy()
         comm.barrier()
         share = units if part is None else units[part.number :: part.of]
-        done = sum(comm.gather(_pass_one(cfg, share, filters, steps, comm)))
+        done = sum(comm.gather(_pass_one(cfg, share, filters, tasks, steps, comm)))
         if part is not None:
             return Cleaned(out, None, done) if first else None
         order = DocumentOrder(units, steps)
         groups = _find_pairs(section, order, steps, key, comm)
-        manifest = _finish(section, corpus, order, steps, out, groups) if first else None
+        manifest = _finish(section, corpus, order, steps, out, groups, tasks) if first else None
         # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
         if manifest is None:
@@ -122,7 +124,9 @@ def _finished(out: Path) -> SelectionManifest | None:
     return manifest
 
 
-def _place_units(section: CleanConfig, corpus: Corpus, comm: Comm) -> list[PlacedUnit]:
+def _place_units(
+    section: CleanConfig, corpus: Corpus, tasks: TaskNgrams | None, comm: Comm
+) -> list[PlacedUnit]:
     """Return the units of all corpora in their order."""
     folders = section.near.against if section.near else ()
     placed = []
@@ -135,8 +139,10 @@ def _place_units(section: CleanConfig, corpus: Corpus, comm: Comm) -> list[Place
     own = corpus.units(corpus.unit_bytes())
     if not own:
         raise InputError("the corpus contains no documents", where=corpus.folder)
+    sha256 = None if tasks is None else tasks.sha256
     return placed + [
-        PlacedUnit(corpus, unit, unit_key(section, corpus, unit, filtered=True)) for unit in own
+        PlacedUnit(corpus, unit, unit_key(section, corpus, unit, filtered=True, tasks=sha256))
+        for unit in own
     ]
 
 
@@ -159,7 +165,12 @@ def _check_unchanged(units: Sequence[PlacedUnit], comm: Comm) -> None:
 
 
 def _pass_one(
-    cfg: RunConfig, units: Sequence[PlacedUnit], filters: Sequence[Filter], steps: Steps, comm: Comm
+    cfg: RunConfig,
+    units: Sequence[PlacedUnit],
+    filters: Sequence[Filter],
+    tasks: TaskNgrams | None,
+    steps: Steps,
+    comm: Comm,
 ) -> int:
     """Do pass 1 for this rank's units that are not finished; return their number."""
     section, done = section_of(cfg), 0
@@ -169,9 +180,10 @@ def _pass_one(
     with progress("reading", total, shown=comm.rank == 0) as advance:
         for placed in mine:
             if not (steps.done(placed.step, placed.key) or steps.adopt(placed.step, placed.key)):
-                judges = filters if placed.other is None else ()
+                # What `near.against` names stays, so nothing judges it.
+                judges, of = (filters, tasks) if placed.other is None else ((), None)
                 bad = BadDocuments(stop=stop)
-                pass_one(section, placed.corpus, placed.unit, judges, steps, placed.key, bad)
+                pass_one(section, placed.corpus, placed.unit, judges, of, steps, placed.key, bad)
                 done += 1
             advance(placed.unit.text_bytes)
     return done
@@ -210,6 +222,7 @@ def _finish(
     steps: Steps,
     out: Path,
     groups: int,
+    tasks: TaskNgrams | None,
 ) -> SelectionManifest:
     """Write the files of the units and the manifest; keep the results of pass 1."""
     parts = key_parts(section, corpus.manifest)
@@ -217,7 +230,7 @@ def _finish(
         key=fingerprint(parts),
         key_parts=parts,
         unit_bytes=corpus.unit_bytes(),
-        units=tuple(write_units(order, steps, out, groups, near=section.near is not None)),
+        units=tuple(write_units(order, steps, out, groups, tasks, near=section.near is not None)),
     )
     # Last: a folder with a manifest is complete.
     write_atomically(out / SelectionManifest.filename, manifest.dump())

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from dtt.artifacts.manifest import fingerprint
+from dtt.clean.contamination import TaskNgrams
 from dtt.clean.filters import Filter, Removal
 from dtt.clean.removals import RemovedRow, encode
 from dtt.clean.shingles import shingles
@@ -43,10 +44,17 @@ class UnitKeys:
     keys: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     """Sorted runs of band keys, and the documents that have them."""
     documents: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+    hits: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """N-grams of tasks in each of the documents `hit`."""
+    hit: list[int] = field(default_factory=list)
 
 
-def unit_key(clean: CleanConfig, corpus: Corpus, unit: Unit, *, filtered: bool) -> str:
+def unit_key(
+    clean: CleanConfig, corpus: Corpus, unit: Unit, *, filtered: bool, tasks: str | None = None
+) -> str:
     """Return a fingerprint of everything that determines the result of pass 1 for a unit.
+
+    `tasks` is the hash of the tasks of `clean.decontaminate`.
 
     It contains hashes of the files, so another selection of the corpus, or of a later version of
     it, finds the results of the units that did not change.
@@ -59,7 +67,8 @@ def unit_key(clean: CleanConfig, corpus: Corpus, unit: Unit, *, filtered: bool) 
     filters = {name: section[name] for name in section.keys() - {"exact", "near"}}
     manifest = corpus.manifest
     reading = [manifest.file_format, manifest.text_column, manifest.txt_documents]
-    return fingerprint([VERSION, files, reading, clean.exact, near, filters if filtered else None])
+    judged = [filters, tasks] if filtered else None
+    return fingerprint([VERSION, files, reading, clean.exact, near, judged])
 
 
 def step_name(key: str) -> str:
@@ -72,6 +81,7 @@ def pass_one(
     corpus: Corpus,
     unit: Unit,
     filters: Sequence[Filter],
+    tasks: TaskNgrams | None,
     steps: Steps,
     key: str,
     bad: BadDocuments,
@@ -86,6 +96,8 @@ def pass_one(
     for documents in _kept(corpus, unit, filters, found, bad):
         texts = [text for _, text in documents]
         index = np.array([number for number, _ in documents], np.uint32)
+        if tasks is not None:
+            _add_hits(documents, tasks, found)
         if clean.exact:
             found.digests.extend(map(_digest, texts))
             found.numbered.extend(index.tolist())
@@ -111,12 +123,23 @@ def pass_one(
             "exact-documents": [np.array(found.numbered, np.uint32)[order]],
             "keys": found.keys,
             "documents": found.documents,
+            "hits": found.hits,
+            "hit": [np.repeat(np.array(found.hit, np.uint32), list(map(len, found.hits)))],
         },
         documents=len(found.sizes),
         runs=[len(run) for run in found.keys],
         unread=bad.count,
         problems=bad.examples,
     )
+
+
+def _add_hits(documents: list[tuple[int, bytes]], tasks: TaskNgrams, found: UnitKeys) -> None:
+    """Add the n-grams of tasks that the documents contain."""
+    for number, content in documents:
+        hits = tasks.hits(content.decode())
+        if len(hits):
+            found.hits.append(hits)
+            found.hit.append(number)
 
 
 def columns_of(filters: Sequence[Filter]) -> tuple[str, ...]:

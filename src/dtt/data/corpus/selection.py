@@ -95,7 +95,7 @@ class Selection:
         return numbers
 
     def rows(self, unit: int) -> list[dict[str, Any]]:
-        """Return the rows of a unit's file, which must exist; see artifacts/selection_manifest.py."""
+        """Return the rows of a unit's file, which must exist."""
         found: list[dict[str, Any]] = self._table(unit, None).to_pylist()
         return found
 

@@ -40,7 +40,7 @@ def share_tokenizer(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> None:
     tokenizer, out = cfg.tokenizer, cfg.tokenize_dir
     if not cfg.download.datasets or not isinstance(tokenizer, TrainedTokenizerConfig):
         return
-    cuts = [cut_corpus(c.tokenize, c.corpus_dir, comm, c.clean) for c in cfg.corpora]
+    cuts = [cut_corpus(c.tokenize, c.clean, c.corpus_dir, comm) for c in cfg.corpora]
     with exclusive(out, "dtt tokenize") if comm.rank == 0 else nullcontext():
         if comm.rank == 0:
             asked = {
