@@ -24,7 +24,7 @@ def submit(
         str,
         typer.Argument(
             metavar="COMMAND",
-            help="Command: download, tokenize, train, eval, export or pipeline.",
+            help="Command: download, clean, tokenize, train, eval, export or pipeline.",
         ),
     ],
     job_or_overrides: Annotated[

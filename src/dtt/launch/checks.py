@@ -53,8 +53,12 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
             yield ConfigError(
                 "no dataset is named", next="set download.dataset=org/name, or a folder"
             )
-    elif command == "tokenize":
+    elif command in ("clean", "tokenize"):
         yield from caught(lambda: read_corpus(cfg))
+        if command == "clean" and cfg.clean is None:
+            yield ConfigError(
+                "the configuration has no section `clean`", next="set clean.exact=true"
+            )
     elif command == "train":
         yield from _train_problems(cfg, job)
     elif command == "export" and job.newest_checkpoint_name() is None:

@@ -36,7 +36,9 @@ from dtt.train.run import find_job, find_stages
 
 SIGNAL_EARLY = 60
 """Seconds by which Slurm may send the signal of `--signal` early, according to its manual."""
-COMMANDS = ("download", "tokenize", "train", "eval", "export", "pipeline")
+KINDS: dict[str, job_script.Kind] = {"train": "train", "clean": "tokenize", "tokenize": "tokenize"}
+"""The kind of script of each command; of the others: `other`."""
+COMMANDS = ("download", "clean", "tokenize", "train", "eval", "export", "pipeline")
 
 
 def run(
@@ -125,7 +127,7 @@ def prepare(
             changed = _changed_keys(command, load_job(trained.root), resolved)
             changed.pop("eval.every", None)  # for training only
             argv += ["--watch"] * (command == "eval") + _pairs(changed)
-        case "download" | "tokenize" | "pipeline":
+        case "download" | "clean" | "tokenize" | "pipeline":
             if folders:
                 named = folders[0] if is_config(folders[0]) else "CONFIG"
                 raise ConfigError(
@@ -176,7 +178,7 @@ def _script(
         job=job.root,
         directory=Path.cwd(),
         argv=tuple(argv),
-        kind="train" if command == "train" else "tokenize" if command == "tokenize" else "other",
+        kind=KINDS.get(command, "other"),
         launch=cfg.launch,
         lead=job_script.lead(job, cfg.launch),
         stages=tuple(stage.job.root for stage in stages),

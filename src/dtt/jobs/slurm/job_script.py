@@ -249,7 +249,7 @@ def _options(script: Script) -> Iterator[str]:
         yield f"--preflight={'gpu' if launch.gpus else 'cpu'}"
     if launch.lead_seconds is not None or not trains:
         yield "--fixed-lead"
-    if launch.mpi == "mpirun" and command == "tokenize":
+    if launch.mpi == "mpirun" and script.kind == "tokenize":
         yield "--mpirun"
     if trains and isinstance(launch.container, NoContainer):
         yield "--report"
