@@ -42,6 +42,8 @@ def run(cfg: RunConfig, *, part: str | None = None, as_json: bool = False) -> No
         return
     for problem in result.problems[:5]:
         log.warning("skipped %s", problem)
+    if result.unread > len(result.problems[:5]):
+        log.warning("skipped %d unreadable documents", result.unread)
     if result.manifest is not None and not result.units:
         log.info("already done: %s is complete for this corpus and section `clean`", folder)
     print(json.dumps(_facts(result)) if as_json else _report(result, cfg, part))
