@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.running import Dtt
 
@@ -19,9 +21,6 @@ ROWS = [
 
 
 def write_rows(folder: Path, kind: str) -> str:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet")
     elif kind == "csv":
@@ -103,3 +102,34 @@ def test_a_corpus_that_is_missing_or_contains_conversations_is_refused(
     dtt("download", "-q", "-d", "chat.jsonl", "data.type=chat")
     done = dtt("clean", "-d", "chat.jsonl", "data.type=chat", "clean.exact=true", expect=66)
     assert "conversations, not text" in done.stderr
+
+
+def test_unreadable_documents_are_skipped_and_have_no_number(dtt: Dtt, tmp_path: Path) -> None:
+    lines = ['{"text": "a b"}', "broken", '{"text": null}', '{"text": "c d"}', '{"text": "a  b"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    dtt("download", "-q", "-d", "a.jsonl")
+    done = dtt("clean", "-d", "a.jsonl", "clean.exact=true", "--json")
+    assert "a.jsonl:2" in done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["documents"] == 3
+    rows = pq.read_table(tmp_path / facts["selection"] / "00000.removed.parquet").to_pylist()
+    twin = {"document": 2, "reason": "exact", "rule": "", "twin_unit": 0, "twin": 0, "score": None}
+    assert rows == [twin]
+    stop = ("clean.near.threshold=0.9", "tokenize.on_bad_document=stop")
+    assert "a.jsonl:2" in dtt("clean", "-d", "a.jsonl", *stop, expect=65).stderr
+
+
+def test_a_job_script_starts_a_process_per_core(dtt: Dtt, tmp_path: Path) -> None:
+    name = write_rows(tmp_path, "jsonl")
+    dtt("download", "-q", "-d", name)
+    options = (
+        f"download.dataset={name}",
+        "launch.nodes=2",
+        "launch.processes_per_node=8",
+        "clean.exact=true",
+    )
+    script = dtt("submit", "clean", "--print-script", *options).stdout
+    assert "--ntasks-per-node=8" in script
+    assert "clean" in script
+    refused = dtt("submit", "clean", "--print-script", *options[:-1], expect=2)
+    assert "no section `clean`" in refused.stderr

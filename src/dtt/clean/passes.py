@@ -54,6 +54,8 @@ class Cleaned(NamedTuple):
     """Number of units that this run read; 0 if everything was finished before."""
     problems: tuple[str, ...] = ()
     """`file:line: why` of some documents that cannot be read."""
+    unread: int = 0
+    """Number of documents that cannot be read, which have no number."""
 
 
 def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | None:
@@ -96,7 +98,8 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         if manifest is None:
             return None
         problems = tuple(line for facts in order.facts for line in facts["problems"])
-        return Cleaned(out, manifest, done, problems)
+        unread = sum(unit["unread"] for unit in order.facts)
+        return Cleaned(out, manifest, done, problems, unread)
 
 
 def section_of(cfg: RunConfig) -> CleanConfig:

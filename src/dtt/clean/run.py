@@ -43,6 +43,8 @@ def run(cfg: RunConfig, *, part: str | None = None, as_json: bool = False) -> No
             continue
         for problem in result.problems[:5]:
             log.warning("skipped %s", problem)
+        if result.unread > len(result.problems[:5]):
+            log.warning("skipped %d unreadable documents", result.unread)
         if result.manifest is not None and not result.units:
             log.info("already done: %s is complete for this corpus", result.folder)
         facts.append(_facts(result))

@@ -96,6 +96,9 @@ def _cut(text: bytes) -> tuple[Int, Int, npt.NDArray[np.uint8]]:
         content = content.copy()
         alone, length = _beyond_ascii(content)
     inside = content != SPACE
+    if not len(alone):  # in half the time
+        edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
+        return edges[::2], edges[1::2], content
     start, end = inside.copy(), inside.copy()
     start[1:] &= ~inside[:-1]
     end[:-1] &= ~inside[1:]

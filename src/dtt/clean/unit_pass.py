@@ -183,9 +183,13 @@ _WHITE = bytes.maketrans(b"\t\n\v\f\r", b"     ")
 def _digest(text: bytes) -> bytes:
     """Return the xxh3-128 of a text, in which each run of ASCII white space is a single space."""
     folded = text.translate(_WHITE).strip(b" ")
-    while b"  " in folded:  # five times as fast as split and join
-        folded = folded.replace(b"  ", b" ")
-    return xxhash.xxh3_128_digest(folded)
+    if b"  " not in folded:
+        return xxhash.xxh3_128_digest(folded)
+    content = np.frombuffer(folded, np.uint8)  # four times as fast as split and join
+    space = content == ord(" ")
+    space[1:] &= space[:-1].copy()
+    space[0] = False
+    return xxhash.xxh3_128_digest(content[~space].tobytes())
 
 
 def _sort_run(

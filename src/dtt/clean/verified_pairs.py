@@ -51,7 +51,8 @@ def shingle_sets(
             cut = shingles(texts, near.shingle)
             edges = np.searchsorted(cut.document, np.arange(len(texts) + 1))
             for first, last in pairwise(edges.tolist()):
-                found = np.unique(cut.hashes[first:last])
+                found = np.sort(cut.hashes[first:last])  # np.unique takes five times as long
+                found = found[np.append(True, found[1:] != found[:-1])]
                 total += len(found)
                 ends.append(total)
                 yield found

@@ -37,6 +37,7 @@ from dtt.train.run import find_job, find_stages
 SIGNAL_EARLY = 60
 """Seconds by which Slurm may send the signal of `--signal` early, according to its manual."""
 KINDS: dict[str, job_script.Kind] = {"train": "train", "clean": "tokenize", "tokenize": "tokenize"}
+"""The kind of script of each command; of the others: `other`."""
 COMMANDS = ("download", "clean", "tokenize", "train", "eval", "export", "pipeline")
 
 
