@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 WORD = re.compile("[0-9a-z\x80-\U0010ffff]+")
@@ -29,36 +29,29 @@ def planted(count: int, seed: int = 7, words: int = 160) -> list[str]:
             draw.choice(vocabulary) if draw.random() < rate else word for word in text.split()
         )
 
-    kinds = {
-        "new": 50, "edited": 20, "copy": 6, "respelled": 4, "chain": 4, "header": 5, "shuffled": 5,
-        "short": 3, "empty": 2, "blank": 1,
+    def chain(text: str) -> list[str]:
+        """The ends differ more than neighbours do."""
+        return [text := edited(text, 0.02) for _ in range(3)]
+
+    kinds: dict[str, tuple[int, Callable[[str], list[str]]]] = {
+        "new": (50, lambda _: [new()]),
+        "edited": (20, lambda text: [edited(text, draw.uniform(0.0, 0.2) ** 2 / 0.2)]),
+        "copy": (6, lambda text: [text.replace(" ", draw.choice(["  ", "\n", " \t"])) + "\n"]),
+        "respelled": (
+            4, lambda text: [text.upper().replace(" ", draw.choice([", ", " — ", "; "]))]
+        ),
+        "chain": (4, chain),
+        "header": (5, lambda _: [f"{header} {new()}"]),
+        "shuffled": (5, lambda text: [" ".join(draw.sample(text.split(), len(text.split())))]),
+        "short": (
+            3, lambda _: [" ".join(draw.choices(["yes", "no", "maybe"], k=draw.randint(1, 4)))]
+        ),
+        "empty": (2, lambda _: [""]),
+        "blank": (1, lambda _: [" \n\t"]),
     }  # fmt: skip
     while len(found) < count:
-        kind = draw.choices([*kinds], [*kinds.values()])[0]
-        text = draw.choice(found) if found else new()
-        match kind:
-            case "new":
-                found.append(new())
-            case "edited":
-                found.append(edited(text, draw.uniform(0.0, 0.2) ** 2 / 0.2))
-            case "copy":
-                found.append(text.replace(" ", draw.choice(["  ", "\n", " \t"])) + "\n")
-            case "respelled":
-                found.append(text.upper().replace(" ", draw.choice([", ", " — ", "; "])))
-            case "chain":  # the ends differ more than neighbours do
-                for _ in range(3):
-                    text = edited(text, 0.02)
-                    found.append(text)
-            case "header":
-                found.append(f"{header} {new()}")
-            case "shuffled":
-                found.append(" ".join(draw.sample(text.split(), len(text.split()))))
-            case "short":
-                found.append(" ".join(draw.choices(["yes", "no", "maybe"], k=draw.randint(1, 4))))
-            case "empty":
-                found.append("")
-            case "blank":
-                found.append(" \n\t")
+        kind = draw.choices([*kinds], [share for share, _ in kinds.values()])[0]
+        found += kinds[kind][1](draw.choice(found) if found else new())
     return found[:count]
 
 
