@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import chdir
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.running import Dtt
+
+from dtt.artifacts.jobdir import JobDir
+from dtt.config.load import resolve
+from dtt.launch import checks
 
 ROWS = [
     {"text": "one two three", "score": 3, "lang": "en"},
@@ -130,6 +135,19 @@ def test_a_job_script_starts_a_process_per_core(dtt: Dtt, tmp_path: Path) -> Non
     )
     script = dtt("submit", "clean", "--print-script", *options).stdout
     assert "--ntasks-per-node=8" in script
-    assert "clean" in script
-    refused = dtt("submit", "clean", "--print-script", *options[:-1], expect=2)
-    assert "no section `clean`" in refused.stderr
+    assert "-- clean -c" in script
+
+
+def test_a_job_without_a_section_is_not_submitted(dtt: Dtt, tmp_path: Path) -> None:
+    name = write_rows(tmp_path, "jsonl")
+    dtt("download", "-q", "-d", name)
+    for settings, expected in (
+        ([], ["the configuration has no section `clean`"]),
+        (["clean.exact=true"], []),
+    ):
+        given = [f"download.dataset={name}", f"download.out={tmp_path}/data/corpus/rows", *settings]
+        with chdir(tmp_path):
+            found = checks.problems(
+                "clean", resolve(None, given, {}).config, JobDir(Path("jobs/a"))
+            )
+            assert [str(problem).splitlines()[0] for problem in found] == expected
