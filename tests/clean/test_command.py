@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import chdir
 from pathlib import Path
 
@@ -151,3 +152,58 @@ def test_a_job_without_a_section_is_not_submitted(dtt: Dtt, tmp_path: Path) -> N
                 "clean", resolve(None, given, {}).config, JobDir(Path("jobs/a"))
             )
             assert [str(problem).splitlines()[0] for problem in found] == expected
+
+
+def test_every_document_has_one_reason(dtt: Dtt, tmp_path: Path) -> None:
+    draw = random.Random(1)
+    names = ["".join(draw.choices("abcdefghijklm", k=7)) for _ in range(500)]
+
+    def text() -> str:
+        some = draw.sample(names, 100)
+        pairs = zip(some[::2], some[1::2], strict=True)
+        return " ".join(f"the {a} of {b}," for a, b in pairs)
+
+    question, idiom = text()[:150], text()[:150]
+    rows = [{"question": question, "answer": "yes"}, {"question": idiom, "answer": "no"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "t.yaml").write_text(
+        'data: {file: t.jsonl}\ntype: cloze\nprompt: "{question}"\nanswer: "{answer}"\n'
+    )
+    first, leak = text(), f"{text()} {question} {text()}"
+    documents = {
+        first: None,
+        leak: ("contaminated", "t 0", None),
+        leak.replace(", ", ",  "): ("contaminated", "t 0", None),
+        first + " ": ("exact", "", 0),
+        first.replace(names[3], "x").replace(first[4:11], "y"): ("near", "jaccard", 0),
+        "the few": ("rules", "gopher.min_words", None),
+        **{f"{text()} {idiom} {text()}": None for _ in range(11)},
+    }
+    lines = "".join(json.dumps({"text": one}) + "\n" for one in documents)
+    (tmp_path / "web.jsonl").write_text(lines)
+    keys = (
+        "clean.rules=[gopher]",
+        "clean.near.threshold=0.7",
+        "clean.decontaminate.tasks=[t.yaml]",
+    )
+    dtt("download", "-q", "-d", "web.jsonl")
+    facts = json.loads(dtt("clean", "-d", "web.jsonl", *keys, "--json").stdout)
+    [file] = Path(tmp_path / facts["selection"]).glob("*.parquet")
+    found = {row["document"]: row for row in pq.read_table(file).to_pylist()}
+    removed = {i: why for i, why in enumerate(documents.values()) if why is not None}
+    assert {i: (row["reason"], row["rule"], row["twin"]) for i, row in found.items()} == removed
+    # Tokenizing leaves them out, and an unchanged selection is not made again.
+    options = (
+        "-d",
+        "web.jsonl",
+        *keys,
+        "tokenize.validation_fraction=0",
+        "tokenizer.vocab_size=300",
+    )
+    done = dtt("tokenize", *options, "--json")
+    assert json.loads(done.stdout)["splits"]["train"]["documents"] == len(documents) - len(removed)
+    assert "already done" in dtt("clean", *options).stderr
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": text()}) + "\n")
+    without = [option.replace("web", "more") for option in options]  # no document has an n-gram
+    dtt("download", "-q", *without)
+    assert json.loads(dtt("clean", *without, "--json").stdout)["removed"] == {}

@@ -182,6 +182,8 @@ def case_of(line: str) -> Case:
         return STAGES
     if re.search(r"-c (chats|preferences)\.yaml|(jobs|exports)/helper", line):
         return LONGER
+    if "dtt clean" in line:
+        return Case(env={"DTT_CLEAN__EXACT": "true"})
     if line.startswith("torchrun"):
         return Case(unfinished=" train " in line, instead=TWO_RANKS)
     if line.startswith("dtt mup"):

@@ -76,10 +76,10 @@ class Decisions:
         if self._tasks is None:
             return rows
         hits = self._steps.array(step, "hits", np.int64)
-        documents, starts = np.unique(self._steps.array(step, "hit", np.uint32), return_index=True)
-        for document, first, end in zip(
-            documents.tolist(), starts, [*starts[1:], len(hits)], strict=True
-        ):
+        of_documents = self._steps.array(step, "hit", np.uint32)
+        documents, starts = np.unique(of_documents, return_index=True)
+        ends = np.append(starts, len(hits))[1:]
+        for document, first, end in zip(documents.tolist(), starts, ends, strict=True):
             removal = self._tasks.removal(hits[first:end], self._with_ngram)
             if removal is not None:
                 rows.append(RemovedRow(document, *removal))

@@ -57,7 +57,8 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
             )
     elif command == "clean":
         if cfg.clean is None:
-            yield ConfigError("no section `clean` says what to remove", next="set clean.exact=true")
+            why = "the configuration has no section `clean`"
+            yield ConfigError(why, next="set clean.exact=true")
         for one in cfg.corpora:
             yield from caught(partial(read_corpus, one))
     elif command == "tokenize":
