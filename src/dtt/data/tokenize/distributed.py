@@ -110,7 +110,7 @@ def tokenize(
         # A gather is also a barrier: all units have their markers after it.
         text_bytes = sum(comm.gather(encoded))
         manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
-        comm.barrier()  # ranks that exit before rank 0 has written the manifest may end it
+        comm.barrier()  # MPI may end rank 0 in the middle of its manifest when others exit
         if manifest is None:
             return None
         took = time.monotonic() - start
