@@ -15,6 +15,7 @@ EXTREMES = (
     *(".nan", ".inf", "-.inf", "nan", "inf", "0x7fffffffffffffff", "true", "null"),
 )
 NEEDED = {
+    "clean": ["clean.decontaminate.tasks=[core]", "clean.language.keep=[en]"],
     "objective": ["data.type=preference"],
     "scaling": ["scaling.base_dim=64"],
     "lora": ["init.from=hf:any", "optim.type=adamw"],
