@@ -1,6 +1,7 @@
 """The tools that dtt is compared with, each in a separate process of its own environment.
 
     python benchmarks/peers.py tokenize PEER TOKENIZER.json FOLDER OUT [NUMBER OF]
+    python benchmarks/peers.py deduplicate FOLDER OUT
     python benchmarks/peers.py train PEER SHAPE PRECISION THREADS
     python benchmarks/peers.py load FOLDER SAMPLES
 
@@ -155,6 +156,43 @@ TOKENIZERS: dict[str, Callable[..., None]] = {
     "datasets": datasets,
     "datatrove": datatrove,
 }
+
+
+# ---- deduplication -------------------------------------------------------------------------------
+
+
+def deduplicate(folder: Path, out: Path) -> None:
+    """Run the four stages of datatrove's MinHash on Parquet files with the columns `text` and `id`.
+
+    Writes the documents that stay as JSON lines to OUT/kept.
+    """
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.dedup import (
+        MinhashDedupBuckets,
+        MinhashDedupCluster,
+        MinhashDedupFilter,
+        MinhashDedupSignature,
+    )
+    from datatrove.pipeline.dedup.minhash import MinhashConfig
+    from datatrove.pipeline.readers import ParquetReader
+    from datatrove.pipeline.writers import JsonlWriter
+
+    config = MinhashConfig()  # 5-grams, 14 buckets of 8 hashes, as for FineWeb
+    files = len(list(folder.glob("*.parquet")))
+    reader = ParquetReader(str(folder), glob_pattern="*.parquet")
+    sums, buckets, gone = (str(out / name) for name in ("signatures", "buckets", "removed"))
+    stages: list[tuple[list[Any], int]] = [
+        ([reader, MinhashDedupSignature(sums, config)], files),
+        ([MinhashDedupBuckets(sums, buckets, config=config)], config.num_buckets),
+        ([MinhashDedupCluster(buckets, gone, config)], 1),
+        (
+            [reader, MinhashDedupFilter(gone), JsonlWriter(str(out / "kept"), compression=None)],
+            files,
+        ),
+    ]
+    for number, (steps, tasks) in enumerate(stages):
+        logs = str(out / f"logs-{number}")
+        LocalPipelineExecutor(steps, tasks=tasks, workers=WORKERS, logging_dir=logs).run()
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -430,6 +468,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["tokenize", peer, *paths]:
             TOKENIZERS[peer](*map(Path, paths))
+        case ["deduplicate", *paths]:
+            deduplicate(*map(Path, paths))
         case ["train", *arguments]:
             train(*arguments)
         case ["load", *arguments]:
