@@ -84,7 +84,10 @@ def run_datatrove(work: Path, python: str) -> None:
 def oracle(work: Path, documents: int, python: str | None) -> None:
     """Print the errors of each tool on planted documents."""
     sys.path.insert(0, str(HERE.parent / "tests"))
-    from support.planted_copies import planted, similar_pairs
+    from support.planted_copies import (  # type: ignore[import-not-found]
+        planted,
+        similar_pairs,
+    )
 
     texts = planted(documents)
     write(work / "in", texts)
