@@ -176,7 +176,7 @@ def test_every_document_has_one_reason(dtt: Dtt, tmp_path: Path) -> None:
         leak.replace(", ", ",  "): ("contaminated", "t 0", None),
         first + " ": ("exact", "", 0),
         first.replace(names[3], "x").replace(first[4:11], "y"): ("near", "jaccard", 0),
-        "the few": ("rules", "gopher.min_words", None),
+        "the <b>few</b>": ("rules", "gopher.min_words", None),
         **{f"{text()} {idiom} {text()}": None for _ in range(11)},
     }
     lines = "".join(json.dumps({"text": one}) + "\n" for one in documents)
@@ -192,6 +192,10 @@ def test_every_document_has_one_reason(dtt: Dtt, tmp_path: Path) -> None:
     found = {row["document"]: row for row in pq.read_table(file).to_pylist()}
     removed = {i: why for i, why in enumerate(documents.values()) if why is not None}
     assert {i: (row["reason"], row["rule"], row["twin"]) for i, row in found.items()} == removed
+    page = (tmp_path / facts["selection"] / "report.html").read_text()
+    assert "5 of 17 documents removed" in page
+    assert "<pre>the &lt;b&gt;few&lt;/b&gt;</pre>" in page
+    assert page.count(f"<pre>{first[:100]}") == 3  # an exact copy, its twin, and that of another
     # Tokenizing leaves them out, and an unchanged selection is not made again.
     options = (
         "-d",

@@ -25,6 +25,7 @@ from dtt.clean.partitions import (
     exact_groups,
     exact_partitions,
 )
+from dtt.clean.selection_page import FILENAME, write_page
 from dtt.clean.steps import Steps
 from dtt.clean.unit_pass import columns_of, pass_one, unit_key
 from dtt.clean.verified_pairs import shingle_sets, verified_pairs
@@ -74,6 +75,8 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         key = fingerprint(key_parts(section, corpus.manifest))
         finished = _finished(out) if first and part is None else None
         if comm.broadcast(finished is not None):
+            if finished is not None and not (out / FILENAME).exists():
+                write_page(corpus, out, finished)
             return Cleaned(out, finished, 0) if first else None
         tasks = make_tasks(cfg)
         units = _place_units(section, corpus, tasks, comm)
@@ -92,7 +95,10 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
             return Cleaned(out, None, done) if first else None
         order = DocumentOrder(units, steps)
         groups = _find_pairs(section, order, steps, key, comm)
-        manifest = _finish(section, corpus, order, steps, out, groups, tasks) if first else None
+        manifest = None
+        if first:
+            manifest = _finish(section, corpus, order, steps, out, groups, tasks)
+            write_page(corpus, out, manifest)
         # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
         if manifest is None:

@@ -12,6 +12,7 @@ from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.clean.passes import Cleaned, Part, clean, section_of
+from dtt.clean.selection_page import FILENAME
 from dtt.config.run import RunConfig
 from dtt.data.corpus.described import read_corpus
 from dtt.data.corpus.selection import selection_folder
@@ -112,4 +113,5 @@ def _report(result: Cleaned, cfg: RunConfig, part: str | None) -> str:
             if reason == "near" and cfg.clean and cfg.clean.near:
                 note = f"   (Jaccard ≥ {cfg.clean.near.threshold:g}; each has a kept twin)"
             lines.append(f"  {name:<18}{removed[reason]:>10,}  {share:>7}{note}")
+    lines.append(f"report      {result.folder / FILENAME}")
     return "\n".join(lines)
