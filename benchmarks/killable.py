@@ -136,13 +136,14 @@ class Tokenizing(Work):
                     break
         dtt("download", "-d", "library.jsonl", folder=folder)
 
+    arguments: tuple[str, ...] = (
+        "tokenize", "-d", "library.jsonl", "tokenize.out=out", "tokenizer.vocab_size=1000",
+        "tokenize.unit_bytes=60000", "tokenize.validation_fraction=0.1", "tokenize.engine=hf",
+    )  # fmt: skip
+    rendezvous = "out/.units/rendezvous"
+
     def commands(self, variant: str) -> list[Argv]:
-        ranks = self.variants[variant]
-        argv = [
-            *DTT, "tokenize", "-d", "library.jsonl", "tokenize.out=out",
-            "tokenizer.vocab_size=1000", "tokenize.unit_bytes=60000",
-            "tokenize.validation_fraction=0.1", "tokenize.engine=hf",
-        ]  # fmt: skip
+        ranks, argv = self.variants[variant], [*DTT, *self.arguments]
         if "mpirun" in variant:
             mpirun = Path(sys.executable).with_name("mpirun")
             return [([str(mpirun), "-n", str(ranks), *argv], {})]
@@ -161,8 +162,31 @@ class Tokenizing(Work):
 
     def may_be_killed(self, folder: Path, variant: str) -> bool:
         """Return False while a rank of srun may wait, for minutes, for one that has not started."""
-        beats = folder.glob(f"out/.units/rendezvous/*-1-{self._step}-*/*.beat")
+        beats = folder.glob(f"{self.rendezvous}/*-1-{self._step}-*/*.beat")
         return "mpirun" in variant or len(list(beats)) == self.variants[variant]
+
+
+class Cleaning(Tokenizing):
+    """`dtt clean` of Python's library with copies of its files, most of them near duplicates."""
+
+    arguments = ("clean", "-d", "library.jsonl", "clean.near.threshold=0.8")
+    rendezvous = "data/corpus/library/selection-*/.work/rendezvous"
+
+    def prepare(self, folder: Path) -> None:
+        super().prepare(folder)
+        lines = (folder / "library.jsonl").read_text().splitlines(keepends=True)
+        with (folder / "library.jsonl").open("w") as file:
+            for copy in range(12):
+                file.writelines(line.replace("return", f"give{copy // 2}") for line in lines)
+        dtt("download", "-d", "library.jsonl", folder=folder)
+
+    def results(self, folder: Path) -> Results:
+        [selection] = folder.glob("data/corpus/library/selection-*")
+        files = [path for path in selection.iterdir() if path.is_file() and path.name[0] != "."]
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    def borders(self, folder: Path) -> list[Path]:
+        return list(folder.glob("data/corpus/library/selection-*/.work/*.json"))
 
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -294,5 +318,6 @@ class Pipeline(Work):
 
 
 WORKS: dict[str, type[Work]] = {
-    "train": Training, "tokenize": Tokenizing, "eval": Evaluating, "pipeline": Pipeline,
+    "train": Training, "tokenize": Tokenizing, "clean": Cleaning, "eval": Evaluating,
+    "pipeline": Pipeline,
 }  # fmt: skip
