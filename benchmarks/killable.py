@@ -15,10 +15,13 @@ from typing import Any, ClassVar
 import yaml
 from measurement import DTT, dtt, make_tokens, write_documents
 
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import local
 from dtt.base.errors import DttError, ExitCode
 from dtt.checkpoint import store
+from dtt.config.clean import CleanConfig, NearConfig
+from dtt.data.corpus.selection import selection_folder
 from dtt.track import jsonl
 
 Results = dict[str, object]
@@ -186,7 +189,11 @@ class Cleaning(Tokenizing):
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     def borders(self, folder: Path) -> list[Path]:
-        return list(folder.glob("data/corpus/library/selection-*/.work/*.json"))
+        corpus = folder / "data/corpus/library"
+        near = CleanConfig(near=NearConfig(threshold=0.8))
+        selection = selection_folder(near, CorpusManifest.read(corpus), corpus)
+        steps = [f".work/{name}-00000.json" for name in ("exact", "pairs", "verified")]
+        return [selection / name for name in (*steps, "00001.removed.parquet", "selection.json")]
 
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
