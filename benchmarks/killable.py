@@ -165,8 +165,10 @@ class Tokenizing(Work):
 
     def may_be_killed(self, folder: Path, variant: str) -> bool:
         """Return False while a rank of srun may wait, for minutes, for one that has not started."""
+        # Ranks that wait for another one create its file, and it is empty.
         beats = folder.glob(f"{self.rendezvous}/*-1-{self._step}-*/*.beat")
-        return "mpirun" in variant or len(list(beats)) == self.variants[variant]
+        started = sum(path.stat().st_size > 0 for path in beats)
+        return "mpirun" in variant or started == self.variants[variant]
 
 
 class Cleaning(Tokenizing):
