@@ -26,6 +26,12 @@ from dtt.model import families
 from dtt.train.process_memory import exhaustion_explained
 from dtt.train.throughput import ThroughputMeter
 
+MIXTURE = (
+    "model.family=qwen3_moe", "model.n_experts=4", "model.experts_per_token=2", "model.dim=64",
+    "model.expert_ffn_dim=32", "train.precision=bf16", "train.balance_loss=0.01",
+    "train.router_z_loss=0.001",
+)  # fmt: skip
+"""A model whose experts one kernel computes."""
 FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {"dtt": "1", "torch": "2"}}
 
 
@@ -81,9 +87,12 @@ def test_time_is_the_devices() -> None:
     assert seconds["forward_backward"] > 50 * 2 * 4096**3 / 1e15
 
 
-def test_a_guarded_step_never_synchronises(tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [(), MIXTURE], ids=["dense", "mixture"])
+def test_a_guarded_step_never_synchronises(
+    tokens: Path, tmp_path: Path, model: tuple[str, ...]
+) -> None:
     keys = ("guard.non_finite=skip", "guard.spike=skip", "train.compile=false")
-    step = one_step(build(WORLD, tmp_path, tokens, *keys))
+    step = one_step(build(WORLD, tmp_path, tokens, *keys, *model))
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchronizing"):

@@ -43,7 +43,7 @@ class SelectionManifest(Manifest):
     key: str
     """Fingerprint of everything that determines the content; the folder is named by its start."""
     key_parts: dict[str, Any]
-    """The inputs of `key`: corpus, section `clean`, unit size, versions of the rules."""
+    """The inputs of `key`: content of the corpus, section `clean`, version of `dtt clean`."""
     unit_bytes: int
     """Size of the units: whoever reads the corpus through the selection divides it likewise."""
     units: tuple[SelectionUnit, ...]

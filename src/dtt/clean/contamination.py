@@ -177,7 +177,7 @@ class HashTable:
     def __init__(self, hashes: Hashes) -> None:
         """`hashes` are sorted and unique."""
         self._sorted = hashes
-        # 16 entries a hash: 6 % of other hashes go on to the binary search, which takes ten times
+        # 16 entries a hash: 6 % of other hashes reach the binary search, which takes ten times
         # as long as the bitmap. At most 64 MB, which are more than the processor's cache anyway.
         self._bits = min(max((16 * len(hashes)).bit_length(), 10), 26)
         self._present = np.zeros(2**self._bits, bool)

@@ -33,7 +33,7 @@ RUN_ENTRIES = 2**21
 
 @dataclass
 class UnitKeys:
-    """What pass 1 found in a unit."""
+    """Results of pass 1 for a unit."""
 
     sizes: list[int] = field(default_factory=list)
     """Bytes of each document."""

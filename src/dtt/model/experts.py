@@ -180,7 +180,7 @@ class Experts(nn.Module):
 
 
 class Mixed(NamedTuple):
-    """What a mixture computes."""
+    """Output of a mixture, auxiliary losses and load."""
 
     out: Tensor
     """[B, T, D]."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 VERSION = 1
-"""Of what `dtt clean` computes; another one makes other selections."""
+"""Version of the result of `dtt clean` for given texts; another one makes other selections."""
 
 
 def key_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any]:
