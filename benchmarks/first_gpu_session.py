@@ -388,6 +388,60 @@ def _loss_gradients(
     return torch.autograd.grad(total, (hidden, weight))
 
 
+def generation(session: Session) -> None:
+    """Generate greedily with a Llama of 1B and with the same weights in transformers, in bf16."""
+    from peers import hf_model
+    from train_gpu import LLAMA_1B
+
+    from dtt.config.model import ModelConfig
+    from dtt.hf.weights import from_hf
+    from dtt.model import families
+    from dtt.model.decoder import Decoder
+
+    shape = LLAMA_1B | ({"dim": 64, "n_layers": 2, "ffn_dim": 128} if session.tiny else {})
+    torch.manual_seed(0)
+    with session.device:
+        theirs = hf_model(shape).to(session.dtype).eval()
+    family = families.get("llama")
+    names = "family", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"
+    config = ModelConfig.model_validate({name: shape[name] for name in names})
+    arch = family.architecture(config, shape["vocab_size"], shape["seq_len"])
+    with session.device:
+        ours = Decoder(arch).to(session.dtype).eval()
+    ours.load_state_dict(from_hf(theirs.state_dict(), arch))
+    floor = sum(weight.nbytes for weight in ours.parameters())
+    new, prompt = (8, 16) if session.tiny else (128, 512)
+    for rows in (1, 8, 64):
+        with session.part(f"{rows} prompts of {prompt}, {new} new tokens") as figures:
+            ids = torch.randint(1, shape["vocab_size"], (rows, prompt), device=session.device)
+            for name, answer in (
+                ("dtt", partial(_answers, ours, ids.tolist(), new)),
+                ("transformers", partial(_hf_answers, theirs, ids, new)),
+            ):
+                figures[f"ms/token, {name}"] = 1e3 * seconds(session.device, answer, 1) / new
+            if session.device.type == "cuda":  # every weight is read once for each token
+                figures["floor at 4.3 TB/s"] = 1e3 * floor / 4.3e12
+
+
+@torch.no_grad()
+def _answers(model: Any, prompts: list[list[int]], new: int) -> int:
+    from dtt.model.generate import generate_batch
+
+    how: dict[str, Any] = {"max_new_tokens": new, "temperature": 0.0}
+    count = len(list(generate_batch(model, prompts, generators=[None] * len(prompts), **how)))
+    assert count == new * len(prompts)
+    return count
+
+
+@torch.no_grad()
+def _hf_answers(model: Any, ids: Tensor, new: int) -> Tensor:
+    answers: Tensor = model.generate(
+        ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new,
+        do_sample=False, pad_token_id=0, use_cache=True,
+    )  # fmt: skip
+    return answers
+
+
 def memory(session: Session) -> None:
     """Check the out-of-memory message, and measure the time blocked by saves."""
     with session.part("out of memory") as figures:
@@ -433,6 +487,9 @@ BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
     "olmoe-1b-7b": (
         partial(training, name="olmoe-1b-7b", optimizer="adamw", steps=6, accumulation=8),
     ),
+    "1b-fp8": (partial(training, name="1b-fp8", optimizer="adamw", steps=8, accumulation=8),),
+    "1b-lora": (partial(training, name="1b-lora", optimizer="adamw", steps=8, accumulation=8),),
+    "generation": (generation,),
     "memory": (memory,),
 }
 

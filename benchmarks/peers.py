@@ -284,7 +284,8 @@ def hf_model(shape: Shape) -> Any:
         return GPT2LMHeadModel(config)
     sizes: dict[str, Any] = {
         "hidden_size": shape["dim"], "num_hidden_layers": shape["n_layers"],
-        "num_attention_heads": shape["n_heads"], "num_key_value_heads": shape["n_heads"],
+        "num_attention_heads": shape["n_heads"],
+        "num_key_value_heads": shape.get("n_kv_heads", shape["n_heads"]),
         "intermediate_size": shape["ffn_dim"], "vocab_size": shape["vocab_size"],
         "max_position_embeddings": shape["seq_len"], "tie_word_embeddings": True,
         "use_cache": False,

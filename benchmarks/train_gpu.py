@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -73,6 +74,12 @@ CASES = {
         ["train.precision=bf16", "model.tie_embeddings=true"],
         32,
     ),
+    "1b-fp8": Case(LLAMA_1B, ["train.precision=fp8", "model.tie_embeddings=true"], 32),
+    "1b-lora": Case(
+        LLAMA_1B,
+        ["train.precision=bf16", "init.from=hf:base", "adapter.type=lora", "adapter.rank=64"],
+        32,
+    ),
     "1b-documents": Case(
         LLAMA_1B,
         ["train.precision=bf16", "model.tie_embeddings=true", "data.mask_documents=true"],
@@ -119,6 +126,16 @@ def train(
     sizes = [
         f"model.{key}={size}" for key, size in shape.items() if key not in ("seq_len", "batch")
     ]
+    if "init.from=hf:base" in case.keys:
+        sizes = []  # those of the base
+        if not (folder / "base").exists():
+            # Random weights of a billion parameters take a CPU longer than all the steps.
+            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+                base = hf_model(shape)
+            base.to(torch.bfloat16).save_pretrained(folder / "base")
+            del base
+            torch.cuda.empty_cache()
+            shutil.copy(tokens / "tokenizer.json", folder / "base")
     keys = [
         f"name={name}", f"data.tokens={tokens}", f"optim.type={optimizer}", "train.steps=1000",
         f"train.seq_len={shape['seq_len']}", f"train.micro_batch={shape['batch']}",
@@ -162,13 +179,23 @@ def _perf(metrics: Path) -> list[dict[str, Any]]:
     return [record for record in records if record["kind"] == "perf"]
 
 
-def peer(shape: Shape, steps: int) -> tuple[float, float]:
-    """Train the model of transformers in a plain loop; return tokens per second and peak GB."""
+def peer(case: Case, steps: int) -> tuple[float, float]:
+    """Train the model of transformers in a plain loop; return tokens per second and peak GB.
+
+    An adapter is that of PEFT, on frozen weights in bf16 as dtt has them.
+    """
+    shape = case.shape
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = hf_model(shape).train()
+        if "adapter.type=lora" in case.keys:
+            from peft import LoraConfig, get_peft_model
+
+            lora = LoraConfig(r=64, lora_alpha=32, target_modules="all-linear")
+            model = get_peft_model(model.to(torch.bfloat16), lora)
     compiled: Any = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.1, fused=True)
     size = shape["batch"], shape["seq_len"] + 1
     durations = []
     for _ in range(steps):
@@ -178,7 +205,7 @@ def peer(shape: Shape, steps: int) -> tuple[float, float]:
             targets = ids[:, 1:].contiguous()
             loss = compiled(input_ids=ids[:, :-1], labels=targets, shift_labels=targets).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
@@ -213,7 +240,7 @@ def main() -> None:
                 print("\n".join(profile.read_text().splitlines()[:24]))
         for case in options.cases if options.peer else ():
             try:
-                rate, memory = peer(CASES[case].shape, options.steps or 30)
+                rate, memory = peer(CASES[case], options.steps or 30)
             except torch.OutOfMemoryError:
                 table.row(f"{case}, transformers", note="out of memory")
                 continue

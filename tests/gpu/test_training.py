@@ -48,6 +48,25 @@ def test_a_resumed_run_of_any_layout_computes_what_one_device_does(
     assert len(values(dtt, "parts", "train")) == 4
 
 
+def test_a_resumed_adapter_computes_what_an_uncompiled_one_does(
+    dtt: Dtt, tokens: Path, device: str
+) -> None:
+    common = (f"data.tokens={tokens}", f"train.device={device}", "train.precision=fp32", *SIZES)
+    train(dtt, 1, *common, "name=base", "train.steps=2")
+    lora = (
+        *common, "init.from=jobs/base", "adapter.type=lora", "adapter.rank=4", "optim.type=adamw",
+        "optim.lr=3e-3",
+    )  # fmt: skip
+    train(dtt, 1, *lora, "name=whole", "train.compile=false", "train.steps=4")
+    log = train(dtt, 1, *lora, "name=parts", "train.remat=full", "train.steps=2")
+    log += train(dtt, 1, "jobs/parts", "train.steps=4", "--allow-change", "train.steps")
+    assert "resumed from" in log
+    assert "training continues uncompiled" not in log
+    found = values(dtt, "parts", "train")
+    assert found == pytest.approx(values(dtt, "whole", "train"), rel=1e-3)
+    assert len(found) == 4
+
+
 def test_a_context_schedule_trains_on_documents(dtt: Dtt, tokens: Path, device: str) -> None:
     log = train(
         dtt, 1, f"data.tokens={tokens}", f"train.device={device}", *SIZES, "train.steps=4",
