@@ -398,7 +398,8 @@ def generation(session: Session) -> None:
     from dtt.model import families
     from dtt.model.decoder import Decoder
 
-    shape = LLAMA_1B | ({"dim": 64, "n_layers": 2, "ffn_dim": 128} if session.tiny else {})
+    tiny = {"dim": 64, "n_layers": 2, "ffn_dim": 128} if session.tiny else {}
+    shape: dict[str, Any] = {**LLAMA_1B, **tiny}
     torch.manual_seed(0)
     with session.device:
         theirs = hf_model(shape).to(session.dtype).eval()
