@@ -2,6 +2,8 @@
 
     python benchmarks/cleaning.py oracle [--documents 7000] [--peers-python PYTHON]
     python benchmarks/cleaning.py speed FOLDER [--copies 1] [--peers-python PYTHON]
+    python benchmarks/cleaning.py languages FILE [--peers-python PYTHON]
+    python benchmarks/cleaning.py learning [--seeds 5] [--steps 500]
 
 PYTHON has datatrove. `oracle` plants exact and near copies (edits of up to 20 % of the words),
 chains, common headers and shuffled words into random documents, and compares all pairs by brute
@@ -10,13 +12,23 @@ Jaccard similarity of at least 0.8 (lost), and how many pairs of kept documents 
 
 `speed` times complete commands on the Parquet files of FOLDER (column `text`), `--copies` times,
 each copy with other words in place of every fourth one.
+
+`languages` identifies the documents of a Parquet file with the columns `text` and `language`, and
+pieces of their prose, and beside it lingua, if PYTHON has it.
+
+`learning` trains the quickstart on its own corpus, on that corpus with near copies (30 % of the
+text, of 3 % of the documents), and on the latter cleaned, for the same steps. It prints the losses
+on documents that all of them lack.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,10 +40,14 @@ import pyarrow.parquet as pq
 from measurement import DTT, Table, dtt, parser_of
 
 from dtt.base import local
+from dtt.clean.language import SAMPLE, LanguageFilter
+from dtt.config.clean import LanguageConfig
 
 HERE = Path(__file__).parent
 THRESHOLD = 0.8
 FILES = 4
+HELD_OUT, PLANTED, COPIED = 10, 0.3, 0.03
+"""Every tenth document is held out; copies of 3 % of the documents are 30 % of all bytes."""
 
 
 def write(folder: Path, texts: list[str]) -> None:
@@ -148,6 +164,104 @@ def speed(work: Path, folder: Path, copies: int, python: str | None) -> None:
         table.row(name, f"{took:.1f}", f"{size / 1e6 / took:.1f}", f"{slowest / took:.1f}x")
 
 
+def languages(file: Path, python: str | None) -> None:
+    """Print the share of texts whose language is found, and MB/s of CPU time."""
+    identifier = LanguageFilter(LanguageConfig(keep=("en",)))
+    table = pq.read_table(file)
+    rows = list(zip(*(table[name].to_pylist() for name in ("text", "language")), strict=True))
+    output = Table("", 24, {"texts": 7, "py3langid": 11, "MB/s": 7, "lingua": 9, "MB/s ": 7})
+    for length in (SAMPLE, 100, 30):
+        known = [(text[:length], language) for text, language in rows]
+        if length < SAMPLE:
+            pieces = ((piece_of_prose(text, length), language) for text, language in rows)
+            known = [(text, language) for text, language in pieces if text]
+        texts, size = [text for text, _ in known], sum(len(text.encode()) for text, _ in known)
+        start = time.process_time()
+        found = [[identifier.identify(text)[0] for text in texts]]
+        seconds = [time.process_time() - start]
+        if python:
+            command = [python, str(HERE / "peers.py"), "identify"]
+            said = subprocess.run(
+                command, input=json.dumps(texts), text=True, capture_output=True, check=True
+            )
+            peer = json.loads(said.stdout)
+            found.append(peer["languages"])
+            seconds.append(peer["seconds"])
+        cells = []
+        for each, took in zip(found, seconds, strict=True):
+            right = sum(one == known[i][1].split("-")[0] for i, one in enumerate(each))
+            cells += [f"{right / len(texts):.1%}", f"{size / took / 1e6:.2f}"]
+        output.row(f"{length:,} characters", f"{len(texts):,}", *cells)
+
+
+def piece_of_prose(text: str, length: int) -> str:
+    """Return the beginning of a long enough paragraph in the middle of a Markdown text, or ""."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`|\{[^}]*\}|<[^>]*>|https?://\S+|\]\([^)]*\)", "", text)
+    paragraphs = (paragraph.strip() for paragraph in text.split("\n\n"))
+    prose = [one for one in paragraphs if len(one) >= length and one[0] not in "#*/-"]
+    return prose[len(prose) // 2][:length] if prose else ""
+
+
+def learning(work: Path, seeds: int, steps: int) -> None:
+    """Print validation losses of the quickstart on its corpus, with planted copies, and cleaned."""
+    dtt("download", "-c", "quickstart", folder=work)
+    [file] = (work / "data/corpus/python-stdlib").glob("*.parquet")
+    texts = pq.read_table(file, columns=["text"])[0].to_pylist()
+    kept = [text for i, text in enumerate(texts) if i % HELD_OUT]
+    corpora = {"original": kept, "held-out": texts[::HELD_OUT], "planted": with_copies(kept)}
+    for name, documents in corpora.items():
+        (work / name).mkdir()
+        pq.write_table(pa.table({"text": documents}), work / name / "0.parquet")
+        dtt("download", "-d", name, folder=work)
+    # One tokenizer, so that the losses are comparable.
+    tokenizer = "tokenizer.vocab_size=4096"
+    for name in corpora:
+        keys = f"tokenize.out={name}-tokens", "tokenize.validation_fraction=0", tokenizer
+        dtt("tokenize", "-d", name, *keys, folder=work)
+        tokenizer = "tokenizer={type: file, path: original-tokens}"
+    cleaned = "-d", "planted", f"clean.near.threshold={THRESHOLD}"
+    facts = json.loads(dtt("clean", *cleaned, "--json", folder=work))
+    keys = "tokenize.out=cleaned-tokens", "tokenize.validation_fraction=0", tokenizer
+    dtt("tokenize", *cleaned, *keys, folder=work)
+    copies = len(corpora["planted"]) - len(kept)
+    print(f"{len(kept):,} documents, {copies:,} copies planted, {facts['removed']} removed")
+    table = Table("", 12, {f"seed {seed}": 9 for seed in range(seeds)} | {"mean": 9, "sd": 8})
+    for name in ("original", "planted", "cleaned"):
+        losses = [final_loss(work, name, seed, steps) for seed in range(seeds)]
+        cells = [*losses, statistics.mean(losses), statistics.stdev(losses)]
+        table.row(name, *(f"{cell:.4f}" for cell in cells))
+
+
+def with_copies(texts: list[str]) -> list[str]:
+    """Return texts and near copies of a few of them, shuffled: copies are PLANTED of all bytes."""
+    rng = random.Random(0)
+    copied = rng.sample(texts, max(1, round(COPIED * len(texts))))
+    missing = PLANTED / (1 - PLANTED) * sum(map(len, texts))
+    copies = []
+    while missing > 0:
+        words = re.split(r"(\W+)", rng.choice(copied))
+        for place in rng.sample(range(0, len(words), 2), len(words) // 200):
+            words[place] = f"x{rng.randrange(10**6)}"
+        copies.append("".join(words))
+        missing -= len(copies[-1])
+    return rng.sample([*texts, *copies], len(texts) + len(copies))
+
+
+def final_loss(work: Path, name: str, seed: int, steps: int) -> float:
+    """Train the quickstart on a folder of tokens; return the loss on what was held out."""
+    source = f"[{{path: {name}-tokens, validation: held-out-tokens}}]"
+    keys = {
+        "name": f"{name}-{seed}", "seed": seed, "data.sources": source, "train.steps": steps,
+        "train.eval_every": 0, "train.eval_tokens": 200_000, "train.sample_tokens": 0,
+        "checkpoint.every": steps,
+    }  # fmt: skip
+    dtt("train", "-c", "quickstart", *(f"{k}={v}" for k, v in keys.items()), folder=work)
+    lines = (work / f"jobs/{name}-{seed}/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return float([line["loss"] for line in records if line["kind"] == "eval"][-1])
+
+
 def timed(command: list[str], folder: Path) -> float:
     """Run a command and return its seconds."""
     start = time.perf_counter()
@@ -159,11 +273,17 @@ def main() -> None:
     """Run a comparison in a temporary folder."""
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("oracle", "speed"):
+    for name in ("oracle", "speed", "languages", "learning"):
         command = commands.add_parser(name)
+        if name == "learning":
+            command.add_argument("--seeds", type=int, default=5)
+            command.add_argument("--steps", type=int, default=500)
+            continue
         command.add_argument("--peers-python")
         if name == "oracle":
             command.add_argument("--documents", type=int, default=7000)
+        elif name == "languages":
+            command.add_argument("file", type=Path)
         else:
             command.add_argument("folder", type=Path)
             command.add_argument("--copies", type=int, default=1)
@@ -171,6 +291,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="dtt-cleaning-") as name:
         if options.command == "oracle":
             oracle(Path(name), options.documents, options.peers_python)
+        elif options.command == "languages":
+            languages(options.file, options.peers_python)
+        elif options.command == "learning":
+            learning(Path(name), options.seeds, options.steps)
         else:
             speed(Path(name), options.folder.resolve(), options.copies, options.peers_python)
 

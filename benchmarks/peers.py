@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py tokenize PEER TOKENIZER.json FOLDER OUT [NUMBER OF]
     python benchmarks/peers.py deduplicate FOLDER OUT
+    python benchmarks/peers.py identify < TEXTS.json
     python benchmarks/peers.py train PEER SHAPE PRECISION THREADS
     python benchmarks/peers.py load FOLDER SAMPLES
 
@@ -193,6 +194,19 @@ def deduplicate(folder: Path, out: Path) -> None:
     for number, (steps, tasks) in enumerate(stages):
         logs = str(out / f"logs-{number}")
         LocalPipelineExecutor(steps, tasks=tasks, workers=WORKERS, logging_dir=logs).run()
+
+
+def identify() -> None:
+    """Print lingua's language of each text of a JSON list, and the seconds it took."""
+    from lingua import LanguageDetectorBuilder
+
+    detector = LanguageDetectorBuilder.from_all_languages().build()
+    detector.detect_language_of("The models are loaded with the first text.")
+    texts, start = json.load(sys.stdin), time.process_time()
+    found = [detector.detect_language_of(text) for text in texts]
+    seconds = time.process_time() - start
+    codes = [one and one.iso_code_639_1.name.lower() for one in found]
+    print(json.dumps({"languages": codes, "seconds": seconds}))
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -471,6 +485,8 @@ if __name__ == "__main__":
             TOKENIZERS[peer](*map(Path, paths))
         case ["deduplicate", *paths]:
             deduplicate(*map(Path, paths))
+        case ["identify"]:
+            identify()
         case ["train", *arguments]:
             train(*arguments)
         case ["load", *arguments]:

@@ -16,8 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support import fake_slurm
+from support.planted_copies import planted
 
 from dtt.jobs.slurm import squeue
 
@@ -410,6 +413,40 @@ def test_plain_srun_tokenizes_on_two_nodes_without_mpi_with_the_same_bytes(
         del manifest["corpus"], manifest["text"]  # the two corpora lie in different folders
     assert manifests[0] == manifests[1]
     assert not (dtt.folder / "tokens/.units/rendezvous").exists()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI")
+def test_a_selection_has_the_same_bytes_alone_from_plain_srun_and_as_a_job(
+    cluster: Any, dtt: Any, follow: Submit
+) -> None:
+    (dtt.folder / "in").mkdir()
+    documents = planted(300)
+    for number in range(3):
+        table = pa.table({"text": documents[number::3]})
+        pq.write_table(table, dtt.folder / f"in/{number}.parquet", row_group_size=20)
+    dtt("download", "-d", "in")
+    options = ("download.dataset=in", "clean.near.threshold=0.8")
+
+    def made() -> dict[str, bytes]:
+        [selection] = (dtt.folder / "data/corpus/in").glob("selection-*")
+        files = {path.name: path.read_bytes() for path in selection.iterdir() if path.is_file()}
+        shutil.rmtree(selection)
+        return files
+
+    dtt("clean", *options)
+    alone = made()
+    assert any(name.endswith(".removed.parquet") for name in alone)
+    said = subprocess.run(
+        ["srun", "-N2", "-n4", "--mpi=none", sys.executable, "-m", "dtt.main", "clean", *options],
+        cwd=dtt.folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert made() == alone
+    ranks = ("launch.nodes=2", "launch.processes_per_node=2", "launch.mpi=pmi2", "-y", "--json")
+    facts = json.loads(dtt("submit", "clean", *options, *ranks).stdout)
+    job = follow(facts["job_dir"], facts["job_id"])
+    cluster.wait_for_state(job.id, "COMPLETED")
+    assert made() == alone
 
 
 # ---- what the fakes of the unit tests print is what a real Slurm prints ----------------

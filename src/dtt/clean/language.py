@@ -51,7 +51,12 @@ class LanguageFilter:
         One in a kept language is removed if the probability is below `min_confidence`; so is one
         without any features, such as an empty one, since all languages are equally probable.
         """
-        language, probability = self._classify(text[:SAMPLE])
+        language, probability = self.identify(text)
         if language in self._config.keep and probability >= self._config.min_confidence:
             return None
-        return Removal("language", language, float(probability))
+        return Removal("language", language, probability)
+
+    def identify(self, text: str) -> tuple[str, float]:
+        """Return the language of a text, with its probability."""
+        language, probability = self._classify(text[:SAMPLE])
+        return language, float(probability)
