@@ -115,7 +115,7 @@ def test_all_mistakes_are_reported_at_once_with_location_and_nearest_key(tmp_pat
     assert f"{run}:1  modle: unknown key; did you mean model?" in message
     assert f"{run}:3  train.stesp: unknown key; did you mean train.steps?" in message
     assert f"{run}:4  train.seq_len: input should be a valid integer" in message
-    assert f"{run}:5  optim.momentum: is for another optim.type than adamw" in message
+    assert f"{run}:5  optim.momentum: is for optim.type=muon, not adamw" in message
     assert (
         "argument  schedule.decay: must be steps (500), a share of the run (0.2, 20%) or" in message
     )

@@ -135,6 +135,13 @@ def tagged(values: Any, key: Sequence[str]) -> tuple[str, str]:
     return found
 
 
+def types_with(cls: type[Section], key: str, *, entries: bool) -> list[str]:
+    """Return the values of `type` of the variants that have the key `a.b.c` themselves."""
+    fields = all_fields(cls, entries=entries)
+    tags = (one.model_fields.get("type") for path, one, _ in fields if ".".join(path) == key)
+    return [str(tag.default) for tag in tags if tag is not None]
+
+
 def all_fields(
     cls: type[Section] = RunConfig, key: Key = (), *, entries: bool = False
 ) -> Iterator[tuple[Key, type[Section], str]]:

@@ -109,7 +109,11 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
             shown = ""
             why = "unknown key" + (f"; did you mean {close}?" if close else "")
             if close == general:  # a key of another variant of this section
-                why = "is for another {} than {}".format(*explain.tagged(values, key))
+                name, tag = explain.tagged(values, key)
+                others = explain.types_with(cls, general, entries=general != dotted)
+                why = f"is for another {name} than {tag}"
+                if others:
+                    why = f"is for {name}={' or '.join(others)}, not {tag}"
         case "union_tag_invalid":
             dotted += ".type"
             shown = f" (got {error['ctx']['tag']!r})"
