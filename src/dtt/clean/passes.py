@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from dtt.clean.partitions import (
 from dtt.clean.selection_page import FILENAME, write_page
 from dtt.clean.steps import Steps
 from dtt.clean.unit_pass import columns_of, pass_one, unit_key
-from dtt.clean.verified_pairs import shingle_sets, verified_pairs
+from dtt.clean.verified_pairs import shingle_sets, units_to_compare, verified_pairs
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -72,7 +73,6 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
     # Parts may run at the same time; each has a lock of its own.
     lock = ".lock" if part is None else f".lock-{part.number}-of-{part.of}"
     with exclusive(out, "dtt clean", name=lock) if first else nullcontext():
-        key = fingerprint(key_parts(section, corpus.manifest))
         finished = _finished(out) if first and part is None else None
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():
@@ -94,10 +94,10 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         if part is not None:
             return Cleaned(out, None, done) if first else None
         order = DocumentOrder(units, steps)
-        groups = _find_pairs(section, order, steps, key, comm)
+        _find_pairs(section, order, steps, comm)
         manifest = None
         if first:
-            manifest = _finish(section, corpus, order, steps, out, groups, tasks)
+            manifest = _finish(section, corpus, order, steps, out, tasks)
             write_page(corpus, out, manifest)
         # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
@@ -188,7 +188,7 @@ def _pass_one(
     total = sum(placed.unit.text_bytes for placed in mine)
     with progress("reading", total, shown=comm.rank == 0) as advance:
         for placed in mine:
-            if not (steps.done(placed.step, placed.key) or steps.adopt(placed.step, placed.key)):
+            if not steps.done(placed.step, placed.key):
                 # What `near.against` names stays, so nothing judges it.
                 judges, of = (filters, tasks) if placed.other is None else ((), None)
                 bad = BadDocuments(stop=stop)
@@ -198,30 +198,29 @@ def _pass_one(
     return done
 
 
-def _find_pairs(
-    section: CleanConfig, order: DocumentOrder, steps: Steps, key: str, comm: Comm
-) -> int:
-    """Do passes 2 and 3; return the number of partitions of exact keys."""
+def _find_pairs(section: CleanConfig, order: DocumentOrder, steps: Steps, comm: Comm) -> None:
+    """Do passes 2 and 3, apart from the steps whose inputs another selection had, too."""
 
-    def share(name: str, count: int, work: Callable[[int], None]) -> None:
-        for number in range(comm.rank, count, comm.size):
-            if not steps.done(f"{name}-{number:05d}", key):
-                work(number)
+    def share(work: Callable[[int], None], numbers: Sequence[int]) -> None:
+        for number in numbers[comm.rank :: comm.size]:
+            work(number)
         comm.barrier()
 
-    exact = exact_partitions(order, steps)
-    share("exact", exact, lambda i: exact_groups(order, steps, key, i, exact))
+    exact = exact_partitions(order)
+    share(lambda i: exact_groups(order, steps, i, exact), range(exact))
     near = section.near
     if near is None:
-        return exact
+        return
     copies = DocumentSet(order)
     for partition in range(exact):
         copies.add(steps.array(f"exact-{partition:05d}", "later", np.uint64))
-    bands, units = band_partitions(order, steps), len(order.units)
-    share("pairs", bands, lambda i: candidate_pairs(order, steps, copies, key, i, bands))
-    share("shingles", units, lambda i: shingle_sets(order, steps, near, key, i, bands))
-    share("verified", units, lambda i: verified_pairs(order, steps, near, key, i, bands))
-    return exact
+    bands, units = band_partitions(order), range(len(order.units))
+    share(lambda i: candidate_pairs(order, steps, copies, i, bands), range(bands))
+    mine = [units_to_compare(order, steps, near, i, bands) for i in units[comm.rank :: comm.size]]
+    # All ranks must divide the same units among themselves.
+    found = sorted({place for some in comm.gather(list(chain(*mine))) for place in some})
+    share(lambda i: shingle_sets(order, steps, near, i, bands), found)
+    share(lambda i: verified_pairs(order, steps, near, i, bands), units)
 
 
 def _finish(
@@ -230,19 +229,17 @@ def _finish(
     order: DocumentOrder,
     steps: Steps,
     out: Path,
-    groups: int,
     tasks: TaskNgrams | None,
 ) -> SelectionManifest:
-    """Write the files of the units and the manifest; keep the results of pass 1."""
+    """Write the files of the units and the manifest; keep what another selection can take over."""
     parts = key_parts(section, corpus.manifest)
     manifest = SelectionManifest(
         key=fingerprint(parts),
         key_parts=parts,
         unit_bytes=corpus.unit_bytes(),
-        units=tuple(write_units(order, steps, out, groups, tasks, near=section.near is not None)),
+        units=tuple(write_units(order, steps, out, tasks, near=section.near is not None)),
     )
     # Last: a folder with a manifest is complete.
     write_atomically(out / SelectionManifest.filename, manifest.dump())
-    # Another selection of the corpus, or of a later version of it, takes these.
-    steps.tidy(kept=[unit.step for unit in order.units])
+    steps.tidy(units=[unit.step for unit in order.units])
     return manifest

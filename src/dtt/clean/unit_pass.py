@@ -37,6 +37,8 @@ class UnitKeys:
 
     sizes: list[int] = field(default_factory=list)
     """Bytes of each document."""
+    texts: list[bytes] = field(default_factory=list)
+    """xxh3-128 of each document. A pair of documents is compared again if one of them changes."""
     removed: list[RemovedRow] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     """xxh3-128 of the documents `numbered`, up to white space."""
@@ -117,6 +119,7 @@ def pass_one(
         key,
         {
             "sizes": [np.array(found.sizes, np.uint32)],
+            "texts": found.texts,
             "filtered": [encode(found.removed)],
             "exact": [halves[order, 0]],
             "exact-low": [halves[order, 1]],
@@ -163,6 +166,7 @@ def _kept(
         for content, row in batch:
             number = len(found.sizes)
             found.sizes.append(len(content))
+            found.texts.append(xxhash.xxh3_128_digest(content))
             removal = _judged(content, row, filters) if filters else None
             if removal is not None:
                 found.removed.append(RemovedRow(number, *removal))
