@@ -16,7 +16,7 @@ from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import exclusive, sha256_file, write_atomically
 from dtt.base.log import log, progress
 from dtt.clean.contamination import TaskNgrams
-from dtt.clean.document_order import DocumentOrder, DocumentSet, PlacedUnit
+from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.filters import Filter
 from dtt.clean.linear_pass import write_units
 from dtt.clean.make_filters import make_filters, make_tasks
@@ -28,13 +28,13 @@ from dtt.clean.partitions import (
 )
 from dtt.clean.selection_page import FILENAME, write_page
 from dtt.clean.steps import Steps
-from dtt.clean.unit_pass import columns_of, pass_one, unit_key
+from dtt.clean.unit_pass import PlacedUnit, columns_of, pass_one, unit_key
 from dtt.clean.verified_pairs import shingle_sets, units_to_compare, verified_pairs
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_columns import check_columns
-from dtt.data.corpus.selection import key_parts, selection_folder
+from dtt.data.corpus.selection import key_parts, selected, selection_folder
 from dtt.data.corpus.units import Corpus
 from dtt.mesh.comm import Comm
 
@@ -73,12 +73,12 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
     # Parts may run at the same time; each has a lock of its own.
     lock = ".lock" if part is None else f".lock-{part.number}-of-{part.of}"
     with exclusive(out, "dtt clean", name=lock) if first else nullcontext():
-        finished = _finished(out) if first and part is None else None
+        tasks = make_tasks(cfg)
+        finished = _finished(out, tasks) if first and part is None else None
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():
                 write_page(corpus, out, finished)
             return Cleaned(out, finished, 0) if first else None
-        tasks = make_tasks(cfg)
         units = _place_units(section, corpus, tasks, comm)
         _check_unchanged(units, comm)
         steps = Steps(out)
@@ -119,11 +119,14 @@ def section_of(cfg: RunConfig) -> CleanConfig:
     return cfg.clean
 
 
-def _finished(out: Path) -> SelectionManifest | None:
-    """Return the manifest if the selection is complete and every file has its hash."""
+def _finished(out: Path, tasks: TaskNgrams | None) -> SelectionManifest | None:
+    """Return the manifest if the selection is complete, of these tasks, and its files are sound."""
     try:
         manifest = SelectionManifest.read(out)
     except (InputError, DamagedError):
+        return None
+    if manifest.tasks != (None if tasks is None else tasks.sha256):
+        log.info("made again, as tasks of clean.decontaminate have changed: %s", out)
         return None
     for index, unit in enumerate(manifest.units):
         path = out / removals_name(index)
@@ -139,12 +142,14 @@ def _place_units(
     """Return the units of all corpora in their order."""
     folders = section.near.against if section.near else ()
     placed = []
-    for number, folder in enumerate(folders):
+    for number, named in enumerate(folders):
+        folder, selection = selected(named)
         other = Corpus(folder, comm=comm)
-        placed += [
-            PlacedUnit(other, unit, unit_key(section, other, unit, filtered=False), number)
-            for unit in other.units(other.unit_bytes())
-        ]
+        size = other.unit_bytes() if selection is None else selection.manifest.unit_bytes
+        for unit in other.units(size):
+            gone = None if selection is None else selection.key(unit.index)
+            key = unit_key(section, other, unit, filtered=False, gone=gone)
+            placed.append(PlacedUnit(other, unit, key, number, selection))
     own = corpus.units(corpus.unit_bytes())
     if not own:
         raise InputError("the corpus contains no documents", where=corpus.folder)
@@ -192,7 +197,7 @@ def _pass_one(
                 # What `near.against` names stays, so nothing judges it.
                 judges, of = (filters, tasks) if placed.other is None else ((), None)
                 bad = BadDocuments(stop=stop)
-                pass_one(section, placed.corpus, placed.unit, judges, of, steps, placed.key, bad)
+                pass_one(section, placed, judges, of, steps, bad)
                 done += 1
             advance(placed.unit.text_bytes)
     return done
@@ -236,6 +241,7 @@ def _finish(
     manifest = SelectionManifest(
         key=fingerprint(parts),
         key_parts=parts,
+        tasks=None if tasks is None else tasks.sha256,
         unit_bytes=corpus.unit_bytes(),
         units=tuple(write_units(order, steps, out, tasks, near=section.near is not None)),
     )

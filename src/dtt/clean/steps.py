@@ -41,7 +41,7 @@ def inputs_key(settings: Sequence[object], *arrays: npt.NDArray[Any]) -> str:
     # Not sha256, which takes ten times as long: all keys of the corpus pass through here.
     digest = xxhash.xxh3_128(repr((VERSION, settings, [len(one) for one in arrays])).encode())
     for one in arrays:
-        digest.update(one.view(np.uint8))
+        digest.update(one.view(np.uint8).data)
     return digest.hexdigest()
 
 
