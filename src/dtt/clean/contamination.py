@@ -92,7 +92,7 @@ class TaskNgrams:
         sources = []
         for task in tasks:
             name = task.task.name
-            sources.append([task.sha256, task.task.model_dump(mode="json", exclude={"data"})])
+            sources.append([task.sha256, task.task.identity()])
             for index, question in enumerate(task.questions):
                 owner = len(self._questions)
                 self._questions.append(f"{name} {index}")
