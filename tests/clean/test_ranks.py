@@ -56,10 +56,13 @@ def selection(corpus: CleanedCorpus) -> Path:
     return folder
 
 
-@pytest.mark.skipif(
+needs_mpirun = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
     reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
 )
+
+
+@needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_of_mpi_write_the_same_bytes(corpus: CleanedCorpus, ranks: int) -> None:
     expected = fresh(corpus)
@@ -188,3 +191,19 @@ def test_a_changed_file_is_read_again_and_the_others_are_not(tmp_path: Path) -> 
     assert any(name.endswith(".keys") for name in taken)
     alone = CleanedCorpus(tmp_path / "alone", files).clean()
     assert result_bytes(second) == result_bytes(alone)
+
+
+@needs_mpirun
+def test_ranks_take_over_what_one_process_made(corpus: CleanedCorpus) -> None:
+    first = corpus.clean()
+    changed = json_lines([*TEXTS[2000:-1], TEXTS[2100] + " end"])
+    corpus = CleanedCorpus(corpus.folder.parent, {"b.jsonl": changed})
+    job = [str(MPIRUN), "-n", "2", *command(corpus, "--json")]
+    done = subprocess.run(job, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert 0 < json.loads(done.stdout)["units_read"] < len(SelectionManifest.read(first).units)
+    second = corpus.folder.parent / json.loads(done.stdout)["selection"]
+    shutil.rmtree(first)
+    found = result_bytes(second)
+    shutil.rmtree(second)
+    assert result_bytes(corpus.clean()) == found

@@ -44,6 +44,9 @@ class SelectionManifest(Manifest):
     """Fingerprint of everything that determines the content; the folder is named by its start."""
     key_parts: dict[str, Any]
     """The inputs of `key`: content of the corpus, section `clean`, version of `dtt clean`."""
+    tasks: str | None = None
+    """Hash of the tasks of `clean.decontaminate`, with their data; None: there are none. It is not
+    part of the key, because `dtt tokenize` and training do not open tasks."""
     unit_bytes: int
     """Size of the units: whoever reads the corpus through the selection divides it likewise."""
     units: tuple[SelectionUnit, ...]

@@ -92,7 +92,7 @@ class TaskNgrams:
         sources = []
         for task in tasks:
             name = task.task.name
-            sources.append(task.sha256)
+            sources.append([task.sha256, task.task.identity()])
             for index, question in enumerate(task.questions):
                 owner = len(self._questions)
                 self._questions.append(f"{name} {index}")
@@ -124,7 +124,7 @@ class TaskNgrams:
             self._by_prefix.setdefault(prefix, []).append((ids_of, number))
         self._prefixes = HashTable(np.array(sorted(self._by_prefix), np.uint64))
         self.sha256 = fingerprint([ngram, MIN_WORDS, MAX_DOCUMENTS, *sources])
-        """Hash of what the n-grams are made of, apart from the definitions of the tasks."""
+        """Hash of what the n-grams are made of: data and definitions of the tasks."""
 
     def __len__(self) -> int:
         """Return the number of n-grams."""

@@ -6,35 +6,16 @@ A document's number in it is `place of its unit << 32 | number in the unit`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.clean.shingles import U64
 from dtt.clean.steps import Steps
-from dtt.clean.unit_pass import step_name
-from dtt.data.corpus.units import Corpus, Unit
+from dtt.clean.unit_pass import PlacedUnit
 
 UNIT_BITS = np.uint64(32)
 IN_UNIT = np.uint64(2**32 - 1)
-
-
-@dataclass(frozen=True)
-class PlacedUnit:
-    """A unit and its results of pass 1."""
-
-    corpus: Corpus
-    unit: Unit
-    key: str
-    """Fingerprint of what pass 1 computes of it."""
-    other: int | None = None
-    """Number of the corpus in `near.against`; None for the corpus that is cleaned."""
-
-    @property
-    def step(self) -> str:
-        """Name of its step of pass 1."""
-        return step_name(self.key)
 
 
 class DocumentOrder:

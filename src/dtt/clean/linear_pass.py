@@ -13,7 +13,7 @@ from dtt.artifacts.selection_manifest import SelectionUnit, removals_name
 from dtt.base.files import write_atomically
 from dtt.clean.contamination import TaskNgrams
 from dtt.clean.document_order import DocumentOrder, DocumentSet
-from dtt.clean.partitions import pairs_of_unit
+from dtt.clean.partitions import exact_partitions, pairs_of_unit
 from dtt.clean.removals import RemovedRow, decode, encode
 from dtt.clean.steps import Steps
 
@@ -25,11 +25,9 @@ class Decisions:
     its twin. So in a chain A ~ B ~ C in which A and C differ, B is removed and C stays.
     """
 
-    def __init__(
-        self, order: DocumentOrder, steps: Steps, exact_partitions: int, tasks: TaskNgrams | None
-    ) -> None:
+    def __init__(self, order: DocumentOrder, steps: Steps, tasks: TaskNgrams | None) -> None:
         """Prepare for the units of `order`, whose pairs are finished steps."""
-        self._order, self._steps, self._partitions = order, steps, exact_partitions
+        self._order, self._steps, self._partitions = order, steps, exact_partitions(order)
         self._tasks = tasks
         self._with_ngram = np.zeros(0 if tasks is None else len(tasks), np.int64)
         """Number of documents of the corpus that contain each n-gram of the tasks."""
@@ -38,7 +36,7 @@ class Decisions:
             self._with_ngram += np.bincount(hits, minlength=len(self._with_ngram))
         self._removed = DocumentSet(order)
         self._copied = DocumentSet(order)
-        for partition in range(exact_partitions):
+        for partition in range(self._partitions):
             self._copied.add(steps.array(f"exact-{partition:05d}", "all-earlier", np.uint64))
         self._near: dict[int, tuple[int, float]] = {}
         """Twin and similarity of removed documents that have exact copies: those of the copies."""
@@ -114,13 +112,12 @@ def write_units(
     order: DocumentOrder,
     steps: Steps,
     out: Path,
-    exact_partitions: int,
     tasks: TaskNgrams | None,
     *,
     near: bool,
 ) -> list[SelectionUnit]:
     """Write the file of each unit of the corpus; return what the manifest says of them."""
-    decisions = Decisions(order, steps, exact_partitions, tasks)
+    decisions = Decisions(order, steps, tasks)
     units = []
     for place in range(order.own, len(order.units)):
         placed = order.units[place]

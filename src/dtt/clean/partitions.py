@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.shingles import U64
-from dtt.clean.steps import Steps
+from dtt.clean.steps import Steps, inputs_key
 
 PARTITION_ENTRIES = 2**22
 """Average number of keys of a partition. Sorting one takes about 60 bytes for each: 250 MB."""
@@ -22,12 +21,12 @@ FIRST_FEW = 8
 that a group of n documents makes at most 8 n pairs, not n². Exact copies do not count."""
 
 
-def exact_partitions(order: DocumentOrder, steps: Steps) -> int:
+def exact_partitions(order: DocumentOrder) -> int:
     """Return the number of partitions of exact keys."""
     return _partitions(sum(order.counts))
 
 
-def band_partitions(order: DocumentOrder, steps: Steps) -> int:
+def band_partitions(order: DocumentOrder) -> int:
     """Return the number of partitions of band keys."""
     return _partitions(sum(sum(facts["runs"]) for facts in order.facts))
 
@@ -36,9 +35,7 @@ def _partitions(entries: int) -> int:
     return max(1, -(-entries // PARTITION_ENTRIES))
 
 
-def exact_groups(
-    order: DocumentOrder, steps: Steps, key: str, partition: int, partitions: int
-) -> None:
+def exact_groups(order: DocumentOrder, steps: Steps, partition: int, partitions: int) -> None:
     """Write the documents whose text equals an earlier one's, and the first one of each group."""
     highs, lows, numbers = [], [], []
     for place, unit in enumerate(order.units):
@@ -49,20 +46,22 @@ def exact_groups(
         documents = steps.array(unit.step, "exact-documents", np.uint32)[part]
         numbers.append(order.numbers(place, documents))
     high, low, number = map(np.concatenate, (highs, lows, numbers))
+    name, key = f"exact-{partition:05d}", inputs_key([order.own], high, low, number)
+    if steps.done(name, key):
+        return
     sorting = np.lexsort((number, low, high))
     high, low, number = high[sorting], low[sorting], number[sorting]
     starts = np.ones(len(number), np.bool_)
     starts[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
     first = number[np.maximum.accumulate(np.where(starts, np.arange(len(number)), 0))]
     later = ~starts & order.is_own(number)
-    _write_pairs(steps, f"exact-{partition:05d}", key, number[later], first[later])
+    _write_pairs(steps, name, key, number[later], first[later])
 
 
 def candidate_pairs(
     order: DocumentOrder,
     steps: Steps,
     copies: DocumentSet,
-    key: str,
     partition: int,
     partitions: int,
 ) -> None:
@@ -73,6 +72,9 @@ def candidate_pairs(
     found.clear()
     kept = ~copies.contains(number)
     keys, number = keys[kept], number[kept]
+    name, key = f"pairs-{partition:05d}", inputs_key([order.own, FIRST_FEW], keys, number)
+    if steps.done(name, key):
+        return
     sorting = np.argsort(keys, kind="stable")  # numbers ascend in each group
     keys, number = keys[sorting], number[sorting]
     starts = np.ones(len(keys), np.bool_)
@@ -86,7 +88,7 @@ def candidate_pairs(
         laters.append(number[chosen])
         earliers.append(number[start[chosen] + place])
     pairs = unique_pairs(np.concatenate(laters), np.concatenate(earliers))
-    _write_pairs(steps, f"pairs-{partition:05d}", key, *pairs)
+    _write_pairs(steps, name, key, *pairs)
 
 
 def _band_entries(
@@ -143,15 +145,14 @@ def pairs_of_unit(steps: Steps, kind: str, partitions: int, place: int) -> tuple
     return np.concatenate(laters), np.concatenate(earliers)
 
 
-def documents_in_pairs(steps: Steps, partitions: int, place: int) -> npt.NDArray[np.int64]:
+def documents_in_pairs(steps: Steps, partitions: int, place: int) -> U64:
     """Return the documents of the unit at a place that are in a candidate pair, ascending."""
     found = []
     for partition in range(partitions):
         for ending in ("later", "all-earlier"):
             numbers = steps.array(f"pairs-{partition:05d}", ending, np.uint64)
             found.append(numbers[_of_unit(numbers, place)])
-    documents = np.unique(np.concatenate(found)) & np.uint64(2**32 - 1)
-    return documents.astype(np.int64)
+    return np.unique(np.concatenate(found))
 
 
 def _of_unit(numbers: U64, place: int) -> slice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import exclusive, sha256_file, write_atomically
 from dtt.base.log import log, progress
 from dtt.clean.contamination import TaskNgrams
-from dtt.clean.document_order import DocumentOrder, DocumentSet, PlacedUnit
+from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.filters import Filter
 from dtt.clean.linear_pass import write_units
 from dtt.clean.make_filters import make_filters, make_tasks
@@ -27,13 +28,13 @@ from dtt.clean.partitions import (
 )
 from dtt.clean.selection_page import FILENAME, write_page
 from dtt.clean.steps import Steps
-from dtt.clean.unit_pass import columns_of, pass_one, unit_key
-from dtt.clean.verified_pairs import shingle_sets, verified_pairs
+from dtt.clean.unit_pass import PlacedUnit, columns_of, pass_one, unit_key
+from dtt.clean.verified_pairs import shingle_sets, units_to_compare, verified_pairs
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_columns import check_columns
-from dtt.data.corpus.selection import key_parts, selection_folder
+from dtt.data.corpus.selection import key_parts, selected, selection_folder
 from dtt.data.corpus.units import Corpus
 from dtt.mesh.comm import Comm
 
@@ -72,13 +73,12 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
     # Parts may run at the same time; each has a lock of its own.
     lock = ".lock" if part is None else f".lock-{part.number}-of-{part.of}"
     with exclusive(out, "dtt clean", name=lock) if first else nullcontext():
-        key = fingerprint(key_parts(section, corpus.manifest))
-        finished = _finished(out) if first and part is None else None
+        tasks = make_tasks(cfg)
+        finished = _finished(out, tasks) if first and part is None else None
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():
                 write_page(corpus, out, finished)
             return Cleaned(out, finished, 0) if first else None
-        tasks = make_tasks(cfg)
         units = _place_units(section, corpus, tasks, comm)
         _check_unchanged(units, comm)
         steps = Steps(out)
@@ -94,10 +94,10 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         if part is not None:
             return Cleaned(out, None, done) if first else None
         order = DocumentOrder(units, steps)
-        groups = _find_pairs(section, order, steps, key, comm)
+        _find_pairs(section, order, steps, comm)
         manifest = None
         if first:
-            manifest = _finish(section, corpus, order, steps, out, groups, tasks)
+            manifest = _finish(section, corpus, order, steps, out, tasks)
             write_page(corpus, out, manifest)
         # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
@@ -119,11 +119,14 @@ def section_of(cfg: RunConfig) -> CleanConfig:
     return cfg.clean
 
 
-def _finished(out: Path) -> SelectionManifest | None:
-    """Return the manifest if the selection is complete and every file has its hash."""
+def _finished(out: Path, tasks: TaskNgrams | None) -> SelectionManifest | None:
+    """Return the manifest if the selection is complete, of these tasks, and its files are sound."""
     try:
         manifest = SelectionManifest.read(out)
     except (InputError, DamagedError):
+        return None
+    if manifest.tasks != (None if tasks is None else tasks.sha256):
+        log.info("made again, as tasks of clean.decontaminate have changed: %s", out)
         return None
     for index, unit in enumerate(manifest.units):
         path = out / removals_name(index)
@@ -139,12 +142,14 @@ def _place_units(
     """Return the units of all corpora in their order."""
     folders = section.near.against if section.near else ()
     placed = []
-    for number, folder in enumerate(folders):
+    for number, named in enumerate(folders):
+        folder, selection = selected(named)
         other = Corpus(folder, comm=comm)
-        placed += [
-            PlacedUnit(other, unit, unit_key(section, other, unit, filtered=False), number)
-            for unit in other.units(other.unit_bytes())
-        ]
+        size = other.unit_bytes() if selection is None else selection.manifest.unit_bytes
+        for unit in other.units(size):
+            gone = None if selection is None else selection.key(unit.index)
+            key = unit_key(section, other, unit, filtered=False, gone=gone)
+            placed.append(PlacedUnit(other, unit, key, number, selection))
     own = corpus.units(corpus.unit_bytes())
     if not own:
         raise InputError("the corpus contains no documents", where=corpus.folder)
@@ -188,40 +193,39 @@ def _pass_one(
     total = sum(placed.unit.text_bytes for placed in mine)
     with progress("reading", total, shown=comm.rank == 0) as advance:
         for placed in mine:
-            if not (steps.done(placed.step, placed.key) or steps.adopt(placed.step, placed.key)):
+            if not steps.done(placed.step, placed.key):
                 # What `near.against` names stays, so nothing judges it.
                 judges, of = (filters, tasks) if placed.other is None else ((), None)
                 bad = BadDocuments(stop=stop)
-                pass_one(section, placed.corpus, placed.unit, judges, of, steps, placed.key, bad)
+                pass_one(section, placed, judges, of, steps, bad)
                 done += 1
             advance(placed.unit.text_bytes)
     return done
 
 
-def _find_pairs(
-    section: CleanConfig, order: DocumentOrder, steps: Steps, key: str, comm: Comm
-) -> int:
-    """Do passes 2 and 3; return the number of partitions of exact keys."""
+def _find_pairs(section: CleanConfig, order: DocumentOrder, steps: Steps, comm: Comm) -> None:
+    """Do passes 2 and 3, apart from the steps whose inputs another selection had, too."""
 
-    def share(name: str, count: int, work: Callable[[int], None]) -> None:
-        for number in range(comm.rank, count, comm.size):
-            if not steps.done(f"{name}-{number:05d}", key):
-                work(number)
+    def share(work: Callable[[int], None], numbers: Sequence[int]) -> None:
+        for number in numbers[comm.rank :: comm.size]:
+            work(number)
         comm.barrier()
 
-    exact = exact_partitions(order, steps)
-    share("exact", exact, lambda i: exact_groups(order, steps, key, i, exact))
+    exact = exact_partitions(order)
+    share(lambda i: exact_groups(order, steps, i, exact), range(exact))
     near = section.near
     if near is None:
-        return exact
+        return
     copies = DocumentSet(order)
     for partition in range(exact):
         copies.add(steps.array(f"exact-{partition:05d}", "later", np.uint64))
-    bands, units = band_partitions(order, steps), len(order.units)
-    share("pairs", bands, lambda i: candidate_pairs(order, steps, copies, key, i, bands))
-    share("shingles", units, lambda i: shingle_sets(order, steps, near, key, i, bands))
-    share("verified", units, lambda i: verified_pairs(order, steps, near, key, i, bands))
-    return exact
+    bands, units = band_partitions(order), range(len(order.units))
+    share(lambda i: candidate_pairs(order, steps, copies, i, bands), range(bands))
+    mine = [units_to_compare(order, steps, near, i, bands) for i in units[comm.rank :: comm.size]]
+    # All ranks must divide the same units among themselves.
+    found = sorted({place for some in comm.gather(list(chain(*mine))) for place in some})
+    share(lambda i: shingle_sets(order, steps, near, i, bands), found)
+    share(lambda i: verified_pairs(order, steps, near, i, bands), units)
 
 
 def _finish(
@@ -230,19 +234,18 @@ def _finish(
     order: DocumentOrder,
     steps: Steps,
     out: Path,
-    groups: int,
     tasks: TaskNgrams | None,
 ) -> SelectionManifest:
-    """Write the files of the units and the manifest; keep the results of pass 1."""
+    """Write the files of the units and the manifest; keep what another selection can take over."""
     parts = key_parts(section, corpus.manifest)
     manifest = SelectionManifest(
         key=fingerprint(parts),
         key_parts=parts,
+        tasks=None if tasks is None else tasks.sha256,
         unit_bytes=corpus.unit_bytes(),
-        units=tuple(write_units(order, steps, out, groups, tasks, near=section.near is not None)),
+        units=tuple(write_units(order, steps, out, tasks, near=section.near is not None)),
     )
     # Last: a folder with a manifest is complete.
     write_atomically(out / SelectionManifest.filename, manifest.dump())
-    # Another selection of the corpus, or of a later version of it, takes these.
-    steps.tidy(kept=[unit.step for unit in order.units])
+    steps.tidy(units=[unit.step for unit in order.units])
     return manifest

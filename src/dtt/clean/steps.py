@@ -6,19 +6,21 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from pydantic import Field, ValidationError
 
 from dtt.artifacts.manifest import Record
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import named, sha256_file
+from dtt.data.corpus.selection import VERSION
 
 Content = bytes | npt.NDArray[Any]
 
@@ -32,6 +34,15 @@ class StepMarker(Record):
     """The sha256 of each of its files, by the ending of the name."""
     facts: dict[str, Any] = Field(default_factory=dict)
     """Counts that the steps after it need."""
+
+
+def inputs_key(settings: Sequence[object], *arrays: npt.NDArray[Any]) -> str:
+    """Return a fingerprint of the inputs of a step, which any corpus with the same ones has."""
+    # Not sha256, which takes ten times as long: all keys of the corpus pass through here.
+    digest = xxhash.xxh3_128(repr((VERSION, settings, [len(one) for one in arrays])).encode())
+    for one in arrays:
+        digest.update(one.view(np.uint8).data)
+    return digest.hexdigest()
 
 
 class Steps:
@@ -54,7 +65,14 @@ class Steps:
         return self._folder / f"{name}.{ending}"
 
     def done(self, name: str, key: str) -> bool:
-        """Return True if the step is finished and each of its files has its hash."""
+        """Return True if the step is finished here, or in another selection of the corpus.
+
+        The files of the other selection become hard links where the file system has them.
+        """
+        return self._sound(name, key) or self._adopt(name, key)
+
+    def _sound(self, name: str, key: str) -> bool:
+        """Return True if the step is finished here and each of its files has its hash."""
         marker = _marker(self._folder / f"{name}.json")
         return (
             marker is not None
@@ -66,11 +84,8 @@ class Steps:
             )
         )
 
-    def adopt(self, name: str, key: str) -> bool:
-        """Take the files of a step from another selection of the corpus; return True if possible.
-
-        They are hard links where the file system has them.
-        """
+    def _adopt(self, name: str, key: str) -> bool:
+        """Take the files of a step from another selection; return True if possible."""
         for other in self._others:
             marker = _marker(other / f"{name}.json")
             if marker is None or marker.key != key:
@@ -79,7 +94,7 @@ class Steps:
                 for ending in marker.files:
                     _link(other / f"{name}.{ending}", self.path(name, ending))
                 self._mark(name, marker)
-                if self.done(name, key):
+                if self._sound(name, key):
                     return True
         return False
 
@@ -141,12 +156,18 @@ class Steps:
             # A plain view, because slices of np.memmap take ten times as long.
             return np.asarray(np.memmap(path, dtype, "r"))
 
-    def tidy(self, kept: Iterable[str] | None = None) -> None:
-        """Remove leftovers of killed processes, and all steps but `kept`, unless it is None."""
-        keep = None if kept is None else set(kept)
+    def tidy(self, units: Iterable[str] | None = None) -> None:
+        """Remove leftovers of killed processes.
+
+        With `units`, the steps of pass 1 of a finished selection, also remove those of other units,
+        and shingle sets, which are about as large as the corpus.
+        """
+        kept = None if units is None else set(units)
         for path in self._folder.glob("*"):
-            torn = path.name.startswith(".") and path.name.endswith(".tmp")
-            if path.is_file() and (torn or (keep is not None and path.stem not in keep)):
+            gone = path.name.startswith(".") and path.name.endswith(".tmp")
+            if kept is not None and path.name.startswith(("unit-", "shingles-")):
+                gone = path.stem not in kept
+            if gone and path.is_file():
                 path.unlink(missing_ok=True)
 
 

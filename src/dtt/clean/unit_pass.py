@@ -21,7 +21,7 @@ from dtt.config.clean import CleanConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_columns import read_with_columns
 from dtt.data.corpus.documents import read_batches
-from dtt.data.corpus.selection import VERSION
+from dtt.data.corpus.selection import VERSION, Selection
 from dtt.data.corpus.units import Corpus, Unit
 
 BATCH_BYTES = 2**19
@@ -31,12 +31,33 @@ RUN_ENTRIES = 2**21
 """Band keys that are sorted at once. Units of short documents have several sorted runs of them."""
 
 
+@dataclass(frozen=True)
+class PlacedUnit:
+    """A unit and its results of pass 1."""
+
+    corpus: Corpus
+    unit: Unit
+    key: str
+    """Fingerprint of what pass 1 computes of it."""
+    other: int | None = None
+    """Number of the corpus in `near.against`; None for the corpus that is cleaned."""
+    selection: Selection | None = None
+    """Removed documents of another corpus, which are nobody's twins."""
+
+    @property
+    def step(self) -> str:
+        """Name of its step of pass 1: units of the same content share it."""
+        return f"unit-{self.key[:24]}"
+
+
 @dataclass
 class UnitKeys:
     """Results of pass 1 for a unit."""
 
     sizes: list[int] = field(default_factory=list)
     """Bytes of each document."""
+    texts: list[bytes] = field(default_factory=list)
+    """xxh3-128 of each document. A pair of documents is compared again if one of them changes."""
     removed: list[RemovedRow] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     """xxh3-128 of the documents `numbered`, up to white space."""
@@ -50,11 +71,18 @@ class UnitKeys:
 
 
 def unit_key(
-    clean: CleanConfig, corpus: Corpus, unit: Unit, *, filtered: bool, tasks: str | None = None
+    clean: CleanConfig,
+    corpus: Corpus,
+    unit: Unit,
+    *,
+    filtered: bool,
+    tasks: str | None = None,
+    gone: str | None = None,
 ) -> str:
     """Return a fingerprint of everything that determines the result of pass 1 for a unit.
 
-    `tasks` is the hash of the tasks of `clean.decontaminate`.
+    `tasks` is the hash of the tasks of `clean.decontaminate`, `gone` that of the documents of
+    another corpus that its selection removes.
 
     It contains hashes of the files, so another selection of the corpus, or of a later version of
     it, finds the results of the units that did not change.
@@ -68,32 +96,26 @@ def unit_key(
     manifest = corpus.manifest
     reading = [manifest.file_format, manifest.text_column, manifest.txt_documents]
     judged = [filters, tasks] if filtered else None
-    return fingerprint([VERSION, files, reading, clean.exact, near, judged])
-
-
-def step_name(key: str) -> str:
-    """Return the name of the step of a unit: units of the same content share it."""
-    return f"unit-{key[:24]}"
+    return fingerprint([VERSION, files, reading, clean.exact, near, judged, gone])
 
 
 def pass_one(
     clean: CleanConfig,
-    corpus: Corpus,
-    unit: Unit,
+    placed: PlacedUnit,
     filters: Sequence[Filter],
     tasks: TaskNgrams | None,
     steps: Steps,
-    key: str,
     bad: BadDocuments,
 ) -> None:
     """Read a unit once and write its keys, the sizes of its documents and its filtered documents.
 
-    Empty documents, and those of white space, have no keys: they stay, and are nobody's twin.
+    Empty documents, and those of white space, have no keys: they stay, and are nobody's twin. Nor
+    have those that a selection of another corpus removes.
     """
     found = UnitKeys()
     entries: list[npt.NDArray[np.uint64]] = []
     numbers: list[npt.NDArray[np.uint32]] = []
-    for documents in _kept(corpus, unit, filters, found, bad):
+    for documents in _kept(placed, filters, found, bad):
         texts = [text for _, text in documents]
         index = np.array([number for number, _ in documents], np.uint32)
         if tasks is not None:
@@ -113,10 +135,11 @@ def pass_one(
     halves = np.frombuffer(b"".join(found.digests), "<u8").reshape(-1, 2)
     order = np.lexsort((halves[:, 1], halves[:, 0]))  # stable
     steps.write(
-        step_name(key),
-        key,
+        placed.step,
+        placed.key,
         {
             "sizes": [np.array(found.sizes, np.uint32)],
+            "texts": found.texts,
             "filtered": [encode(found.removed)],
             "exact": [halves[order, 0]],
             "exact-low": [halves[order, 1]],
@@ -148,9 +171,11 @@ def columns_of(filters: Sequence[Filter]) -> tuple[str, ...]:
 
 
 def _kept(
-    corpus: Corpus, unit: Unit, filters: Sequence[Filter], found: UnitKeys, bad: BadDocuments
+    placed: PlacedUnit, filters: Sequence[Filter], found: UnitKeys, bad: BadDocuments
 ) -> Iterator[list[tuple[int, bytes]]]:
     """Yield the numbers and texts of documents that have text and that all filters keep."""
+    corpus, unit, selection = placed.corpus, placed.unit, placed.selection
+    gone = set() if selection is None else set(selection.removed(unit.index).tolist())
     columns = columns_of(filters)
     batches: Iterator[list[tuple[bytes, dict[str, Any]]]]
     if columns:
@@ -163,13 +188,16 @@ def _kept(
         for content, row in batch:
             number = len(found.sizes)
             found.sizes.append(len(content))
+            found.texts.append(xxhash.xxh3_128_digest(content))
             removal = _judged(content, row, filters) if filters else None
             if removal is not None:
                 found.removed.append(RemovedRow(number, *removal))
-            elif content and not content.isspace():
+            elif content and not content.isspace() and number not in gone:
                 kept.append((number, content))
         if kept:
             yield kept
+    if selection is not None:
+        selection.check_documents(unit.index, len(found.sizes))
 
 
 def _judged(content: bytes, row: dict[str, Any], filters: Sequence[Filter]) -> Removal | None:

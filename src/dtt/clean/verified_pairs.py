@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
-from dtt.clean.document_order import DocumentOrder
+from dtt.clean.document_order import IN_UNIT, UNIT_BITS, DocumentOrder
 from dtt.clean.partitions import documents_in_pairs, pairs_of_unit, unique_pairs
 from dtt.clean.shingles import U64, Int, shingles
-from dtt.clean.steps import Content, Steps
+from dtt.clean.steps import Content, Steps, inputs_key
 from dtt.config.clean import NearConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_batches
@@ -38,18 +38,56 @@ class ShingleSets(NamedTuple):
         return self.hashes[self.ends[at - 1] if at else 0 : self.ends[at]]
 
 
+def units_to_compare(
+    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
+) -> list[int]:
+    """Return the places of the units whose shingle sets `verified_pairs` needs for a unit.
+
+    None of them if its pairs are verified, here or in another selection of the corpus.
+    """
+    key, later, earlier = _candidates(order, steps, near, place, partitions)
+    if steps.done(f"verified-{place:05d}", key):
+        return []
+    places: list[int] = np.unique(np.concatenate((later, earlier)) >> UNIT_BITS).tolist()
+    return places
+
+
+def _candidates(
+    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
+) -> tuple[str, U64, U64]:
+    """Return the key of `verified_pairs` for a unit, and its candidate pairs."""
+    later, earlier = unique_pairs(*pairs_of_unit(steps, "pairs", partitions, place))
+    texts = _text_hashes(order, steps, np.unique(np.concatenate((later, earlier))))
+    return inputs_key([near.threshold, near.shingle], later, earlier, texts), later, earlier
+
+
+def _text_hashes(order: DocumentOrder, steps: Steps, numbers: U64) -> npt.NDArray[Any]:
+    """Return the hashes of the texts of documents, whose numbers ascend."""
+    places, first = np.unique(numbers >> UNIT_BITS, return_index=True)
+    parts = [np.empty(0, "V16")]
+    for place, some in zip(places.tolist(), np.split(numbers, first[1:]), strict=False):
+        hashes = steps.array(order.units[place].step, "texts", "V16")
+        parts.append(hashes[some & IN_UNIT])
+    return np.concatenate(parts)
+
+
 def shingle_sets(
-    order: DocumentOrder, steps: Steps, near: NearConfig, key: str, place: int, partitions: int
+    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
 ) -> None:
     """Read a unit again and write the shingle sets of its documents in candidate pairs."""
-    wanted = documents_in_pairs(steps, partitions, place)
+    numbers = documents_in_pairs(steps, partitions, place)
+    name, texts = f"shingles-{place:05d}", _text_hashes(order, steps, numbers)
+    key = inputs_key([near.shingle], numbers, texts)
+    if steps.done(name, key):
+        return
+    wanted = (numbers & IN_UNIT).astype(np.int64)
     ends: list[int] = []
 
     def pieces() -> Iterator[Content]:
         total = 0
-        for texts in _texts(order, steps, place, wanted) if len(wanted) else ():
-            cut = shingles(texts, near.shingle)
-            edges = np.searchsorted(cut.document, np.arange(len(texts) + 1))
+        for some in _texts(order, steps, place, wanted) if len(wanted) else ():
+            cut = shingles(some, near.shingle)
+            edges = np.searchsorted(cut.document, np.arange(len(some) + 1))
             for first, last in pairwise(edges.tolist()):
                 found = np.sort(cut.hashes[first:last])  # np.unique takes five times as long
                 found = found[np.append(True, found[1:] != found[:-1])]
@@ -59,7 +97,7 @@ def shingle_sets(
 
     files = {"hashes": pieces(), "in-pairs": [wanted]}
     # The order matters: the ends are known when the pieces are written.
-    steps.write(f"shingles-{place:05d}", key, files | {"ends": _late(ends)})
+    steps.write(name, key, files | {"ends": _late(ends)})
 
 
 def _late(ends: list[int]) -> Iterator[Content]:
@@ -89,7 +127,7 @@ def _texts(order: DocumentOrder, steps: Steps, place: int, wanted: Int) -> Itera
 
 
 def verified_pairs(
-    order: DocumentOrder, steps: Steps, near: NearConfig, key: str, place: int, partitions: int
+    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
 ) -> None:
     """Write the pairs of a unit whose Jaccard similarity reaches the threshold, and its value."""
 
@@ -99,7 +137,9 @@ def verified_pairs(
         endings = {"in-pairs": np.int64, "ends": np.int64, "hashes": np.uint64}
         return ShingleSets(*(steps.array(name, e, dtype) for e, dtype in endings.items()))
 
-    later, earlier = unique_pairs(*pairs_of_unit(steps, "pairs", partitions, place))
+    key, later, earlier = _candidates(order, steps, near, place, partitions)
+    if steps.done(f"verified-{place:05d}", key):
+        return
     laters, earliers, scores = [later[:0]], [later[:0]], [np.empty(0)]
     batch: list[tuple[int, int, U64, U64]] = []
     size = 0

@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from dtt.data.corpus import units
+
 TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
 
 
@@ -65,6 +67,20 @@ def test_small_units_are_many_and_many_small_files_are_few_units(corpora: Any, n
     corpora.folder = corpora.folder / "many"
     corpus = corpora.make({f"{i}/{name}": content for i in range(20)})
     assert len(corpus.units(10**9)) == 1
+
+
+def test_the_default_unit_size_is_a_power_of_two_within_bounds(
+    corpora: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 100)
+    monkeypatch.setattr(units, "MAX_UNIT_BYTES", 3000)
+    folder, sizes = corpora.folder, {}
+    for count in (1, 127, 128, 1200, 1201, 2047, 2048, 9999):
+        corpora.folder = folder / str(count)
+        sizes[count] = corpora.make({"a.txt": (b"a" * 63 + b"\n") * count}).unit_bytes()
+    assert sizes == {
+        1: 100, 127: 100, 128: 128, 1200: 1024, 1201: 1024, 2047: 1024, 2048: 2048, 9999: 3000
+    }  # fmt: skip
 
 
 def test_line_ends_at_any_unit_boundary_lose_nothing(corpora: Any, read_all: Any) -> None:

@@ -316,6 +316,25 @@ def test_another_unit_size_than_the_selections_is_refused_with_what_to_type(
     assert omitted.key_parts["tokenize"]["unit_bytes"] == UNIT_BYTES
 
 
+def test_a_selection_of_other_units_encodes_all_of_them_again(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    write_selection(corpus.folder, is_third, unit_bytes=30_000)
+    expected = run(corpus, tmp_path / "fresh", CLEAN, unit_bytes=None).manifest
+    run(corpus, tmp_path / "out", unit_bytes=UNIT_BYTES)
+    with pytest.raises(ConfigError, match=r"tokenize\.unit_bytes is \d+ there, 30000 now"):
+        run(corpus, tmp_path / "out", CLEAN, unit_bytes=30_000)
+    cfg = TokenizeConfig(validation_fraction=0.1)
+    reuse = explain(cfg, BPE, corpus.folder, tmp_path / "out", Serial(), clean=CLEAN)
+    assert reuse is not None
+    assert (reuse.differences, reuse.pending) == ([], reuse.units)
+    assert run(corpus, tmp_path / "out", CLEAN, unit_bytes=None).manifest == expected
+    names = [
+        sorted(path.name for path in (tmp_path / out).glob("*.bin")) for out in ("fresh", "out")
+    ]
+    assert names[0] == names[1]
+
+
 def test_a_unit_with_another_number_of_documents_is_refused(
     corpus: Corpus, tmp_path: Path, given: GivenTokenizerConfig
 ) -> None:

@@ -35,9 +35,37 @@ def key_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any]:
     section = clean.model_dump(mode="json")
     near = section["near"]
     if near is not None:
-        # Their content, wherever they lie.
-        near["against"] = [CorpusManifest.read(path).content_key() for path in clean.near.against]  # type: ignore[union-attr]
+        near["against"] = [_content_of(path) for path in clean.near.against]  # type: ignore[union-attr]
     return {"corpus": corpus.content_key(), "clean": section, "version": VERSION}
+
+
+def selected(folder: Path) -> tuple[Path, Selection | None]:
+    """Return the corpus folder that an entry of `near.against` means, and the selection.
+
+    The selection is None if `folder` is that of a corpus, all of whose documents count. Raises
+    InputError if the selection is not finished, or of another version of the corpus.
+    """
+    if not (folder.name.startswith("selection-") and CorpusManifest.exists(folder.parent)):
+        return folder, None
+    selection = Selection(folder)
+    if (
+        selection.manifest.key_parts.get("corpus")
+        != CorpusManifest.read(folder.parent).content_key()
+    ):
+        raise InputError(
+            "the selection is of another version of the corpus",
+            where=folder,
+            why="its numbers mean other documents",
+            next="run `dtt clean` for that corpus again, and name the new folder",
+        )
+    return folder.parent, selection
+
+
+def _content_of(folder: Path) -> str | list[str | None]:
+    """Return the content of a corpus of `near.against`, wherever it lies."""
+    corpus, selection = selected(folder)
+    key = CorpusManifest.read(corpus).content_key()
+    return key if selection is None else [key, content_key(selection.removals)]
 
 
 def selection_key(clean: CleanConfig, corpus: CorpusManifest) -> str:

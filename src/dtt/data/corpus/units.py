@@ -27,7 +27,7 @@ from dtt.mesh.comm import Comm, Serial
 COMPRESSION_RATIO = 4
 """Assumed bytes of text per byte of a compressed file, to estimate sizes."""
 DEFAULT_UNITS = 64
-"""Number of units that the default unit size aims at."""
+"""Smallest number of units of a corpus, within the bounds of their size."""
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 10**6, 256 * 10**6
 """Bounds of the default unit size, in bytes of text."""
 
@@ -129,12 +129,14 @@ class Corpus:
     def unit_bytes(self) -> int:
         """Return the unit size in bytes of text: the selection's, or 1/64 of the corpus.
 
-        The latter is within bounds.
+        The latter is rounded down to a power of two, within bounds. So a change of the corpus
+        rarely changes it, which would move the units of all large files.
         """
         if self.selection is not None:
             return self.selection.manifest.unit_bytes
         total = sum(span.text_bytes for span in self._pieces(MAX_UNIT_BYTES))
-        return min(max(total // DEFAULT_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+        rounded = 1 << (max(total // DEFAULT_UNITS, 1).bit_length() - 1)
+        return min(max(rounded, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """Divide the corpus into units of at most `unit_bytes` bytes of text.

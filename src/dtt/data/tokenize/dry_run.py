@@ -19,12 +19,12 @@ from dtt.data.tokenize.work_plan import (
     TOKENIZER,
     Cut,
     cut_corpus,
-    differences,
     given_content,
     holds,
     is_complete,
     key_parts,
-    read_identity,
+    refusals,
+    shared_identity,
 )
 from dtt.mesh.comm import Comm
 
@@ -102,17 +102,17 @@ def explain(
 ) -> Reuse | None:
     """Inspect `out` as `tokenize` would; collective, rank 0 gets the result."""
     kind = PlainText(cfg.engine) if kind is None else kind
-    cut = cut_corpus(cfg, clean, corpus_folder, comm)
-    started, other = None, []
-    if comm.rank == 0:
-        started = read_identity(out)
+    started = shared_identity(out, comm)
+    cut = cut_corpus(cfg, clean, corpus_folder, comm, started)
+    other, kept = list[str](), False
+    if comm.rank == 0 and started is not None:
         asked = key_parts(cfg, tokenizer, cut, given_content(tokenizer), kind, started)
-        other = differences(started.key_parts, asked) if started else []
-    reused = comm.broadcast(started.model_dump() if started and not other else None)
+        other, kept = refusals(cfg, started, asked), started.key_parts == asked
+    reused = started if comm.broadcast(kept) else None
     faults, complete, removed = _all_missing(cut), False, content_key(cut.removals)
     intact = started is not None and holds(out / TOKENIZER, started.tokenizer_sha256)
     if reused is not None:
-        identity = Identity(**reused | {"removed": removed})
+        identity = reused.model_copy(update={"removed": removed})
         faults = find_faults(out, identity, cut.removals, comm, remember=False)
         complete = intact and is_complete(out, identity, cut, faults)
     if comm.rank > 0:

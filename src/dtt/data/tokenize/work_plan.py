@@ -84,8 +84,17 @@ class Cut:
         return [None] * len(self.units) if selection is None else selection.removals
 
 
-def cut_corpus(cfg: TokenizeConfig, clean: CleanConfig | None, folder: Path, comm: Comm) -> Cut:
+def cut_corpus(
+    cfg: TokenizeConfig,
+    clean: CleanConfig | None,
+    folder: Path,
+    comm: Comm,
+    there: Identity | None = None,
+) -> Cut:
     """Open a corpus and its selection, if there is a section `clean`, and divide it; collective.
+
+    Without `tokenize.unit_bytes` and a selection, the units are those of the token files `there`,
+    which earlier versions of dtt may have made with another default.
 
     Raises InputError if the corpus is empty or has not been cleaned, and ConfigError if
     `tokenize.unit_bytes` is not the selection's.
@@ -99,6 +108,8 @@ def cut_corpus(cfg: TokenizeConfig, clean: CleanConfig | None, folder: Path, com
             next=f"tokenize.unit_bytes={corpus.unit_bytes()}, or omit it",
         )
     unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
+    if there is not None and cfg.unit_bytes is None and corpus.selection is None:
+        unit_bytes = there.key_parts.get("tokenize", {}).get("unit_bytes", unit_bytes)
     units = corpus.units(unit_bytes)
     if not units and comm.rank == 0:
         raise InputError("the corpus contains no documents", where=folder)
@@ -125,7 +136,8 @@ def make_work_plan(
     Raises ConfigError if `out` contains token files of a different corpus, tokenizer or options,
     and InputError if the corpus is empty. The documents of the corpus are of `kind`.
     """
-    cut = cut_corpus(cfg, clean, corpus_folder, comm)
+    there = None if overwrite else shared_identity(out, comm)
+    cut = cut_corpus(cfg, clean, corpus_folder, comm, there)
     if overwrite:
         clear(cfg, out)
         comm.barrier()
@@ -201,15 +213,19 @@ def _prepare(
         content = given_content(tokenizer)
         identity = read_identity(out)
         asked = key_parts(cfg, tokenizer, cut, content, kind, identity)
-        if identity is not None and identity.key_parts != asked:
+        if identity is not None and (refused := refusals(cfg, identity, asked)):
             raise ConfigError(
                 "the folder contains token files of other text or settings",
                 where=out,
-                why="; ".join(differences(identity.key_parts, asked)),
+                why="; ".join(refused),
                 next="specify another folder: tokenize.out=FOLDER, or replace what is there: "
                 "--overwrite",
             )
-        if identity is not None and identity.removed != removed:
+        if identity is not None and identity.key_parts != asked:
+            log.info("encoded again: the selection divides the corpus into other units")
+            clear(cfg, out)
+            identity = None
+        elif identity is not None and identity.removed != removed:
             log.info(
                 "other documents are removed now: %s", RETRAINED if content is None else REDONE
             )
@@ -324,6 +340,13 @@ def read_identity(out: Path) -> Identity | None:
         return None
 
 
+def shared_identity(out: Path, comm: Comm) -> Identity | None:
+    """Return what rank 0 reads with `read_identity`; collective."""
+    there = read_identity(out) if comm.rank == 0 else None
+    facts = comm.broadcast(there.model_dump() if there else None)
+    return None if facts is None else Identity.model_validate(facts)
+
+
 def holds(path: Path, sha256: str) -> bool:
     """Return True if the file `path` exists and has this sha256."""
     return path.is_file() and sha256_file(path) == sha256
@@ -357,6 +380,16 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
+
+
+def refusals(cfg: TokenizeConfig, there: Identity, asked: dict[str, Any]) -> list[str]:
+    """Return the differences for which token files are refused.
+
+    They are encoded again instead if only the size of units differs, and nobody configured it.
+    """
+    found = differences(there.key_parts, asked)
+    resized = all(line.startswith("tokenize.unit_bytes ") for line in found)
+    return [] if resized and cfg.unit_bytes is None else found
 
 
 def _flat(parts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
