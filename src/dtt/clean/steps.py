@@ -88,11 +88,14 @@ class Steps:
         name: str,
         key: str,
         files: Mapping[str, Iterable[Content]],
-        **facts: Any,
+        facts: dict[str, Any] | None = None,
     ) -> None:
-        """Write the files of a step, each from its pieces, and then its marker."""
+        """Write the files of a step in order, each from its pieces, and then its marker.
+
+        The pieces of a file may change the files after it, and `facts`.
+        """
         sums = {ending: self._write(self.path(name, ending), files[ending]) for ending in files}
-        self._mark(name, StepMarker(key=key, files=sums, facts=facts))
+        self._mark(name, StepMarker(key=key, files=sums, facts=facts or {}))
 
     def _mark(self, name: str, marker: StepMarker) -> None:
         self._write(
