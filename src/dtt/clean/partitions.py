@@ -108,7 +108,7 @@ def _slice(keys: U64, partition: int, partitions: int) -> slice:
     """Return where the keys of a partition are among keys sorted by their upper 32 bits."""
     low, high = (-(-(i << 32) // partitions) << 32 for i in (partition, partition + 1))
     # Not np.searchsorted, which copies all keys that lie between other numbers.
-    return slice(bisect_left(keys, low), bisect_left(keys, high))
+    return slice(bisect_left(keys, low, key=int), bisect_left(keys, high, key=int))
 
 
 def unique_pairs(later: U64, earlier: U64) -> tuple[U64, U64]:

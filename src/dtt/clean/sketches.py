@@ -60,22 +60,19 @@ def sketches(shingles: Shingles, documents: int, values: int) -> U64:
         value ^= value >> np.uint64(32)
         bins = (value >> np.uint64(8) & np.uint64(2**32 - 1)) * np.uint64(values)
         place = (bins >> np.uint64(32)).view(np.int64) + np.repeat(waiting * values, lengths)
-        np.minimum.at(table.reshape(-1), place, _of_round(value, turn))
+        value >>= np.uint64(64 - _VALUE_BITS)
+        value |= np.uint64(turn << _VALUE_BITS)
+        np.minimum.at(table.reshape(-1), place, value)
         room = (table[waiting] == EMPTY).any(axis=1)
         hashes = hashes[np.repeat(room, lengths)]
         waiting, lengths = waiting[room], lengths[room]
     if len(waiting):
         starts = np.cumsum(lengths) - lengths
-        least = np.empty((values, len(waiting)), np.uint64)
-        for place in range(values):
-            np.minimum.reduceat(hashes * factors[ROUNDS + place], starts, out=least[place])
-        table[waiting] = np.minimum(table[waiting], _of_round(least, ROUNDS).T)
+        short, least = hashes.astype(np.uint32), np.empty((values, len(waiting)), np.uint32)
+        for place, factor in enumerate(factors[ROUNDS:].astype(np.uint32)):
+            np.minimum.reduceat(short * factor, starts, out=least[place])
+        table[waiting] = np.minimum(table[waiting], least.T | np.uint64(ROUNDS << _VALUE_BITS))
     return table
-
-
-def _of_round(values: U64, turn: int) -> U64:
-    """Return the upper bits of values, below all those of later rounds."""
-    return values >> np.uint64(64 - _VALUE_BITS) | np.uint64(turn << _VALUE_BITS)
 
 
 def band_keys(sketches: U64, bands: int, rows: int) -> U64:

@@ -146,26 +146,27 @@ def _kept(
     Adds the bytes of all documents to `sizes`, and the others that the filters judge to `removed`.
     """
     columns = columns_of(filters)
-    batches: Iterator[list[tuple[bytes, dict[str, Any]]]]
-    if columns:
-        batches = read_with_columns(corpus, unit, columns, bad, BATCH_BYTES)
-    else:
-        plain = read_batches(corpus, unit, bad, BATCH_BYTES)
-        batches = ([(text, {}) for text in batch] for batch in plain)
+    batches: Iterator[list[Any]] = (
+        read_with_columns(corpus, unit, columns, bad, BATCH_BYTES)
+        if columns
+        else read_batches(corpus, unit, bad, BATCH_BYTES)
+    )
     first = 0
     for batch in batches:
-        sizes.append(np.array([len(content) for content, _ in batch], np.uint32))
-        kept = []
-        for number, (content, row) in enumerate(batch, first):
-            removal = _judged(content, row, filters) if filters else None
+        texts = [content for content, _ in batch] if columns else batch
+        size = np.fromiter(map(len, texts), np.uint32, len(texts))
+        stays = (size > 0) & ~np.fromiter(map(bytes.isspace, texts), np.bool_, len(texts))
+        for place, text in enumerate(texts if filters else ()):
+            removal = _judged(text, batch[place][1] if columns else {}, filters)
             if removal is not None:
-                removed.append(RemovedRow(number, *removal))
-            elif content and not content.isspace():
-                kept.append((number, content))
-        first += len(batch)
+                removed.append(RemovedRow(first + place, *removal))
+                stays[place] = False
+        sizes.append(size)
+        kept = np.flatnonzero(stays)
         for start in range(0, len(kept), BATCH_DOCUMENTS):
-            numbers, texts = zip(*kept[start : start + BATCH_DOCUMENTS], strict=True)
-            yield np.array(numbers, np.uint32), list(texts)
+            some = kept[start : start + BATCH_DOCUMENTS]
+            yield (first + some).astype(np.uint32), [texts[place] for place in some.tolist()]
+        first += len(batch)
 
 
 def _judged(content: bytes, row: dict[str, Any], filters: Sequence[Filter]) -> Removal | None:
@@ -208,8 +209,7 @@ def _band_entries(numbers: U32, texts: list[bytes], near: NearConfig) -> npt.NDA
 
 def _sorted_run(entries: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     joined = np.concatenate(entries)
-    run: npt.NDArray[Any] = joined[sorting(joined["key"])]
-    return run
+    return np.take(joined, sorting(joined["key"]))  # twice as fast as an index
 
 
 def sorting(keys: U64) -> npt.NDArray[np.int64]:
