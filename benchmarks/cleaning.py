@@ -2,6 +2,7 @@
 
     python benchmarks/cleaning.py oracle [--documents 7000] [--peers-python PYTHON]
     python benchmarks/cleaning.py speed FOLDER [--copies 1] [--peers-python PYTHON]
+    python benchmarks/cleaning.py documents FOLDER [--megabytes 10] [--sizes 88 300 1700 12000]
 
 PYTHON has datatrove. `oracle` plants exact and near copies (edits of up to 20 % of the words),
 chains, common headers and shuffled words into random documents, and compares all pairs by brute
@@ -10,6 +11,10 @@ Jaccard similarity of at least 0.8 (lost), and how many pairs of kept documents 
 
 `speed` times complete commands on the Parquet files of FOLDER (column `text`), `--copies` times,
 each copy with other words in place of every fourth one.
+
+`documents` cuts the same texts into documents of so many bytes. It prints the speed of one core, by
+processor time, best of three: of signatures (shingles, sketches and band keys) and of pass 1 of a
+unit of Parquet and of JSON lines; and the peak memory of the latter.
 """
 
 from __future__ import annotations
@@ -21,6 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,10 +36,19 @@ import pyarrow.parquet as pq
 from measurement import DTT, Table, dtt, parser_of
 
 from dtt.base import local
+from dtt.clean.shingles import shingles
+from dtt.clean.sketches import band_keys, bands_and_rows, sketches
+from dtt.clean.steps import Steps
+from dtt.clean.unit_pass import BATCH_BYTES, BATCH_DOCUMENTS, pass_one
+from dtt.config.clean import CleanConfig, NearConfig
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import read_batches
+from dtt.data.corpus.units import Corpus
 
 HERE = Path(__file__).parent
 THRESHOLD = 0.8
 FILES = 4
+SIZES = [88, 300, 1700, 12000]
 
 
 def write(folder: Path, texts: list[str]) -> None:
@@ -148,6 +165,67 @@ def speed(work: Path, folder: Path, copies: int, python: str | None) -> None:
         table.row(name, f"{took:.1f}", f"{size / 1e6 / took:.1f}", f"{slowest / took:.1f}x")
 
 
+def documents(work: Path, folder: Path, megabytes: int, sizes: list[int]) -> None:
+    """Print the speed of pass 1 by the size of documents."""
+    files = [pq.read_table(path, columns=["text"]) for path in sorted(folder.glob("*.parquet"))]
+    novels = b" ".join(text.encode() for file in files for text in file[0].to_pylist())
+    columns = {"documents": 11, "signatures": 13, "Parquet": 12, "JSON lines": 12, "peak": 9}
+    table = Table("bytes", 8, columns)
+    for size in sizes:
+        starts = (start % (len(novels) - size) for start in range(0, megabytes * 10**6, size))
+        texts = [novels[start : start + size].decode(errors="ignore") for start in starts]
+        here = work / str(size)
+        here.mkdir()
+        pq.write_table(pa.table({"text": texts}), here / "a.parquet", row_group_size=len(texts))
+        with (here / "b.jsonl").open("w") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        found = []
+        for name, corpus in (("a.parquet", "a"), ("b.jsonl", "b")):
+            dtt("download", "-d", name, folder=here)
+            # A process each, because their memory is measured.
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                found.append(pool.submit(measure_unit, here / "data/corpus" / corpus).result())
+        (signatures, parquet, _), (_, lines, peak) = found
+        speeds = [f"{value / 1e6:.1f} MB/s" for value in (signatures, parquet, lines)]
+        table.row(f"{size:,}", f"{len(texts):,}", *speeds, f"{peak / 1e6:.0f} MB")
+        shutil.rmtree(here)
+
+
+def measure_unit(folder: Path) -> tuple[float, float, int]:
+    """Return the bytes a second of signatures and of pass 1 of a unit, and the peak memory."""
+    corpus = Corpus(folder)
+    unit = corpus.units(256 * 10**6)[0]
+    section = CleanConfig(near=NearConfig(threshold=THRESHOLD))
+    steps, bad = Steps(folder / "selection-x"), BadDocuments()
+    bands, rows = bands_and_rows(THRESHOLD)
+
+    def one_pass() -> None:
+        pass_one(section, corpus, unit, (), None, steps, "unit", bad)
+
+    def signatures() -> None:
+        for texts in batches:
+            band_keys(sketches(shingles(texts, 5), len(texts), bands * rows), bands, rows)
+
+    def seconds(work: Callable[[], None]) -> float:
+        found = []
+        for _ in range(3):
+            start = time.process_time()
+            work()
+            found.append(time.process_time() - start)
+        return min(found)
+
+    whole = seconds(one_pass)
+    status = Path("/proc/self/status").read_text().split("\n")
+    peak = next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    batches = [
+        batch[start : start + BATCH_DOCUMENTS]
+        for batch in read_batches(corpus, unit, bad, BATCH_BYTES)
+        for start in range(0, len(batch), BATCH_DOCUMENTS)
+    ]
+    size = sum(len(text) for batch in batches for text in batch)
+    return size / seconds(signatures), size / whole, peak
+
+
 def timed(command: list[str], folder: Path) -> float:
     """Run a command and return its seconds."""
     start = time.perf_counter()
@@ -159,20 +237,29 @@ def main() -> None:
     """Run a comparison in a temporary folder."""
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("oracle", "speed"):
+    for name in ("oracle", "speed", "documents"):
         command = commands.add_parser(name)
-        command.add_argument("--peers-python")
-        if name == "oracle":
-            command.add_argument("--documents", type=int, default=7000)
-        else:
+        if name != "oracle":
             command.add_argument("folder", type=Path)
-            command.add_argument("--copies", type=int, default=1)
+        if name != "documents":
+            command.add_argument("--peers-python")
+        match name:
+            case "oracle":
+                command.add_argument("--documents", type=int, default=7000)
+            case "speed":
+                command.add_argument("--copies", type=int, default=1)
+            case "documents":
+                command.add_argument("--megabytes", type=int, default=10)
+                command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dtt-cleaning-") as name:
-        if options.command == "oracle":
-            oracle(Path(name), options.documents, options.peers_python)
-        else:
-            speed(Path(name), options.folder.resolve(), options.copies, options.peers_python)
+        match options.command:
+            case "oracle":
+                oracle(Path(name), options.documents, options.peers_python)
+            case "speed":
+                speed(Path(name), options.folder.resolve(), options.copies, options.peers_python)
+            case "documents":
+                documents(Path(name), options.folder.resolve(), options.megabytes, options.sizes)
 
 
 if __name__ == "__main__":

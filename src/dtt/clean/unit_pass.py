@@ -20,7 +20,7 @@ from dtt.clean.steps import Content, Steps
 from dtt.config.clean import CleanConfig, NearConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_columns import read_with_columns
-from dtt.data.corpus.documents import read_batches
+from dtt.data.corpus.documents import batches, read_batches
 from dtt.data.corpus.selection import VERSION
 from dtt.data.corpus.units import Corpus, Unit
 
@@ -35,6 +35,7 @@ ENTRY = np.dtype([("key", "<u8"), ("document", "<u4")])
 """A band key and the number of a document in its unit."""
 
 U32 = npt.NDArray[np.uint32]
+Entries = npt.NDArray[Any]
 Files = dict[str, list[Content]]
 
 
@@ -81,16 +82,13 @@ def pass_one(
     """
     endings = "sizes", "filtered", "exact", "exact-low", "exact-documents", "hits", "hit"
     files: Files = {ending: [] for ending in endings}
-    removed: list[RemovedRow] = []
-    facts: dict[str, Any] = {"runs": []}
+    runs: list[int] = []
+    facts: dict[str, Any] = {"runs": runs}
 
-    def runs() -> Iterator[Content]:
-        """Yield the sorted runs of band keys, and fill the other files.
-
-        Runs are written as they come: a unit of sentences has three times its size of them.
-        """
-        entries: list[npt.NDArray[Any]] = []
+    def read() -> Iterator[Entries]:
+        """Yield the band keys of the unit, batch by batch, and fill the other files."""
         digests, numbered = [np.empty((0, 2), np.uint64)], [np.empty(0, np.uint32)]
+        removed: list[RemovedRow] = []
         for numbers, texts in _kept(corpus, unit, filters, files["sizes"], removed, bad):
             if tasks is not None:
                 _add_hits(numbers, texts, tasks, files)
@@ -98,14 +96,7 @@ def pass_one(
                 digests.append(_digests(texts))
                 numbered.append(numbers)
             if clean.near is not None:
-                entries.append(_band_entries(numbers, texts, clean.near))
-                if sum(map(len, entries)) >= RUN_ENTRIES:
-                    facts["runs"].append(sum(map(len, entries)))
-                    yield _sorted_run(entries)
-                    entries.clear()
-        if entries:
-            facts["runs"].append(sum(map(len, entries)))
-            yield _sorted_run(entries)
+                yield _band_entries(numbers, texts, clean.near)
         halves = np.concatenate(digests)
         order = sorting(halves[:, 0])
         files["exact"].append(halves[order, 0])
@@ -116,16 +107,18 @@ def pass_one(
             documents=sum(map(len, files["sizes"])), unread=bad.count, problems=bad.examples
         )
 
-    # The order matters: `runs` fills the others.
-    steps.write(step_name(key), key, {"keys": runs(), **files}, facts)
+    # Runs are written as they come, because the keys of short documents take three times as much
+    # space as their text. The order matters: the other files are full when the keys are written.
+    steps.write(step_name(key), key, {"keys": _sorted_runs(read(), runs), **files}, facts)
 
 
 def _add_hits(numbers: U32, texts: list[bytes], tasks: TaskNgrams, files: Files) -> None:
     """Add the n-grams of tasks that the documents contain."""
     for number, content in zip(numbers.tolist(), texts, strict=True):
         hits = tasks.hits(content.decode())
-        files["hits"].append(hits)
-        files["hit"].append(np.full(len(hits), number, np.uint32))
+        if len(hits):
+            files["hits"].append(hits)
+            files["hit"].append(np.full(len(hits), number, np.uint32))
 
 
 def columns_of(filters: Sequence[Filter]) -> tuple[str, ...]:
@@ -146,13 +139,13 @@ def _kept(
     Adds the bytes of all documents to `sizes`, and the others that the filters judge to `removed`.
     """
     columns = columns_of(filters)
-    batches: Iterator[list[Any]] = (
+    found: Iterator[list[Any]] = (
         read_with_columns(corpus, unit, columns, bad, BATCH_BYTES)
         if columns
         else read_batches(corpus, unit, bad, BATCH_BYTES)
     )
     first = 0
-    for batch in batches:
+    for batch in found:
         texts = [content for content, _ in batch] if columns else batch
         size = np.fromiter(map(len, texts), np.uint32, len(texts))
         stays = (size > 0) & ~np.fromiter(map(bytes.isspace, texts), np.bool_, len(texts))
@@ -196,7 +189,7 @@ def _digests(texts: list[bytes]) -> U64:
     return np.frombuffer(b"".join(found), "<u8").reshape(-1, 2)
 
 
-def _band_entries(numbers: U32, texts: list[bytes], near: NearConfig) -> npt.NDArray[Any]:
+def _band_entries(numbers: U32, texts: list[bytes], near: NearConfig) -> Entries:
     """Return the band keys of the documents that have shingles, in the order of documents."""
     bands, rows = bands_and_rows(near.threshold)
     values = sketches(shingles(texts, near.shingle), len(texts), bands * rows)
@@ -207,9 +200,12 @@ def _band_entries(numbers: U32, texts: list[bytes], near: NearConfig) -> npt.NDA
     return entries.ravel()
 
 
-def _sorted_run(entries: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    joined = np.concatenate(entries)
-    return np.take(joined, sorting(joined["key"]))  # twice as fast as an index
+def _sorted_runs(entries: Iterator[Entries], lengths: list[int]) -> Iterator[Entries]:
+    """Yield sorted runs of about RUN_ENTRIES entries; add their lengths to `lengths`."""
+    for group in batches(entries, RUN_ENTRIES):
+        joined = np.concatenate(group)
+        lengths.append(len(joined))
+        yield np.take(joined, sorting(joined["key"]))  # an index takes twice as long
 
 
 def sorting(keys: U64) -> npt.NDArray[np.int64]:
