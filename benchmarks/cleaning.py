@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 from measurement import DTT, Table, dtt, parser_of
 
 from dtt.base import local
+from dtt.base.malloc import keep
 from dtt.clean.shingles import shingles
 from dtt.clean.sketches import band_keys, bands_and_rows, sketches
 from dtt.clean.steps import Steps
@@ -193,6 +194,7 @@ def documents(work: Path, folder: Path, megabytes: int, sizes: list[int]) -> Non
 
 def measure_unit(folder: Path) -> tuple[float, float, int]:
     """Return the bytes a second of signatures and of pass 1 of a unit, and the peak memory."""
+    keep()  # as in the command
     corpus = Corpus(folder)
     unit = corpus.units(256 * 10**6)[0]
     section = CleanConfig(near=NearConfig(threshold=THRESHOLD))

@@ -147,7 +147,7 @@ class Steps:
     def tidy(self, kept: Iterable[str] | None = None) -> None:
         """Remove leftovers of killed processes, and all steps but `kept`, unless it is None."""
         keep = None if kept is None else set(kept)
-        for path in self._folder.glob("*"):
+        for path in (*self._folder.glob("*"), *self._folder.parent.glob(".*.tmp")):
             torn = path.name.startswith(".") and path.name.endswith(".tmp")
             if path.is_file() and (torn or (keep is not None and path.stem not in keep)):
                 path.unlink(missing_ok=True)
