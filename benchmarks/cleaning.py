@@ -2,6 +2,7 @@
 
     python benchmarks/cleaning.py oracle [--documents 7000] [--peers-python PYTHON]
     python benchmarks/cleaning.py speed FOLDER [--copies 1] [--peers-python PYTHON]
+    python benchmarks/cleaning.py documents FOLDER [--megabytes 10] [--sizes 88 300 1700 12000]
     python benchmarks/cleaning.py languages FILE [--peers-python PYTHON]
     python benchmarks/cleaning.py learning [--seeds 5] [--steps 500]
 
@@ -11,7 +12,12 @@ force. It prints how many documents were removed, how many of them have no kept 
 Jaccard similarity of at least 0.8 (lost), and how many pairs of kept documents reach it (missed).
 
 `speed` times complete commands on the Parquet files of FOLDER (column `text`), `--copies` times,
-each copy with other words in place of every fourth one.
+each copy with other words in place of every fourth one; and `dtt clean` again after one document
+has changed. It prints the largest memory of a process of dtt.
+
+`documents` cuts the same texts into documents of so many bytes. It prints the speed of one core, by
+processor time, best of three: of signatures (shingles, sketches and band keys) and of pass 1 of a
+unit of Parquet and of JSON lines; and the peak memory of the latter.
 
 `languages` identifies the documents of a Parquet file with the columns `text` and `language`, and
 pieces of their prose, and beside it lingua, if PYTHON has it.
@@ -27,12 +33,16 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,14 +50,23 @@ import pyarrow.parquet as pq
 from measurement import DTT, Table, dtt, parser_of
 
 from dtt.base import local
+from dtt.base.malloc import keep
 from dtt.clean.language import SAMPLE, LanguageFilter
-from dtt.config.clean import LanguageConfig
+from dtt.clean.shingles import shingles
+from dtt.clean.sketches import band_keys, bands_and_rows, sketches
+from dtt.clean.steps import Steps
+from dtt.clean.unit_pass import BATCH_BYTES, BATCH_DOCUMENTS, PlacedUnit, pass_one
+from dtt.config.clean import CleanConfig, LanguageConfig, NearConfig
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.documents import read_batches
+from dtt.data.corpus.units import Corpus
 
 HERE = Path(__file__).parent
 THRESHOLD = 0.8
 FILES = 4
 HELD_OUT, PLANTED, COPIED = 10, 0.3, 0.03
 """Every tenth document is held out; copies of 3 % of the documents are 30 % of all bytes."""
+SIZES = [88, 300, 1700, 12000]
 
 
 def write(folder: Path, texts: list[str]) -> None:
@@ -97,7 +116,7 @@ def run_datatrove(work: Path, python: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def oracle(work: Path, documents: int, python: str | None) -> None:
+def oracle(work: Path, count: int, python: str | None) -> None:
     """Print the errors of each tool on planted documents."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     from support.planted_copies import (  # type: ignore[import-not-found]
@@ -105,7 +124,7 @@ def oracle(work: Path, documents: int, python: str | None) -> None:
         similar_pairs,
     )
 
-    texts = planted(documents)
+    texts = planted(count)
     write(work / "in", texts)
     pairs = {pair for pair, value in similar_pairs(texts).items() if value >= THRESHOLD}
     twins: dict[int, set[int]] = {}
@@ -120,48 +139,127 @@ def oracle(work: Path, documents: int, python: str | None) -> None:
     for group in same.values():
         for i in group:
             twins.setdefault(i, set()).update(set(group) - {i})
-    print(
-        f"{documents:,} documents, {len(pairs):,} pairs with a similarity of at least {THRESHOLD}"
-    )
+    print(f"{count:,} documents, {len(pairs):,} pairs with a similarity of at least {THRESHOLD}")
     table = Table("", 14, {"removed": 9, "lost": 7, "missed": 8})
     found = {"dtt clean": kept_by_dtt(work)}
     if python:
         found["datatrove"] = kept_by_datatrove(work, python)
     for name, kept in found.items():
-        gone = set(range(documents)) - kept
+        gone = set(range(count)) - kept
         lost = sum(not twins.get(i, set()) & kept for i in gone)
         missed = sum(a in kept and b in kept for a, b in pairs)
         table.row(name, f"{len(gone):,}", f"{lost:,}", f"{missed:,}")
 
 
 def speed(work: Path, folder: Path, copies: int, python: str | None) -> None:
-    """Print the seconds of each tool."""
+    """Print the seconds of each tool, also after a change of one document, and the peak memory."""
+    files = sorted(folder.glob("*.parquet"))
     texts = [
-        text if copy == 0 else " ".join(f"{word}{copy}" if i % 4 == 0 else word
-                                        for i, word in enumerate(text.split(" ")))
-        for copy in range(copies)
-        for file in sorted(folder.glob("*.parquet"))
-        for text in pq.read_table(file, columns=["text"])[0].to_pylist()
-    ]  # fmt: skip
-    write(work / "in", texts)
-    size = sum(len(text.encode()) for text in texts)
+        text for file in files for text in pq.read_table(file, columns=["text"])[0].to_pylist()
+    ]
+    (work / "in").mkdir()
+    size = sum(write_varied(work / "in", texts, copy, copies) for copy in range(copies))
     dtt("download", "-d", "in", folder=work)
     command = [*DTT, "clean", "-d", "in", f"clean.near.threshold={THRESHOLD}", "-q"]
-    both = local.mpi_argv(2, command)
     seconds = {"dtt clean, 1 rank": timed(command, work)}
+    both = local.mpi_argv(2, command)
     if both is not None:
         for selection in (work / "data/corpus/in").glob("selection-*"):
             shutil.rmtree(selection)
         seconds["dtt clean, 2 ranks"] = timed(both, work)
+    changed = max((work / "in").iterdir())
+    table = pq.read_table(changed)
+    rows = [{**row, "text": f"changed {row['text']}"} if i == 0 else row
+            for i, row in enumerate(table.to_pylist())]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), changed, row_group_size=500)
+    dtt("download", "-d", "in", folder=work)
+    seconds["one document changed, 1 rank"] = timed(command, work)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     if python:
         start = time.perf_counter()
         run_datatrove(work, python)
         seconds["datatrove, 2 workers"] = time.perf_counter() - start
-    print(f"{len(texts):,} documents, {size / 1e6:.1f} MB")
-    table = Table("", 22, {"seconds": 9, "MB/s": 8, "factor": 9})
+    count = copies * len(texts)
+    print(f"{count:,} documents, {size / 1e6:.1f} MB; a rank: {peak / 1e3:.0f} MB")
+    table = Table("", 30, {"seconds": 9, "MB/s": 8, "factor": 9})
     slowest = max(seconds.values())
     for name, took in seconds.items():
         table.row(name, f"{took:.1f}", f"{size / 1e6 / took:.1f}", f"{slowest / took:.1f}x")
+
+
+def write_varied(folder: Path, texts: list[str], copy: int, copies: int) -> int:
+    """Write a copy of texts with other words in place of every fourth one; return its bytes."""
+    if copy > 0:
+        texts = [" ".join(f"{word}{copy}" if i % 4 == 0 else word
+                          for i, word in enumerate(text.split(" "))) for text in texts]  # fmt: skip
+    parts = -(-FILES // copies)
+    for part in range(parts):
+        rows = range(part, len(texts), parts)
+        table = {"text": [texts[i] for i in rows], "id": [f"{copy}-{i}" for i in rows]}
+        pq.write_table(pa.table(table), folder / f"{copy:04d}-{part}.parquet", row_group_size=500)
+    return sum(len(text.encode()) for text in texts)
+
+
+def documents(work: Path, folder: Path, megabytes: int, sizes: list[int]) -> None:
+    """Print the speed of pass 1 by the size of documents."""
+    files = [pq.read_table(path, columns=["text"]) for path in sorted(folder.glob("*.parquet"))]
+    novels = b" ".join(text.encode() for file in files for text in file[0].to_pylist())
+    columns = {"documents": 11, "signatures": 13, "Parquet": 12, "JSON lines": 12, "peak": 9}
+    table = Table("bytes", 8, columns)
+    for size in sizes:
+        starts = (start % (len(novels) - size) for start in range(0, megabytes * 10**6, size))
+        texts = [novels[start : start + size].decode(errors="ignore") for start in starts]
+        here = work / str(size)
+        here.mkdir()
+        pq.write_table(pa.table({"text": texts}), here / "a.parquet", row_group_size=len(texts))
+        with (here / "b.jsonl").open("w") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        found = []
+        for name, corpus in (("a.parquet", "a"), ("b.jsonl", "b")):
+            dtt("download", "-d", name, folder=here)
+            # A process each, because their memory is measured.
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                found.append(pool.submit(measure_unit, here / "data/corpus" / corpus).result())
+        (signatures, parquet, _), (_, lines, peak) = found
+        speeds = [f"{value / 1e6:.1f} MB/s" for value in (signatures, parquet, lines)]
+        table.row(f"{size:,}", f"{len(texts):,}", *speeds, f"{peak / 1e6:.0f} MB")
+        shutil.rmtree(here)
+
+
+def measure_unit(folder: Path) -> tuple[float, float, int]:
+    """Return the bytes a second of signatures and of pass 1 of a unit, and the peak memory."""
+    keep()  # as in the command
+    corpus = Corpus(folder)
+    unit = corpus.units(256 * 10**6)[0]
+    section = CleanConfig(near=NearConfig(threshold=THRESHOLD))
+    steps, bad = Steps(folder / "selection-x"), BadDocuments()
+    bands, rows = bands_and_rows(THRESHOLD)
+
+    def one_pass() -> None:
+        pass_one(section, PlacedUnit(corpus, unit, "unit"), (), None, steps, bad)
+
+    def signatures() -> None:
+        for texts in batches:
+            band_keys(sketches(shingles(texts, 5), len(texts), bands * rows), bands, rows)
+
+    def seconds(work: Callable[[], None]) -> float:
+        found = []
+        for _ in range(3):
+            start = time.process_time()
+            work()
+            found.append(time.process_time() - start)
+        return min(found)
+
+    whole = seconds(one_pass)
+    status = Path("/proc/self/status").read_text().split("\n")
+    peak = next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    batches = [
+        batch[start : start + BATCH_DOCUMENTS]
+        for batch in read_batches(corpus, unit, bad, BATCH_BYTES)
+        for start in range(0, len(batch), BATCH_DOCUMENTS)
+    ]
+    size = sum(len(text) for batch in batches for text in batch)
+    return size / seconds(signatures), size / whole, peak
 
 
 def languages(file: Path, python: str | None) -> None:
@@ -273,30 +371,23 @@ def main() -> None:
     """Run a comparison in a temporary folder."""
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("oracle", "speed", "languages", "learning"):
-        command = commands.add_parser(name)
-        if name == "learning":
-            command.add_argument("--seeds", type=int, default=5)
-            command.add_argument("--steps", type=int, default=500)
-            continue
-        command.add_argument("--peers-python")
-        if name == "oracle":
-            command.add_argument("--documents", type=int, default=7000)
-        elif name == "languages":
-            command.add_argument("file", type=Path)
-        else:
-            command.add_argument("folder", type=Path)
-            command.add_argument("--copies", type=int, default=1)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="dtt-cleaning-") as name:
-        if options.command == "oracle":
-            oracle(Path(name), options.documents, options.peers_python)
-        elif options.command == "languages":
-            languages(options.file, options.peers_python)
-        elif options.command == "learning":
-            learning(Path(name), options.seeds, options.steps)
-        else:
-            speed(Path(name), options.folder.resolve(), options.copies, options.peers_python)
+    known = {run.__name__: run for run in (oracle, speed, documents, languages, learning)}
+    options = {name: commands.add_parser(name) for name in known}
+    options["oracle"].add_argument("--documents", dest="count", type=int, default=7000)
+    options["speed"].add_argument("--copies", type=int, default=1)
+    options["documents"].add_argument("--megabytes", type=int, default=10)
+    options["documents"].add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    options["languages"].add_argument("file", type=Path)
+    options["learning"].add_argument("--seeds", type=int, default=5)
+    options["learning"].add_argument("--steps", type=int, default=500)
+    for name in ("speed", "documents"):
+        options[name].add_argument("folder", type=Path)
+    for name in ("oracle", "speed", "languages"):
+        options[name].add_argument("--peers-python", dest="python")
+    arguments = vars(parser.parse_args())
+    run: Callable[..., None] = known[arguments.pop("command")]
+    with tempfile.TemporaryDirectory(prefix="dtt-cleaning-") as folder:
+        run(Path(folder), **arguments)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,7 @@ def test_a_damaged_file_of_a_step_is_made_again(corpus: CleanedCorpus, damage: s
     expected = fresh(corpus)
     folder = corpus.clean()
     (folder / SelectionManifest.filename).unlink()
+    (folder / ".00000.removed.parquet.0123abcd.tmp").touch()  # of a killed process
     path = max(folder.glob(".work/unit-*.keys"))
     match damage:
         case "cut":

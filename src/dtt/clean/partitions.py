@@ -6,6 +6,7 @@ number follows from the number of keys, never from the number of ranks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.shingles import U64
 from dtt.clean.steps import Steps, inputs_key
+from dtt.clean.unit_pass import ENTRY
 
 PARTITION_ENTRIES = 2**22
 """Average number of keys of a partition. Sorting one takes about 60 bytes for each: 250 MB."""
@@ -95,22 +97,20 @@ def _band_entries(
     order: DocumentOrder, steps: Steps, partition: int, partitions: int
 ) -> Iterator[tuple[U64, U64]]:
     for place, unit in enumerate(order.units):
-        keys = steps.array(unit.step, "keys", np.uint64)
-        documents = steps.array(unit.step, "documents", np.uint32)
+        entries = steps.array(unit.step, "keys", ENTRY)
         first = 0
         for length in order.facts[place]["runs"]:
-            run = slice(first, first + length)
-            part = _slice(keys[run], partition, partitions)
-            yield keys[run][part], order.numbers(place, documents[run][part])
+            run = entries[first : first + length]
+            part = run[_slice(run["key"], partition, partitions)]
+            yield part["key"], order.numbers(place, part["document"])
             first += length
 
 
 def _slice(keys: U64, partition: int, partitions: int) -> slice:
-    """Return where the keys of a partition are among sorted keys."""
-    low, high = (-(-(i << 64) // partitions) for i in (partition, partition + 1))
-    first = int(np.searchsorted(keys, np.uint64(low)))
-    last = len(keys) if high == 1 << 64 else int(np.searchsorted(keys, np.uint64(high)))
-    return slice(first, last)
+    """Return where the keys of a partition are among keys sorted by their upper 32 bits."""
+    low, high = (-(-(i << 32) // partitions) << 32 for i in (partition, partition + 1))
+    # Not np.searchsorted, which copies all keys that lie between other numbers.
+    return slice(bisect_left(keys, low, key=int), bisect_left(keys, high, key=int))
 
 
 def unique_pairs(later: U64, earlier: U64) -> tuple[U64, U64]:

@@ -103,11 +103,14 @@ class Steps:
         name: str,
         key: str,
         files: Mapping[str, Iterable[Content]],
-        **facts: Any,
+        facts: dict[str, Any] | None = None,
     ) -> None:
-        """Write the files of a step, each from its pieces, and then its marker."""
+        """Write the files of a step in order, each from its pieces, and then its marker.
+
+        The pieces of a file may change the files after it, and `facts`.
+        """
         sums = {ending: self._write(self.path(name, ending), files[ending]) for ending in files}
-        self._mark(name, StepMarker(key=key, files=sums, facts=facts))
+        self._mark(name, StepMarker(key=key, files=sums, facts=facts or {}))
 
     def _mark(self, name: str, marker: StepMarker) -> None:
         self._write(
@@ -163,7 +166,7 @@ class Steps:
         and shingle sets, which are about as large as the corpus.
         """
         kept = None if units is None else set(units)
-        for path in self._folder.glob("*"):
+        for path in (*self._folder.glob("*"), *self._folder.parent.glob(".*.tmp")):
             gone = path.name.startswith(".") and path.name.endswith(".tmp")
             if kept is not None and path.name.startswith(("unit-", "shingles-")):
                 gone = path.stem not in kept

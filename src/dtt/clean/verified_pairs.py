@@ -81,27 +81,22 @@ def shingle_sets(
     if steps.done(name, key):
         return
     wanted = (numbers & IN_UNIT).astype(np.int64)
-    ends: list[int] = []
+    ends: list[Content] = []
 
     def pieces() -> Iterator[Content]:
-        total = 0
+        """Yield the sets, and fill `ends`."""
+        lengths = [0]
         for some in _texts(order, steps, place, wanted) if len(wanted) else ():
             cut = shingles(some, near.shingle)
             edges = np.searchsorted(cut.document, np.arange(len(some) + 1))
             for first, last in pairwise(edges.tolist()):
                 found = np.sort(cut.hashes[first:last])  # np.unique takes five times as long
                 found = found[np.append(True, found[1:] != found[:-1])]
-                total += len(found)
-                ends.append(total)
+                lengths.append(len(found))
                 yield found
+        ends.append(np.cumsum(lengths[1:], dtype=np.int64))
 
-    files = {"hashes": pieces(), "in-pairs": [wanted]}
-    # The order matters: the ends are known when the pieces are written.
-    steps.write(name, key, files | {"ends": _late(ends)})
-
-
-def _late(ends: list[int]) -> Iterator[Content]:
-    yield np.array(ends, np.int64)
+    steps.write(name, key, {"hashes": pieces(), "in-pairs": [wanted], "ends": ends})
 
 
 def _texts(order: DocumentOrder, steps: Steps, place: int, wanted: Int) -> Iterator[list[bytes]]:

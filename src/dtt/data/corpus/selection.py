@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 T = TypeVar("T")
-VERSION = 1
+VERSION = 2
 """Version of the result of `dtt clean` for given texts; another one makes other selections."""
 
 
