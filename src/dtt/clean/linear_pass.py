@@ -16,6 +16,7 @@ from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.partitions import exact_partitions, pairs_of_unit
 from dtt.clean.removals import RemovedRow, decode, encode
 from dtt.clean.steps import Steps
+from dtt.clean.verified_pairs import SCORED
 
 
 class Decisions:
@@ -37,7 +38,7 @@ class Decisions:
         self._removed = DocumentSet(order)
         self._copied = DocumentSet(order)
         for partition in range(self._partitions):
-            self._copied.add(steps.array(f"exact-{partition:05d}", "all-earlier", np.uint64))
+            self._copied.add(steps.array(f"exact-{partition:05d}", "earlier", np.uint64))
         self._near: dict[int, tuple[int, float]] = {}
         """Twin and similarity of removed documents that have exact copies: those of the copies."""
 
@@ -45,14 +46,12 @@ class Decisions:
         """Return the removed documents of the next unit, sorted."""
         steps = self._steps
         filtered = decode(steps.path(self._order.units[place].step, "filtered"))
-        copies = dict(_pairs(pairs_of_unit(steps, "exact", self._partitions, place)))
+        copies = dict(pairs_of_unit(steps, "exact", self._partitions, place).tolist())
         similar: dict[int, list[tuple[int, float]]] = {}
         if near:
-            name = f"verified-{place:05d}"
-            score = steps.array(name, "score", np.float64)
-            parts = (steps.array(name, e, np.uint64) for e in ("later", "earlier"))
-            for (later, earlier), value in zip(_pairs(parts), score.tolist(), strict=True):
-                similar.setdefault(later, []).append((earlier, value))
+            pairs = steps.array(f"verified-{place:05d}", "pairs", SCORED)
+            for later, earlier, score in pairs.tolist():
+                similar.setdefault(later, []).append((earlier, score))
         # Before its copies and what resembles it: they are compared with documents that stay. (Its
         # exact copies have the same words, so they are contaminated, too.)
         contaminated = self._contaminated(place)
@@ -101,11 +100,6 @@ class Decisions:
             self._near[number] = near
         twin_unit, twin = self._order.twin(near[0])
         return RemovedRow(document, "near", "jaccard", near[1], twin_unit, twin)
-
-
-def _pairs(columns: object) -> zip[tuple[int, int]]:
-    later, earlier = (column.tolist() for column in columns)  # type: ignore[attr-defined]
-    return zip(later, earlier, strict=True)
 
 
 def write_units(

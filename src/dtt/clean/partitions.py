@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.shingles import U64
 from dtt.clean.steps import Steps, inputs_key
-from dtt.clean.unit_pass import ENTRY
+from dtt.clean.unit_pass import ENTRY, EXACT
 
-PARTITION_ENTRIES = 2**22
-"""Average number of keys of a partition. Sorting one takes about 60 bytes for each: 250 MB."""
+PARTITION_ENTRIES = 2**20
+"""Average number of keys of a partition. One takes 60 to 500 bytes for each, the more the more
+documents share keys: up to 0.5 GB. Equal keys are in one partition, however many there are: ten
+million copies of a document take 1 GB."""
 FIRST_FEW = 8
 """Number of earlier documents of a group with the same band key with which each one is compared, so
 that a group of n documents makes at most 8 n pairs, not n². Exact copies do not count."""
+PAIR = np.dtype([("later", "<u8"), ("earlier", "<u8")])
+"""Two documents."""
+
+Pairs = npt.NDArray[Any]
 
 
 def exact_partitions(order: DocumentOrder) -> int:
@@ -39,15 +47,13 @@ def _partitions(entries: int) -> int:
 
 def exact_groups(order: DocumentOrder, steps: Steps, partition: int, partitions: int) -> None:
     """Write the documents whose text equals an earlier one's, and the first one of each group."""
-    highs, lows, numbers = [], [], []
+    found, numbers = [np.empty(0, EXACT)], [np.empty(0, np.uint64)]
     for place, unit in enumerate(order.units):
-        high = steps.array(unit.step, "exact", np.uint64)
-        part = _slice(high, partition, partitions)
-        highs.append(high[part])
-        lows.append(steps.array(unit.step, "exact-low", np.uint64)[part])
-        documents = steps.array(unit.step, "exact-documents", np.uint32)[part]
-        numbers.append(order.numbers(place, documents))
-    high, low, number = map(np.concatenate, (highs, lows, numbers))
+        entries = steps.array(unit.step, "exact", EXACT)
+        found.append(entries[_slice(entries["high"], partition, partitions)].copy())
+        numbers.append(order.numbers(place, found[-1]["document"]))
+    high, low = (np.concatenate([some[half] for some in found]) for half in ("high", "low"))
+    number = np.concatenate(numbers)
     name, key = f"exact-{partition:05d}", inputs_key([order.own], high, low, number)
     if steps.done(name, key):
         return
@@ -89,8 +95,7 @@ def candidate_pairs(
         chosen = np.flatnonzero((position > place) & own)
         laters.append(number[chosen])
         earliers.append(number[start[chosen] + place])
-    pairs = unique_pairs(np.concatenate(laters), np.concatenate(earliers))
-    _write_pairs(steps, name, key, *pairs)
+    _write_pairs(steps, name, key, np.concatenate(laters), np.concatenate(earliers))
 
 
 def _band_entries(
@@ -102,59 +107,50 @@ def _band_entries(
         for length in order.facts[place]["runs"]:
             run = entries[first : first + length]
             part = run[_slice(run["key"], partition, partitions)]
-            yield part["key"], order.numbers(place, part["document"])
+            yield part["key"].copy(), order.numbers(place, part["document"])
             first += length
 
 
 def _slice(keys: U64, partition: int, partitions: int) -> slice:
-    """Return where the keys of a partition are among keys sorted by their upper 32 bits."""
+    """Return where the keys of a partition are among keys sorted by their upper 32 bits.
+
+    Callers copy the slice: a view keeps its file open, and a process may open about 1,000.
+    """
     low, high = (-(-(i << 32) // partitions) << 32 for i in (partition, partition + 1))
     # Not np.searchsorted, which copies all keys that lie between other numbers.
     return slice(bisect_left(keys, low, key=int), bisect_left(keys, high, key=int))
 
 
-def unique_pairs(later: U64, earlier: U64) -> tuple[U64, U64]:
+def _unique(pairs: Pairs) -> Pairs:
     """Return the different pairs, sorted."""
-    sorting = np.lexsort((earlier, later))
-    later, earlier = later[sorting], earlier[sorting]
-    new = np.ones(len(later), np.bool_)
-    new[1:] = (later[1:] != later[:-1]) | (earlier[1:] != earlier[:-1])
-    return later[new], earlier[new]
+    pairs = pairs[np.lexsort((pairs["earlier"], pairs["later"]))]
+    return pairs[np.append(True, pairs[1:] != pairs[:-1])] if len(pairs) else pairs
 
 
 def _write_pairs(steps: Steps, name: str, key: str, later: U64, earlier: U64) -> None:
-    """Write pairs by their later document, and also the sorted earlier ones."""
-    sorting = np.argsort(later, kind="stable")
-    files = {
-        "later": [later[sorting]],
-        "earlier": [earlier[sorting]],
-        "all-earlier": [np.unique(earlier)],
-    }
-    steps.write(name, key, files)
+    """Write the different pairs, sorted, and also the sorted earlier documents."""
+    pairs = np.empty(len(later), PAIR)
+    pairs["later"], pairs["earlier"] = later, earlier
+    steps.write(name, key, {"pairs": [_unique(pairs)], "earlier": [np.unique(earlier)]})
 
 
-def pairs_of_unit(steps: Steps, kind: str, partitions: int, place: int) -> tuple[U64, U64]:
-    """Return the pairs whose later document is in the unit at a place, in any order."""
-    laters, earliers = [], []
+def pairs_of_unit(steps: Steps, kind: str, partitions: int, place: int) -> Pairs:
+    """Return the different pairs whose later document is in the unit at a place, sorted."""
+    found = [np.empty(0, PAIR)]
     for partition in range(partitions):
-        name = f"{kind}-{partition:05d}"
-        later = steps.array(name, "later", np.uint64)
-        part = _of_unit(later, place)
-        laters.append(later[part])
-        earliers.append(steps.array(name, "earlier", np.uint64)[part])
-    return np.concatenate(laters), np.concatenate(earliers)
+        pairs = steps.array(f"{kind}-{partition:05d}", "pairs", PAIR)
+        found.append(pairs[_of_unit(pairs["later"], place)].copy())
+    return _unique(np.concatenate(found))
 
 
 def documents_in_pairs(steps: Steps, partitions: int, place: int) -> U64:
     """Return the documents of the unit at a place that are in a candidate pair, ascending."""
-    found = []
+    found = [pairs_of_unit(steps, "pairs", partitions, place)["later"]]
     for partition in range(partitions):
-        for ending in ("later", "all-earlier"):
-            numbers = steps.array(f"pairs-{partition:05d}", ending, np.uint64)
-            found.append(numbers[_of_unit(numbers, place)])
+        numbers = steps.array(f"pairs-{partition:05d}", "earlier", np.uint64)
+        found.append(numbers[_of_unit(numbers, place)].copy())
     return np.unique(np.concatenate(found))
 
 
 def _of_unit(numbers: U64, place: int) -> slice:
-    edges = np.searchsorted(numbers, np.array([place << 32, (place + 1) << 32], np.uint64))
-    return slice(int(edges[0]), int(edges[1]))
+    return slice(*(bisect_left(numbers, edge << 32, key=int) for edge in (place, place + 1)))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
@@ -21,6 +19,7 @@ from dtt.clean.filters import Filter
 from dtt.clean.linear_pass import write_units
 from dtt.clean.make_filters import make_filters, make_tasks
 from dtt.clean.partitions import (
+    PAIR,
     band_partitions,
     candidate_pairs,
     exact_groups,
@@ -70,15 +69,17 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
     corpus = Corpus(cfg.corpus_dir, comm=comm)
     out = selection_folder(section, corpus.manifest, cfg.corpus_dir)
     first = comm.rank == 0
-    # Parts may run at the same time; each has a lock of its own.
-    lock = ".lock" if part is None else f".lock-{part.number}-of-{part.of}"
-    with exclusive(out, "dtt clean", name=lock) if first else nullcontext():
+    with _locked(out, part) if first else nullcontext():
         tasks = make_tasks(cfg)
-        finished = _finished(out, tasks) if first and part is None else None
+        key = key_parts(section, corpus.manifest)
+        finished = _finished(out, key, tasks) if first and part is None else None
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():
                 write_page(corpus, out, finished)
             return Cleaned(out, finished, 0) if first else None
+        if first and tasks is not None:
+            for name, count in tasks.unmatched.items():
+                log.info("%s: %d questions are too short to be looked for", name, count)
         units = _place_units(section, corpus, tasks, comm)
         _check_unchanged(units, comm)
         steps = Steps(out)
@@ -86,7 +87,8 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         if first:
             check_columns(corpus, columns_of(filters))
         if first and part is None:
-            (out / SelectionManifest.filename).unlink(missing_ok=True)
+            for name in (SelectionManifest.filename, FILENAME):
+                (out / name).unlink(missing_ok=True)
             steps.tidy()
         comm.barrier()
         share = units if part is None else units[part.number :: part.of]
@@ -97,7 +99,7 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         _find_pairs(section, order, steps, comm)
         manifest = None
         if first:
-            manifest = _finish(section, corpus, order, steps, out, tasks)
+            manifest = _finish(key, corpus, order, steps, out, tasks, near=section.near is not None)
             write_page(corpus, out, manifest)
         # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
@@ -119,11 +121,29 @@ def section_of(cfg: RunConfig) -> CleanConfig:
     return cfg.clean
 
 
-def _finished(out: Path, tasks: TaskNgrams | None) -> SelectionManifest | None:
+@contextmanager
+def _locked(out: Path, part: Part | None) -> Iterator[None]:
+    """Lock a selection. Parts may run at the same time, but not together with the whole command."""
+    with ExitStack() as locks:
+        if part is not None:
+            name = f".lock-{part.number}-of-{part.of}"
+            locks.enter_context(exclusive(out, "dtt clean", name=name))
+            with exclusive(out, "dtt clean", patience=10):  # other parts take it as briefly
+                pass
+        else:
+            locks.enter_context(exclusive(out, "dtt clean"))
+            for path in sorted(out.glob(".lock-*-of-*")):
+                locks.enter_context(exclusive(out, "dtt clean --part", name=path.name))
+        yield
+
+
+def _finished(out: Path, key: dict[str, Any], tasks: TaskNgrams | None) -> SelectionManifest | None:
     """Return the manifest if the selection is complete, of these tasks, and its files are sound."""
     try:
         manifest = SelectionManifest.read(out)
     except (InputError, DamagedError):
+        return None
+    if manifest.key_parts != key:
         return None
     if manifest.tasks != (None if tasks is None else tasks.sha256):
         log.info("made again, as tasks of clean.decontaminate have changed: %s", out)
@@ -218,34 +238,40 @@ def _find_pairs(section: CleanConfig, order: DocumentOrder, steps: Steps, comm: 
         return
     copies = DocumentSet(order)
     for partition in range(exact):
-        copies.add(steps.array(f"exact-{partition:05d}", "later", np.uint64))
+        copies.add(steps.array(f"exact-{partition:05d}", "pairs", PAIR)["later"])
     bands, units = band_partitions(order), range(len(order.units))
     share(lambda i: candidate_pairs(order, steps, copies, i, bands), range(bands))
-    mine = [units_to_compare(order, steps, near, i, bands) for i in units[comm.rank :: comm.size]]
+    mine = units[comm.rank :: comm.size]
+    needed = {i: units_to_compare(order, steps, near, i, bands) for i in mine}
     # All ranks must divide the same units among themselves.
-    found = sorted({place for some in comm.gather(list(chain(*mine))) for place in some})
-    share(lambda i: shingle_sets(order, steps, near, i, bands), found)
-    share(lambda i: verified_pairs(order, steps, near, i, bands), units)
+    everywhere = comm.gather(sorted({place for some in needed.values() for place in some or ()}))
+    share(lambda i: shingle_sets(order, steps, near, i, bands), sorted(set(chain(*everywhere))))
+    for place, some in needed.items():
+        if some is not None:
+            verified_pairs(order, steps, near, place, bands)
+    comm.barrier()
 
 
 def _finish(
-    section: CleanConfig,
+    key: dict[str, Any],
     corpus: Corpus,
     order: DocumentOrder,
     steps: Steps,
     out: Path,
     tasks: TaskNgrams | None,
+    *,
+    near: bool,
 ) -> SelectionManifest:
     """Write the files of the units and the manifest; keep what another selection can take over."""
-    parts = key_parts(section, corpus.manifest)
     manifest = SelectionManifest(
-        key=fingerprint(parts),
-        key_parts=parts,
+        key=fingerprint(key),
+        key_parts=key,
         tasks=None if tasks is None else tasks.sha256,
         unit_bytes=corpus.unit_bytes(),
-        units=tuple(write_units(order, steps, out, tasks, near=section.near is not None)),
+        units=tuple(write_units(order, steps, out, tasks, near=near)),
     )
+    # Before the manifest: a complete selection is not tidied again.
+    steps.tidy(units=[unit.step for unit in order.units])
     # Last: a folder with a manifest is complete.
     write_atomically(out / SelectionManifest.filename, manifest.dump())
-    steps.tidy(units=[unit.step for unit in order.units])
     return manifest

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dtt.clean.word_windows import MULTIPLIER, ngram_hashes
+
 U64 = npt.NDArray[np.uint64]
 Int = npt.NDArray[np.int64]
 
@@ -44,7 +46,6 @@ LONGEST = 64
 """Longest words, in bytes, that are hashed by numpy; others are hashed one by one."""
 _KEPT = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 """Mask of the first n bytes of a little-endian number."""
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Shingles(NamedTuple):
@@ -76,11 +77,8 @@ def shingles(documents: Sequence[bytes], words: int) -> Shingles:
     document = np.repeat(np.arange(len(documents)), counts)
     if len(hashes) < words:
         return Shingles(hashes[:0], document[:0])
-    last = len(hashes) - words + 1
-    runs = hashes[:last].copy()
-    for place in range(1, words):
-        runs *= _MULTIPLIER
-        runs += hashes[place : last + place]
+    runs = ngram_hashes(hashes, words)
+    last = len(runs)
     inside = document[:last] == document[words - 1 :]
     return Shingles(mixed(runs[inside]), document[:last][inside])
 
@@ -129,14 +127,14 @@ def _word_hashes(content: npt.NDArray[np.uint8], starts: Int, lengths: Int) -> U
     """Return a hash of each word, from eight of its bytes at a time."""
     # Eight bytes from every position on, without a copy.
     eight = np.ndarray((len(content) - 7,), "<u8", content, strides=(1,))
-    hashes = (eight[starts] & _KEPT[np.minimum(lengths, 8)]) * _MULTIPLIER
+    hashes = (eight[starts] & _KEPT[np.minimum(lengths, 8)]) * MULTIPLIER
     hashes ^= hashes >> np.uint64(32)
     longer = np.flatnonzero(lengths > 8)
     for place in range(8, LONGEST, 8):
         rest = lengths[longer] - place
         longer, rest = longer[rest > 0], rest[rest > 0]
         part = eight[starts[longer] + place] & _KEPT[np.minimum(rest, 8)]
-        more = (hashes[longer] + part) * _MULTIPLIER
+        more = (hashes[longer] + part) * MULTIPLIER
         hashes[longer] = more ^ (more >> np.uint64(29))
     for word in np.flatnonzero(lengths > LONGEST).tolist():
         part_of = content[starts[word] : starts[word] + lengths[word]]

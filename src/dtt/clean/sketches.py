@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from dtt.clean.shingles import U64, Shingles, mixed
+from dtt.clean.word_windows import MULTIPLIER
 
 MISSED = 0.004
 """Largest probability that a pair exactly at the threshold shares no band. False candidates cost
@@ -19,7 +20,6 @@ shingle, and filling 114 bins 30 to 140: documents of over 300 shingles seldom n
 of ten would need fifty rounds."""
 EMPTY = np.uint64(2**64 - 1)
 _VALUE_BITS = 48
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def bands_and_rows(threshold: float) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def band_keys(sketches: U64, bands: int, rows: int) -> U64:
     parts = sketches.reshape(len(sketches), bands, rows)
     keys = np.broadcast_to(mixed(np.arange(bands, dtype=np.uint64)), parts.shape[:2]).copy()
     for row in range(rows):
-        keys *= _MULTIPLIER
+        keys *= MULTIPLIER
         keys += parts[:, :, row]
         keys ^= keys >> np.uint64(32)
     return mixed(keys)

@@ -177,7 +177,7 @@ class Steps:
 def _marker(path: Path) -> StepMarker | None:
     try:
         return StepMarker.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+    except (OSError, ValidationError):  # also another user's, which may be unreadable
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +35,8 @@ RUN_ENTRIES = 2**21
 """Band keys that are sorted at once. Units of short documents have several sorted runs of them."""
 ENTRY = np.dtype([("key", "<u8"), ("document", "<u4")])
 """A band key and the number of a document in its unit."""
+EXACT = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u4")])
+"""The xxh3-128 of a text, up to white space, and the number of a document in its unit."""
 
 U32 = npt.NDArray[np.uint32]
 Entries = npt.NDArray[Any]
@@ -82,6 +85,8 @@ def unit_key(
     section = clean.model_dump(mode="json")
     near = clean.near and [clean.near.shingle, *bands_and_rows(clean.near.threshold)]
     filters = {name: section[name] for name in section.keys() - {"exact", "near"}}
+    if clean.language is not None:  # another version may have another model
+        filters["py3langid"] = metadata.version("py3langid")
     manifest = corpus.manifest
     reading = [manifest.file_format, manifest.text_column, manifest.txt_documents]
     judged = [filters, tasks] if filtered else None
@@ -101,28 +106,23 @@ def pass_one(
     Empty documents, and those of white space, have no keys: they stay, and are nobody's twin. Nor
     have those that a selection of another corpus removes.
     """
-    endings = "sizes", "texts", "filtered", "exact", "exact-low", "exact-documents", "hits", "hit"
-    files: Files = {ending: [] for ending in endings}
+    files: Files = {name: [] for name in ("sizes", "texts", "filtered", "exact", "hits", "hit")}
     runs: list[int] = []
     facts: dict[str, Any] = {"runs": runs}
 
     def read() -> Iterator[Entries]:
         """Yield the band keys of the unit, batch by batch, and fill the other files."""
-        digests, numbered = [np.empty((0, 2), np.uint64)], [np.empty(0, np.uint32)]
+        exact = [np.empty(0, EXACT)]
         removed: list[RemovedRow] = []
         for numbers, texts in _kept(placed, filters, files, removed, bad):
             if tasks is not None:
                 _add_hits(numbers, texts, tasks, files)
             if clean.exact:
-                digests.append(_digests(texts))
-                numbered.append(numbers)
+                exact.append(_exact_entries(numbers, texts))
             if clean.near is not None:
                 yield _band_entries(numbers, texts, clean.near)
-        halves = np.concatenate(digests)
-        order = sorting(halves[:, 0])
-        files["exact"].append(halves[order, 0])
-        files["exact-low"].append(halves[order, 1])
-        files["exact-documents"].append(np.concatenate(numbered)[order])
+        entries = np.concatenate(exact)
+        files["exact"].append(np.take(entries, sorting(entries["high"])))
         files["filtered"].append(encode(removed))
         facts.update(
             documents=sum(map(len, files["sizes"])), unread=bad.count, problems=bad.examples
@@ -197,8 +197,8 @@ def _judged(content: bytes, row: dict[str, Any], filters: Sequence[Filter]) -> R
 _WHITE = bytes.maketrans(b"\t\n\v\f\r", b"     ")
 
 
-def _digests(texts: list[bytes]) -> U64:
-    """Return the halves of the xxh3-128 of texts, of shape (texts, 2).
+def _exact_entries(numbers: U32, texts: list[bytes]) -> Entries:
+    """Return the exact keys of documents.
 
     A run of ASCII white space counts as a single space. All texts are folded at once, which takes a
     third of the time for short ones.
@@ -213,7 +213,10 @@ def _digests(texts: list[bytes]) -> U64:
         folded = content[~again].tobytes()
         ends -= np.searchsorted(np.flatnonzero(again), ends)
     found = [xxhash.xxh3_128_digest(folded[a : b - 1]) for a, b in pairwise([0, *ends.tolist()])]
-    return np.frombuffer(b"".join(found), "<u8").reshape(-1, 2)
+    halves = np.frombuffer(b"".join(found), "<u8")
+    entries = np.empty(len(texts), EXACT)
+    entries["high"], entries["low"], entries["document"] = halves[::2], halves[1::2], numbers
+    return entries
 
 
 def _band_entries(numbers: U32, texts: list[bytes], near: NearConfig) -> Entries:

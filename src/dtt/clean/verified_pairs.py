@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
 from dtt.clean.document_order import IN_UNIT, UNIT_BITS, DocumentOrder
-from dtt.clean.partitions import documents_in_pairs, pairs_of_unit, unique_pairs
+from dtt.clean.partitions import PAIR, Pairs, documents_in_pairs, pairs_of_unit
 from dtt.clean.shingles import U64, Int, shingles
 from dtt.clean.steps import Content, Steps, inputs_key
 from dtt.config.clean import NearConfig
@@ -21,8 +21,10 @@ from dtt.data.corpus.documents import read_batches
 
 SHINGLES_AT_ONCE = 2**20
 """Number of shingles of the pairs that are compared at once."""
-OPEN_UNITS = 200
-"""Units whose shingles are mapped at the same time; a process may open about 1,000 files."""
+OPEN_UNITS = 100
+"""Units of whose shingles three files are mapped at a time; a process may open about 1,000."""
+SCORED = np.dtype([*PAIR.descr, ("score", "<f8")])
+"""Two documents and their Jaccard similarity."""
 
 
 class ShingleSets(NamedTuple):
@@ -40,25 +42,25 @@ class ShingleSets(NamedTuple):
 
 def units_to_compare(
     order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
-) -> list[int]:
+) -> list[int] | None:
     """Return the places of the units whose shingle sets `verified_pairs` needs for a unit.
 
-    None of them if its pairs are verified, here or in another selection of the corpus.
+    None if its pairs are verified, here or in another selection of the corpus.
     """
-    key, later, earlier = _candidates(order, steps, near, place, partitions)
+    key, pairs = _candidates(order, steps, near, place, partitions)
     if steps.done(f"verified-{place:05d}", key):
-        return []
-    places: list[int] = np.unique(np.concatenate((later, earlier)) >> UNIT_BITS).tolist()
+        return None
+    places: list[int] = np.unique(pairs.view(np.uint64) >> UNIT_BITS).tolist()
     return places
 
 
 def _candidates(
     order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
-) -> tuple[str, U64, U64]:
+) -> tuple[str, Pairs]:
     """Return the key of `verified_pairs` for a unit, and its candidate pairs."""
-    later, earlier = unique_pairs(*pairs_of_unit(steps, "pairs", partitions, place))
-    texts = _text_hashes(order, steps, np.unique(np.concatenate((later, earlier))))
-    return inputs_key([near.threshold, near.shingle], later, earlier, texts), later, earlier
+    pairs = pairs_of_unit(steps, "pairs", partitions, place)
+    texts = _text_hashes(order, steps, np.unique(pairs.view(np.uint64)))
+    return inputs_key([near.threshold, near.shingle], pairs, texts), pairs
 
 
 def _text_hashes(order: DocumentOrder, steps: Steps, numbers: U64) -> npt.NDArray[Any]:
@@ -106,19 +108,21 @@ def _texts(order: DocumentOrder, steps: Steps, place: int, wanted: Int) -> Itera
     first = 0
     for batch in read_batches(placed.corpus, placed.unit, BadDocuments()):
         expected = sizes[first : first + len(batch)].tolist()
-        if [len(text) for text in batch] != expected:
+        if list(map(len, batch)) != expected:
             break
         low, high = np.searchsorted(wanted, [first, first + len(batch)])
         if high > low:
             yield [batch[number - first] for number in wanted[low:high].tolist()]
         first += len(batch)
-    if first != len(sizes):
-        raise DamagedError(
-            "the corpus has changed while it was cleaned",
-            where=placed.corpus.folder,
-            why=f"unit {placed.unit.index} has other documents than before",
-            next="dtt download again, then the same command",
-        )
+    else:
+        if first == len(sizes):
+            return
+    raise DamagedError(
+        "the corpus has changed while it was cleaned",
+        where=placed.corpus.folder,
+        why=f"unit {placed.unit.index} has other documents than before",
+        next="dtt download again, then the same command",
+    )
 
 
 def verified_pairs(
@@ -132,22 +136,19 @@ def verified_pairs(
         endings = {"in-pairs": np.int64, "ends": np.int64, "hashes": np.uint64}
         return ShingleSets(*(steps.array(name, e, dtype) for e, dtype in endings.items()))
 
-    key, later, earlier = _candidates(order, steps, near, place, partitions)
-    if steps.done(f"verified-{place:05d}", key):
-        return
-    laters, earliers, scores = [later[:0]], [later[:0]], [np.empty(0)]
+    key, pairs = _candidates(order, steps, near, place, partitions)
+    verified = [np.empty(0, SCORED)]
     batch: list[tuple[int, int, U64, U64]] = []
     size = 0
 
     def compare() -> None:
-        score = jaccard([(one, two) for _, _, one, two in batch])
-        enough = score >= near.threshold
-        laters.append(np.array([pair[0] for pair in batch], np.uint64)[enough])
-        earliers.append(np.array([pair[1] for pair in batch], np.uint64)[enough])
-        scores.append(score[enough])
+        found = np.empty(len(batch), SCORED)
+        found["later"], found["earlier"] = [pair[0] for pair in batch], [pair[1] for pair in batch]
+        found["score"] = jaccard([(one, two) for _, _, one, two in batch])
+        verified.append(found[found["score"] >= near.threshold])
         batch.clear()
 
-    for a, b in zip(later.tolist(), earlier.tolist(), strict=True):
+    for a, b in pairs.tolist():
         one, two = (sets(n >> 32).of(n & (2**32 - 1)) for n in (a, b))
         # Sets of such different sizes cannot be similar enough.
         if min(len(one), len(two)) / max(len(one), len(two)) < near.threshold:
@@ -159,12 +160,7 @@ def verified_pairs(
             size = 0
     if batch:
         compare()
-    files: dict[str, list[npt.NDArray[Any]]] = {
-        "later": [np.concatenate(laters)],
-        "earlier": [np.concatenate(earliers)],
-        "score": [np.concatenate(scores)],
-    }
-    steps.write(f"verified-{place:05d}", key, files)
+    steps.write(f"verified-{place:05d}", key, {"pairs": [np.concatenate(verified)]})
 
 
 def jaccard(pairs: list[tuple[U64, U64]]) -> npt.NDArray[np.float64]:

@@ -17,8 +17,9 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 class NearConfig(Section):
     """Near duplicates: documents that share most of their shingles with an earlier kept one."""
 
-    threshold: Share = 0.8
-    """Smallest Jaccard similarity of the shingle sets of two documents that are duplicates."""
+    threshold: float = Field(default=0.8, ge=0.05, le=1.0)
+    """Smallest Jaccard similarity of the shingle sets of two documents that are duplicates; at
+    least 0.05, since lower ones take more band keys for each document than it has words."""
     shingle: PositiveInt = 5
     """Words of a shingle. Text of scripts without spaces has shingles of as many characters."""
     against: tuple[Path, ...] = ()
