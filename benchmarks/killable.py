@@ -174,21 +174,21 @@ class Tokenizing(Work):
 class Cleaning(Tokenizing):
     """`dtt clean` of copies of Python's library, most of whose files are near duplicates."""
 
-    arguments = ("clean", "-d", "library", "clean.near.threshold=0.8")
-    rendezvous = "data/corpus/library/selection-*/.work/rendezvous"
+    arguments = ("clean", "-d", "copies", "clean.near.threshold=0.8")
+    rendezvous = "data/corpus/copies/selection-*/.work/rendezvous"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
         text = (folder / "library.jsonl").read_text()
-        (folder / "library").mkdir()
+        (folder / "copies").mkdir()
         for copy in range(12):
             copied = text.replace("return", f"give{copy // 2}")
-            (folder / f"library/{copy:02d}.jsonl").write_text(copied)
-        dtt("download", "-d", "library", folder=folder)
+            (folder / f"copies/{copy:02d}.jsonl").write_text(copied)
+        dtt("download", "-d", "copies", folder=folder)
 
     def selection(self, folder: Path) -> Path:
         """Return the folder of the selection that the command makes."""
-        corpus = folder / "data/corpus/library"
+        corpus = folder / "data/corpus/copies"
         near = CleanConfig(near=NearConfig(threshold=0.8))
         return selection_folder(near, CorpusManifest.read(corpus), corpus)
 
@@ -208,14 +208,14 @@ class CleaningAgain(Cleaning):
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
-        changed = {path: path.read_text() for path in (folder / "library").glob("*[258].jsonl")}
+        changed = {path: path.read_text() for path in (folder / "copies").glob("*[258].jsonl")}
         for path, text in changed.items():
             path.write_text(text.replace("import", "fetch"))
-        dtt("download", "-d", "library", folder=folder)
+        dtt("download", "-d", "copies", folder=folder)
         dtt(*self.arguments, folder=folder)
         for path, text in changed.items():
             path.write_text(text)
-        dtt("download", "-d", "library", folder=folder)
+        dtt("download", "-d", "copies", folder=folder)
 
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
