@@ -75,6 +75,7 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         finished = _finished(out, key, tasks) if first and part is None else None
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():
+                Steps(out).tidy()
                 write_page(corpus, out, finished)
             return Cleaned(out, finished, 0) if first else None
         if first and tasks is not None:
