@@ -239,7 +239,7 @@ CONFIG = (
             ("train: is a section", "train.KEY=VALUE")),
     Mistake("a key of another optimizer",
             "dtt train -c run.yaml optim.type=adamw optim.momentum=0.9", USAGE,
-            ("optim.momentum", "another optim.type than adamw")),
+            ("optim.momentum", "is for optim.type=muon, not adamw")),
     Mistake("an unknown tracker", "dtt train -c run.yaml 'track=[{type: mlflow}]'", USAGE,
             ("track.0.type", "'wandb', 'tensorboard'", "'mlflow'", "explain track\n")),
     Mistake("heads that do not divide the width", "dtt train -c run.yaml model.n_heads=3", USAGE,
