@@ -9,6 +9,7 @@ import pytest
 from support.cleaned_corpus import CleanedCorpus, result_bytes
 from support.planted_copies import json_lines, planted
 
+from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import InUse
 from dtt.base.files import exclusive
 from dtt.clean import partitions, passes
@@ -79,4 +80,6 @@ def test_an_unreadable_selection_of_another_user_is_passed_over(corpus: CleanedC
     for marker in other.glob(".work/*.json"):
         marker.unlink()
         marker.mkdir()  # like a missing permission, an OSError also for root
-    corpus.clean("clean.near.threshold=0.7")
+    own = corpus.clean("clean.near.threshold=0.7")
+    assert own != other
+    assert SelectionManifest.read(own).units
