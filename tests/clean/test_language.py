@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from support.cleaned_corpus import CleanedCorpus
 
-from dtt.base.errors import ConfigError
+from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.clean.language import SAMPLE, LanguageFilter
 from dtt.clean.make_filters import make_filters
 from dtt.config.clean import CleanConfig, LanguageConfig
@@ -77,6 +79,20 @@ except EnvironmentUnfit as error:
     ).stdout
     assert said.startswith("clean.language requires py3langid\n")
     assert "next:" in said
+
+
+def test_a_corpus_is_not_cleaned_without_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = CleanedCorpus(tmp_path, {"a.jsonl": b'{"text": "one two"}\n'})
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(EnvironmentUnfit, match=r"clean\.language requires py3langid"):
+        corpus.clean("clean.language.keep=[en]")
 
 
 def test_documentation_in_ten_languages_is_told_apart(shared: Path) -> None:

@@ -78,13 +78,13 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
                 Steps(out).tidy()
                 write_page(corpus, out, finished)
             return Cleaned(out, finished, 0) if first else None
+        filters = make_filters(cfg)  # before the units, whose keys have the version of py3langid
         if first and tasks is not None:
             for name, count in tasks.unmatched.items():
                 log.info("%s: %d questions are too short to be looked for", name, count)
         units = _place_units(section, corpus, tasks, comm)
         _check_unchanged(units, comm)
         steps = Steps(out)
-        filters = make_filters(cfg)
         if first:
             check_columns(corpus, columns_of(filters))
         if first and part is None:

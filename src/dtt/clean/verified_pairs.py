@@ -87,7 +87,7 @@ def shingle_sets(
 
     def pieces() -> Iterator[Content]:
         """Yield the sets, and fill `ends`."""
-        lengths = [0]
+        lengths: list[int] = []
         for some in _texts(order, steps, place, wanted) if len(wanted) else ():
             cut = shingles(some, near.shingle)
             edges = np.searchsorted(cut.document, np.arange(len(some) + 1))
@@ -96,7 +96,7 @@ def shingle_sets(
                 found = found[np.append(True, found[1:] != found[:-1])]
                 lengths.append(len(found))
                 yield found
-        ends.append(np.cumsum(lengths[1:], dtype=np.int64))
+        ends.append(np.cumsum(lengths, dtype=np.int64))
 
     steps.write(name, key, {"hashes": pieces(), "in-pairs": [wanted], "ends": ends})
 
