@@ -12,7 +12,7 @@ import sys
 from dtt.cli.app import cli
 
 # Imported to define their commands, in the order in which `dtt --help` lists them.
-from dtt.cli import pipeline, generate, eval, report, bench, submit, checks, job  # noqa: F401  # isort: skip
+from dtt.cli import pipeline, generate, eval, report, submit, checks, job  # noqa: F401  # isort: skip
 from dtt.cli import ckpt, wandb, data, sweep, mup, config  # noqa: F401  # isort: skip
 
 

@@ -11,9 +11,7 @@ from dtt.config.load import changes_on_resume, resolve, shipped_configs, stage_n
 from dtt.config.optim import AdamWConfig, MuonConfig
 
 SHIPPED = sorted(
-    p
-    for p in shipped_configs().rglob("*.yaml")
-    if p.parent.name not in ("bench", "sweeps", "tasks")
+    p for p in shipped_configs().rglob("*.yaml") if p.parent.name not in ("sweeps", "tasks")
 )
 
 

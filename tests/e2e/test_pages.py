@@ -159,16 +159,6 @@ CASES = {
     "dtt job profile jobs/run": RUNNING,
     "dtt job logs jobs/run -f": Case((130,), interrupt=True),
     "dtt report --serve": Case((0, 130), interrupt=True),
-    # Recipes download gigabytes and train for minutes to hours.
-    # It would evaluate a million tokens, which takes ten times as long as all else.
-    "dtt bench laptop": Case(
-        instead={
-            "laptop": "laptop --runs 1 train.budget=5s schedule.warmup=0 train.eval_tokens=2048"
-        }
-    ),
-    "dtt bench fineweb-3.28 --runs 2": Case(
-        instead={"--runs 2": "--runs 2 train.steps=2 schedule.warmup=0 model.head_dim=4"}
-    ),
     "dtt eval jobs/run --tasks arc_easy --watch": Case((75, 130), interrupt=True),
     # It has a number of steps of its own; and this checkpoint has been set aside by a line before.
     "dtt sweep submit quickstart-lr --local 2": Case(),

@@ -269,7 +269,7 @@ def find(config: str | Path) -> Path:
             next=f"-c {inside[0]}" if inside else f"-c takes a file; {path} contains no .yaml file",
         )
     found = (p.relative_to(folder).with_suffix("") for p in folder.rglob("*.yaml"))
-    names = sorted(str(p) for p in found if p.parent.name not in ("bench", "sweeps", "tasks"))
+    names = sorted(str(p) for p in found if p.parent.name not in ("sweeps", "tasks"))
     beside = [str(p) for p in path.parent.glob("*") if p.suffix in source.SUFFIXES]
     close = difflib.get_close_matches(str(path), beside, n=3)
     close += difflib.get_close_matches(str(path.with_suffix("")), names, n=3)

@@ -54,8 +54,8 @@ class RunConfig(Section):
     """The complete configuration of dtt."""
 
     name: JobName = "run"
-    """Name of the job: its folder is `jobs/<name>`. A trial of a sweep is `<sweep>/<trial>`, a run
-    of `dtt bench` is `bench/<recipe>/<start>/<seed>`."""
+    """Name of the job: its folder is `jobs/<name>`. A trial of a sweep is
+    `<sweep>/<trial>`."""
     seed: NonNegativeInt = 0
     """Random seed of the initial weights, the data order and dropout."""
     download: DownloadConfig = DownloadConfig()

@@ -131,13 +131,12 @@ def examine(jobs: Sequence[JobDir]) -> list[Status]:
 
 
 def find(folder: Path) -> list[JobDir]:
-    """Return the jobs in a folder, one level below it, where the trials of sweeps are, and in
-    `bench/<recipe>/<start>/`, where `dtt bench` puts its runs."""
+    """Return the jobs in a folder, and one level below it, where the trials of sweeps are."""
     if not folder.is_dir():
         raise InputError(
             f"no folder {folder}", next="run dtt in the folder of jobs/, or give the folder"
         )
-    patterns = ("[!.]*", "[!.]*/[!.]*", "bench/[!.]*/[!.]*/[!.]*")
+    patterns = "[!.]*", "[!.]*/[!.]*"
     paths = (path for pattern in patterns for path in folder.glob(pattern))
     return [JobDir(path) for path in sorted(paths) if _is_job(path)]
 
