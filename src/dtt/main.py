@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 
+from dtt.base.terminal import protect_output
 from dtt.cli.app import cli
 
 # Imported to define their commands, in the order in which `dtt --help` lists them.
@@ -20,6 +21,7 @@ def main() -> None:
     """Entry point of the console script."""
     # Imports create many objects and no garbage: collecting it takes a tenth of the start-up time.
     gc.set_threshold(50_000)
+    protect_output()
     _keep_only(sys.argv[1:2])
     cli(prog_name="dtt")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from dtt.base.terminal import Message, one_line, part_of_message
+
 
 class ExitCode(IntEnum):
     """Exit codes of a process, for the shell, the job script and `exit.json`."""
@@ -34,11 +36,12 @@ class DttError(Exception):
     ) -> None:
         """Format the message: `what` failed, `where` (a path, `file:line` or a key), `why`, and
         what to type `next`."""
-        parts = [what]
-        for label, text in (("where", where), ("why", why), ("next", next)):
+        parts = [part_of_message(what)]
+        place = None if where is None else one_line(where)
+        for label, text in (("where", place), ("why", why), ("next", next)):
             if text is not None:
-                parts.append(f"  {label + ':':<6} {text}")
-        super().__init__("\n".join(parts))
+                parts.append(Message(f"  {label + ':':<6} {part_of_message(text)}"))
+        super().__init__(Message("\n".join(parts)))
 
 
 class ConfigError(DttError):

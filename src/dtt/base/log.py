@@ -8,8 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
 
 from dtt.base.ranks import Ranks
+from dtt.base.terminal import Coded, Message, one_line, part_of_message, raw
 
 log = logging.getLogger("dtt")
 
@@ -33,13 +36,36 @@ def setup_logging(ranks: Ranks) -> None:
     DTT_QUIET=1 (`-q`) all ranks log only warnings.
     """
     who = f"[rank {ranks.rank}] " if ranks.size > 1 else ""
-    erase = ERASE_LINE if sys.stderr.isatty() else ""  # a progress line may be there
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s {who}%(message)s", "%H:%M:%S"))
+    handler = _Handler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", "%H:%M:%S"))
     log.handlers[:] = [handler]
     log.propagate = False
     quiet = not ranks.first or os.environ.get("DTT_QUIET") == "1"
     log.setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """A handler that makes the values of a log line safe, of which many are names of files."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record as dtt's own text, after its values were made safe."""
+        if isinstance(record.args, tuple) and record.args:
+            record.args = tuple(_safe(value) for value in record.args)
+        else:  # it may contain values already
+            record.msg = part_of_message(str(record.msg))
+        try:
+            if self.stream.isatty():  # a progress line may be there
+                self.stream.write(Coded(ERASE_LINE))
+            self.stream.write(Message(f"{self.format(record)}\n"))
+            self.flush()
+        except Exception:  # noqa: BLE001  as in the standard library: a log line never ends a run
+            self.handleError(record)
+
+
+def _safe(value: object) -> object:
+    if isinstance(value, Path):
+        return one_line(value)
+    return part_of_message(str(value)) if isinstance(value, str | Exception) else value
 
 
 def log_on_terminal(message: str, *values: object) -> None:
@@ -102,9 +128,10 @@ def _bar(what: str, total: int, unit: str) -> Iterator[Advance]:
     )
 
     amount = DownloadColumn() if unit == "B" else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+    description = TextColumn("{task.description}", markup=False)
+    columns = (description, BarColumn(), amount, TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=raw(sys.stderr)), transient=True) as bar:
+        task = bar.add_task(one_line(what), total=total)
         yield lambda amount: bar.advance(task, amount)
 
 

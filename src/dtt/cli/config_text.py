@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from dtt.base.errors import ConfigError
+from dtt.base.terminal import Verbatim
 from dtt.config import explain as keys
 from dtt.config.load import resolve, stage_names
 from dtt.config.run import RunConfig
@@ -29,9 +30,10 @@ def show(
         for name in names or (stage,)
     ]
     if names:
-        print(keys.show_stages([(one.config, one.layer) for one in found]), end="")
+        text = keys.show_stages([(one.config, one.layer) for one in found])
     else:
-        print(keys.show(found[0].config, found[0].layer), end="")
+        text = keys.show(found[0].config, found[0].layer)
+    print(Verbatim(text), end="")
 
 
 def explain(key: str, config: str | None, stage: str | None = None) -> None:

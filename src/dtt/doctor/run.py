@@ -16,6 +16,7 @@ from dtt.base import local
 from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.base.log import log_on_terminal
 from dtt.base.ranks import Ranks
+from dtt.base.terminal import Message
 from dtt.doctor import disk
 from dtt.doctor.disk import Disk
 from dtt.mesh import environment
@@ -175,7 +176,8 @@ def _print_findings(
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        raise EnvironmentUnfit("\n".join([f"{len(problems)} problems", *map(str, problems)]))
+        listed = "\n".join([f"{len(problems)} problems", *map(str, problems)])
+        raise EnvironmentUnfit(Message(listed))
     if not as_json:
         print("no problems found")
 

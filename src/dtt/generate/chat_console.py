@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 
 from dtt.base.errors import DttError, InputError
+from dtt.base.terminal import Message, Verbatim, raw
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
 from dtt.generate.chat_session import ChatSession, StreamedAnswer
@@ -39,7 +40,7 @@ class AnswerPrinter:
             with closing(session.stream(answer)) as texts:
                 for text in texts:
                     if not self.as_json:
-                        sys.stdout.write(text)
+                        sys.stdout.write(Verbatim(text))
                         sys.stdout.flush()
         except KeyboardInterrupt:
             self._print_end(answer)
@@ -66,8 +67,9 @@ class AnswerPrinter:
 
 def open_stdout(*, as_json: bool) -> None:
     """Make every text printable: JSON is UTF-8; a terminal shows ? for unsupported characters."""
-    if isinstance(sys.stdout, TextIOWrapper):  # not if it was replaced, for example by a test
-        sys.stdout.reconfigure(encoding="utf-8" if as_json else None, errors="replace")
+    stdout = raw(sys.stdout)
+    if isinstance(stdout, TextIOWrapper):  # not if it was replaced, for example by a test
+        stdout.reconfigure(encoding="utf-8" if as_json else None, errors="replace")
 
 
 def notice(text: str) -> None:
@@ -100,7 +102,7 @@ def converse(session: ChatSession, printer: AnswerPrinter) -> None:
         except KeyboardInterrupt:
             notice("interrupted")
         except DttError as error:
-            print(f"dtt: {error}", file=sys.stderr, flush=True)
+            print(Message(f"dtt: {error}"), file=sys.stderr, flush=True)
 
 
 class Interrupts:

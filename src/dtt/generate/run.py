@@ -12,6 +12,7 @@ from secrets import randbits
 from typing import TYPE_CHECKING
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.base.terminal import Verbatim
 from dtt.hf.model_source import load_model, on_device
 
 if TYPE_CHECKING:
@@ -83,14 +84,14 @@ def run(
         full = len(reply) == sampling.max_tokens or len(ids + reply) == trained.arch.max_seq_len
         record = _record(texts[number], text, ids, reply, full)
         heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
-        print(record if as_json else f"{heading}{texts[number]}{text}", flush=True)
+        print(Verbatim(record if as_json else f"{heading}{texts[number]}{text}"), flush=True)
 
 
 def _print_stream(prompt: str, continuation: Iterable[str]) -> None:
     """Print a prompt, and its continuation while it is generated."""
-    sys.stdout.write(prompt)
+    sys.stdout.write(Verbatim(prompt))
     for text in continuation:
-        sys.stdout.write(text)
+        sys.stdout.write(Verbatim(text))
         sys.stdout.flush()
     sys.stdout.write("\n")
 

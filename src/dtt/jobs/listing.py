@@ -11,6 +11,7 @@ from typing import Any
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.log import log
 from dtt.base.reading import fits
+from dtt.base.terminal import one_line
 from dtt.jobs import job_state
 from dtt.jobs.clock import in_words
 from dtt.jobs.goodput import goodput
@@ -83,14 +84,14 @@ def _cells(label: str, status: Status) -> tuple[str, ...]:
     measured, left = status.files.measured(), status.seconds_left
     loss, tokens, rate = (measured[name] for name in ("loss", "tokens", "tokens_per_second"))
     return (
-        label,
+        one_line(label),
         status.state.value,
         _step(status),
         "-" if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.3g}",
         "-" if tokens is None else _scaled(tokens),
         "-" if rate is None else _scaled(rate),
         "-" if left is None else in_words(left),
-        _short(status.detail),
+        _short(one_line(status.detail)),
     )
 
 
@@ -140,7 +141,7 @@ def status(path: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_facts(status) | {"bad_steps": skipped}))
         return
-    print("\n".join(_report(status)))
+    print("\n".join(map(one_line, _report(status))))
     if skipped:
         last, plural = skipped[-1], "s" if len(skipped) > 1 else ""
         how = f"the last is step {last['step']} ({last['why']}, {last['action']})"
@@ -199,7 +200,8 @@ def _report(status: Status) -> Iterator[str]:
     elif status.slurm_error:
         yield f"slurm       no response: {status.slurm_error}"
     if files.ending is not None and not status.alive and status.state is not State.DONE:
-        yield "ending      " + "\n            ".join(files.ending["reason"].splitlines())
+        for i, line in enumerate(files.ending["reason"].splitlines()):
+            yield f"{'' if i else 'ending':<12}{line}"
     for i, line in enumerate(status.log_tail):
         yield f"{'' if i else 'log':<12}{line}"
 

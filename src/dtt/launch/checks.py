@@ -19,6 +19,7 @@ from dtt.artifacts.token_folders import token_sources
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.base.files import check_space, sha256_file
 from dtt.base.reading import read_text
+from dtt.base.terminal import Message
 from dtt.checkpoint import store
 from dtt.config import parallel
 from dtt.config.data import GivenTokenizerConfig
@@ -43,7 +44,7 @@ def raise_all(problems: list[DttError]) -> None:
         raise problems[0]
     if problems:
         listed = "\n".join(str(problem) for problem in problems)
-        raise ConfigError(f"{len(problems)} problems, nothing was submitted\n{listed}")
+        raise ConfigError(Message(f"{len(problems)} problems, nothing was submitted\n{listed}"))
 
 
 def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:

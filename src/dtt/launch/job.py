@@ -18,6 +18,7 @@ from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.base.files import exclusive, remove, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_record
+from dtt.base.terminal import Message
 from dtt.config.profile import Kind
 from dtt.jobs import job_state
 from dtt.jobs.job_files import newest_log, requester
@@ -257,13 +258,13 @@ def _print_log(path: Path, lines: int, newest: Callable[[], Path | None], *, fol
     """
     file = path.open(encoding="utf-8", errors="replace")
     try:
-        print("".join(deque(file, maxlen=lines)), end="", flush=True)
+        print(Message("".join(deque(file, maxlen=lines))), end="", flush=True)
         shown = path.resolve()
         while follow:
-            print(file.read(), end="", flush=True)
+            print(Message(file.read()), end="", flush=True)
             now = newest()
             if now is not None and now.resolve() != shown:  # another attempt has started
-                print(file.read(), end="")
+                print(Message(file.read()), end="")
                 file.close()
                 file, shown = now.open(encoding="utf-8", errors="replace"), now.resolve()
                 log.info("%s", shown)

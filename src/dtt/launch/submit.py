@@ -14,6 +14,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import exclusive
+from dtt.base.terminal import Verbatim
 from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import InitConfig
@@ -71,7 +72,7 @@ def run(
     )
     text = job_script.render(submission.script)
     if print_script:
-        print(text, end="")
+        print(Verbatim(text), end="")
         return
     checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)

@@ -19,6 +19,7 @@ from dtt.base.files import free_space
 from dtt.base.log import ImportLog, setup_logging
 from dtt.base.ranks import Ranks
 from dtt.base.reading import FULL
+from dtt.base.terminal import Message
 from dtt.mesh.comm import abort_peers
 
 REMEDIES = {
@@ -74,9 +75,8 @@ def command(kept: str = "") -> Iterator[None]:
         code = ExitCode.INTERRUPTED
         abort_peers(code, "interrupted")
     except Exception as error:  # noqa: BLE001  a bug: print what a report needs, end all ranks
-        sys.stderr.write(
-            f"{traceback.format_exc()}dtt: this is a bug; please report the lines above\n"
-        )
+        sys.stderr.write(traceback.format_exc())
+        sys.stderr.write(Message("dtt: this is a bug; please report the lines above\n"))
         code = ExitCode.BUG
         abort_peers(code, repr(error))
     if ranks.size > 1 and "torch" in sys.modules:
@@ -112,7 +112,7 @@ def _drop_output() -> None:
 def _report(error: DttError) -> ExitCode:
     if os.environ.get("DTT_DEBUG") == "1":
         traceback.print_exc()
-    print(f"dtt: {error}", file=sys.stderr)
+    print(Message(f"dtt: {error}"), file=sys.stderr)
     abort_peers(error.exit_code, str(error).splitlines()[0])
     return error.exit_code
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 
 from dtt.base.log import ERASE_LINE, log
+from dtt.base.terminal import Coded, one_line
 from dtt.track.base import Record
 
 BAR = 20
@@ -45,7 +46,7 @@ class ConsoleTracker:
             case "sample":
                 log.info("step %d: sample\n%s", record["step"], _indented(record["text"]))
         if self._shown:  # a log line has erased it
-            sys.stderr.write(f"{ERASE_LINE}{self._shown}")
+            sys.stderr.write(Coded(f"{ERASE_LINE}{one_line(self._shown)}"))
             sys.stderr.flush()
 
     def flush(self) -> None:

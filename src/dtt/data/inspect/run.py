@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError
+from dtt.base.terminal import Coded, one_line
 from dtt.config.data import SourceConfig
 from dtt.config.load import resolve as load_config
 from dtt.config.run import RunConfig
@@ -63,7 +64,8 @@ def inspect(
         facts = [asdict(report) for report in reports]
         print(json.dumps(facts[0] if cfg is None else facts, indent=1))
     else:
-        print("\n".join(line for report in reports for line in _report(report)))
+        for line in (line for report in reports for line in _report(report)):
+            print(line)  # one by one, since those with colors are printed as they are
     for report in reports:
         raise_if_damaged(report)
     if cfg is not None and not as_json:
@@ -122,8 +124,9 @@ def _samples(report: Report) -> Iterator[str]:
     shown = SHOWN_CONVERSATION_LINES if is_chat else SHOWN_LINES
     for sample in report.samples:
         yield f"\n  {sample.where}"
-        lines = sample.text.strip().splitlines()
-        yield from (f"    | {line}" for line in islice(_colored(lines, is_chat=is_chat), shown))
+        lines = [one_line(line) for line in sample.text.strip().splitlines()]
+        colored = islice(_colored(lines, is_chat=is_chat), shown)
+        yield from (Coded(f"    | {line}") for line in colored)
     if is_chat and report.samples:
         yield f"    trained tokens are between {BEGIN} and {END}"
 

@@ -12,6 +12,7 @@ from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.base.malloc import keep
 from dtt.base.ranks import Ranks
+from dtt.base.terminal import Message
 from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.mesh.comm import Comm, open_comm
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from dtt.data.text.unit_encoder import DocumentKind
     from dtt.data.tokenize.distributed import Tokenized
 
-NULLS = """\
+NULLS = Message(
+    """\
 rows have keys with null in their tools or calls, which the chat template may print. `datasets` \
 writes them to JSON lines, because all tools of a column have the keys of each of them.
   next:  write Parquet instead, Dataset.to_parquet, of which dtt drops them; or drop them yourself:
          jq -c 'del(..|nulls)' ROWS > NEW"""
+)
 REASONS = 10
 """Maximum number of reasons for refused rows that are printed."""
 

@@ -33,6 +33,7 @@ from dtt.base.files import write_atomically
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import Kind, read_record
+from dtt.base.terminal import Message
 
 Phase = Literal["start", "step", "evaluate", "sample", "save", "profile", "stop"]
 
@@ -304,7 +305,7 @@ class Watchdog:
             culprit, why = judge(reports, self._ranks.size, self._node)
             seconds = max((report.seconds for report in reports), default=self._idle)
             reason = str(DttError(f"no progress for {seconds:.0f} s: {why}", where=self._stacks))
-            print(f"dtt: {reason}", file=sys.stderr, flush=True)
+            print(Message(f"dtt: {reason}"), file=sys.stderr, flush=True)
             self._job.end_attempt(
                 ExitCode.BUG, reason, culprit, attempt=self._attempt, node=self._node(culprit)
             )
