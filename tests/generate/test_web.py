@@ -21,7 +21,7 @@ from support.browser import OpenPage
 from support.running import Dtt
 from support.tiny_job import make_tokenizer, write_chat_job, write_checkpoint, write_job
 
-from dtt.generate.chat_session import StreamedAnswer
+from dtt.data.text.continuation import Continuation
 
 TOKENIZER = make_tokenizer("<|im_start|>", "<|im_end|>")
 HOSTILE = "<img src=x onerror='window.pwned=1'>"
@@ -136,9 +136,8 @@ def test_stop_texts_limits_and_seeds_are_honoured(chat: Served, base: Served) ->
 def test_a_stop_text_ends_an_answer_wherever_tokens_end(
     text: str, stops: list[str], expected: str
 ) -> None:
-    answer = StreamedAnswer([], 0, 0)
-    tokens = (token for token in TOKENIZER.encode(text).ids)
-    pieces = list(answer.stream(TOKENIZER, tokens, (), stop_texts=stops))
+    answer = Continuation(TOKENIZER, [], (), stops)
+    pieces = list(answer.stream(token for token in TOKENIZER.encode(text).ids))
     assert "".join(pieces) == answer.content == expected
     assert answer.finish_reason == ("stop" if expected != text else "length")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny_architectures import tiny_architecture
 
-from dtt.base.errors import Diverged, InputError
+from dtt.base.errors import Diverged
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.model import families
 from dtt.model.decoder import Decoder
@@ -236,6 +236,8 @@ def test_sampling_follows_temperature_top_k_and_top_p() -> None:
     assert seen(1.0, None, 1.0) == pytest.approx([0.1, 0.5, 0.25, 0.15], abs=0.05)
     assert seen(1.0, 2, 1.0) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.05)
     assert seen(1.0, None, 0.6) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.05)
+    half = [sample(torch.zeros(4), 1.0, None, 0.5, generator) for _ in range(100)]
+    assert len(set(half)) == 2  # two of four equal tokens reach 0.5 exactly
     assert seen(0.5, 2, 1.0) == pytest.approx([0, 0.8, 0.2, 0], abs=0.05)
     assert seen(1.0, 1, 1.0) == seen(1.0, None, 0.0) == seen(0, None, 1.0) == [0, 1, 0, 0]
     assert seen(1e-40, None, 1.0) == [0, 1, 0, 0]
@@ -249,6 +251,8 @@ def test_non_finite_logits_are_refused(temperature: float, value: float) -> None
         sample(logits, temperature, None, 1.0, None)
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("order")
 def test_a_text_that_outgrows_short_longrope_is_computed_again() -> None:
     scaling = LongRopeScaling(
         short_factor=(1.0,) * 4, long_factor=(5.0,) * 4, original_max_seq_len=6
@@ -256,17 +260,24 @@ def test_a_text_that_outgrows_short_longrope_is_computed_again() -> None:
     cfg = ModelConfig(family="phi3", dim=32, n_layers=2, n_heads=4, rope_scaling=scaling)
     model = Decoder(families.get("phi3").architecture(cfg, 100, 24))
     initialize(model, seed=0)
-    ids, options = [1, 2, 3, 4], {"temperature": 0.0, "top_k": None, "top_p": 1.0}
-    cached = PrefixCachedGenerator(model)
-    random = torch.Generator()
-    answer = list(cached.generate(ids, max_new_tokens=6, generator=random, **options))  # type: ignore[arg-type]
-    for token in answer:
-        assert int(model(torch.tensor([ids]))[0, -1].argmax()) == token
-        ids.append(token)
-    with pytest.raises(InputError, match="grows beyond"):
-        list(
-            generate_batch(model, [[1, 2, 3, 4]], max_new_tokens=6, generators=[random], **options)
-        )  # type: ignore[arg-type]
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0}
+
+    def uncached(ids: list[int]) -> list[int]:
+        whole = list(ids)
+        for _ in range(6):
+            whole.append(int(model(torch.tensor([whole]))[0, -1].argmax()))
+        return whole[len(ids) :]
+
+    # Short texts become long, at different times; of two one is long from its beginning.
+    prompts = [[1, 2, 3, 4], [5, 6], [7] * 5, [8] * 9]
+    answers = [list[int]() for _ in prompts]
+    for row, token in generate_batch(model, prompts, generators=[None] * 4, **options):
+        answers[row].append(token)
+    assert answers == list(map(uncached, prompts))
+    cached, random = PrefixCachedGenerator(model), torch.Generator()
+    for prompt in ([1, 2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]):  # short after a long one
+        found = list(cached.generate(prompt, generator=random, top_k=None, **options))
+        assert found == uncached(prompt)
 
 
 @pytest.mark.usefixtures("order")

@@ -62,7 +62,7 @@ def evaluate(
             several = world() if ranks.size > 1 else None
             models = choose_models(source, step, several, ema=ema)
             cfg = configured(source, options)
-            chat_format = find_chat_format(source, None)[0] if chat else None
+            chat_format = find_chat_format(source, None) if chat else None
             evaluation = open_evaluation(cfg, None if several is None else world, chat_format)
             requests.defer()
 
@@ -189,11 +189,6 @@ class Evaluation:
         state = {name: tensor.float() for name, tensor in trained.state.items()}
         model = on_device(replace(trained, state=state), world.device)
         chat = None if self.chat is None else self.chat.encoder()
-        stops = (
-            ()
-            if self.chat is None or chat is None
-            else (*chat.stop_tokens, *self.chat.facts.stop_tokens)
-        )
         return TaskRunner(
             Scorer(model, world, batch_tokens=self.cfg.batch_tokens),
             Generator(model, world, batch_tokens=self.cfg.batch_tokens),
@@ -205,7 +200,7 @@ class Evaluation:
                 None if chat is None else _chat_prompt(chat),
             ),
             world,
-            until_ids=tuple(dict.fromkeys((*trained.until_ids, *stops))),
+            until_ids=trained.stop_tokens(chat),
             keep_samples=self.cfg.keep_samples,
         )
 

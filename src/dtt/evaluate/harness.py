@@ -73,7 +73,7 @@ def run(
         )
     requests.act_at_once(ranks)  # lm-eval cannot be interrupted and continued
     cfg = configured(source, options)
-    chat_format = find_chat_format(source, None)[0] if chat else None
+    chat_format = find_chat_format(source, None) if chat else None
     log.warning("tasks of lm-eval may run Python code of their own, and use the network")
     index = _task_index(harness)
     models = choose_models(source, step, None, ema=ema)

@@ -20,6 +20,7 @@ from dtt.config.train import TrainConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.data.samples.protocol import Samples, Source
+from dtt.data.text.continuation import Continuation
 from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached
@@ -225,7 +226,8 @@ class Sampler:
             except Diverged as error:  # the guard decides what to do about it, on all ranks
                 log.warning("no sample: %s", error)
                 ids = []
-        text = self.shown + self.tokenizer.decode(ids)
+        reply = Continuation(self.tokenizer, list(self.prompt))
+        text = self.shown + "".join(map(reply.add, ids)) + reply.end()
         return {"kind": "sample", "step": step, "prompt": self.shown, "text": text}
 
 

@@ -79,7 +79,7 @@ def run(
     try:
         job = _watched_job(arguments, ranks, step)
         cfg = configured(str(job.root), options)
-        chat_format = find_chat_format(str(job.root), None)[0] if chat else None
+        chat_format = find_chat_format(str(job.root), None) if chat else None
         evaluation = open_evaluation(cfg, None, chat_format)
     finally:
         requests.defer()

@@ -21,7 +21,6 @@ from dtt.hf.model_source import find_chat_format, load_model, on_device
 
 if TYPE_CHECKING:
     from dtt.data.conversations.chat_encoder import ChatEncoder
-    from dtt.hf.chat_format import ChatFormat
     from dtt.hf.read import Trained
     from dtt.model.generate import GeneratorPool, PrefixCachedGenerator
 
@@ -42,8 +41,8 @@ def run(
     model without one needs it. With `as_json`, each answer is a line of JSON; with `show_ids`, the
     ids of prompts are printed, too.
     """
-    found = find_chat_format(source, template)
-    encoder = found[0].encoder()  # refuses a malformed template before it waits for input
+    # Refuses a malformed template before it waits for input.
+    encoder = find_chat_format(source, template).encoder()
     terminal = sys.stdin is not None and sys.stdin.isatty()
     lines = None if terminal else _first_of(read_lines(_stdin()))
     trained = load_model(source, ema=ema)
@@ -53,7 +52,7 @@ def run(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = PrefixCachedGenerator(on_device(trained, device))
-    session = open_session(found, encoder, trained, generator, sampling)
+    session = open_session(encoder, trained, generator, sampling)
     session.set_system(system)
     open_stdout(as_json=as_json)
     printer = AnswerPrinter(as_json, show_ids)
@@ -64,19 +63,17 @@ def run(
 
 
 def open_session(
-    found: tuple[ChatFormat, tuple[int, ...]],
     encoder: ChatEncoder,
     trained: Trained,
     generator: PrefixCachedGenerator | GeneratorPool,
     sampling: Sampling,
 ) -> ChatSession:
-    """Return a conversation without messages; `found` is what `find_chat_format` has returned."""
+    """Return a conversation without messages."""
     from dtt.data.text.tokenizer import open_tokenizer
 
-    chat, end_of_document = found
-    stop_tokens = {*encoder.stop_tokens, *chat.facts.stop_tokens, *end_of_document}
+    stop_tokens = frozenset(trained.stop_tokens(encoder))
     tokenizer = open_tokenizer(trained.tokenizer)
-    return ChatSession(encoder, tokenizer, generator, frozenset(stop_tokens), sampling)
+    return ChatSession(encoder, tokenizer, generator, stop_tokens, sampling)
 
 
 def _stdin() -> Iterable[bytes]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.rows import Conversation, Message, RefusedRow
+from dtt.data.text.continuation import Continuation
 from dtt.generate.run import Sampling
 
 if TYPE_CHECKING:
@@ -25,66 +25,13 @@ SYSTEM = ("system", "developer")
 """Roles of a system prompt."""
 
 
-@dataclass
-class StreamedAnswer:
+class StreamedAnswer(Continuation):
     """An answer, complete once its text has been streamed."""
 
-    prompt_ids: list[int]
-    cached_tokens: int
+    cached_tokens = 0
     """Number of tokens of the prompt that were computed for an earlier answer."""
-    dropped_messages: int
+    dropped_messages = 0
     """Number of old messages that were dropped because the context was full."""
-    ids: list[int] = field(default_factory=list)
-    """Generated tokens, without the stop token."""
-    content: str = ""
-    finish_reason: Literal["stop", "length", "interrupted"] = "interrupted"
-
-    def stream(
-        self,
-        tokenizer: Tokenizer,
-        tokens: Generator[int],
-        stop_tokens: Collection[int],
-        *,
-        stop_texts: Sequence[str] = (),
-        skip_special_tokens: bool = False,
-    ) -> Generator[str]:
-        """Yield the text of `tokens` as they come, and collect it.
-
-        It ends before any of `stop_tokens` and `stop_texts`, and never within a UTF-8 character.
-        """
-        from tokenizers.decoders import DecodeStream
-
-        decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
-        held = ""  # its end may turn out to be the start of a stop text
-        with closing(tokens):
-            for token in tokens:
-                if token in stop_tokens:
-                    self.finish_reason = "stop"
-                    break
-                self.ids.append(token)
-                held += decoder.step(tokenizer, token) or ""
-                ends = [held.index(stop) for stop in stop_texts if stop in held]
-                if ends:
-                    self.finish_reason = "stop"
-                    held = held[: min(ends)]
-                    break
-                ready = len(held) - _start_of_stop(held, stop_texts)
-                self.content += held[:ready]
-                yield held[:ready]
-                held = held[ready:]
-            else:
-                self.finish_reason = "length"
-        if held:
-            self.content += held
-            yield held
-
-
-def _start_of_stop(text: str, stop_texts: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that a stop text begins with."""
-    return max(
-        (n for stop in stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n])),
-        default=0,
-    )
 
 
 class ChatSession:
@@ -101,18 +48,19 @@ class ChatSession:
         generator: PrefixCachedGenerator | GeneratorPool,
         stop_tokens: frozenset[int],
         sampling: Sampling,
+        stop_texts: Sequence[str] = (),
     ) -> None:
-        """Start without messages. An answer ends before any of `stop_tokens`."""
+        """Start without messages. An answer ends before any of `stop_tokens` and `stop_texts`."""
         self._encoder, self._tokenizer, self._generator = encoder, tokenizer, generator
-        self._stop_tokens, self._sampling = stop_tokens, sampling
+        self._stop_tokens, self._stop_texts, self._sampling = stop_tokens, stop_texts, sampling
         self._context = generator.model.arch.max_seq_len
         self._system: tuple[Message, ...] = ()
         self.conversation = Conversation(())
 
-    def another(self, sampling: Sampling) -> ChatSession:
+    def another(self, sampling: Sampling, stop_texts: Sequence[str]) -> ChatSession:
         """Return a conversation with the same model and system prompt, without messages."""
         other = ChatSession(
-            self._encoder, self._tokenizer, self._generator, self._stop_tokens, sampling
+            self._encoder, self._tokenizer, self._generator, self._stop_tokens, sampling, stop_texts
         )
         other._system = self._system
         return other
@@ -157,13 +105,14 @@ class ChatSession:
     def _start(self, conversation: Conversation) -> StreamedAnswer:
         fitting, prompt_ids = self._fit(conversation)
         self.conversation = fitting
-        return StreamedAnswer(
-            prompt_ids,
-            self._generator.cached_prefix(prompt_ids),
-            len(conversation.messages) - len(fitting.messages),
+        answer = StreamedAnswer(
+            self._tokenizer, prompt_ids, self._stop_tokens, self._stop_texts, show_special=True
         )
+        answer.cached_tokens = self._generator.cached_prefix(prompt_ids)
+        answer.dropped_messages = len(conversation.messages) - len(fitting.messages)
+        return answer
 
-    def stream(self, answer: StreamedAnswer, *, stop_texts: Sequence[str] = ()) -> Generator[str]:
+    def stream(self, answer: StreamedAnswer) -> Generator[str]:
         """Yield the text of an answer while it is generated, and append it to the conversation.
 
         If the iterator is closed or interrupted, the text so far is the answer; if there is none,
@@ -171,9 +120,7 @@ class ChatSession:
         """
         tokens = generated(self._generator, answer.prompt_ids, self._sampling)
         try:
-            yield from answer.stream(
-                self._tokenizer, tokens, self._stop_tokens, stop_texts=stop_texts
-            )
+            yield from answer.stream(tokens)
         finally:
             self._append(answer)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import randbits
@@ -18,7 +18,9 @@ from dtt.hf.model_source import load_model, on_device
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from dtt.data.text.continuation import Continuation
     from dtt.hf.read import Trained
+    from dtt.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -53,74 +55,65 @@ def run(
     trained = load_model(source, ema=ema)
     import torch
 
-    from dtt.model.generate import generate_batch
+    from dtt.data.text.continuation import Continuation
 
     tokenizer = trained.open_tokenizer()
     prompt_ids = _encode_all(texts, tokenizer, trained)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = on_device(trained, device)
-
-    def continuations(batch: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
-        return generate_batch(
-            model,
-            batch,
-            max_new_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            stop_ids=() if trained.end_of_document is None else [trained.end_of_document],
-            generators=[
-                torch.Generator(device).manual_seed(prompt_seed(sampling.seed, ids))
-                for ids in batch
-            ],
-        )
-
-    if len(texts) == 1 and not as_json:
-        tokens = (token for _, token in continuations(prompt_ids))
-        _print_stream(texts[0], _decode(tokenizer, tokens))
-        return
-    for number, ids, reply in _in_batches(prompt_ids, batch_size, continuations):
-        text = "".join(_decode(tokenizer, reply))
-        full = len(reply) == sampling.max_tokens or len(ids + reply) == trained.arch.max_seq_len
-        record = _record(texts[number], text, ids, reply, full)
-        heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
-        print(Verbatim(record if as_json else f"{heading}{texts[number]}{text}"), flush=True)
+    model = on_device(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    streamed = len(texts) == 1 and not as_json
+    for start in range(0, len(texts), batch_size):
+        batch = prompt_ids[start : start + batch_size]
+        replies = [Continuation(tokenizer, ids, trained.stop_tokens()) for ids in batch]
+        if streamed:
+            sys.stdout.write(Verbatim(texts[0]))
+        for text in _texts(model, replies, sampling):
+            if streamed:
+                sys.stdout.write(Verbatim(text))
+                sys.stdout.flush()
+        for number, reply in enumerate(replies, start):
+            heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
+            whole = "" if streamed else f"{heading}{texts[number]}{reply.content}"
+            print(Verbatim(_record(texts[number], reply) if as_json else whole), flush=True)
 
 
-def _print_stream(prompt: str, continuation: Iterable[str]) -> None:
-    """Print a prompt, and its continuation while it is generated."""
-    sys.stdout.write(Verbatim(prompt))
-    for text in continuation:
-        sys.stdout.write(Verbatim(text))
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+def _texts(model: Decoder, replies: Sequence[Continuation], sampling: Sampling) -> Iterator[str]:
+    """Generate a batch of replies; yield each text as it is appended to one of them."""
+    import torch
+
+    from dtt.model.generate import generate_batch
+
+    ended = set[int]()
+    tokens = generate_batch(
+        model,
+        [reply.prompt_ids for reply in replies],
+        max_new_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        generators=[
+            torch.Generator(model.embed.weight.device).manual_seed(
+                prompt_seed(sampling.seed, reply.prompt_ids)
+            )
+            for reply in replies
+        ],
+        ended=ended,
+    )
+    for row, token in tokens:
+        yield replies[row].add(token)
+        if replies[row].stopped:
+            ended.add(row)
+    for reply in replies:
+        yield reply.end()
 
 
-def _in_batches(
-    prompts: Sequence[list[int]],
-    batch_size: int,
-    continuations: Callable[[Sequence[list[int]]], Iterator[tuple[int, int]]],
-) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Yield each prompt's number, token ids and continuation, after its batch is finished.
-
-    `continuations` yields (row in the batch, token id).
-    """
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        replies: list[list[int]] = [[] for _ in batch]
-        for row, token in continuations(batch):
-            replies[row].append(token)
-        yield from zip(range(start, start + len(batch)), batch, replies, strict=True)
-
-
-def _record(prompt: str, text: str, ids: list[int], reply: list[int], full: bool) -> str:
-    """Return a line of JSON; `full` is True if a length limit ended the reply."""
+def _record(prompt: str, reply: Continuation) -> str:
+    """Return a line of JSON."""
     record = {
         "prompt": prompt,
-        "text": text,
-        "finish_reason": "length" if full else "stop",
-        "prompt_tokens": len(ids),
-        "completion_tokens": len(reply),
+        "text": reply.content,
+        "finish_reason": reply.finish_reason,
+        "prompt_tokens": len(reply.prompt_ids),
+        "completion_tokens": len(reply.ids),
     }
     return json.dumps(record, ensure_ascii=False)
 
@@ -196,12 +189,3 @@ def prompt_seed(seed: int | None, ids: list[int]) -> int:
     if seed is None:
         return randbits(63)
     return int.from_bytes(hashlib.sha256(f"{seed}:{ids}".encode()).digest()[:7])
-
-
-def _decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Decode tokens incrementally; yield text that never ends within a UTF-8 character."""
-    from tokenizers.decoders import DecodeStream
-
-    stream = DecodeStream(skip_special_tokens=True)
-    for token in tokens:
-        yield stream.step(tokenizer, token) or ""

@@ -68,10 +68,9 @@ def run(
     Arguments are those of `chat.run`. A model without a chat format continues texts.
     """
     try:
-        found = find_chat_format(source, template)
+        encoder = find_chat_format(source, template).encoder()
     except NoChatTemplate:
-        found = None
-    encoder = None if found is None else found[0].encoder()
+        encoder = None
     trained = load_model(source, ema=ema)
     import torch
 
@@ -80,8 +79,8 @@ def run(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generators = GeneratorPool(on_device(trained, device), ANSWERS_AT_ONCE)
     session = None
-    if found is not None and encoder is not None:
-        session = open_session(found, encoder, trained, generators, sampling)
+    if encoder is not None:
+        session = open_session(encoder, trained, generators, sampling)
         session.set_system(system)
     elif system:
         raise ConfigError(f"--system requires a chat template, and {source} has none")
@@ -146,15 +145,14 @@ class Api:
             conversation = parse_prompt(row)
         except (RefusedRow, RecursionError) as error:
             raise Refused("messages", str(error) or "it is nested too deep") from None
-        session = served.session.another(options.sampling)
+        session = served.session.another(options.sampling, options.stop_texts)
         answer = session.start(conversation)
         if answer.dropped_messages and not may_drop:
             raise ConfigError(
                 "the conversation is too long for the context of the model",
                 next="leave out old messages, or send drop_oldest_turns: true",
             )
-        texts = session.stream(answer, stop_texts=options.stop_texts)
-        Response(connection, served.name, options, chat=True).send(answer, texts)
+        Response(connection, served.name, options, chat=True).send(answer, session.stream(answer))
 
     def _complete(self, connection: Connection, fields: Fields) -> None:
         served = self._served
@@ -164,15 +162,10 @@ class Api:
         if prompt is None:
             raise Refused("prompt", "it must be a text")
         ids = encode_prompt(prompt, served.tokenizer, served.trained, "the prompt")
-        ends = () if served.trained.end_of_document is None else (served.trained.end_of_document,)
-        answer = StreamedAnswer(ids, served.generators.cached_prefix(ids), 0)
-        texts = answer.stream(
-            served.tokenizer,
-            generated(served.generators, ids, options.sampling),
-            ends,
-            stop_texts=options.stop_texts,
-            skip_special_tokens=True,
-        )
+        stops = served.trained.stop_tokens()
+        answer = StreamedAnswer(served.tokenizer, ids, stops, options.stop_texts)
+        answer.cached_tokens = served.generators.cached_prefix(ids)
+        texts = answer.stream(generated(served.generators, ids, options.sampling))
         Response(connection, served.name, options, chat=False).send(answer, texts)
 
 

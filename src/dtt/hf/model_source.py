@@ -130,8 +130,8 @@ def find_model(name: str, files: Sequence[str] | None = None, *, where: str | No
     return fetch_model(hub_id["repo"], hub_id["revision"], files or MODEL_FILES)
 
 
-def find_chat_format(source: str, template: str | None) -> tuple[ChatFormat, tuple[int, ...]]:
-    """Return the model's conversation format and the tokens that end its documents.
+def find_chat_format(source: str, template: str | None) -> ChatFormat:
+    """Return the model's conversation format.
 
     Reads no weights. Raises NoChatTemplate if the model has none and `template` is None.
     """
@@ -153,7 +153,7 @@ def find_chat_format(source: str, template: str | None) -> tuple[ChatFormat, tup
         tokenizer, ends = folder / "tokenizer.json", eos_token_ids(folder)
         own = folder_chat_format(folder) if template is None else None
     if template is not None:
-        return chosen_chat_format(template, tokenizer, ends), ends
+        return chosen_chat_format(template, tokenizer, ends)
     if own is None:
         raise NoChatTemplate(
             f"{source} has no chat template, so its conversation format is unknown",
@@ -161,7 +161,7 @@ def find_chat_format(source: str, template: str | None) -> tuple[ChatFormat, tup
             next=f"dtt generate {source} -p TEXT continues a text; dtt chat {source} --template "
             "chatml (or a Jinja file) uses a format that the model was not trained on",
         )
-    return own, ends
+    return own
 
 
 def _why_none(folder: Path | None) -> str:

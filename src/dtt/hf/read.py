@@ -25,6 +25,7 @@ from dtt.model.families import multimodal
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from dtt.data.conversations.chat_encoder import ChatEncoder
     from dtt.model.families.base import Family
 
 
@@ -43,6 +44,10 @@ class Trained:
     """Ids that end a generated answer: of the end of a document and of a turn."""
     begin_of_document: int | None = None
     """Id of the token before a document; None if documents had none."""
+
+    def stop_tokens(self, chat: ChatEncoder | None = None) -> tuple[int, ...]:
+        """Return the ids before which a text ends, or an answer in the conversation format."""
+        return (*self.until_ids, *(() if chat is None else chat.stop_tokens))
 
     def open_tokenizer(self) -> Tokenizer:
         """Return the tokenizer, which adds to a text what documents of this model began with."""

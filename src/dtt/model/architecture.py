@@ -122,15 +122,14 @@ class Architecture:
             return self.rope_local_theta, NoRopeScaling()
         return self.rope_theta, self.rope_scaling
 
-    def becomes_long(self, length: int, count: int) -> bool:
-        """Return True if `count` more tokens make a short document of LongRoPE a long one.
-
-        A document of `length` tokens is short; its keys are rotated differently in a long one.
-        """
+    def is_long(self, length: int) -> bool:
+        """Return True for a document that LongRoPE rotates as a long one, cached keys too."""
         scaling = self.rope_scaling
-        if not isinstance(scaling, LongRopeScaling):
-            return False
-        return 0 < length <= scaling.original_max_seq_len < length + count
+        return isinstance(scaling, LongRopeScaling) and length > scaling.original_max_seq_len
+
+    def becomes_long(self, length: int, count: int) -> bool:
+        """Return True if `count` more tokens make a short document of LongRoPE a long one."""
+        return length > 0 and not self.is_long(length) and self.is_long(length + count)
 
     @property
     def rotary_dim(self) -> int:

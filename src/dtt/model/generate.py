@@ -54,29 +54,31 @@ def generate_batch(
     top_p: float = 1.0,
     stop_ids: Collection[int] = (),
     generators: Sequence[torch.Generator | None],
+    ended: Collection[int] = (),
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of the prompt, token) for each new token, as it is sampled.
 
     Prompts have at least one token. Each is continued independently of the others: until it has
-    `max_new_tokens`, until one of `stop_ids` (which is not yielded), or until it fills the model's
-    context (`max_seq_len`). Temperature 0 selects the most likely token. Otherwise the token is
-    drawn from the smallest set of the `top_k` most likely tokens whose probability reaches `top_p`,
-    with the prompt's own generator, on the model's device. Meanwhile the model is in eval mode.
+    `max_new_tokens`, until one of `stop_ids` (which is not yielded), until the caller adds its
+    index to `ended`, or until it fills the model's context (`max_seq_len`). Temperature 0 selects
+    the most likely token. Otherwise the token is drawn from the smallest set of the `top_k` most
+    likely tokens whose probability reaches `top_p`, with the prompt's own generator, on the model's
+    device. Meanwhile the model is in eval mode.
 
     Prompts are prefilled one by one, so that none needs padding; then each step decodes one token
     of every sequence.
     """
+    texts = [list(prompt) for prompt in prompts]
     # The context includes the prompt. A learned position table has no row beyond it.
-    remaining = [min(max_new_tokens, model.arch.max_seq_len - len(prompt)) for prompt in prompts]
-    active = [i for i in range(len(prompts)) if remaining[i] > 0]
-    capacity = max((len(prompts[i]) + remaining[i] for i in active), default=0)
+    remaining = [min(max_new_tokens, model.arch.max_seq_len - len(text)) for text in texts]
+    active = [i for i in range(len(texts)) if remaining[i] > 0]
+    capacity = max((len(texts[i]) + remaining[i] for i in active), default=0)
     weight = model.embed.weight
     cache = KVCache(model.arch, len(active), capacity, weight.device, weight.dtype)
     was_training = model.training
     model.eval()
     try:
-        logits = [_prefill(model, cache, row, prompts[i]) for row, i in enumerate(active)]
-        logits_BV = torch.stack(logits) if logits else weight
+        logits_BV = _one_by_one(model, cache, [texts[i] for i in active]) if active else weight
         while active:
             drawn_B = draw(logits_BV, temperature, top_k, top_p, [generators[i] for i in active])
             read = _start_reading(drawn_B)
@@ -84,7 +86,8 @@ def generate_batch(
             rows = [row for row, i in enumerate(active) if remaining[i] > 1]
             # Started before the host knows the tokens, so that the GPU is not idle meanwhile. A row
             # that stops costs one pass too many.
-            ahead = bool(rows) and _asynchronous(weight.device)
+            again = any(model.arch.becomes_long(length, 1) for length in cache.lengths)
+            ahead = bool(rows) and not again and _asynchronous(weight.device)
             following_BV = _decode(model, cache, drawn_B, rows) if ahead else None
             going = []
             for row, (i, token) in enumerate(zip(active, read(), strict=True)):
@@ -94,11 +97,15 @@ def generate_batch(
                     continue
                 # The consumer may abandon the iterator here: hence `finally`.
                 yield i, token
+                texts[i].append(token)
                 remaining[i] -= 1
-                if remaining[i] > 0:
+                if remaining[i] > 0 and i not in ended:
                     going.append(row)
             active = [active[row] for row in going]
-            if active and following_BV is None:
+            if active and again:
+                cache.keep(going)
+                logits_BV = _one_by_one(model, cache, [texts[i] for i in active])
+            elif active and following_BV is None:
                 logits_BV = _decode(model, cache, drawn_B, going)
             elif following_BV is not None:
                 logits_BV = _keep(following_BV, cache, [rows.index(row) for row in going])
@@ -131,6 +138,10 @@ class PrefixCachedGenerator:
 
     def cached_prefix(self, prompt_ids: Sequence[int]) -> int:
         """Return the number of cached tokens of a prompt; the last token is always computed."""
+        if self.model.arch.is_long(len(self.cached_ids)) != self.model.arch.is_long(
+            len(prompt_ids)
+        ):
+            return 0  # the cached keys of long texts are rotated differently
         pairs = zip(self.cached_ids, prompt_ids[:-1], strict=False)
         return next(
             (i for i, (ours, theirs) in enumerate(pairs) if ours != theirs),
@@ -240,7 +251,7 @@ def generate_uncached(
     top_p: float,
     stop_ids: Collection[int],
     generator: torch.Generator,
-) -> Iterator[int]:
+) -> Generator[int]:
     """Yield the tokens that continue a prompt, for a model that is sharded over several ranks.
 
     All ranks call this together. There is no cache: each token takes a forward pass over all tokens
@@ -270,14 +281,21 @@ def generate_uncached(
         module.train(was_training)
 
 
-def _prefill(model: Decoder, cache: KVCache, row: int, prompt: Sequence[int]) -> Tensor:
-    """Prefill one row of the cache with a prompt; return the logits [V] of the next token."""
-    # Shares the memory of the batch, so that the prompt's keys and values are written to their
-    # place.
-    one_row = cache.row(row)
-    logits: Tensor = model(torch.tensor([prompt], device=cache.device), cache=one_row)[0, -1]
-    cache.lengths[row] = one_row.lengths[0]
-    return logits
+def _one_by_one(model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Compute what the cache lacks of each row's text; return the logits [B, V] of the next tokens.
+
+    A text of LongRoPE that becomes long is computed again, because its cached keys change.
+    """
+    logits = []
+    for row, text in enumerate(texts):
+        # Shares the memory of the batch, so that keys and values are written to their place.
+        one = cache.row(row)
+        if model.arch.becomes_long(one.lengths[0], len(text) - one.lengths[0]):
+            one.lengths = [0]
+        new = torch.tensor([text[one.lengths[0] :]], device=cache.device)
+        logits.append(model(new, cache=one)[0, -1])
+        cache.lengths[row] = one.lengths[0]
+    return torch.stack(logits)
 
 
 def _decode(model: Decoder, cache: KVCache, tokens_B: Tensor, rows: Sequence[int]) -> Tensor:
@@ -352,10 +370,10 @@ def draw(
             logits_BV, ids_BV = logits_BV.topk(min(top_k or vocabulary, vocabulary))
         weights_BV = logits_BV.softmax(dim=-1)
         if ids_BV is not None:
-            # Probability of all tokens before this one. So the token with which the sum reaches
-            # top_p is kept, and the most likely one always is.
-            before_BV = weights_BV.cumsum(dim=-1) - weights_BV
-            weights_BV = weights_BV.masked_fill(before_BV > top_p, 0.0)
+            # A token is dropped if those before it reach top_p; the most likely one never is. Of
+            # the sums themselves: `sum - weight` is not the sum before it, as floats round.
+            reached_BV = weights_BV.cumsum(dim=-1)[:, :-1] >= top_p
+            weights_BV[:, 1:] = weights_BV[:, 1:].masked_fill(reached_BV, 0.0)
         # multinomial scales the weights to a sum of 1 by itself.
         rows = zip(weights_BV, generators, strict=True)
         token_B1 = torch.stack([torch.multinomial(row, 1, generator=own) for row, own in rows])

@@ -324,7 +324,7 @@ def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvalua
     if not prompts:
         return None
     limit, batch = cfg.train.eval_answer_tokens, cfg.train.micro_batch
-    return AnswerEvaluator(prompts, chat.stop_tokens, limit, batch, world)
+    return AnswerEvaluator(prompts, dataset.manifest.until_ids, limit, batch, world)
 
 
 def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
@@ -404,7 +404,7 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     from dtt.evaluate.answers import first_prompts
     from dtt.evaluate.validation import Sampler, first_words
 
-    train, chat = cfg.train, dataset.manifest.chat
+    train, chat, stops = cfg.train, dataset.manifest.chat, dataset.manifest.until_ids
     if train.sample_tokens == 0:
         return None
     tokenizer, end = open_tokenizer(dataset.tokenizer), dataset.manifest.end_of_document
@@ -415,13 +415,13 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
         read = held_out or (dataset.sources if cfg.data.reads_token_files else ())
         text = train.sample_prompt or first_words(read, tokenizer, end)
         encoded = tokenizer.encode(text, add_special_tokens=True).ids
-        return Sampler(train, tokenizer, encoded or [end], text, (end,), cfg.seed)
+        return Sampler(train, tokenizer, encoded or [end], text, stops, cfg.seed)
     if train.sample_prompt:
         prompt = chat_prompt(cfg, dataset)
     else:
         prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [end])
     shown = tokenizer.decode(prompt, skip_special_tokens=False)
-    return Sampler(train, tokenizer, prompt, shown, chat.stop_tokens, cfg.seed)
+    return Sampler(train, tokenizer, prompt, shown, stops, cfg.seed)
 
 
 def chat_prompt(cfg: RunConfig, dataset: Dataset) -> list[int]:

@@ -13,14 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from dtt.base.errors import ConfigError, Diverged
 from dtt.base.log import progress
+from dtt.data.text.continuation import Continuation
 from dtt.evaluate.tasks.definition import Task
 from dtt.evaluate.tasks.encoding import QuestionEncoder
 from dtt.evaluate.tasks.metrics import (
@@ -170,14 +169,10 @@ class TaskRunner:
         """Return the records of a block; None if `stop()` was true."""
         records = []
         if task.type == "generation":
-            # Answers may end at the first token of a stop string, which saves the rest of
-            # `max_tokens`.
-            ends = (*self.until_ids, *tokens_that_begin_with(self.encoder.tokenizer, task.until))
-            replies = self.generator.generate(block.prompts, task.max_tokens, ends, stop)
+            replies = self._replies(task, block.prompts, stop)
             if replies is None:
                 return None
-            for question, ids, facts in zip(block.questions, replies, block.facts, strict=True):
-                text = self.encoder.tokenizer.decode(ids, skip_special_tokens=False)
+            for question, text, facts in zip(block.questions, replies, block.facts, strict=True):
                 record = {"id": question.id, **_generated(task, question, text), **facts}
                 records.append(record | ({"text": text} if self.keep_samples else {}))
         else:
@@ -202,18 +197,34 @@ class TaskRunner:
                 record["continuations"] = list(question.continuations)
         return records
 
+    def _replies(
+        self, task: Task, prompts: Sequence[list[int]], stop: Callable[[], bool]
+    ) -> list[str] | None:
+        """Return the answers to prompts, each up to a text of `until`; None if `stop()` was true.
 
-@cache
-def tokens_that_begin_with(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the ids of tokens before which an answer that ends at one of `texts` is complete.
+        A special token is text like any other, so that `until` can name one.
+        """
 
-    Most answers end at such a token. Others continue until `max_tokens`, and are cut off later.
-    A special token is text like any other, so that `until` can name one.
-    """
-    ids = range(tokenizer.get_vocab_size() if texts else 0)
-    return tuple(
-        i for i in ids if tokenizer.decode([i], skip_special_tokens=False).startswith(texts)
-    )
+        def unanswered() -> list[Continuation]:
+            return [
+                Continuation(self.encoder.tokenizer, prompt, (), task.until, show_special=True)
+                for prompt in prompts
+            ]
+
+        own, every = unanswered(), unanswered()
+
+        def complete(prompt: int, token: int) -> bool:
+            own[prompt].add(token)
+            return own[prompt].stopped
+
+        answers = self.generator.generate(prompts, task.max_tokens, self.until_ids, stop, complete)
+        if answers is None:
+            return None
+        for reply, ids in zip(every, answers, strict=True):  # most are of other ranks
+            for token in ids:
+                reply.add(token)
+            reply.end()
+        return [reply.content for reply in every]
 
 
 def _count_tokens(options: Sequence[Option]) -> int:
@@ -261,12 +272,10 @@ def _rolled(task: Task, question: Question, scores: Sequence[OptionScore]) -> An
 
 def _generated(task: Task, question: Question, text: str) -> AnswerRecord:
     """Return the record of a generated text; an empty answer is never right."""
-    # The earliest stop string, as the model may have continued past it.
-    ends = [at for end in task.until if (at := text.find(end)) >= 0]
-    answer = text[: min(ends, default=len(text))]
+    answer = text
     try:
         if task.extract is not None:
-            answer = find(task.extract, answer, last=task.extract_last) or ""
+            answer = find(task.extract, text, last=task.extract_last) or ""
         given, *accepted = (_normalised(task, one) for one in (answer, *question.answers))
     except ValueError as error:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -26,8 +26,8 @@ GPU_MULTIPLE = 1024
 """Tokens that batches on a GPU are padded to a multiple of: each length is compiled once."""
 
 
-def never() -> bool:
-    """Return False: no stop is requested."""
+def never(*_: int) -> bool:
+    """Return False: no stop is requested, or no answer is complete."""
     return False
 
 
@@ -140,12 +140,14 @@ class Generator:
         max_new_tokens: int,
         until_ids: Collection[int],
         stop: Callable[[], bool] = never,
+        complete: Callable[[int, int], bool] = never,
     ) -> list[list[int]] | None:
         """Return the greedy continuation of each prompt, on every rank.
 
-        It ends before the first of `until_ids`, after `max_new_tokens`, or at the end of the
-        context. All ranks call this together. Return None as soon as `stop()`, which every rank
-        calls between batches, is true. Raise Diverged on every rank if logits are not finite.
+        It ends before the first of `until_ids`, after `max_new_tokens`, at the end of the context,
+        or with the token for which `complete(index of the prompt, token)` is true. All ranks call
+        this together. Return None as soon as `stop()`, which every rank calls between batches, is
+        true. Raise Diverged on every rank if logits are not finite.
         """
         answers: dict[int, list[int]] = {}
         failure: Diverged | None = None
@@ -158,9 +160,12 @@ class Generator:
                 for batch in batches[first : first + ranks][self.world.rank % ranks :][:1]:
                     found: list[list[int]] = [[] for _ in batch]
                     own = [prompts[i] for i in batch]
+                    ended = set[int]()
                     try:
-                        for i, token in self._tokens(own, max_new_tokens, until_ids):
+                        for i, token in self._tokens(own, max_new_tokens, until_ids, ended):
                             found[i].append(token)
+                            if complete(batch[i], token):
+                                ended.add(i)
                     except Diverged as error:  # the other ranks do not know yet
                         failure = error
                     answers.update(zip(batch, found, strict=True))
@@ -185,19 +190,25 @@ class Generator:
             yield batch
 
     def _tokens(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, until_ids: Collection[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        until_ids: Collection[int],
+        ended: Collection[int],
     ) -> Iterator[tuple[int, int]]:
-        """Yield (index of the prompt, token) for each new token."""
+        """Yield (index of the prompt, token) for each new token of prompts not in `ended`."""
         if not self.collective:
             assert isinstance(self.model, Decoder)
-            return generate_batch(
+            yield from generate_batch(
                 self.model,
                 prompts,
                 max_new_tokens=max_new_tokens,
                 temperature=0,
                 stop_ids=until_ids,
                 generators=[None] * len(prompts),
+                ended=ended,
             )
+            return
         tokens = generate_uncached(
             self.model,
             self.multiple,
@@ -210,7 +221,11 @@ class Generator:
             stop_ids=until_ids,
             generator=torch.Generator(self.world.device),
         )
-        return ((0, token) for token in tokens)
+        with closing(tokens):
+            for token in tokens:
+                yield 0, token
+                if ended:  # on all ranks, because their tokens are equal
+                    return
 
 
 @contextmanager
