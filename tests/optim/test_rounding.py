@@ -125,3 +125,60 @@ def test_replicas_round_alike_and_parts_each_in_their_own_way() -> None:
         first, second = ranks[0][kind], ranks[1][kind]
         assert [rank[kind] for rank in ranks] == [first, second, first, second]
         assert first != second
+
+
+SLOW = {
+    "adamw exp_avg_sq": (AdamWConfig(betas=(0.9, 0.999)), "exp_avg_sq"),
+    "adamw exp_avg": (AdamWConfig(betas=(0.99, 0.95)), "exp_avg"),
+    "muon momentum": (MuonConfig(momentum=0.99), "momentum"),
+    "muon row_moment": (MuonConfig(normuon_beta2=0.999), "row_moment"),
+}
+"""Optimizers with a running average whose steps are smaller than bf16 can represent."""
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["to nearest", "stochastic"])
+@pytest.mark.parametrize("name", SLOW)
+def test_running_averages_of_a_slow_decay_agree_with_those_of_fp32(
+    name: str, *, weights: bool
+) -> None:
+    """They grow in the first steps, and fall again with gradients of a thousandth."""
+    config, key = SLOW[name]
+
+    def state(dtype: torch.dtype) -> Tensor:
+        parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+        rounding = StochasticRounding.of(0, dtype, weights=weights)
+        (optimizer,) = groups.build(
+            config, table({"w": parameter}), torch.float32, rounding=rounding
+        ).values()
+        groups.set_learning_rate({"": optimizer}, 1e-6)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(120):
+            gradient = torch.rand(64, 64, generator=generator) * (1.0 if step < 20 else 1e-3)
+            parameter.grad = gradient.to(dtype)
+            if rounding is not None:
+                rounding.step = step
+            optimizer.step()
+        found: Tensor = optimizer.state[parameter][key]
+        return found.double()
+
+    assert abs(state(torch.bfloat16).mean() / state(torch.float32).mean() - 1) < 0.02
+
+
+def test_row_moments_round_alike_where_ranks_hold_parts_of_a_row() -> None:
+    first, second = on_ranks(2, row_moments)
+    assert first == second
+
+
+def row_moments(world: World) -> list[list[float]]:
+    """NorMuon's second moments of this rank, which holds half of the columns."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    rounding = StochasticRounding(0)
+    whole = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)]))
+    (optimizer,) = groups.build(
+        MuonConfig(normuon_beta2=0.999), table({"w": parameter}), torch.float32, rounding=rounding
+    ).values()
+    parameter.grad = distribute_tensor(whole, mesh, [Shard(1)])
+    optimizer.step()
+    found: list[list[float]] = local(optimizer.state[parameter]["row_moment"]).tolist()
+    return found

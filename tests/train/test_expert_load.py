@@ -84,3 +84,15 @@ def test_load_and_correction_depend_on_no_layout_and_on_no_remat(dtt: Dtt, token
             assert mine.get("expert_violation") == other.get("expert_violation"), name
             assert mine.get("expert_load") == other.get("expert_load"), name
             assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5), name
+
+
+def test_the_load_of_the_last_step_survives_a_restart() -> None:
+    """An evaluation that a restart repeats has the record of an undisturbed run."""
+    model, _ = make(tiny_architecture("dots1"))
+    before, after = ExpertLoad(model, Mesh(), rate=0.0), ExpertLoad(model, Mesh(), rate=0.0)
+    assert before.tensors() == {}
+    before.total({1: torch.tensor([5, 1, 3, 3, 3, 3, 3, 3])}, torch.device("cpu"))
+    after.load(before.tensors())
+    assert after.record() == before.record() != {}
+    after.load({})
+    assert after.record() == {}

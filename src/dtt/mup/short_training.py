@@ -38,7 +38,9 @@ class ShortTraining:
         with world.device:
             self.model = Decoder(self.plan.arch).to(self.plan.precision.weights)
         initialize(self.model, cfg.seed, self.plan.scaling.base)
-        self._rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
+        self._rounding = StochasticRounding.of(
+            cfg.seed, self.plan.precision.weights, weights=cfg.train.stochastic_rounding
+        )
         self._params = params_of(self.model)
         self._optimizers = groups.build(
             cfg.optim,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import AdamW, adamw
 
 from dtt.mesh.sharding import local, local_shard
-from dtt.optim.rounding import StochasticRounding
+from dtt.optim.rounding import SLOWEST_TO_NEAREST, StochasticRounding
 
 
 def make_adamw(
@@ -18,12 +18,13 @@ def make_adamw(
 ) -> CautiousAdamW | RoundedAdamW | AdamW:
     """Return the AdamW for parameter groups that carry `names` and, if it is true, `cautious`.
 
-    It is torch's own fused one unless decay is cautious or weights are rounded.
+    It is torch's own fused one unless decay is cautious or bf16 is rounded stochastically.
     """
     cautious = [group for group in groups if group.get("cautious")]
     # Rounded to bf16 on its own, a decay of less than 1/512 per step would be lost.
     narrow = any(p.dtype == torch.bfloat16 for group in cautious for p in group["params"])
-    if rounding is not None or narrow:
+    slow = max(max(group["betas"]) for group in groups) > SLOWEST_TO_NEAREST
+    if narrow or (rounding is not None and (rounding.weights or slow)):
         return RoundedAdamW(groups, rounding)
     return CautiousAdamW(groups, fused=True) if cautious else AdamW(groups, fused=True)
 
@@ -91,10 +92,9 @@ def decay_cautiously(
 class RoundedAdamW(AdamW):
     """AdamW that computes each step in fp32 and stores weights and moments in bf16.
 
-    It runs torch's fused kernel on one parameter at a time. Weights are rounded stochastically,
-    moments to nearest: a step moves a moment by about a twentieth of its distance to the new value,
-    which bf16 can represent, while it may change a weight by only a thousandth of its size. Without
-    `rounding`, weights are rounded to nearest too, as the kernel itself rounds bf16.
+    It runs torch's fused kernel on one parameter at a time. `rounding` says what is rounded
+    stochastically: weights, which a step may change by only a thousandth of their size, and moments
+    of a slow decay. All else is rounded to nearest, as the kernel itself rounds bf16.
     """
 
     def __init__(self, params: Iterable[Any], rounding: StochasticRounding | None) -> None:
@@ -147,11 +147,34 @@ class RoundedAdamW(AdamW):
             eps=group["eps"],
             maximize=False,
         )
+        # The offset tells the shards of a parameter apart. Replicas have the same one and draw the
+        # same bits.
+        self._write(narrow, (weight, mean, square), group, f"{name}{local_shard(p).box.offset}")
+
+    def _write(
+        self,
+        narrow: Sequence[Tensor],
+        exact: tuple[Tensor, Tensor, Tensor],
+        group: Mapping[str, Any],
+        key: str,
+    ) -> None:
+        """Round weight, first and second moment into bf16."""
+        weight, mean, square = exact
+        target, _, target_mean, target_square = narrow
+        beta1, beta2 = group["betas"]
         if self._rounding is None:
-            narrow[0].copy_(weight)
+            torch._foreach_copy_([target, target_mean, target_square], [weight, mean, square])
+            return
+        moments = (
+            (target_mean, mean, beta1, " exp_avg"),
+            (target_square, square, beta2, " exp_avg_sq"),
+        )
+        if self._rounding.weights:
+            self._rounding.write(target, weight, key)
         else:
-            # The offset tells the shards of a parameter apart. Replicas have the same one and draw
-            # the same bits.
-            self._rounding.write(narrow[0], weight, f"{name}{local_shard(p).box.offset}")
-        narrow[2].copy_(mean)
-        narrow[3].copy_(square)
+            target.copy_(weight)
+        for target, moment, beta, state in moments:
+            if beta > SLOWEST_TO_NEAREST:
+                self._rounding.write(target, moment, key + state)
+            else:
+                target.copy_(moment)

@@ -61,10 +61,10 @@ def build(
     AdamW the rest, unless `config.groups` assigns them by name.
     `multipliers` are factors of learning rates, by optimizer and name, 1 if absent; weight decay is
     divided by them, so that each step decays weights by the same amount. `rounding` is for bf16
-    parameters; `steps` is the length of the run, for weight decay by horizon. Groups carry their
-    parameters' `names`, their `label` and `peak_lr`. Raise ConfigError if an entry of
-    `config.groups` does not fit the parameters it matches, and ValueError for a horizon without
-    `steps`.
+    parameters and their state; `steps` is the length of the run, for weight decay by horizon.
+    Groups carry their parameters' `names`, their `label` and `peak_lr`. Raise ConfigError if an
+    entry of `config.groups` does not fit the parameters it matches, and ValueError for a horizon
+    without `steps`.
     """
     members: dict[tuple[Settings, Any], list[Param]] = defaultdict(list)
     for name, own in settings(config, params, steps).items():

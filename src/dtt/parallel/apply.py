@@ -82,8 +82,31 @@ def apply(
     # No gradient reaches them, and every rank computes the same values.
     corrections = [f"layers.{i}.mlp.router.balance" for i in routers(model)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, corrections)  # type: ignore[no-untyped-call]  # noqa: SLF001
-    # Gradients are views of the buckets: no second copy of all gradients.
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    return FixedBuckets(model, ids)
+
+
+class FixedBuckets(DistributedDataParallel):
+    """DDP whose buckets are the same in every step of a process, so that a run resumes bit for bit.
+
+    DDP groups gradients anew after its first step, in the order in which they became ready. Over
+    three or more ranks, the place of a number in its bucket decides in which order the ranks'
+    numbers are added, so the first step after a resume would round as no step of the whole run.
+    """
+
+    def __init__(self, model: nn.Module, device_ids: list[int] | None) -> None:
+        """Group the gradients of `model` once; all ranks call this together."""
+        # Gradients are views of the buckets: no second copy of all gradients.
+        super().__init__(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        # The regrouping that would follow the first step, by the order of the reducer's parameters.
+        # It happens once. (torch has no public name for it; `find_unused_parameters` would prevent
+        # it as well, but walks through the graph in every step.)
+        self.reducer._push_all_rebuilt_params()  # noqa: SLF001
+        self.reducer._rebuild_buckets()  # noqa: SLF001
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Return the parameters in reverse, as gradients become ready, to overlap with sums."""
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
 
 
 def _shard(

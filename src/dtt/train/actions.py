@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from dtt.checkpoint import replicas
 from dtt.config.run import RunConfig
 from dtt.evaluate.answers import AnswerEvaluator
 from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
@@ -190,15 +191,18 @@ def save(run: Run, _stop: Stop) -> list[Record]:
     position, dataset, world = run.position, run.data.dataset, run.world
     if position.step == run.schedule.steps:
         run.state.guard.check_trained(position)
-    # Before anything is written: a checkpoint of ranks that read different files must not exist.
+    # Before anything is written: a checkpoint of ranks that read different files, or hold different
+    # weights, must not exist.
     check_ranks(position, world)
+    params, state = run.state.params.trainable(), run.state.tensors()
+    replicas.check({**params, **state}, position.step, world)
     # One step earlier, so that a resume can read the last step's samples again and check their
     # hash.
     sources = dataset.state(dataset.first_sample(max(0, position.step - 1)))
     run.control.saver.begin(
         position.step,
-        run.state.params.trainable(),
-        run.state.tensors() | on_this_rank(rng_tensors(world.rank, world.device)),
+        params,
+        state | on_this_rank(rng_tensors(world.rank, world.device)),
         position.to_json() | {"run_id": run.run_id, "sources": sources} | run.schedule.state(),
         # Trackers are flushed before a checkpoint is complete: a run that resumes from it finds all
         # records up to it.

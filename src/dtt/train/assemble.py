@@ -65,7 +65,7 @@ def make_optimizers(
 ) -> dict[str, Optimizer]:
     """Return the optimizers by name, and log which parameters each one takes.
 
-    `rounding` applies to bf16 weights.
+    `rounding` applies to bf16 weights and their state.
     """
     rates = plan.scaling.learning_rates(cfg.optim, assembled.params)
     # Newton-Schulz runs in this dtype. Its result is approximate in any case.

@@ -145,7 +145,9 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     # After parallelisation, so that each rank fills its shards only.
     start, base = initial_weights(inputs, assembled, reader)
     startup.end_phase("model")
-    rounding = StochasticRounding(cfg.seed) if cfg.train.stochastic_rounding else None
+    rounding = StochasticRounding.of(
+        cfg.seed, plan.precision.weights, weights=cfg.train.stochastic_rounding
+    )
     optimizers = make_optimizers(cfg, plan, assembled, rounding)
     if inputs.resume is None:
         # A resumed job passed this check when it was new.

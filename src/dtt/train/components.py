@@ -50,7 +50,7 @@ class TrainState:
     optimizers: Mapping[str, Optimizer]
     guard: Guard
     rounding: StochasticRounding | None
-    """Stochastic rounding of bf16 weights, if configured; the optimizers use it."""
+    """Stochastic rounding of bf16 weights and averages; None with other weights."""
     ema: Ema | None
     experts: ExpertLoad | None = None
     """The load of experts, of a model that has some."""
@@ -60,8 +60,9 @@ class TrainState:
     def tensors(self) -> dict[str, LaidOut]:
         """Return all tensors for a checkpoint but the parameters, by path."""
         state = optimizer_tensors(self.optimizers) | self.guard.tensors()
-        averages = {} if self.ema is None else self.ema.tensors()
-        return self.params.laid_out(state | averages)
+        for part in (self.ema, self.experts):
+            state |= {} if part is None else part.tensors()
+        return self.params.laid_out(state)
 
     def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
         """Load the tensors of a checkpoint; raise ConfigError or DamagedError if they differ."""
@@ -70,6 +71,8 @@ class TrainState:
         load_optimizers(self.optimizers, state, self.layout.gather)
         if self.ema is not None:
             self.ema.restore(state)
+        if self.experts is not None:
+            self.experts.load(state)
         self.guard.load(state)
 
 

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from dtt.mesh.mesh import Mesh
+from dtt.mesh.sharding import FullTensor
 from dtt.model.decoder import Decoder
 from dtt.model.experts import routers
+from dtt.train.state import EXPERTS
 
+LOAD = f"{EXPERTS}/load/count"
+"""Path of the load of the last step in a checkpoint."""
 METRICS = ("expert_violation", "expert_entropy", "expert_idle")
 """Names of the numbers that `described` returns for each layer."""
 
@@ -56,6 +60,16 @@ class ExpertLoad:
         shares = {i: load_E / load_E.sum().clamp(min=1) for i, load_E in self.recent.items()}
         named = {str(i): [round(x, 5) for x in share.tolist()] for i, share in shares.items()}
         return {"expert_load": named} if named else {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state for a checkpoint: a resumed run may have to evaluate before a step."""
+        return {LOAD: torch.stack([*self.recent.values()])} if self.recent else {}
+
+    def load(self, tensors: Mapping[str, FullTensor]) -> None:
+        """Restore the state from a checkpoint; older ones have none."""
+        self.recent.clear()
+        if LOAD in tensors:
+            self.recent.update(zip(self.layers, tensors[LOAD][()], strict=True))
 
     @torch.no_grad()
     def follow(self, load_LE: Tensor, skip: Tensor) -> None:

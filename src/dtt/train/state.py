@@ -20,7 +20,7 @@ from dtt.optim import ema
 from dtt.optim.schedule import DECAY
 from dtt.params.table import Params
 
-RNG, GUARD = "rng", "guard"
+RNG, GUARD, EXPERTS = "rng", "guard", "experts"
 """First components of the paths of state that belongs to no optimizer."""
 NONE = type(None)
 FIELDS: dict[str, Kind] = {
@@ -218,13 +218,13 @@ def load_optimizers(
     not have had one. `load_parameters` has compared the names of all parameters before. `gather`
     collects the values of all ranks, as some may not hold all parameters.
 
-    Tensors that belong to no optimizer (`rng/…`, `guard/…`, `ema/…`) are ignored. Raise
+    Tensors that belong to no optimizer (such as `rng/…` and `ema/…`) are ignored. Raise
     DamagedError for any other tensor that an optimizer cannot have written.
     """
     by_parameter: dict[tuple[str, str], dict[str, FullTensor]] = {}
     for path, whole in saved.items():
         owner, *rest = path.split("/")
-        if owner not in (RNG, GUARD, ema.OWNER):
+        if owner not in (RNG, GUARD, EXPERTS, ema.OWNER):
             if len(rest) != 2:
                 raise _unexpected_state(f"{path!r} is not the state of an optimizer")
             name, key = rest

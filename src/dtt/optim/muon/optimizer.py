@@ -22,7 +22,7 @@ from dtt.optim.muon import matrix_sums
 from dtt.optim.muon.all_to_all import WaitTimer, stagger
 from dtt.optim.muon.newton_schulz import STEPS, orthogonalize, quintics
 from dtt.optim.muon.redistribution import Bucket, Layouts, ShardBatch, plan
-from dtt.optim.rounding import StochasticRounding
+from dtt.optim.rounding import SLOWEST_TO_NEAREST, StochasticRounding
 
 BATCH_ELEMENTS = 2**26
 """Maximum elements updated at once. Bounds the memory of a step: 256 MB per copy in fp32."""
@@ -212,8 +212,15 @@ class Muon(torch.optim.Optimizer):
         gradients = torch.stack(batch.of(_gradient))
         momenta = batch.of(lambda p: self.state[p]["momentum"])
         old = torch.stack(momenta)
+        momentum: float = self.param_groups[batch.group]["momentum"]
+        if self._rounds(momentum):
+            old, gradients = wide(old), wide(gradients)
         new = torch.lerp(old, gradients, _weight(1 - decay, old))
-        self._write(momenta, old, new)
+        if self._rounds(momentum):
+            offsets = [shard.offset for shard in batch.shards]
+            self._round(batch, momenta, self._unless_skipped(old, new), offsets, " momentum")
+        else:
+            self._write(momenta, old, new)
         # Nesterov: g + momentum * (m - g), in the memory of the gradients.
         return gradients.lerp_(new, _weight(decay, new))
 
@@ -294,12 +301,12 @@ class Muon(torch.optim.Optimizer):
         weights = batch.of(lambda p: p)
         old = torch.stack(weights)
         # Both need exact sums: rounding comes last, once.
-        if self._rounding is not None or factors is not None:
+        rounds = self._rounding is not None and self._rounding.weights
+        if rounds or factors is not None:
             old = wide(old)  # in bf16, the factor of the weights would be 1
         update = update.to(old.dtype)
         if rows is not None:
-            moments = batch.of(self._row_moment)
-            self._write(moments, torch.stack(moments), rows[..., :1])
+            self._write_row_moments(batch, rows[..., :1])
             update = update * rows[..., 1:]
         if factors is not None:
             new = update.mul_(factors[1]).addcmul_(old, factors[0])
@@ -313,15 +320,43 @@ class Muon(torch.optim.Optimizer):
             change = update.mul_(-lr * self._scale(*batch.shape))
             change.add_(decayed, alpha=-lr * group["weight_decay"])
             new = change.add_(old)
-        if self._rounding is None:
+        if not rounds:
             self._write(weights, old, new)
             return
         # Decided on the device before rounding: a skipped step keeps the bf16 weights bit for bit,
         # as they are exact in fp32.
-        new = self._unless_skipped(old, new)
-        for weight, value, shard in zip(weights, new, batch.shards, strict=True):
-            name = self._names[shard.parameter]
-            self._rounding.write(weight, value, f"{name}{shard.offset}")
+        offsets = [shard.offset for shard in batch.shards]
+        self._round(batch, weights, self._unless_skipped(old, new), offsets)
+
+    def _write_row_moments(self, batch: ShardBatch, new: Tensor) -> None:
+        """Write NorMuon's second moments of rows [N, r, 1]."""
+        moments, beta2 = batch.of(self._row_moment), self._config.normuon_beta2
+        assert beta2 is not None
+        old = torch.stack(moments)
+        if not self._rounds(beta2):
+            self._write(moments, old, new)
+            return
+        # Without the column: ranks that hold parts of one row have the same moment of it.
+        rows = [shard.offset[:-1] for shard in batch.shards]
+        new = self._unless_skipped(wide(old), new.contiguous())
+        self._round(batch, moments, new, rows, " row_moment")
+
+    def _rounds(self, decay: float) -> bool:
+        """Return True if averages of this decay are in bf16 and must be rounded stochastically."""
+        return self._rounding is not None and decay > SLOWEST_TO_NEAREST
+
+    def _round(
+        self,
+        batch: ShardBatch,
+        targets: list[Tensor],
+        new: Tensor,
+        offsets: Sequence[tuple[int, ...]],
+        state: str = "",
+    ) -> None:
+        """Round the slices of `new` stochastically into `targets`: weights, or a state of them."""
+        assert self._rounding is not None
+        for target, value, shard, at in zip(targets, new, batch.shards, offsets, strict=True):
+            self._rounding.write(target, value, f"{self._names[shard.parameter]}{at}{state}")
 
     def _row_moment(self, p: Tensor) -> Tensor:
         moment: Tensor = self.state[p]["row_moment"]
