@@ -146,7 +146,10 @@ def test_the_verdict_does_not_depend_on_the_place_of_the_file(
     (tmp_path / f"source/b.{fault.suffix}").rename(tmp_path / f"source/A.{fault.suffix}")
     options = DownloadConfig(dataset=str(tmp_path / "source"), txt_documents="line")
     if fault.refused:
-        remedies = r"download\.text_column=|files with a column of text|iconv -f |with commas"
+        remedies = (
+            r"download\.text_column=|files with a column of text|iconv -f |with commas"
+            "|with other names"
+        )
         with pytest.raises(DttError, match=remedies):
             download(options, tmp_path / "corpus")
         return

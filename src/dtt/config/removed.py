@@ -21,7 +21,7 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
 def without_removed(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers without keys of earlier versions; ConfigError for one that is set."""
     for layer in layers:
-        for key in layer.keys() & REMOVED.keys():
+        for key in [key for key in REMOVED if key in layer]:
             leaf, (default, instead) = layer[key], REMOVED[key]
             if leaf.value != default:
                 raise ConfigError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -335,3 +338,29 @@ def test_a_preference_row_trains_only_what_follows_the_common_prompt(row: Any) -
 def test_a_wrong_preference_row_is_refused(row: Any, why: str) -> None:
     with pytest.raises(RefusedRow, match=why):
         parse_pair(row)
+
+
+def test_reasons_and_keys_do_not_depend_on_the_hash_seed() -> None:
+    code = (
+        "from dtt.data.conversations.dialects import parse_row\n"
+        "from dtt.data.conversations.rows import RefusedRow\n"
+        "chat = [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}]\n"
+        "row = {'messages': chat, 'topic': 1, 'source': 2, 'id': 3}\n"
+        "print(parse_row(row).unread)\n"
+        "for wrong in ({'label': True, 'images': [1], 'functions': [1], 'input_ids': [1]},\n"
+        "              {'messages': [{**chat[0], 'image': 1, 'audio': 1, 'train_detail': 1}]},\n"
+        "              {'messages': [{**chat[0], 'weight': 7, 'masked': 7, 'loss': 7}]},\n"
+        "              {'messages': [{'role': 'user', 'content': 1, 'name': 2, 'thinking': 3}]}):\n"
+        "    try: parse_row({**row, **wrong})\n"
+        "    except RefusedRow as refused: print(refused.why)\n"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in "1234"
+    }
+    assert len(said) == 1

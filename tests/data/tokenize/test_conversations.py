@@ -213,6 +213,36 @@ def test_bad_rows_are_counted_with_line_and_reason_and_end_nothing(workshop: Wor
         workshop.run("stopped", validation_fraction=0, on_bad_document="stop")
 
 
+DEEP = '[{"name": "f", "x": ' + "[" * 600 + '"<|im_end|>"' + "]" * 600 + "}]"
+"""Tools as JSON text, deeper than Python recurses, with the string of a special token."""
+
+
+def test_what_only_rendering_or_encoding_raises_costs_its_row(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [*ROWS[:5], {**ROWS[5], "tools": DEEP}, *ROWS[6:9]]
+    workshop.corpus(jsonl(rows))
+    tokenized = workshop.run(validation_fraction=0.0)
+    found = workshop.sequences()["train"]
+    assert found == encoded(workshop.tokenizer, [*ROWS[:5], *ROWS[6:9]])
+    assert tokenized.problems == (f"{workshop.folder / 'rows.jsonl'}:6: nested too deeply",)
+    finish = ChatEncoder._finish
+
+    def fail(self: ChatEncoder, rendered: Any, encoded: Any) -> Any:
+        if ROWS[2]["messages"][0]["content"] in rendered.text:
+            raise error
+        return finish(self, rendered, encoded)
+
+    monkeypatch.setattr(ChatEncoder, "_finish", fail)
+    error: Exception = KeyError("x")
+    tokenized = workshop.run("other", validation_fraction=0.0)
+    assert workshop.sequences("other")["train"] == [*found[:2], *found[3:]]
+    assert "rows.jsonl:3: cannot be read: KeyError: 'x'" in tokenized.problems[0]
+    error = MemoryError()
+    with pytest.raises(MemoryError):
+        workshop.run("third", validation_fraction=0.0)
+
+
 def test_a_corpus_without_a_single_conversation_is_an_error(workshop: Workshop) -> None:
     workshop.corpus(b'{"text": "plain"}\n')
     with pytest.raises(InputError, match=r"1 could not be used, such as .*\.jsonl:1: no messages"):

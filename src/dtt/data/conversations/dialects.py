@@ -99,7 +99,7 @@ class _Row:
         check_depth(row)
         self._values = {key: value for key, value in row.items() if value is not None}
         self._read: set[str] = set()
-        for key in REFUSED.keys() & self._values.keys():
+        for key in [key for key in REFUSED if key in self._values]:
             is_meant, why = REFUSED[key]
             if is_meant(self._values[key]):
                 raise RefusedRow(why.format(key=key))
@@ -192,8 +192,11 @@ def _question(row: _Row, sides: list[list[Any]]) -> list[Any]:
     given = {key: _side(text, key, "user") for key, text in texts.items() if text}
     given = {key: messages for key, messages in given.items() if messages not in sides}
     if "instruction" in given and "input" in given:  # alpaca's two parts of one question
-        parts = [given.pop("input")[0]["content"], given["instruction"][0]["content"]]
-        given["instruction"] = [{"role": "user", "content": "\n\n".join(reversed(parts))}]
+        parts = [texts["instruction"], texts["input"]]
+        if not all(isinstance(part, str) for part in parts):
+            raise RefusedRow("instruction and input: expected strings, where both are given")
+        del given["input"]
+        given["instruction"] = [{"role": "user", "content": "\n\n".join(parts)}]
     if len({json.dumps(value, sort_keys=True, default=str) for value in given.values()}) > 1:
         # `prompt` may be the last question of a conversation that stands in another key as well.
         longest = max(given.values(), key=len)

@@ -22,7 +22,7 @@ from dtt.data.conversations.dialects import parse_pair, parse_row
 from dtt.data.conversations.loss_mask import VERSION as MASK_VERSION
 from dtt.data.conversations.rows import REASONING, Conversation, RefusedRow
 from dtt.data.conversations.template import resolve_template, special_tokens_beside
-from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.document_sampling import some_rows
 from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
@@ -169,36 +169,43 @@ class ConversationEncoder:
     def _encode(self, rows: list[JsonRow], refused: BadDocuments) -> Iterator[EncodedConversation]:
         parsed: list[tuple[JsonRow, list[Conversation]]] = []
         for row in rows:
-            try:
+            with refused.guard(row.where):
                 conversations = self._parse(row)
                 unread = self._unread(conversations)
-            except RefusedRow as error:
-                refused.add(row.where, error.why)
-                continue
-            parsed.append((row, conversations))
-            refused.unread.update(unread)
-            refused.nulls += any(map(_has_nulls, conversations))
-        every = chain.from_iterable(conversations for _, conversations in parsed)
-        results = iter(self._chat.encode_batch(every))
-        for row, conversations in parsed:
-            mine = [next(results) for _ in conversations]
-            # A pair is refused if either of its conversations is.
-            why = next((result.why for result in mine if isinstance(result, RefusedRow)), None)
-            if why is not None:
-                refused.add(row.where, why)
-                continue
-            for result in mine:
-                assert not isinstance(result, RefusedRow)
-                yield from result
+                refused.nulls += any(map(_has_nulls, conversations))
+                refused.unread.update(unread)
+                parsed.append((row, conversations))
+        results = self._results([conversations for _, conversations in parsed])
+        for (row, _), mine in zip(parsed, results, strict=True):
+            found: list[EncodedConversation] = []
+            with refused.guard(row.where):
+                for result in mine:
+                    if isinstance(result, Exception):
+                        raise result  # a pair is refused if either of its conversations is
+                    found += result
+                yield from found
 
-    def _unread(self, conversations: list[Conversation]) -> set[str]:
-        """Return the keys of a row, and of its messages, that nothing reads.
+    def _results(
+        self, rows: list[list[Conversation]]
+    ) -> list[list[list[EncodedConversation] | Exception]]:
+        """Return the samples of each conversation of each row, or what encoding it raises."""
+        try:
+            results = iter(self._chat.encode_batch(chain.from_iterable(rows)))
+            return [[next(results) for _ in conversations] for conversations in rows]
+        except Exception as error:  # noqa: BLE001  templates and tokenizers raise anything
+            raise_if_refused(error)
+            if len(rows) == 1:
+                return [[error]]
+        return [self._results([row])[0] for row in rows]  # one at a time, to keep the others
+
+    def _unread(self, conversations: list[Conversation]) -> list[str]:
+        """Return the keys of a row, and of its messages, that nothing reads, each once.
 
         Raises RefusedRow if a reasoning is among them: the model would learn to answer without it.
         """
-        found = {key for one in conversations for key in one.unread}
+        found = dict.fromkeys(key for one in conversations for key in one.unread)
         for i, message in enumerate(m for one in conversations for m in one.messages):
-            for key in message.keys() - self._read.keys():
+            for key in [key for key in message if key not in self._read]:
                 is_reasoning = key in REASONING
                 template = self._chat.template
                 self._read[key] = (
@@ -207,8 +214,8 @@ class ConversationEncoder:
             unread = [key for key in message if not self._read[key]]
             if lost := [key for key in unread if key in REASONING]:
                 raise RefusedRow(f"messages[{i}].{lost[0]}: the chat template reads no reasoning")
-            found.update(f"messages[].{key}" for key in unread)
-        return found
+            found.update(dict.fromkeys(f"messages[].{key}" for key in unread))
+        return list(found)
 
     def _parse(self, row: JsonRow) -> list[Conversation]:
         """Return the conversation of a row, or both of a pair; raise RefusedRow."""

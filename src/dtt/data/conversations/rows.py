@@ -125,7 +125,7 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     if not is_object(message):
         raise RefusedRow(f"{where} is {kind_of(message)}, not an object")
     clean = {key: value for key, value in message.items() if value is not None}
-    for key in REFUSED_KEYS.keys() & clean.keys():
+    for key in [key for key in REFUSED_KEYS if key in clean]:
         if clean.pop(key) not in ([], {}, ""):
             raise RefusedRow(f"{where}.{key} {REFUSED_KEYS[key]}")
     train = _is_trained(clean, where)
@@ -136,7 +136,7 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
         raise RefusedRow(
             f"{where}.role: unknown role {shown(role)}; expected one of {', '.join(sorted(ROLES))}"
         )
-    for key in clean.keys() & CHECKS.keys():
+    for key in [key for key in CHECKS if key in clean]:
         CHECKS[key](clean[key], f"{where}.{key}")
     if "tool_calls" in clean:
         if role != "assistant":
@@ -155,7 +155,7 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
 def _is_trained(message: Message, where: str) -> bool:
     """Remove the flags of TRAIN_FLAGS from a message; return what they say, True without any."""
     said: dict[str, bool] = {}
-    for key in TRAIN_FLAGS.keys() & message.keys():
+    for key in [key for key in TRAIN_FLAGS if key in message]:
         value = message.pop(key)
         # 0 == False and 1.0 == True: JSON of other tools has all of these.
         if isinstance(value, str | list | dict) or value not in (0, 1):

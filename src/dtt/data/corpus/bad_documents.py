@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from types import TracebackType
 
-from dtt.base.errors import DamagedError
+from dtt.base.errors import DamagedError, DttError
 
 MAX_REASONS = 50
 """Maximum number of different reasons that are counted; further ones count as OTHER."""
@@ -46,6 +47,14 @@ class BadDocuments:
         self.replaced += 1
         return SURROGATE.sub("\ufffd", text)
 
+    def guard(self, where: Callable[[], str]) -> Guard:
+        """Return a context that turns any exception raised inside into an unusable document.
+
+        Files of others raise what nobody has thought of: dates before the year 1, keys that are not
+        text, templates that recurse. One such row must cost itself, never the run.
+        """
+        return Guard(self, where)
+
     def add(
         self, where: Callable[[], str], why: str, *, lost_bytes: int = 0, count: int = 1
     ) -> None:
@@ -74,11 +83,56 @@ class BadDocuments:
             self.examples.append(f"{where()}: {why}")
 
 
-def raise_if_refused(error: Exception) -> None:
-    """Re-raise `error` if it is an I/O error of the operating system.
+class Guard:
+    """A context that records what is raised inside as an unusable document at `where`."""
 
-    A failing disk or network may recover, so it must not count as a bad document. Only damaged
-    content does; its errors have no errno.
+    __slots__ = ("_bad", "_where")
+
+    def __init__(self, bad: BadDocuments, where: Callable[[], str]) -> None:
+        """Record in `bad`; a class, as a generator would cost a microsecond for each row."""
+        self._bad, self._where = bad, where
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Record `error` and return True, unless it says nothing about the document."""
+        if not isinstance(error, Exception) or not is_about_content(error):
+            return False
+        self._bad.add(self._where, reason(error))
+        return True
+
+
+def reason(error: Exception) -> str:
+    """Return the reason for an unusable document, from what reading it has raised."""
+    why = getattr(error, "why", None)  # of a RefusedRow
+    if isinstance(why, str):
+        return why
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: {error.reason} at byte {error.start}"
+    if isinstance(error, UnicodeEncodeError):
+        return "not UTF-8"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return f"cannot be read: {type(error).__name__}: {error}"
+
+
+def is_about_content(error: Exception) -> bool:
+    """Return True if `error` means that content is damaged or has an unknown form.
+
+    A failing disk, network or allocation may succeed later, so it must not count as a bad document.
+    I/O errors of the operating system have an errno; those of damaged content have none.
     """
-    if isinstance(error, OSError) and error.errno is not None:
+    failed = isinstance(error, OSError) and error.errno is not None
+    return not failed and not isinstance(error, MemoryError | DttError)
+
+
+def raise_if_refused(error: Exception) -> None:
+    """Re-raise `error` unless it is about the content of a file."""
+    if not is_about_content(error):
         raise error

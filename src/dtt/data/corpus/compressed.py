@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import shlex
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
 
+from dtt.base.errors import InputError
+
+WINDOW_TOO_LARGE = "requires too much memory"
+"""Part of the message of zstd's decoder for a frame whose window it does not allow."""
 CHUNK_BYTES = 2**16
 """Bytes of a compressed file that pyarrow reads at once. Damage lies in the last chunk it read."""
 
@@ -41,10 +49,12 @@ class Decompressed(io.RawIOBase):
         except OSError as error:
             if self._damage is not None or error.errno is not None:
                 raise self._damage or error from None
+            if WINDOW_TOO_LARGE in str(error):
+                raise _wide_window(self._path) from None
             self._damage = error
             self._stream = io.BytesIO(self._rescue(self._file.tell()))
             size = self._stream.readinto(buffer)
-        if not size and self._damage is not None:
+        if not size and self._damage is not None and not self._is_only_padded():
             raise self._damage
         self.text_bytes += size
         return size
@@ -54,6 +64,21 @@ class Decompressed(io.RawIOBase):
         self._stream.close()
         self._file.close()
         super().close()
+
+    def _is_only_padded(self) -> bool:
+        """Return True if the content ends with zeros after a complete gzip member.
+
+        Tapes and some uploads fill the last block so, and gzip itself ignores them (RFC 1952 does
+        not mention them). Reads the file again, since zeros may also be the rest of a torn write.
+        """
+        if self._compression != "gzip" or self.unread_bytes == self._path.stat().st_size:
+            return False
+        with suppress(OSError, EOFError, zlib.error), gzip.open(self._path) as file:
+            while file.read(CHUNK_BYTES):
+                pass
+            self.unread_bytes = 0
+            return True
+        return False
 
     def _rescue(self, broke_at: int) -> bytes:
         """Return the content between the current position and the damage.
@@ -74,6 +99,20 @@ class Decompressed(io.RawIOBase):
                     raise
             self.unread_bytes = self._path.stat().st_size - file.tell()
             return bytes(content)
+
+
+def _wide_window(path: Path) -> InputError:
+    """Return the error for a zstd file that needs more memory than zstd's decoder allows.
+
+    Dumps of Pushshift and the Pile are such (`zstd --long=31`). Otherwise each of them would count
+    as one unreadable document, and training would continue with the others.
+    """
+    return InputError(
+        "a file is compressed with a window that is too large to read",
+        where=path,
+        why="its window is larger than 128 MiB (zstd --long)",
+        next=f"compress it again: zstd -d --long=31 -c {shlex.quote(path.name)} | zstd -o NEW.zst",
+    )
 
 
 def lost_bytes(stream: object, used: int | None = None, size: int = 0) -> int:

@@ -11,19 +11,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.base.errors import DamagedError, InputError
-from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
+from dtt.data.corpus.csv_rows import csv_header, csv_rows
 from dtt.data.corpus.documents import (
     BATCH_BYTES,
     batch_documents,
     batches,
     column_documents,
-    csv_rows,
     is_sound,
     json_objects,
-    location,
 )
-from dtt.data.corpus.formats import column_names, open_csv
+from dtt.data.corpus.formats import UNREADABLE
+from dtt.data.corpus.line_numbers import location
 from dtt.data.corpus.parquet import read_span
+from dtt.data.corpus.text_columns import column_names
 from dtt.data.corpus.units import Corpus, Span, Unit
 
 
@@ -81,9 +82,12 @@ def _chosen(corpus: Corpus, span: Span, columns: Sequence[str], bad: BadDocument
         bad.add(partial(location, path, 0, 1), "the file is empty")
         return
     if manifest.file_format == "csv":
-        stream, names = open_csv(path)
-        with stream:
-            _require(columns, names.fieldnames or (), path)
+        try:
+            header = csv_header(path)
+        except UNREADABLE as error:  # `csv_rows` reports it
+            raise_if_refused(error)
+        else:
+            _require(columns, header, path)
         rows, noun = csv_rows(path, bad), "column"
     else:
         rows, noun = ((where, row) for where, _, row in json_objects(path, span, bad)), "key"
@@ -102,7 +106,7 @@ def _rows_with(
     bad: BadDocuments,
 ) -> list[Row]:
     texts = rows.select([column])
-    values = rows.select(list(columns)).to_pylist()
+    values = _values(rows.select(list(columns)), where, first, bad)
     if is_sound(texts.column(0)):
         return list(zip(batch_documents(texts, where, first, bad), values, strict=True))
     return [
@@ -110,6 +114,25 @@ def _rows_with(
         for place, value in enumerate(values)
         for document in batch_documents(texts.slice(place, 1), where, first + place, bad)
     ]
+
+
+def _values(
+    rows: pa.RecordBatch, where: Callable[[int], str], first: int, bad: BadDocuments
+) -> list[dict[str, Any]]:
+    """Return the values of each row; a value that cannot be read is None, and recorded in `bad`.
+
+    The row stays, since its text can be read and documents are numbered.
+    """
+    try:
+        return list(rows.to_pylist())
+    except Exception as error:  # noqa: BLE001  files of others raise anything
+        raise_if_refused(error)
+    found: list[dict[str, Any]] = [dict.fromkeys(rows.schema.names) for _ in range(len(rows))]
+    for name in rows.schema.names:
+        for place, cell in enumerate(rows.column(name)):
+            with bad.guard(partial(where, first + place)):
+                found[place][name] = cell.as_py()
+    return found
 
 
 def _require(columns: Sequence[str], names: Sequence[str], path: Path) -> None:

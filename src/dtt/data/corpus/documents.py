@@ -5,7 +5,6 @@ Documents that cannot be read are skipped and recorded in a BadDocuments, with f
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -19,16 +18,19 @@ from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.compressed import lost_bytes
+from dtt.data.corpus.csv_rows import csv_rows
 from dtt.data.corpus.formats import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
+    TOO_LONG,
     is_compressed,
     is_text,
-    open_csv,
     open_stream,
+    read_line,
     starts_with_array,
 )
 from dtt.data.corpus.json_array import elements
+from dtt.data.corpus.line_numbers import location
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
 
@@ -37,7 +39,6 @@ SECTION_BYTES = 4096
 BATCH_BYTES = 2**21
 """Default size of a batch of documents: about what the processor's cache holds."""
 T = TypeVar("T")
-TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
 
 
 def read_unit(
@@ -129,7 +130,7 @@ def raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
                 stream.seek(position - 1)
                 position += _skip_line(stream, span.stop - position + 1) - 1
             while position < span.stop or is_compressed(path):
-                line, size = _read_line(stream)
+                line, size = read_line(stream)
                 if not size:
                     if not is_compressed(path):
                         raise OSError("it has become shorter")
@@ -158,31 +159,6 @@ def _skip_line(stream: BinaryIO, most: int) -> int:
         if part.endswith(b"\n"):
             break
     return skipped
-
-
-def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
-    """Read a line; return it and its full size in bytes.
-
-    If the line is longer than MAX_DOCUMENT_BYTES, only its start is returned.
-    """
-    line = part = stream.readline(MAX_DOCUMENT_BYTES + 1)
-    size = len(line)
-    while part and not part.endswith(b"\n"):
-        part = stream.readline(MAX_DOCUMENT_BYTES)
-        size += len(part)
-    return line, size
-
-
-def location(path: Path, start: int, number: int) -> str:
-    """Return `file:line` of the `number`-th line that starts at or after byte `start`."""
-    before = 0
-    with path.open("rb") as file:
-        while start > 0 and (chunk := file.read(min(start, 2**20))):
-            before += chunk.count(b"\n")
-            start -= len(chunk)
-            if start == 0 and not chunk.endswith(b"\n"):
-                before += 1  # the line that crosses `start` belongs to the previous span
-    return f"{path}:{before + number}"
 
 
 def _text_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
@@ -304,33 +280,6 @@ def column_documents(
             yield from _encoded(row[manifest.text_column], where, bad, is_json=noun == "key")
 
 
-def csv_rows(
-    path: Path, bad: BadDocuments
-) -> Iterator[tuple[Callable[[], str], dict[str | Any, str | Any]]]:
-    """Yield the location and the content of each row of a CSV file; others are added to `bad`."""
-    number = 0
-    stream = None
-    try:
-        stream, rows = open_csv(path)
-        with stream:
-            while True:
-                number = rows.line_num + 1
-                where = partial(location, path, 0, number)
-                try:
-                    row = next(rows)
-                except StopIteration:
-                    return
-                except csv.Error as error:
-                    bad.add(where, f"not CSV: {error}")
-                    continue
-                yield where, row
-    except OSError as error:
-        raise_if_refused(error)
-        why = f"the rest of the file cannot be read: {error}"
-        lost = lost_bytes(stream and stream.buffer)
-        bad.add(partial(location, path, 0, number), why, lost_bytes=lost)
-
-
 def batch_documents(
     rows: pa.RecordBatch, where: Callable[[int], str], first: int, bad: BadDocuments
 ) -> list[bytes]:
@@ -361,12 +310,8 @@ def is_sound(texts: pa.Array) -> bool:
 
 
 def _value(value: pa.Scalar, where: Callable[[], str], bad: BadDocuments) -> Iterator[bytes]:
-    try:
-        text = value.as_py()
-    except UnicodeDecodeError as error:
-        bad.add(where, f"not UTF-8: {error.reason} at byte {error.start}")
-    else:
-        yield from _encoded(text, where, bad)
+    with bad.guard(where):
+        yield from _encoded(value.as_py(), where, bad)
 
 
 def _encoded(

@@ -18,12 +18,8 @@ from dtt.config.data import DownloadConfig
 from dtt.data.corpus import stdlib, stdlib_chat
 from dtt.data.corpus.encodings import check_encodings
 from dtt.data.corpus.file_choice import FilePatterns, one_format
-from dtt.data.corpus.formats import (
-    check_rows,
-    find_text_column,
-    holds_conversations,
-)
 from dtt.data.corpus.local_files import local_files, real_path
+from dtt.data.corpus.text_columns import check_rows, find_text_column, holds_conversations
 
 
 def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusManifest:

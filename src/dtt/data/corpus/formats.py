@@ -1,24 +1,17 @@
-"""File formats of raw text: detection by file name, opening as streams, and listing of columns."""
+"""File formats of raw text: detection by file name, and opening as streams."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import BinaryIO, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.base.log import log
 from dtt.data.corpus.bad_documents import raise_if_refused
 from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
-from dtt.data.corpus.json_array import elements, is_array_file
+from dtt.data.corpus.json_array import is_array_file
 
 FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
 
@@ -28,24 +21,18 @@ SUFFIXES: dict[str, FileFormat] = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
     ".csv": "csv",
+    ".tsv": "csv",
+    ".tab": "csv",
     ".txt": "txt",
 }
 METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"))
 """Files beside the data of a Hub clone, or of `save_to_disk`, that are not data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = (
-    "parquet, jsonl, json (an array, or one object per line), csv and txt, "
-    "the last four also as .gz or .zst"
+    "parquet, jsonl, json (an array, or one object per line), csv, tsv and txt, "
+    "all but the first also as .gz or .zst"
 )
 
-TEXT_COLUMNS = ("text", "content", "document", "body")
-MESSAGE_COLUMNS = ("messages", "conversations")
-FIRST_LINES = 100
-"""Number of lines of a .jsonl file in which its columns are searched."""
-JSON_KINDS = {
-    str: "text", type(None): "null", dict: "an object", list: "a list",
-    bool: "true or false", int: "a number", float: "a number",
-}  # fmt: skip
 SHOWN = 3
 """Maximum number of unreadable files that are logged."""
 UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
@@ -53,6 +40,7 @@ UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_DOCUMENT_BYTES = 64 * 2**20
 """Maximum length of a document. A longer one is assumed to be an error; this also bounds memory."""
+TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
 
 
 def file_format(path: Path) -> FileFormat | None:
@@ -90,215 +78,22 @@ def starts_with_array(path: Path) -> bool:
         return False
 
 
-def open_csv(path: Path) -> tuple[io.TextIOWrapper, csv.DictReader[str]]:
-    """Open a CSV file; return the stream and its rows.
+def delimiter(path: Path) -> str:
+    """Return the character between the cells of a CSV file, by its name."""
+    return "\t" if {".tsv", ".tab"} & {one.lower() for one in path.suffixes[-2:]} else ","
 
-    Bytes that are not UTF-8 are decoded as lone surrogates.
+
+def read_line(stream: BinaryIO) -> tuple[bytes, int]:
+    """Read a line; return it and its full size in bytes, 0 at the end.
+
+    If the line is longer than MAX_DOCUMENT_BYTES, only its start is returned.
     """
-    csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    stream = io.TextIOWrapper(
-        open_stream(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
-    )
-    return stream, csv.DictReader(stream, strict=True)
-
-
-def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
-    """Return the column of `paths` to read: `asked`, or the column that contains the text.
-
-    Every file is checked against that column, regardless of the order of the files. A file that
-    cannot be read is logged here; the reader of documents later keeps what it can of it.
-
-    Raises ConfigError, which lists the columns, if a file lacks the column, if the column does not
-    contain text, or if the text column is ambiguous; DamagedError or InputError if no file can be
-    read.
-    """
-    kinds = _kinds_of_all(paths, asked)
-    found = (_choose_column(path, kind) for path, kind in kinds.items())
-    column = asked or next(filter(None, found), None)
-    if column is None:
-        path, kind = next(iter(kinds.items()))
-        raise _no_column(path, kind, "cannot tell which column contains the text")
-    for path, kind in kinds.items():
-        _check_column(path, kind, column)
-    return column
-
-
-def column_names(path: Path) -> list[str]:
-    """Return the columns of a file, or the keys in the first FIRST_LINES rows of a JSON file.
-
-    Raises DamagedError or InputError if the file cannot be read.
-    """
-    return [] if file_format(path) == "txt" else list(_kinds(path, None))
-
-
-def holds_conversations(paths: Sequence[Path]) -> bool:
-    """Return True if the first readable file has a column of messages."""
-    for path in paths:
-        with suppress(DamagedError, InputError, ConfigError):
-            kinds = _kinds(path, None) if file_format(path) not in (None, "txt") else {}
-            return any(name in kinds and kinds[name] != TEXT for name in MESSAGE_COLUMNS)
-    return False
-
-
-def check_rows(paths: Sequence[Path]) -> None:
-    """Check that files hold rows of columns; log those that cannot be read.
-
-    Raises DamagedError or InputError if no file can be read.
-    """
-    _kinds_of_all(paths, None)
-
-
-def _kinds_of_all(paths: Sequence[Path], wanted: str | None) -> dict[Path, Kinds]:
-    """Return the columns of each readable file; log the others, and raise if there are only such.
-
-    `wanted` is the column that the user asked for, if any.
-    """
-    kinds: dict[Path, Kinds] = {}
-    unreadable: list[DamagedError | InputError] = []
-    for path in paths:
-        try:
-            kinds[path] = _kinds(path, wanted)
-        except (DamagedError, InputError) as error:
-            unreadable.append(error)
-    if not kinds:
-        raise unreadable[0]
-    for problem in unreadable[:SHOWN]:
-        log.warning("%s", problem)
-    if unreadable:
-        log.warning("files that cannot be read: %d; tokenize skips them", len(unreadable))
-    return kinds
-
-
-Kinds = dict[str, str]
-"""The columns of a file, by name, and the kind of their values."""
-TEXT, NOTHING = "text", "null"
-"""Kinds of columns: text, and only nulls in the part that was read."""
-
-
-def _choose_column(path: Path, kinds: Kinds) -> str | None:
-    """Return the text column; None if the column, or the file, holds only nulls so far."""
-    likely = next((name for name in TEXT_COLUMNS if name in kinds), None)
-    if likely is None:
-        texts = [name for name, kind in kinds.items() if kind == TEXT]
-        if len(texts) == 1:
-            return texts[0]
-        if set(kinds.values()) <= {NOTHING}:
-            return None
-        raise _no_column(path, kinds, "cannot tell which column contains the text")
-    # The first likely name decides: a `body` must not replace a `text` of an unexpected kind.
-    return None if kinds[likely] == NOTHING else likely
-
-
-def _check_column(path: Path, kinds: Kinds, column: str) -> None:
-    if kinds and column not in kinds:
-        raise _no_column(path, kinds, f"there is no column {column!r}")
-    if kinds.get(column, NOTHING) not in (TEXT, NOTHING):
-        raise _no_column(
-            path, kinds, f"column {column!r} does not contain text, but {kinds[column]}"
-        )
-
-
-def _no_column(path: Path, kinds: Kinds, what: str) -> ConfigError:
-    texts = [name for name, kind in kinds.items() if kind == TEXT]
-    remedy = 'choose files with a column of text, such as lines {"text": "…"}'
-    if texts:
-        remedy = f"download.text_column={texts[0]}"
-    elif any(name in kinds for name in MESSAGE_COLUMNS):
-        remedy = "data.type=chat, as these rows are conversations"
-    return ConfigError(
-        what,
-        where=path,
-        why=f"columns: {', '.join(kinds) or 'none'}; with text: {', '.join(texts) or 'none'}",
-        next=remedy,
-    )
-
-
-def _kinds(path: Path, wanted: str | None) -> Kinds:
-    """Return the columns of a file and the kinds of their values.
-
-    A JSON file is read for at most FIRST_LINES lines, or until `wanted` is known to contain text.
-    The result is empty for a CSV file without a header. Raises DamagedError for a damaged file, and
-    InputError if there is no JSON object.
-    """
-    try:
-        match file_format(path):
-            case "parquet":
-                schema = pq.read_schema(path)
-                _check_names(path, schema.names)
-                return {field.name: _kind(field.type) for field in schema}
-            case "csv":
-                stream, rows = open_csv(path)
-                with stream:
-                    names = [name for name in rows.fieldnames or () if name]
-                    # Invalid bytes must end here, not where a name is written to a manifest.
-                    "".join(names).encode(errors="surrogateescape").decode()
-                    if names != [wanted]:
-                        _check_separator(path, names)
-                    return dict.fromkeys(names, TEXT)
-            case _:
-                return _json_kinds(path, wanted)
-    except UNREADABLE as damage:
-        raise_if_refused(damage)
-        raise DamagedError(
-            "cannot read a file of the dataset",
-            where=path,
-            why=str(damage).splitlines()[0],
-            next="fetch or write the file again",
-        ) from None
-
-
-def _check_separator(path: Path, names: list[str]) -> None:
-    """Raise ConfigError if columns seem to be separated by semicolons or tabs.
-
-    Spreadsheets write semicolons in many languages. Otherwise the complete line would be the text.
-    """
-    if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-        raise ConfigError(
-            "the columns of a CSV file are not separated by commas",
-            where=path,
-            why=f"its first line is {names[0]!r}",
-            next="write the file again with commas, or as JSON lines",
-        )
-
-
-def _check_names(path: Path, names: list[str]) -> None:
-    """Raise ConfigError if two columns have one name: a reader by name would take either."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"two columns are called {twice[0]!r}",
-            where=path,
-            why="so it is unknown which of them holds the text",
-            next="write the file again with other names",
-        )
-
-
-def _json_kinds(path: Path, wanted: str | None) -> Kinds:
-    kinds: Kinds = {}
-    try:
-        for value in _json_objects(path):
-            for key, inner in value.items():
-                if kinds.get(key, NOTHING) == NOTHING or isinstance(inner, str):
-                    kinds[key] = JSON_KINDS[type(inner)]
-            if wanted is not None and kinds.get(wanted) == TEXT:
-                break
-    except OSError as error:
-        if error.errno is not None or not kinds:
-            raise
-    if not kinds:
-        raise InputError(
-            "no JSON object at the start of the file",
-            where=path,
-            why=f"searched the first {FIRST_LINES} lines",
-            next='check that each line is an object such as {"text": "…"}, or the file an array',
-        )
-    return kinds
-
-
-def _kind(column: pa.DataType) -> str:
-    if is_text(column):
-        return TEXT
-    return NOTHING if pa.types.is_null(column) else str(column)
+    line = part = stream.readline(MAX_DOCUMENT_BYTES + 1)
+    size = len(line)
+    while part and not part.endswith(b"\n"):
+        part = stream.readline(MAX_DOCUMENT_BYTES)
+        size += len(part)
+    return line, size
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -308,33 +103,3 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(
         pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     )
-
-
-def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the first FIRST_LINES lines, or elements of an array.
-
-    Others are skipped here; the reader of documents reports them.
-    """
-    with open_stream(path) as stream:
-        if is_array_file(path, stream):
-            with suppress(ValueError):  # what comes before the damage can be used
-                for element in islice(elements(stream, MAX_DOCUMENT_BYTES), FIRST_LINES):
-                    if isinstance(element.value, dict):
-                        yield element.value
-            return
-        for number, line in enumerate(islice(stream, FIRST_LINES)):
-            content = line.removeprefix(BYTE_ORDER_MARK).strip()
-            # Its inner lines may be objects, too, of which most would end with a comma.
-            if number == 0 and content.startswith(b"{") and not content.endswith(b"}"):
-                raise InputError(
-                    "a JSON object spans several lines",
-                    where=path,
-                    why="dtt reads an object per line, or one array of objects",
-                    next=f"jq -c . {path.name} > NEW.jsonl; of a list in it: jq -c '.data[]'",
-                )
-            try:
-                value = json.loads(content)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(value, dict):
-                yield value

@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from dtt.base.errors import InputError
-from dtt.data.corpus.bad_documents import SURROGATE, BadDocuments
-from dtt.data.corpus.documents import BATCH_BYTES, batches, csv_rows, json_objects
-from dtt.data.corpus.formats import MAX_DOCUMENT_BYTES
+from dtt.data.corpus.bad_documents import SURROGATE, BadDocuments, raise_if_refused
+from dtt.data.corpus.csv_rows import csv_rows
+from dtt.data.corpus.documents import BATCH_BYTES, batches, json_objects
+from dtt.data.corpus.formats import MAX_DOCUMENT_BYTES, TOO_LONG
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.units import Corpus, Span, Unit
 
@@ -90,19 +91,14 @@ def _row(
 
     Lone surrogates of JSON are replaced; those of CSV stand for invalid bytes.
     """
-    try:
+    with bad.guard(where):
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
         if is_json and SURROGATE.search(text):
             text = bad.without_surrogates(text)
             value = json.loads(text)
         content = text.encode()
-    except UnicodeEncodeError:
-        bad.add(where, "not UTF-8")
-    except (TypeError, ValueError, RecursionError) as error:
-        bad.add(where, f"not JSON: {error}")
-    else:
         if len(content) > MAX_DOCUMENT_BYTES:
-            bad.add(where, f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB")
+            bad.add(where, TOO_LONG)
         else:
             yield JsonRow(where, content, value)
 
@@ -113,7 +109,8 @@ def _rows_of(
     """Return the readable rows of a batch of Parquet rows; `first` is the number of `rows[0]`."""
     try:
         values = rows.to_pylist()
-    except UnicodeDecodeError:  # one row at a time, to keep the others
+    except Exception as error:  # noqa: BLE001  one row at a time, to keep the others
+        raise_if_refused(error)
         return [
             row
             for number in range(len(rows))
@@ -129,11 +126,8 @@ def _rows_of(
 def _parquet_row(
     row: pa.RecordBatch, where: Callable[[], str], bad: BadDocuments
 ) -> Iterator[JsonRow]:
-    try:
+    with bad.guard(where):
         (value,) = row.to_pylist()
-    except UnicodeDecodeError as error:
-        bad.add(where, f"not UTF-8: {error.reason} at byte {error.start}")
-    else:
         yield from _row(without_nulls(value), where, bad)
 
 

@@ -45,7 +45,7 @@ def read_span(
             at_once = max(1, rows * size // max(span.text_bytes, 1))
             for group in groups:
                 yield from _row_group(file, path, group, column, at_once, convert, bad)
-    except (OSError, pa.ArrowException) as error:
+    except Exception as error:  # noqa: BLE001  files of others raise anything
         raise_if_refused(error)
         lost = path.stat().st_size
         bad.add(lambda: str(path), f"cannot be read: {error}", lost_bytes=lost)
@@ -67,13 +67,13 @@ def _row_group(
             yield convert(rows, where, row, bad)
             row += len(rows)
         return
-    except (OSError, pa.ArrowException) as error:
+    except Exception as error:  # noqa: BLE001
         raise_if_refused(error)
     try:  # read the failed batch again row by row, to keep the rows before the damage
         for rows in islice(_batches(file, group, column, 1), row, None):
             yield convert(rows, where, row, bad)
             row += 1
-    except (OSError, pa.ArrowException) as error:
+    except Exception as error:  # noqa: BLE001
         raise_if_refused(error)
         count = file.metadata.row_group(group).num_rows
         why = f"the rest of row group {group}, {count - row} rows, cannot be read: {error}"

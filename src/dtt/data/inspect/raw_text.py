@@ -17,8 +17,7 @@ from dtt.artifacts.shard_files import ShardFile
 from dtt.base.errors import InputError
 from dtt.base.log import progress
 from dtt.data.conversations.dialects import parse_pair, parse_row
-from dtt.data.conversations.rows import RefusedRow
-from dtt.data.corpus.bad_documents import NUMBER, BadDocuments
+from dtt.data.corpus.bad_documents import NUMBER, BadDocuments, raise_if_refused, reason
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import local_manifest
 from dtt.data.corpus.json_rows import JsonRow, read_rows
@@ -113,8 +112,8 @@ def _documents(
         try:
             paths = map(corpus.path, range(len(corpus.manifest.files)))
             return sum(pq.read_metadata(path).num_rows for path in paths), True
-        except (OSError, pa.ArrowException):  # reported as an anomaly if this part was read
-            pass
+        except (OSError, pa.ArrowException) as error:  # an anomaly, if this part was read
+            raise_if_refused(error)
     return round(len(statistics.lengths) * total / max(statistics.bytes, 1)), False
 
 
@@ -169,11 +168,13 @@ class _TextStatistics:
         is_pair = row.value.keys() >= {"chosen", "rejected"}
         try:
             unread = (parse_pair(row.value).chosen if is_pair else parse_row(row.value)).unread
-        except RefusedRow as refused:
-            self._refused.add(row.where, place + refused.why)
+        except Exception as error:  # noqa: BLE001  rows of others raise anything
+            raise_if_refused(error)
+            self._refused.add(row.where, place + reason(error))
             return
-        present = {key for key, value in row.value.items() if value is not None}
-        for name, keys in (("keys read", present - {*unread}), ("keys not used", unread)):
+        present = [key for key, value in row.value.items() if value is not None]
+        read = [key for key in present if key not in unread]
+        for name, keys in (("keys read", read), ("keys not used", unread)):
             if keys:
                 self.keys.setdefault(place + name, Counter()).update(keys)
 

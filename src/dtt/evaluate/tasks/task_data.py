@@ -19,13 +19,13 @@ from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import exclusive, sha256_file
 from dtt.base.reading import parse
 from dtt.config.data import DownloadConfig
+from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
+from dtt.data.corpus.csv_rows import csv_rows
 from dtt.data.corpus.download import download
 from dtt.data.corpus.formats import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
-    UNREADABLE,
     file_format,
-    open_csv,
     open_stream,
 )
 from dtt.evaluate.tasks.definition import Task, TaskSource
@@ -289,12 +289,10 @@ def _rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
                 return _csv_rows(path, room)
             case "jsonl":
                 return _json_rows(path, room)
-    except UNREADABLE as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise DamagedError(
-            "cannot read the rows of a task", where=path, why=str(error).splitlines()[0]
-        ) from None
+    except Exception as error:  # noqa: BLE001  files of others raise anything
+        raise_if_refused(error)
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise DamagedError("cannot read the rows of a task", where=path, why=why) from None
     raise InputError("dtt cannot read this file", where=path, next="use JSON lines, Parquet or CSV")
 
 
@@ -310,13 +308,14 @@ def _parquet_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
 def _csv_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
     found: list[dict[str, Any]] = []
     size = 0
-    stream, rows = open_csv(path)
-    with stream:
-        for row in rows:
-            found.append(row)
-            size += sum(len(str(value)) for value in row.values())
-            if size > room:
-                raise _too_large(path)
+    bad = BadDocuments()
+    for _, row in csv_rows(path, bad):
+        found.append(row)
+        size += sum(map(len, row.values()))
+        if size > room:
+            raise _too_large(path)
+    if bad.count:
+        raise ValueError(bad.examples[0])
     return found, size
 
 

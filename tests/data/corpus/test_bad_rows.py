@@ -1,0 +1,117 @@
+"""One bad row costs itself, with its place, and what finding the place reads is bounded."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dtt.config.data import DownloadConfig
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_columns import read_with_columns
+from dtt.data.corpus.download import download
+from dtt.data.corpus.json_rows import read_rows
+from dtt.data.corpus.line_numbers import location
+from dtt.data.corpus.units import Corpus
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+INVALID = pa.array([b"en", b"\xff", b"en"], pa.binary()).view(pa.string())
+
+
+def rows(folder: Path, name: str) -> tuple[list[dict[str, Any]], BadDocuments]:
+    """Read the rows of a file, and those that cannot be read."""
+    download(DownloadConfig(dataset=str(folder / name)), folder / "corpus", rows=True)
+    corpus, bad = Corpus(folder / "corpus"), BadDocuments()
+    found = (read_rows(corpus, unit, bad) for unit in corpus.units(10**6))
+    return [row.value for unit in found for batch in unit for row in batch], bad
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([0, 2**62, 0], pa.timestamp("us")),
+        pa.array([0, -(2**62), 0], pa.timestamp("us", "UTC")),
+        pa.array([0, 2**30, 0], pa.date32()),
+        INVALID,
+    ],
+    ids=["timestamp", "with a zone", "date", "not UTF-8"],
+)
+def test_a_value_that_python_cannot_hold_costs_its_row(tmp_path: Path, column: pa.Array) -> None:
+    pq.write_table(pa.table({"messages": [CHAT] * 3, "other": column}), tmp_path / "a.parquet")
+    found, bad = rows(tmp_path, "a.parquet")
+    assert [row["messages"] for row in found] == [CHAT, CHAT]
+    assert bad.count == 1
+    assert bad.examples[0].startswith(f"{tmp_path / 'a.parquet'}, row 1: ")
+
+
+def test_a_csv_row_with_more_cells_than_the_header_costs_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion\nq,a\nq,a,more\nq,a\n")
+    found, bad = rows(tmp_path, "a.csv")
+    assert found == [{"prompt": "q", "completion": "a"}] * 2
+    assert bad.examples == [f"{tmp_path / 'a.csv'}:3: cells: 3, but the header has 2"]
+
+
+@pytest.mark.parametrize("column", [INVALID, pa.array([0, 2**62, 0], pa.timestamp("us"))])
+def test_a_value_of_a_condition_that_cannot_be_read_is_none_and_its_text_stays(
+    tmp_path: Path, column: pa.Array
+) -> None:
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "x": column}), tmp_path / "a.parquet")
+    download(DownloadConfig(dataset=str(tmp_path / "a.parquet")), tmp_path / "corpus")
+    corpus, bad = Corpus(tmp_path / "corpus"), BadDocuments()
+    (unit,) = corpus.units(10**6)
+    ((first, second, third),) = read_with_columns(corpus, unit, ["x"], bad)
+    assert [first[0], second, third[0]] == [b"a", (b"b", {"x": None}), b"c"]
+    assert first[1]["x"] is not None
+    assert bad.count == 1
+
+
+def test_each_byte_is_read_about_once_to_name_the_lines_of_all_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bytes_read(lines: int, order: Callable[[list[int]], object]) -> int:
+        path = tmp_path / f"{lines}-{id(order)}.jsonl"
+        content = b"".join(b"%05d " % i + b"x" * (i % 500) + b"\n" for i in range(lines))
+        path.write_bytes(content)
+        starts = [*range(1, len(content), 10_000)]
+        order(starts)
+        counted = 0
+        plain = Path.open
+
+        class Counting:
+            def __init__(self, file: Any) -> None:
+                self._file = file
+
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                self._file.close()
+
+            def seek(self, place: int) -> None:
+                self._file.seek(place)
+
+            def read(self, size: int) -> bytes:
+                nonlocal counted
+                counted += size
+                return bytes(self._file.read(size))
+
+        with monkeypatch.context() as patched:
+            patched.setattr("dtt.data.corpus.line_numbers.STEP", 50_000)
+            patched.setattr("dtt.data.corpus.line_numbers.CHUNK", 4_096)
+            patched.setattr(Path, "open", lambda path, mode: Counting(plain(path, mode)))
+            found = {start: location(path, start, 1) for start in starts}
+        for start, place in found.items():
+            line = content.count(b"\n", 0, start) + 1 + (content[start - 1 : start] != b"\n")
+            assert place == f"{path}:{line}"
+        return counted
+
+    shuffle = random.Random(0).shuffle
+    for order in (list.sort, list.reverse, shuffle):
+        few, many = bytes_read(1000, order), bytes_read(4000, order)
+        assert many < 5 * few, json.dumps([few, many])
