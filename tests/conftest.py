@@ -35,7 +35,7 @@ sys.dont_write_bytecode = False
 if os.environ.get("DTT_NO_SKIP") == "1":
     from hypothesis import settings
 
-    settings.register_profile("same", derandomize=True)
+    settings.register_profile("same", derandomize=True, deadline=None)
     settings.load_profile("same")
 # A shell starts background commands with SIGINT ignored, nohup with SIGHUP ignored, and children
 # inherit that; processes of tests must receive both.

@@ -6,6 +6,7 @@ import pytest
 
 from dtt.base.errors import ConfigError
 from dtt.config.averaging import Averaging, parse_averaging
+from dtt.config.base import Length
 from dtt.config.load import resolve
 
 
@@ -13,11 +14,11 @@ from dtt.config.load import resolve
     ("value", "expected"),
     [
         ("0.9", Averaging(0.9)),
-        ("0.999 from 60%", Averaging(0.999, "60%")),
-        ("0.999 from 0.5", Averaging(0.999, 0.5)),
-        ("0.99 from 300", Averaging(0.99, 300)),
-        ("0.99 blend 0.6", Averaging(0.99, 0, 0.6)),
-        ("0.99 from 25% blend 1", Averaging(0.99, "25%", 1.0)),
+        ("0.999 from 60%", Averaging(0.999, Length("60%"))),
+        ("0.999 from 0.5", Averaging(0.999, Length(0.5))),
+        ("0.99 from 300", Averaging(0.99, Length(300))),
+        ("0.99 blend 0.6", Averaging(0.99, Length(0), 0.6)),
+        ("0.99 from 25% blend 1", Averaging(0.99, Length("25%"), 1.0)),
     ],
 )
 def test_each_form_is_read(value: str, expected: Averaging) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.config import explain
+from dtt.config.key_types import Key
 from dtt.config.load import changes_on_resume, resolve, shipped_configs, stage_names
-from dtt.config.optim import AdamWConfig, MuonConfig
+from dtt.config.merging import merge
+from dtt.config.optim import AdamWConfig, AdamWSettings, MuonConfig
+from dtt.config.source import Leaf
 
 SHIPPED = sorted(
     p for p in shipped_configs().rglob("*.yaml") if p.parent.name not in ("sweeps", "tasks")
@@ -85,13 +90,43 @@ def test_a_section_in_flow_style_sets_its_keys(tmp_path: Path) -> None:
     assert inline == AdamWConfig(lr=0.1, eps=1e-6)
 
 
-def test_a_new_type_discards_the_keys_of_the_old_one(tmp_path: Path) -> None:
+def test_a_new_type_keeps_the_keys_that_it_has_and_names_the_others(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
-    run.write_text("optim: {type: muon, momentum: 0.9, lr: 0.1}\n")
-    assert resolve(run, ["optim.type=adamw"], env={}).config.optim == AdamWConfig()
-    assert resolve(run, ["optim.type=muon"], env={}).config.optim == MuonConfig(
-        momentum=0.9, lr=0.1
-    )
+    run.write_text("optim: {type: muon, momentum: 0.9, lr: 0.1, adamw: {lr: 0.2}}\n")
+    resolved = resolve(run, ["optim.type=adamw"], env={})
+    assert resolved.config.optim == AdamWConfig(lr=0.1)
+    assert {*resolved.dropped} == {("optim", "momentum"), ("optim", "adamw", "lr")}
+    shown = explain.show(resolved)
+    assert f"  # optim.momentum = 0.9 ({run}:1) is not used: optim.type=adamw has no such" in shown
+    again = tmp_path / "again.yaml"
+    again.write_text(shown)
+    assert resolve(again, env={}).config == resolved.config
+    wanted = MuonConfig(momentum=0.9, lr=0.1, adamw=AdamWSettings(lr=0.2))
+    assert resolve(run, ["optim.type=muon"], env={}).config.optim == wanted
+    # Back again, in a higher layer: nothing was lost on the way.
+    there = resolve(run, ["optim.type=muon"], env={"DTT_OPTIM__TYPE": "adamw"})
+    assert (there.config.optim, there.dropped) == (wanted, {})
+
+
+@pytest.mark.parametrize("section", sorted(explain.key_types().variants))
+def test_every_tagged_section_keeps_the_keys_that_both_types_have(section: Key) -> None:
+    """Any value stands for the key, since merging comes before validation."""
+    fields = explain.key_types().variants[section]
+    for old, new in permutations(fields, 2):
+        keys = {(*section, name): Leaf(7, "file:1") for name in fields[old] - {"type"}}
+        kind = (*section, "type")
+        merged, dropped = merge(
+            [{kind: Leaf(old, "default")}, keys, {kind: Leaf(new, "argument")}], {section: fields}
+        )
+        both = {(*section, name) for name in fields[old] & fields[new]}
+        assert ({*merged}, {*dropped}) == (both | {kind}, {*keys} - both)
+
+
+def test_a_mistyped_key_of_the_old_type_is_still_reported(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("schedule: {type: cosine, warmpu: 5}\n")
+    with pytest.raises(ConfigError, match=r"schedule\.warmpu: unknown key"):
+        resolve(run, ["schedule.type=wsd"], env={})
 
 
 def test_a_section_with_every_line_commented_out_sets_nothing(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_file_may_change_one_stage_of_the_file_it_extends(tiny: Path) -> None:
 def test_the_shown_stages_are_a_configuration_of_the_same_stages(tiny: Path) -> None:
     found = stages(tiny)
     shown = tiny.with_name("shown.yaml")
-    shown.write_text(show_stages([(r.config, r.layer) for r in found.values()]))
+    shown.write_text(show_stages([*found.values()]))
     assert {n: r.config for n, r in stages(shown).items()} == {
         name: resolved.config for name, resolved in found.items()
     }

@@ -13,7 +13,7 @@ from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.config.source import NULLS, from_arguments, from_environment
 
-TEXTS = explain.texts()
+TYPES = explain.key_types()
 HOSTILE = (
     *("issue #12 is closed", "# all", "a #", "007", "-0", "1e3", "1_000", "0x1F", "12:00:00"),
     *("2026-11-22", "2026-11-22 07:00:00", "1:30.5", ".inf", ".nan", "1." + "0" * 400),
@@ -35,27 +35,27 @@ FREE = (
 def test_every_key_of_text_is_known() -> None:
     """A new type that holds text has to be recognised; a number must not."""
     assert {("name",), ("train", "sample_prompt"), ("download", "out"), ("launch", "time")} <= {
-        *TEXTS
+        *TYPES.texts
     }
-    assert {("tokenizer", "special_tokens", "*"), ("launch", "environment", "*")} <= {*TEXTS}
+    assert {("tokenizer", "special_tokens", "*"), ("launch", "environment", "*")} <= {*TYPES.texts}
     assert not {("seed",), ("schedule", "warmup"), ("train", "compile"), ("chat", "kwargs")} & {
-        *TEXTS
+        *TYPES.texts
     }
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_text_is_taken_as_typed_for_every_key(text: str) -> None:
-    for key, types in TEXTS.items():
+    for key, types in TYPES.texts.items():
         if key[-1] == "*" or (key[0] != "launch" and int in types):
             continue
         dotted = ".".join(key)
         wanted = None if text in NULLS and type(None) in types else text
-        assert from_arguments([f"{dotted}={text}"], TEXTS)[key].value == wanted
+        assert from_arguments([f"{dotted}={text}"], TYPES)[key].value == wanted
         variable = "DTT_" + "__".join(key).upper()
         if "\0" not in text and len(key) > 1:
-            env = from_environment({variable: text}, RunConfig.model_fields, TEXTS)
+            env = from_environment({variable: text}, RunConfig.model_fields, TYPES)
             assert env[key].value == wanted
-        in_stage = from_arguments([f"stages.sft.{dotted}={text}"], TEXTS)
+        in_stage = from_arguments([f"stages.sft.{dotted}={text}"], TYPES)
         assert in_stage[("stages", "sft", *key)].value == wanted
 
 
@@ -70,7 +70,7 @@ def test_text_survives_the_configuration_file_of_a_job(tmp_path: Path, text: str
     assert first.config.train.sample_prompt == text
     assert first.config.tokenizer.all_special_tokens[0] == text
     file = tmp_path / "config.yaml"
-    file.write_text(explain.show(first.config, first.layer))
+    file.write_text(explain.show(first))
     assert resolve(file, env={}).config == first.config
 
 

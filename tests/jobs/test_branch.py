@@ -153,7 +153,7 @@ def test_a_branch_may_set_a_budget_and_inline_sections() -> None:
     resolved, _, _ = branch.find(
         "jobs/t@8", None, ["schedule={decay: 3}", "train={budget: 1h}", "name=child"], []
     )
-    assert (resolved.config.schedule.warmup, resolved.config.train.budget) == (2, "1h")
+    assert (resolved.config.schedule.warmup.written, resolved.config.train.budget) == (2, "1h")
     resolved, _, _ = branch.find("jobs/t@8", None, ["train={steps: 15}", "schedule.decay=2"], [])
     assert resolved.config.train.steps == 15
 

@@ -15,6 +15,7 @@ from support.running import Dtt, in_this_process
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.config import explain, source
+from dtt.config.merging import nested
 from dtt.jobs.stages import done
 from dtt.track import jsonl
 from dtt.train.run import find_stages
@@ -46,7 +47,7 @@ def tiny_stages(dtt: Dtt, tiny: Settings) -> str:
 
 
 def write_stages(folder: Path, tiny: Settings) -> None:
-    common = source.nested(source.from_arguments(tiny(name="s"), explain.texts()))
+    common = nested(source.from_arguments(tiny(name="s"), explain.key_types()))
     text = yaml.safe_dump(common | {"stages": STAGES}, sort_keys=False)
     (folder / "s.yaml").write_text(text)
 

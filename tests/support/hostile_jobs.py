@@ -218,7 +218,7 @@ def write_hostile_sweep(folder: Path) -> Path:
     texts = one_line()
     resolved = resolved_settings(settings(run))
     base, file = folder / "base.yaml", folder / "hostile.yaml"
-    base.write_text(show(resolved.config, resolved.layer))
+    base.write_text(show(resolved))
     values = [next(texts) for _ in range(4)]
     file.write_text(
         yaml.safe_dump({"base": str(base), "parameters": {"export.license": {"values": values}}})

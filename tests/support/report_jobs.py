@@ -260,7 +260,7 @@ def write_new_job(
     root = folder / "jobs" / name
     root.mkdir(parents=True)
     resolved = resolved_settings({"name": name, **settings(run), **(more or {})})
-    JobDir(root).config.write_text(show(resolved.config, resolved.layer))
+    JobDir(root).config.write_text(show(resolved))
     write_surroundings(root, run, "-c", "run.yaml")
     return WrittenJob(JobDir(root), run)
 
@@ -372,7 +372,7 @@ def write_sweep(folder: Path, name: str = "sweep") -> Path:
     run = SyntheticRun(steps=200, spike=None, tasks=())
     base = folder / f"{name}-base.yaml"
     resolved = resolved_settings(settings(run))
-    base.write_text(show(resolved.config, resolved.layer))
+    base.write_text(show(resolved))
     file = folder / f"{name}.yaml"
     file.write_text(SWEEP.format(name=name, base=base.name))
     with chdir(folder):

@@ -11,6 +11,7 @@ from support.forked_runs import start
 from support.running import Dtt
 
 from dtt.checkpoint import store
+from dtt.config.base import Length
 from dtt.config.load import load_job, resolve, shipped_configs
 from dtt.track import jsonl
 
@@ -148,6 +149,6 @@ def test_a_shipped_pretraining_recipe_trains_a_tiny_model(
     shipped, trained = resolve(f"pretrain/{name}", env={}).config, load_job(job)
     assert trained.optim == shipped.optim
     assert trained.train.z_loss == shipped.train.z_loss
-    assert trained.schedule == shipped.schedule.model_copy(update={"warmup": 2})
+    assert trained.schedule == shipped.schedule.model_copy(update={"warmup": Length(2)})
     evals = [r["loss"] for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
     assert evals[-1] < evals[0]

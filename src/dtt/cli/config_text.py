@@ -30,9 +30,9 @@ def show(
         for name in names or (stage,)
     ]
     if names:
-        text = keys.show_stages([(one.config, one.layer) for one in found])
+        text = keys.show_stages(found)
     else:
-        text = keys.show(found[0].config, found[0].layer)
+        text = keys.show(found[0])
     print(Verbatim(text), end="")
 
 

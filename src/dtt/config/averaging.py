@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from dtt.config.base import Length, measure
+from dtt.config.base import Length
 
 FORM = re.compile(r"(0\.\d+)(?: from (\d+|\d*\.\d+|\d+(?:\.\d+)? ?%))?(?: blend (\d(?:\.\d*)?))?")
 
@@ -17,7 +17,7 @@ class Averaging(NamedTuple):
     """An exponential moving average of the weights as it is configured."""
 
     decay: float
-    start: Length = 0
+    start: Length = Length(0)
     """Part of the run before the average starts."""
     blend: float = 1.0
     """Share of the average in the weights that are evaluated and exported, above 0."""
@@ -37,17 +37,16 @@ def parse_averaging(given: float | str) -> Averaging:
         averaging = Averaging(given)
     else:
         raise ValueError(given)
-    measure(averaging.start)
     if not 0 < averaging.decay < 1 or not 0 < averaging.blend <= 1:
         raise ValueError(given)
     return averaging
 
 
 def _length(text: str) -> Length:
-    """Return the number in `text`, or the text itself if it is a percentage."""
+    """Return the length that `text` stands for: a number or a percentage."""
     if text.isdigit():
-        return int(text)
-    return text if text.endswith("%") else float(text)
+        return Length(int(text))
+    return Length(text if text.endswith("%") else float(text))
 
 
 def _is_averaging(value: Any) -> Any:

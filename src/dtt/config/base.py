@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -15,10 +16,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
     field_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -75,9 +78,9 @@ class Section(BaseModel):
     ) -> JsonSchemaValue:
         """Return pydantic's JSON schema with the documentation of every field added."""
         schema = handler(core_schema)
-        for name, field in handler.resolve_ref_schema(schema)["properties"].items():
+        for name, described in handler.resolve_ref_schema(schema)["properties"].items():
             if doc := field_docs(cls).get(name):
-                field["description"] = doc
+                described["description"] = doc
         return schema
 
 
@@ -87,7 +90,7 @@ def _numbers(value: Any) -> Iterator[Any]:
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _numbers(inner)
     else:
-        yield value
+        yield value.written if isinstance(value, Length) else value
 
 
 @cache
@@ -125,11 +128,32 @@ TOKENS = re.compile(r"(\d+(?:\.\d+)?) ?([kKMBT]?) ?tokens?")
 SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def measure(length: int | float | str) -> tuple[Unit, Fraction]:
-    """Return the unit and the amount of a `Length`; decimals are converted exactly as written.
+@dataclass(frozen=True)
+class Length:
+    """A part of the run: a number of steps, a share of all steps (`0.2`, `20%`), or tokens.
 
-    Raises ValueError if `length` is not a valid `Length`.
+    Lengths are equal if unit and amount are: `1`, a step, differs from `1.0`, the whole run.
     """
+
+    written: int | float | str = field(compare=False)
+    """The value in the configuration, such as `50M tokens`."""
+    unit: Unit = field(init=False)
+    amount: Fraction = field(init=False)
+    """Exactly what was written: decimals are not rounded."""
+
+    def __post_init__(self) -> None:
+        """Measure what was written. Raise ValueError if it is no length."""
+        unit, amount = _measured(self.written)
+        object.__setattr__(self, "unit", unit)
+        object.__setattr__(self, "amount", amount)
+
+    def __str__(self) -> str:
+        """Return the length as it was written."""
+        return str(self.written)
+
+
+def _measured(length: int | float | str) -> tuple[Unit, Fraction]:
+    """Return the unit and the amount of a length; ValueError if it is none."""
     if isinstance(length, int) and not isinstance(length, bool) and length >= 0:
         return "steps", Fraction(length)
     if isinstance(length, float) and 0.0 <= length <= 1.0:
@@ -146,15 +170,19 @@ def measure(length: int | float | str) -> tuple[Unit, Fraction]:
     raise ValueError(length)
 
 
-def _is_length(value: Any) -> Any:
+def _length(value: Any) -> Length:
     try:
-        measure(value)
+        return value if isinstance(value, Length) else Length(value)
     except ValueError:
         raise PydanticCustomError(
             "length", "must be steps (500), a share of the run (0.2, 20%) or tokens (50M tokens)"
         ) from None
-    return value
 
 
-Length = Annotated[int | float | str, BeforeValidator(_is_length)]
-"""A part of the run: a number of steps, a share of all steps (`0.2`, `20%`), or `50M tokens`."""
+LengthKey = Annotated[
+    Length,
+    PlainValidator(_length),
+    PlainSerializer(lambda length: length.written),
+    WithJsonSchema({"anyOf": [{"type": name} for name in ("integer", "number", "string")]}),
+]
+"""A key that holds a Length."""

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from dtt.config.base import Length, Section, measure
+from dtt.config.base import Length, LengthKey, Section
 
-Sizes = tuple[tuple[Length, PositiveInt], ...]
+Sizes = tuple[tuple[LengthKey, PositiveInt], ...]
 """Pairs of start and size from there on, such as `[[0, 512], [20%, 1024]]`."""
 
 
@@ -34,7 +34,7 @@ class DoublingBatch(GrowingBatch):
     type: Literal["doubling"] = "doubling"
     start: PositiveInt = 8_192
     """Tokens per step at the start of the run."""
-    every: Length = 0.05
+    every: LengthKey = Length(0.05)
     """Interval between doublings: steps, a share of the run (`5%`), or `50M tokens`."""
 
 
@@ -44,7 +44,7 @@ class LinearBatch(GrowingBatch):
     type: Literal["linear"] = "linear"
     start: PositiveInt = 8_192
     """Tokens per step at the start of the run, and tokens added at each increase."""
-    length: Length = 0.2
+    length: LengthKey = Length(0.2)
     """Time until the batch is full: steps, a share of the run (`20%`), or `50M tokens`."""
 
 
@@ -85,7 +85,7 @@ def batch_problems(schedule: BatchSchedule, full: int, seq_len: int) -> Iterator
 def stage_problems(stages: Sizes, last: int, key: str) -> Iterator[str]:
     """Yield reasons why `stages` is not a valid schedule that ends at the value `last` of `key`."""
     sizes = [size for _, size in stages]
-    if not stages or measure(stages[0][0])[1] != 0:
+    if not stages or stages[0][0].amount != 0:
         yield "the first must begin at 0"
     elif sizes != sorted(set(sizes)):
         yield f"must grow from stage to stage (got {', '.join(map(str, sizes))})"

@@ -19,11 +19,15 @@ from typing import Any, Literal
 import yaml
 from pydantic.fields import FieldInfo
 
-from dtt.config.base import RESUMABLE, Section, field_docs
+from dtt.config.base import RESUMABLE, Length, Section, field_docs
+from dtt.config.key_types import Key, KeyTypes
+from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
-from dtt.config.source import Key, Layer, Texts, parse_scalar
+from dtt.config.source import Layer, parse_scalar, shown
 
 WIDTH = 100
+LONGEST_KEY = 1000
+"""Maximum length of a key of YAML before the `:` of its line, in characters."""
 ELSEWHERE = {
     "batch_size": "train.global_batch_tokens",
     "per_device_train_batch_size": "train.micro_batch",
@@ -46,7 +50,14 @@ ELSEWHERE = {
 """Names that transformers and nanoGPT give to keys, for which a similar name would mislead."""
 COMMON = ("train", "model", "optim")
 """Sections that a key without its section most probably belongs to."""
-WORDS = {str: "text", Path: "path", int: "integer", float: "number", bool: "true | false"}
+WORDS = {
+    str: "text",
+    Path: "path",
+    int: "integer",
+    float: "number",
+    bool: "true | false",
+    Length: "integer | number | text",
+}
 
 
 @dataclass(frozen=True)
@@ -156,26 +167,45 @@ def all_fields(
 
 
 @cache
-def texts(cls: type[Section] = RunConfig) -> Texts:
-    """Return the keys of `cls` whose values are text: a string, a path, or one of several words.
+def key_types(cls: type[Section] = RunConfig) -> KeyTypes:
+    """Return what reading and merging need to know about the keys of `cls`.
 
-    A key that is text in one variant and, for example, a number in another is not among them.
+    Text is a string, a path, or one of several words. A key that is text in one variant and, for
+    example, a number in another is not among the texts.
     """
     found: dict[Key, set[Any]] = {}
+    mappings: dict[Key, int | None] = {}
+    tagged: dict[Key, dict[str, frozenset[str]]] = {}
     for key, holder, name in all_fields(cls, entries=True):
-        annotation = holder.model_fields[name].annotation
+        field = holder.model_fields[name]
+        annotation = field.annotation
         inner = typing.get_args(annotation)
+        if levels := _mapping_levels(annotation):
+            mappings[key] = None if levels == math.inf else int(levels)
+        if len(classes := variants(field)) > 1:
+            tagged[key] = {tag(one): frozenset(one.model_fields) for one in classes}
         if typing.get_origin(annotation) is dict or (
             typing.get_origin(annotation) is tuple and inner[1:] == (...,)
         ):
             key, annotation = (*key, "*"), inner[0 if inner[1] is ... else 1]
         found.setdefault(key, set()).update(_scalar_types(annotation))
     other = {int, type(None)}
-    return {
+    texts = {
         key: frozenset({str} | types & other)
         for key, types in found.items()
         if types & {str, Path} and not types - {str, Path} - other
     }
+    return KeyTypes(texts, mappings, tagged)
+
+
+def _mapping_levels(annotation: Any) -> float:
+    """Return how many mappings of free names a value of an annotation nests; 0 if it is none."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is dict:
+        return math.inf if arguments[1] is Any else 1 + _mapping_levels(arguments[1])
+    if origin in (typing.Union, types.UnionType, typing.Annotated):
+        return max(map(_mapping_levels, arguments))
+    return 0
 
 
 def _scalar_types(annotation: Any) -> set[Any]:
@@ -233,20 +263,29 @@ def _one_line(value: Any, **style: Any) -> str:
     return text.strip().removesuffix("\n...")
 
 
-def show(config: Section, layer: Layer) -> str:
-    """Return the resolved config as YAML; each line ends with the origin of its value."""
-    values = config.model_dump(mode="json")
+def show(resolved: Resolved) -> str:
+    """Return the resolved config as YAML; each line ends with the origin of its value.
+
+    Comments name the keys that another `type` of their section dropped.
+    """
+    values = resolved.config.model_dump(mode="json")
     lines: list[tuple[str, str]] = []
 
     def walk(inner: dict[str, Any], key: Key) -> None:
+        indent = "  " * len(key)
         for name, value in inner.items():
-            here, indent = (*key, name), "  " * len(key)
+            here = (*key, name)
+            written = name if not key or key in sections() else scalar(name)
+            if len(written) > LONGEST_KEY:
+                lines.append((f"{indent}? {written}", ""))
+                written = ""
             if isinstance(value, dict) and value:
-                lines.append((f"{indent}{name}:", ""))
+                lines.append((f"{indent}{written}:", ""))
                 walk(value, here)
             else:
-                origin = layer[here].origin if here in layer else "default"
-                lines.append((f"{indent}{name}: {scalar(value)}", origin))
+                origin = origin_of(resolved.layer, here)
+                lines.append((f"{indent}{written}: {scalar(value)}", origin))
+        lines.extend((f"{indent}# {line}", "") for line in dropped_lines(resolved, key))
 
     walk(values, ())
     width = min(48, max(len(text) for text, _ in lines))
@@ -255,13 +294,30 @@ def show(config: Section, layer: Layer) -> str:
     )
 
 
-def show_stages(stages: Sequence[tuple[Section, Layer]]) -> str:
+def dropped_lines(resolved: Resolved, section: Key | None = None) -> list[str]:
+    """Return a line for each key that another `type` of its section dropped, with its origin.
+
+    With `section`, only for the keys of that section.
+    """
+    lines = []
+    for key, leaf in resolved.dropped.items():
+        parent = next(key[:n] for n in range(len(key), -1, -1) if key[:n] in key_types().variants)
+        if section is None or parent == section:
+            chosen = ".".join(parent), value_at(resolved.config, (*parent, "type"))
+            lines.append(
+                f"{'.'.join(map(scalar, key))} = {shown(leaf.value)} ({leaf.origin}) is not used: "
+                f"{chosen[0]}.type={chosen[1]} has no such key"
+            )
+    return lines
+
+
+def show_stages(stages: Sequence[Resolved]) -> str:
     """Return the resolved stages of a configuration as YAML, which describes the same stages."""
     lines, name = [], ""
-    for config, layer in stages:
-        name, _, stage = str(value_at(config, ("name",))).rpartition("/")
-        lines += [f"- name: {stage}\n"]
-        lines += [f"  {line}" for line in show(config, layer).splitlines(keepends=True)[1:]]
+    for stage in stages:
+        name, _, own = stage.config.name.rpartition("/")
+        lines += [f"- name: {own}\n"]
+        lines += [f"  {line}" for line in show(stage).splitlines(keepends=True)[1:]]
     return "".join([f"name: {name}\nstages:\n", *lines])
 
 
@@ -338,4 +394,6 @@ def plain(value: Any) -> Any:
         return [plain(inner) for inner in value]
     if isinstance(value, Section):
         return value.model_dump(mode="json")
+    if isinstance(value, Length):
+        return value.written
     return value if isinstance(value, int | float | str | bool | dict | None) else str(value)

@@ -10,20 +10,24 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.base.log import log
 from dtt.base.secrets import holds_secret, named_secret
 from dtt.config import explain, source, stages
 from dtt.config.init import HF, MAY_DIFFER
+from dtt.config.key_types import STAGES
+from dtt.config.merging import merge, nested
 from dtt.config.removed import without_removed
 from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
-from dtt.config.source import STAGES, Layer, Leaf, shown
+from dtt.config.source import Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry
 from dtt.config.validation import Problem, validate
 
@@ -121,8 +125,8 @@ def _layers(
     elif config is not None:
         layers += _with_extends(find(config), ())
     env = os.environ if env is None else env
-    layers.append(source.from_environment(env, RunConfig.model_fields, explain.texts()))
-    layers.append(source.from_arguments(arguments, explain.texts()))
+    layers.append(source.from_environment(env, RunConfig.model_fields, explain.key_types()))
+    layers.append(source.from_arguments(arguments, explain.key_types()))
     layers.append({tuple(k.split(".")): Leaf(v, "option") for k, v in (options or {}).items()})
     return layers, own
 
@@ -133,7 +137,17 @@ def _resolve_one(layers: Sequence[Layer], own: int, model_of: ModelOf | None) ->
     if model_of is not None:
         layers = _with_model_of_source(layers, own, model_of)
     layers.append(length_layer(layers))
-    return check(_with_shipped_dataset(source.merge(layers)))
+    merged, dropped = merge(layers, explain.key_types().variants)
+    resolved = replace(check(_with_shipped_dataset(merged)), dropped=dropped)
+    for line in explain.dropped_lines(resolved):
+        _log_once(line)
+    return resolved
+
+
+@cache
+def _log_once(line: str) -> None:
+    """Log a line at its first time: a command resolves its configuration several times."""
+    log.info("%s", line)
 
 
 def _resolve_stages(
@@ -144,7 +158,7 @@ def _resolve_stages(
     # A job's own config names that stage and holds its keys; the first stage must not inherit the
     # name of a later one.
     fresh = [common[0], *common[own:]]  # a job's config has the name of a stage, and its keys
-    name = source.merge(fresh).get(("name",), Leaf(None, "name"))
+    name = merge(fresh)[0].get(("name",), Leaf(None, "name"))
     first: Resolved | None = None
     for entry in entries:
         # In order: each stage takes the job folder of the one before it.
@@ -181,8 +195,9 @@ def _with_tokenizer_of(
     if section is None or same_folder or tokenizers[0] != tokenizers[1]:
         return stage
     trained = source.from_mapping({"tokenizer": section}, f"trained in {first.config.name}")
+    others = [{k: leaf for k, leaf in layer.items() if k[0] != "tokenizer"} for layer in layers]
     # Resolved again, because the tokenizer decides about the token folder.
-    return _resolve_one([*layers, trained], own, model_of)
+    return _resolve_one([*others, trained], own, model_of)
 
 
 def with_steps(resolved: Resolved, steps: int) -> Resolved:
@@ -288,7 +303,7 @@ def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
     if path.resolve() in trail:
         raise ConfigError(f"{path} extends itself", where=" -> ".join(map(str, trail)))
     return _with_extended(
-        *source.read_file(path, explain.texts()), path.parent, (*trail, path.resolve())
+        *source.read_file(path, explain.key_types()), path.parent, (*trail, path.resolve())
     )
 
 
@@ -332,7 +347,7 @@ def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> l
     decided = {key[:2] for key in section} - {("model", name) for name in MAY_DIFFER}
     # Only layers at or above `init.from`: they knew the weights. A contradiction there is a mistake
     # of the user, one below is an older choice that is replaced.
-    said = source.merge(
+    said, _ = merge(
         {key: leaf for key, leaf in layer.items() if key[:2] in decided} for layer in layers[last:]
     )
     problems = [
@@ -370,7 +385,7 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
     said = {
         k: v for k, v in layer.items() if v.origin != "default" and k != ("download", "dataset")
     }
-    return source.merge([layer, facts, said])
+    return merge([layer, facts, said])[0]
 
 
 def _with_shipped_entry(entry: Any) -> Any:
@@ -386,7 +401,7 @@ def _with_shipped_entry(entry: Any) -> Any:
 
 def check(layer: Layer) -> Resolved:
     """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
-    config, problems = _validated(json.dumps(source.nested(layer), default=str))
+    config, problems = _validated(json.dumps(nested(layer), default=str))
     # If there is a secret, report it alone: the messages of other problems might print it.
     problems = list(_secrets(layer)) or problems
     if config is not None and not problems:

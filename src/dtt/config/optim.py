@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dtt.config.base import Length, Section
+from dtt.config.base import Length, LengthKey, Section
 from dtt.config.weight_decay import Decayed, parse_decay
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -36,7 +36,7 @@ class AdamWGroup(Section):
     weight_decay: Decayed | None = None
     """Decoupled weight decay, as in `optim`; null: that of `optim` for hidden matrices and
     adapters, 0 for the others."""
-    decay: Length | None = None
+    decay: LengthKey | None = None
     """Duration of the learning-rate decay of these parameters at the end of the run, in the form
     and shape of `schedule.decay` (`60%`); null: that of `schedule`, which must be wsd."""
 

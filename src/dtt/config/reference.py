@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dtt.config.base import Section
 from dtt.config.explain import defaults, describe, items, plain, scalar, tag, variants
+from dtt.config.key_types import Key
 from dtt.config.run import RunConfig
-from dtt.config.source import Key
 
 BAR = "\\|"  # a bar inside a cell of a table
 LONGEST_CELL = 200

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtt.base.errors import ConfigError
-from dtt.config.source import Key, Layer, shown
+from dtt.config.key_types import Key
+from dtt.config.source import Layer, shown
 
 REMOVED: Mapping[Key, tuple[Any, str]] = {
     ("optim", "cautious_weight_decay"): (False, "optim.weight_decay='cautious 0.1'"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dtt.config.key_types import Key
 from dtt.config.run import RunConfig
-from dtt.config.source import Key, Layer
+from dtt.config.source import Layer
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,8 @@ class Resolved:
 
     config: RunConfig
     layer: Layer
+    dropped: Layer = field(default_factory=dict)
+    """Keys that were set for another `type` of their section, which has no such keys."""
 
     def origin(self, key: str) -> str:
         """Return the origin of the value of a dotted `key`: `file:line`, `argument`, `default`."""

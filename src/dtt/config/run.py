@@ -10,7 +10,7 @@ from pydantic import NonNegativeInt
 
 from dtt.config.adapter import AdapterConfig, LoraConfig, NoAdapterConfig
 from dtt.config.averaging import parse_averaging
-from dtt.config.base import Section, measure, must_be, resumable
+from dtt.config.base import Section, must_be, resumable
 from dtt.config.chat import ChatConfig
 from dtt.config.clean import CleanConfig
 from dtt.config.data import (
@@ -114,7 +114,7 @@ class RunConfig(Section):
                 "train.budget",
                 f"needs schedule.type=wsd, not {self.schedule.type}: only its decay can be timed",
             )
-        if train.timed and measure(self.schedule.warmup)[0] == "share":
+        if train.timed and self.schedule.warmup.unit == "share":
             yield (
                 "schedule.warmup",
                 "the time budget determines the length of the run: specify steps or tokens",
@@ -123,7 +123,7 @@ class RunConfig(Section):
             why = "the time budget determines the length of the run: specify the weight decay as a "
             yield key, why + "number, not by horizon"
         average = None if train.ema_decay is None else parse_averaging(train.ema_decay)
-        if train.timed and average is not None and measure(average.start)[0] == "share":
+        if train.timed and average is not None and average.start.unit == "share":
             why = "the time budget determines the length of the run: specify its start in steps"
             yield "train.ema_decay", why
         if own_decays(self.optim) and self.schedule.type != "wsd":
@@ -131,10 +131,10 @@ class RunConfig(Section):
         elif own_decays(self.optim) and train.timed:
             why = "decay needs a run of known length, without train.budget"
             yield "optim.groups", why
-        unit, warmup = measure(self.schedule.warmup)
+        warmup = self.schedule.warmup
         most = {"steps": train.steps, "tokens": train.steps * train.global_batch_tokens}
-        if train.steps and unit in most and warmup > most[unit]:
-            why = f"{self.schedule.warmup} is longer than the run ({train.steps} steps): "
+        if train.steps and warmup.unit in most and warmup.amount > most[warmup.unit]:
+            why = f"{warmup} is longer than the run ({train.steps} steps): "
             yield "schedule.warmup", why + "the learning rate would never reach its peak"
         every = self.checkpoint.every
         if self.checkpoint.keep_best and (not train.eval_every or every % train.eval_every):

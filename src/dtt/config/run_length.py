@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtt.config.source import Key, Layer, Leaf
+from dtt.config.key_types import Key
+from dtt.config.source import Layer, Leaf
 
 STEPS: Key = ("train", "steps")
 EPOCHS: Key = ("train", "epochs")

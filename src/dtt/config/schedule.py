@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dtt.config.base import Length, Section
+from dtt.config.base import Length, LengthKey, Section
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -15,7 +15,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 class Warmup(Section):
     """The common keys of all schedules."""
 
-    warmup: Length = 0
+    warmup: LengthKey = Length(0)
     """Duration of the linear warm-up from 0 to the peak: steps (`200`), a share of the run (`0.02`,
     `2%`), or `50M tokens`."""
 
@@ -52,7 +52,7 @@ class WsdConfig(Warmup):
     """Warm-up, stable, decay (MiniCPM, arXiv 2404.06395)."""
 
     type: Literal["wsd"] = "wsd"
-    decay: Length = 0.2
+    decay: LengthKey = Length(0.2)
     """Duration of the decay at the end: steps (`2000`), a share of the run (`0.2`, `20%`), or
     `50M tokens`; at most all steps after the warm-up."""
     shape: Literal["1-sqrt", "linear", "cosine", "exponential"] = "1-sqrt"

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ import yaml
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_small
-
-Key = tuple[str, ...]
+from dtt.config.key_types import STAGES, Key, KeyTypes
 
 # Environment variables with the prefix DTT_ that are not configuration keys: they belong to the
 # command line, env.sh, the tests and the test cluster.
@@ -46,9 +45,6 @@ class Leaf:
 Layer = dict[Key, Leaf]
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
-STAGES: Key = ("stages",)
-"""Key of the list of training stages. The value of its leaf is a list of layers, one per stage, so
-that each key of a stage has its own origin."""
 
 
 def is_config(argument: str | Path) -> bool:
@@ -57,17 +53,22 @@ def is_config(argument: str | Path) -> bool:
     return Path(argument).suffix in SUFFIXES and os.path.isfile(argument)  # noqa: PTH113
 
 
-Texts = Mapping[Key, frozenset[type]]
-"""The keys whose values are text, with all types that each value may have: `int` and `NoneType`
-besides text. An item of a list, and a value of a mapping, has the key of the list and `*`."""
 NULLS = ("null", "Null", "NULL", "~")
 
 
-STR, INT, NULL = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null"))
+STR, INT, NULL, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null", "merge"))
 
 
 class _Loader(yaml.SafeLoader):
     """A loader of YAML 1.1 as PyYAML reads it, except that `3e-4` is a number, as `1_000` is."""
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        r"""Return a node; JSON escapes a character beyond 16 bits as two, such as \ud83d\ude00."""
+        node = super().compose_scalar_node(anchor)
+        if any("\ud800" <= character <= "\udfff" for character in node.value):
+            pairs = node.value.encode("utf-16", "surrogatepass")
+            node.value = pairs.decode("utf-16", "surrogatepass")
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node; text that its tag does not fit stays text.
@@ -119,13 +120,6 @@ def parse_scalar(text: str) -> Any:
         return text
 
 
-def _types(key: Key, texts: Texts) -> frozenset[type] | None:
-    """Return the types of the text at `key`; None if its value is not text."""
-    if key[:1] == STAGES and len(key) > 2:  # stages.NAME.KEY
-        key = key[2:]
-    return texts.get(key) or texts.get((*key[:-1], "*"))
-
-
 def _as_written(text: str, types: frozenset[type]) -> str | int | None:
     """Return the value of a key that holds text: `007`, `1e3` and `on` are themselves."""
     if type(None) in types and text in NULLS:
@@ -134,17 +128,17 @@ def _as_written(text: str, types: frozenset[type]) -> str | int | None:
 
 
 def _typed(
-    node: yaml.Node, key: Key, texts: Texts, origin: Callable[[yaml.Node], str]
+    node: yaml.Node, key: Key, types: KeyTypes, origin: Callable[[yaml.Node], str]
 ) -> yaml.Node:
-    """Return a copy of `node` in which unquoted values of keys that hold text are text.
+    """Return a copy of `node` in which names, and unquoted values of keys that hold text, are text.
 
     A copy, because an alias may give the same node to a key that holds a number. Raises ConfigError
     for a name that appears twice in a mapping: PyYAML silently takes the last.
     """
     marks = node.start_mark, node.end_mark
     if isinstance(node, yaml.SequenceNode):
-        inner = () if key == STAGES else (*key, "*") if (*key, "*") in texts else key
-        items = [_typed(item, inner, texts, origin) for item in node.value]
+        inner = () if key == STAGES else (*key, "*") if (*key, "*") in types.texts else key
+        items = [_typed(item, inner, types, origin) for item in node.value]
         return yaml.SequenceNode(node.tag, items, *marks)
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, str] = {}
@@ -153,17 +147,20 @@ def _typed(
             if not isinstance(name, yaml.ScalarNode):
                 why = "a list or a mapping cannot be a key"
                 raise ConfigError("a key is text", where=origin(name), why=why)
-            inner = (*key, *name.value.split("."))
+            inner = types.below(key, name.value)
             if name.value in seen:
                 raise _twice(inner, origin(name), seen[name.value])
             seen[name.value] = origin(name)
-            pairs.append((name, _typed(value, inner, texts, origin)))
+            # Names are text: `on`, `1e3` and `007` too, which a list would hold as YAML reads them.
+            tag = MERGE if name.tag == MERGE else STR
+            text = yaml.ScalarNode(tag, name.value, name.start_mark, name.end_mark)
+            pairs.append((text, _typed(value, inner, types, origin)))
         return yaml.MappingNode(node.tag, pairs, *marks)
     assert isinstance(node, yaml.ScalarNode)
-    types = _types(key, texts)
-    if types is None or node.style is not None or node.value == "":
+    kinds = types.text(key)
+    if kinds is None or node.style is not None or node.value == "":
         return node
-    value = _as_written(node.value, types)
+    value = _as_written(node.value, kinds)
     return yaml.ScalarNode(
         NULL if value is None else INT if isinstance(value, int) else STR, node.value, *marks
     )
@@ -177,11 +174,11 @@ def _twice(key: Key, here: str, first: str) -> ConfigError:
     )
 
 
-def read_file(path: Path, texts: Texts) -> tuple[list[str], Layer]:
+def read_file(path: Path, types: KeyTypes) -> tuple[list[str], Layer]:
     """Read a config file; return its `extends` list and its values with their lines.
 
-    Values of the keys `texts` are text as it is written, unless the file is TOML, where text has
-    quotes. Raises ConfigError for a key that appears twice, nested or dotted.
+    Values of keys that hold text are text as it is written, unless the file is TOML, where text
+    has quotes. Raises ConfigError for a key that appears twice, nested or dotted.
     """
     try:
         text = read_small(path).decode()
@@ -202,7 +199,7 @@ def read_file(path: Path, texts: Texts) -> tuple[list[str], Layer]:
                     where=origin(node),
                     next="`dtt config show` prints one that does",
                 )
-            _flatten_node(_typed(node, (), texts, origin), (), origin, layer)
+            _flatten_node(_typed(node, (), types, origin), (), types, origin, layer)
             _check_stages(layer)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
@@ -255,20 +252,21 @@ def take_extends(layer: Layer) -> tuple[list[str], Layer]:
 
 
 def _flatten_node(
-    node: yaml.Node, key: Key, origin: Callable[[yaml.Node], str], layer: Layer
+    node: yaml.Node, key: Key, types: KeyTypes, origin: Callable[[yaml.Node], str], layer: Layer
 ) -> None:
     if isinstance(node, yaml.MappingNode) and (node.value or not key):
         for name, value in node.value:
-            if name.tag == "tag:yaml.org,2002:merge":
+            if name.tag == MERGE:
                 raise ConfigError(
                     "YAML merge keys (<<) are not supported",
                     where=origin(name),
                     why="a value could not be traced to the line that sets it",
                     next="write these keys out, or move them to a separate file: extends: [FILE]",
                 )
-            _flatten_node(value, (*key, *name.value.split(".")), origin, layer)
+            _flatten_node(value, types.below(key, name.value), types, origin, layer)
     elif key == STAGES and isinstance(node, yaml.SequenceNode):
-        layer[key] = Leaf([_stage_of_node(entry, origin) for entry in node.value], origin(node))
+        stages = [_stage_of_node(entry, types, origin) for entry in node.value]
+        layer[key] = Leaf(stages, origin(node))
     else:
         _set(layer, key, Leaf(_construct(node), origin(node)))
 
@@ -293,12 +291,12 @@ def _set(layer: Layer, key: Key, leaf: Leaf) -> None:
     layer[key] = leaf
 
 
-def _stage_of_node(node: yaml.Node, origin: Callable[[yaml.Node], str]) -> Layer:
+def _stage_of_node(node: yaml.Node, types: KeyTypes, origin: Callable[[yaml.Node], str]) -> Layer:
     """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
     if not isinstance(node, yaml.MappingNode):
         raise _no_stage(_construct(node), origin(node))
     layer: Layer = {}
-    _flatten_node(node, (), origin, layer)
+    _flatten_node(node, (), types, origin, layer)
     return layer
 
 
@@ -335,21 +333,22 @@ def from_mapping(values: Mapping[str, Any], origin: str) -> Layer:
     return layer
 
 
-def _said(key: Key, text: str, origin: str, texts: Texts) -> Layer:
+def _said(key: Key, text: str, origin: str, types: KeyTypes) -> Layer:
     """Return the layer of a value that was typed.
 
-    The text of a key in `texts` is taken as typed, with its quotes. Other values are YAML, and a
-    section such as `{type: wsd, decay: 5%}` is split into its keys. An argument has no comments,
+    The text of a key that holds text is taken as typed, with its quotes. Other values are YAML, and
+    a section such as `{type: wsd, decay: 5%}` is split into its keys. An argument has no comments,
     which YAML has: `5 # five` stays whole, and validation reports it.
     """
-    types = _types(key, texts)
-    if types is not None:
-        return {key: Leaf(_as_written(text, types), origin)}
+    kinds = types.text(key)
+    if kinds is not None:
+        return {key: Leaf(_as_written(text, kinds), origin)}
     try:
         node = yaml.compose(text, _Loader)
         if node is not None and not text[node.end_mark.index :].strip():
             layer: Layer = {}
-            _flatten_node(_typed(node, key, texts, lambda _: origin), key, lambda _: origin, layer)
+            typed = _typed(node, key, types, lambda _: origin)
+            _flatten_node(typed, key, types, lambda _: origin, layer)
             return layer or {key: Leaf({}, origin)}
     except (yaml.YAMLError, RecursionError):
         pass
@@ -361,7 +360,7 @@ def is_key(variable: str) -> bool:
     return variable.startswith("DTT_") and not variable.startswith(SWITCHES)
 
 
-def from_environment(env: Mapping[str, str], sections: Iterable[str], texts: Texts) -> Layer:
+def from_environment(env: Mapping[str, str], sections: Iterable[str], types: KeyTypes) -> Layer:
     """Return the layer of environment variables: `DTT_TRAIN__STEPS=5` sets `train.steps`.
 
     Values are taken as those of arguments. Raises ConfigError for a name with the prefix `DTT_`
@@ -371,9 +370,10 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str], texts: Tex
     layer: Layer = {}
     for name, text in env.items():
         if name.startswith("DTT_"):
-            key = tuple(name[4:].lower().split("__"))
+            # Free names keep their case, as in DTT_LAUNCH__ENVIRONMENT__NCCL_DEBUG.
+            key = types.split(name[4:].split("__"), joint="__", known=str.lower)
             if len(key) > 1 or key[0] in known:
-                layer |= _said(key, text, f"environment {name}", texts)
+                layer |= _said(key, text, f"environment {name}", types)
             elif not name.startswith(SWITCHES):
                 raise ConfigError(
                     f"the environment variable {name} is not a configuration key of dtt",
@@ -383,59 +383,23 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str], texts: Tex
     return layer
 
 
-def from_arguments(arguments: Iterable[str], texts: Texts) -> Layer:
+def from_arguments(arguments: Iterable[str], types: KeyTypes) -> Layer:
     """Return the layer of `key.path=value` arguments; of several for a key, the last counts.
 
-    Values of the keys `texts` are text as it is typed.
+    Values of keys that hold text are text as it is typed.
     """
     layer: Layer = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if is_config(argument):
             raise ConfigError(f"{argument} is a configuration file", next=f"-c {argument}")
-        if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", name):
+        key = types.split(name.split("."))
+        free = types.depth(key) and all(key)
+        if not equals or not (free or re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", name)):
             raise ConfigError(
                 f"cannot understand the argument {argument!r}",
                 why="arguments after the options have the form key.path=value",
                 next="for example train.steps=500; `dtt config explain` lists the keys",
             )
-        layer |= _said(tuple(name.split(".")), text, "argument", texts)
+        layer |= _said(key, text, "argument", types)
     return layer
-
-
-def merge(layers: Iterable[Layer]) -> Layer:
-    """Merge layers key by key; later layers override earlier ones.
-
-    A new `type` of a tagged section discards the keys that lower layers set for the old type.
-    """
-    merged: Layer = {}
-    for layer in layers:
-        for key, leaf in layer.items():
-            if key[-1] == "type" and key in merged and merged[key].value != leaf.value:
-                _drop_below(merged, key[:-1])
-        for key, leaf in layer.items():
-            _drop_below(merged, key)
-            for parent in _parents(key):
-                merged.pop(parent, None)
-            merged[key] = leaf
-    return merged
-
-
-def _parents(key: Key) -> Iterator[Key]:
-    return (key[:length] for length in range(1, len(key)))
-
-
-def _drop_below(layer: Layer, prefix: Key) -> None:
-    for key in [key for key in layer if len(key) > len(prefix) and key[: len(prefix)] == prefix]:
-        del layer[key]
-
-
-def nested(layer: Layer) -> dict[str, Any]:
-    """Return the values of a layer as nested dicts."""
-    root: dict[str, Any] = {}
-    for key, leaf in layer.items():
-        inner = root
-        for name in key[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[key[-1]] = leaf.value
-    return root

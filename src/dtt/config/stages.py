@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.init import MAY_DIFFER
+from dtt.config.key_types import STAGES, Key
 from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
-from dtt.config.source import STAGES, Key, Layer, Leaf, shown
+from dtt.config.source import Layer, Leaf, shown
 
 if TYPE_CHECKING:
     from dtt.config.run import RunConfig

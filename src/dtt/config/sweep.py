@@ -9,6 +9,7 @@ import runpy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache, reduce
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,9 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.config import explain, load, source, validation
-from dtt.config.base import Section
+from dtt.config.base import Length, Section
+from dtt.config.key_types import Key, KeyTypes
+from dtt.config.merging import nested
 from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
 from dtt.config.source import Layer, Leaf
@@ -255,7 +258,7 @@ class SweepFile:
             key: Leaf(leaf.value, f"sweep {self.path}") if leaf.origin == "option" else leaf
             for key, leaf in resolved.layer.items()
         }
-        return Resolved(resolved.config, said)
+        return replace(resolved, layer=said)
 
     def on_cluster(self, profile: Path) -> SweepFile:
         """Return the same sweep with a cluster profile below the base of its trials."""
@@ -270,9 +273,14 @@ class SweepFile:
     def exclusion(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return the first entry of `exclude` that these values match; None if there is none."""
 
+        def comparable(key: str, value: Any) -> Any:
+            # As a length, 1 is a step and 1.0 the whole run.
+            return (type(value), value) if key in _lengths() else value
+
         def matches(key: str, wanted: Any) -> bool:
             # A value may itself be a list, such as the betas of AdamW.
-            return values[key] == wanted or (isinstance(wanted, list) and values[key] in wanted)
+            one_of = [wanted, *(wanted if isinstance(wanted, list) else ())]
+            return comparable(key, values[key]) in [comparable(key, value) for value in one_of]
 
         return next(
             (e for e in self.sweep.exclude if all(matches(*one) for one in e.items())), None
@@ -286,15 +294,16 @@ def read(path: Path) -> SweepFile:
     """
     path = find(path)
     layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
-    layer = {tuple(".".join(key).split(".")): leaf for key, leaf in layer.items()}
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
     base = {key[1:]: leaf for key, leaf in layer.items() if key[0] == "base" and len(key) > 1}
-    values = source.nested({k: v for k, v in layer.items() if k[0] != "parameters"})
+    values = nested({k: v for k, v in layer.items() if k[0] != "parameters"})
     values["parameters"] = _parameters(layer)
     if isinstance(values.get("base"), dict):  # may be empty: the trials have the defaults
         del values["base"]
     sweep, problems = validation.validate(SweepConfig, values)
     if sweep is None:
+        # The layer has `parameters.optim.lr` in its parts, `parameters` has `optim.lr`.
+        problems = [(tuple(".".join(key).split(".")), why) for key, why in problems]
         raise load.Mistakes(problems, layer, "the sweep", next="docs/sweep.md shows each key")
     beside = path.parent / (sweep.base or "")
     return SweepFile(path, sweep, base or (beside if beside.is_file() else sweep.base))
@@ -322,15 +331,28 @@ def find(name: Path) -> Path:
 
 
 def _from_text(path: Path) -> Layer:
-    texts = dict(explain.texts(SweepConfig))
-    for key, types in explain.texts().items():
-        texts["base", *key] = types
-        for word in ((), ("values",), ("choice",)):
-            texts["parameters", *key, *word, "*"] = types
-    extends, layer = source.read_file(path, texts)
+    extends, layer = source.read_file(path, _key_types())
     if extends:
         raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
     return layer
+
+
+@cache
+def _lengths() -> frozenset[str]:
+    """Return the keys that hold a length of a part of the run."""
+    fields = ((key, cls.model_fields[name]) for key, cls, name in explain.all_fields())
+    return frozenset(".".join(key) for key, field in fields if field.annotation is Length)
+
+
+def _key_types() -> KeyTypes:
+    """Return the types of the keys of a sweep file, in which `base` is a configuration."""
+    own, base = explain.key_types(SweepConfig), explain.key_types().under("base")
+    values = {
+        ("parameters", *key, *word, "*"): types
+        for key, types in explain.key_types().texts.items()
+        for word in ((), ("values",), ("choice",))
+    }
+    return KeyTypes({**own.texts, **base.texts, **values}, base.mappings, base.variants)
 
 
 def _from_python(path: Path) -> Layer:
@@ -346,7 +368,8 @@ def _from_python(path: Path) -> Layer:
             why=f"`sweep` is {values!r}",
             next="sweep = {'base': …, 'parameters': {…}}, or a function that returns it",
         )
-    return source.from_mapping(values, str(path))
+    dotted = source.from_mapping(values, str(path)).items()
+    return {reduce(_key_types().below, key, Key()): leaf for key, leaf in dotted}
 
 
 def _parameters(layer: Layer) -> Any:

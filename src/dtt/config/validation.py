@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from dtt.config import explain, source
 from dtt.config.base import Section
-from dtt.config.source import Key
+from dtt.config.key_types import Key
 
 Problem = tuple[Key, str]
 """A key and the reason why its value is invalid."""
@@ -115,11 +115,11 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
                 if others:
                     why = f"is for {name}={' or '.join(others)}, not {tag}"
         case "union_tag_invalid":
-            dotted += ".type"
+            key = (*key, "type")
             shown = f" (got {error['ctx']['tag']!r})"
             why = f"must be one of {error['ctx']['expected_tags']}"
         case "union_tag_not_found":
-            dotted, why, shown = f"{dotted}.type", "is missing: it selects the variant", ""
+            key, why, shown = (*key, "type"), "is missing: it selects the variant", ""
         case "model_type" | "model_attributes_type" | "dict_type" if key in explain.sections():
             why = f"is a section: set its keys, such as {dotted}.KEY=VALUE"
         case "model_type" | "model_attributes_type" | "dict_type":
@@ -134,7 +134,7 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
             why = "a number is written without leading zeros"
         case _:
             why = error["msg"][0].lower() + error["msg"][1:]
-    return tuple(dotted.split(".")), why + shown
+    return key, why + shown
 
 
 def _leading_zero(value: Any) -> bool:

@@ -21,7 +21,8 @@ from dtt.base.log import log
 from dtt.base.reading import fits
 from dtt.checkpoint import store
 from dtt.config import explain, source
-from dtt.config.resolved import Resolved
+from dtt.config.key_types import STAGES
+from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.jobs import job_state
@@ -259,10 +260,10 @@ def report_shadowed(stages: Sequence[Stage], arguments: Sequence[str]) -> None:
 
     Raises ConfigError if an argument has no effect on any stage of the configuration.
     """
-    given = source.from_arguments((a for a in arguments if "=" in a), explain.texts())
-    for key in (key for key in given if key[:1] != source.STAGES):
+    given = source.from_arguments((a for a in arguments if "=" in a), explain.key_types())
+    for key in (key for key in given if key[:1] != STAGES):
         dotted = ".".join(key)
-        origins = {stage.name: stage.resolved.origin(dotted) for stage in stages}
+        origins = {stage.name: origin_of(stage.resolved.layer, key) for stage in stages}
         kept = {name: origin for name, origin in origins.items() if origin != "argument"}
         if len(kept) == len(stages[0].names):
             name, origin = next(iter(kept.items()))

@@ -7,7 +7,7 @@ it sets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -116,9 +116,8 @@ class SweepPlan:
     def write(self) -> Sweep:
         """Write the job directories and, last, the manifest; earlier trials are kept."""
         for trial in self.trials:
-            config = trial.resolved.config
-            text = explain.show(config, trial.resolved.layer)
-            write_atomically(JobDir(config.job_dir).config, text)
+            text = explain.show(trial.resolved)
+            write_atomically(JobDir(trial.resolved.config.job_dir).config, text)
         existing = _existing_manifest(self.root)
         records = {t.id: TrialRecord(values=t.values, folder=t.id) for t in self.trials}
         manifest = _manifest(self.file, (existing.trials if existing else {}) | records)
@@ -216,7 +215,7 @@ def _named(file: SweepFile, id: str, values: dict[str, Any], resolved: Resolved)
     """Return the trial, with its name in its configuration."""
     name = f"{file.sweep.name}/{id}"
     layer = resolved.layer | {("name",): Leaf(name, resolved.origin("name"))}
-    return Trial(id, values, load.check(layer))
+    return Trial(id, values, replace(load.check(layer), dropped=resolved.dropped))
 
 
 def _messages(error: Mistakes) -> Iterator[str]:

@@ -70,9 +70,6 @@ def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
 def configurations(submission: Submission) -> dict[Path, str]:
     """Return the text of each configuration file that the Slurm job reads."""
     if submission.stages and submission.command == "train":
-        return {
-            stage.job.config: explain.show(stage.config, stage.resolved.layer)
-            for stage in submission.stages
-        }
-    text = submission.text or explain.show(submission.config, submission.resolved.layer)
+        return {stage.job.config: explain.show(stage.resolved) for stage in submission.stages}
+    text = submission.text or explain.show(submission.resolved)
     return {submission.job.config: text}

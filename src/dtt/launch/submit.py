@@ -224,7 +224,7 @@ def _prepare_stages(
     job = whole if command == "train" else _beside(whole, command)
     argv = ["train"] if command == "train" else [command, "-c", str(job.config)]
     script = _script(command, job, argv, first.config, stages, code_copy=code_copy)
-    text = explain.show_stages([(s.config, s.resolved.layer) for s in stages])
+    text = explain.show_stages([s.resolved for s in stages])
     return Submission(command, first.resolved, job, whole, script, waiting, text)
 
 

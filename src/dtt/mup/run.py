@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from dtt.base.errors import ConfigError, Diverged
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.config.base import measure
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.mesh import dist
@@ -86,9 +85,10 @@ def transfer(cfg: RunConfig, widths: str, rates: str | None, *, as_json: bool) -
 
 def short_warmup(cfg: RunConfig, steps: int) -> dict[str, str]:
     """Return a shorter warm-up for runs of `steps` steps, if that of `cfg` is longer than these."""
-    unit, length = measure(cfg.schedule.warmup)
+    warmup = cfg.schedule.warmup
     most = {"steps": steps, "tokens": steps * cfg.train.global_batch_tokens}
-    return {"schedule.warmup": "10%"} if unit in most and length > most[unit] else {}
+    longer = warmup.unit in most and warmup.amount > most[warmup.unit]
+    return {"schedule.warmup": "10%"} if longer else {}
 
 
 def _with_mup(cfg: RunConfig, widths: str) -> tuple[RunConfig, list[int]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import assert_never
 
-from dtt.config.base import Length, measure
+from dtt.config.base import Length
 from dtt.config.schedule import (
     ConstantConfig,
     CosineConfig,
@@ -169,7 +169,7 @@ def first_steps(length: Length, steps: int, tokens_before: TokensBefore) -> int:
 
     For a length in tokens, the fewest steps with at least that number of tokens.
     """
-    unit, value = measure(length)
+    unit, value = length.unit, length.amount
     if unit == "tokens":
         return bisect_left(range(steps), math.ceil(value), key=tokens_before)
     return round(value * steps) if unit == "share" else int(value)
@@ -180,7 +180,7 @@ def before_last(length: Length, steps: int, tokens_before: TokensBefore) -> int:
 
     For a length in tokens, the last step from which at least that number of tokens remains.
     """
-    unit, value = measure(length)
+    unit, value = length.unit, length.amount
     if unit == "tokens":
         left = tokens_before(steps) - math.ceil(value)
         # Searched, not divided: under a batch-size schedule, steps have different numbers of

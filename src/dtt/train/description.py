@@ -23,7 +23,7 @@ def write_description(start: Start, resume: Checkpoint | None) -> None:
     job, resolved = start.job, start.resolved
     if start.stage is not None and resume is None:  # before config.yaml makes the folder a job
         start.stage.record(start.dataset.manifest.key, start.predecessor)
-    write_atomically(job.config, explain.show(resolved.config, resolved.layer))
+    write_atomically(job.config, explain.show(resolved))
     copy_data_files(job, start.dataset)
 
 

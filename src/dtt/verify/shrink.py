@@ -13,7 +13,6 @@ from typing import Any
 
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
-from dtt.config.base import measure
 from dtt.config.model import MIXTURES, LongRopeScaling, ModelConfig
 from dtt.config.optim import MuonConfig
 from dtt.config.run import RunConfig
@@ -89,7 +88,7 @@ def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
     values["model"] = _model(shrinking)
     values["scaling"] = _scaling(cfg, values["model"])
     values["train"] = _train(shrinking)
-    values["schedule"] |= {"warmup": 2 if measure(cfg.schedule.warmup)[1] else 0}
+    values["schedule"] |= {"warmup": 2 if cfg.schedule.warmup.amount else 0}
     if cfg.schedule.type == "wsd":
         values["schedule"]["decay"] = 2
     values["optim"] = _optim(shrinking)
@@ -222,7 +221,7 @@ def _train(shrinking: _Shrinking) -> Values:
         case _:
             pass
     average = None if train.ema_decay is None else parse_averaging(train.ema_decay)
-    if average is not None and average.start:
+    if average is not None and average.start.amount:
         values["ema_decay"] = f"{average.decay} from 1 blend {average.blend}"
     values |= {
         "epochs": None,

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, assert_never
 
 from dtt.base.errors import ConfigError
-from dtt.config.base import Unit, measure
+from dtt.config.base import Unit
 from dtt.config.batch import ConstantBatch, DoublingBatch, LinearBatch, ListedBatch
 from dtt.config.train import TrainConfig
 
@@ -104,7 +104,7 @@ def resolve(train: TrainConfig) -> StepSizes:
     batches = _batches(train)
     contexts = {0: train.seq_len}
     for start, seq_len in train.context_schedule:
-        step = _step(measure(start), train, batches)
+        step = _step(start.unit, start.amount, train, batches)
         _check_place("train.context_schedule", seq_len, step, max(contexts), train)
         contexts[step] = seq_len
     changes = sorted(contexts.keys() | {one.step for one in batches.ranges})
@@ -155,8 +155,8 @@ def _batches(train: TrainConfig) -> StepSizes:
     schedule, full, seq_len = train.batch_schedule, train.global_batch_tokens, train.seq_len
     exponent = 0.0 if isinstance(schedule, ConstantBatch) else LR_EXPONENT[schedule.lr_rule]
     sizes = StepSizes(seq_len, ())
-    for start, tokens in _sizes(train):
-        step = _step(start, train, sizes)
+    for unit, amount, tokens in _sizes(train):
+        step = _step(unit, amount, train, sizes)
         samples = sizes.first_sample(step) if sizes.ranges else 0
         ahead = sizes.ranges[-1].step if sizes.ranges else 0
         _check_place("train.batch_schedule", tokens, step, ahead, train)
@@ -167,34 +167,33 @@ def _batches(train: TrainConfig) -> StepSizes:
     return sizes
 
 
-def _sizes(train: TrainConfig) -> Iterator[tuple[tuple[Unit, Fraction], int]]:
-    """Yield (start, tokens per step) of each entry.
+def _sizes(train: TrainConfig) -> Iterator[tuple[Unit, Fraction, int]]:
+    """Yield (unit and amount of the start, tokens per step) of each entry.
 
     The first one starts at 0, and the last one has the full batch.
     """
     schedule, full = train.batch_schedule, train.global_batch_tokens
     match schedule:
         case ConstantBatch():
-            yield ("steps", Fraction(0)), full
+            yield "steps", Fraction(0), full
         case DoublingBatch(start=start):
-            unit, every = measure(schedule.every)
+            unit, every = schedule.every.unit, schedule.every.amount
             for k in range(((full - 1) // start).bit_length() + 1):
-                yield (unit, k * every), min(start << k, full)
+                yield unit, k * every, min(start << k, full)
         case LinearBatch(start=start):
-            unit, length = measure(schedule.length)
+            unit, length = schedule.length.unit, schedule.length.amount
             count = (full - start) // start
             for k in range(count + 1):  # a size starts where the linear ramp reaches it
-                yield (unit, k * length / count), start + k * start
+                yield unit, k * length / count, start + k * start
         case ListedBatch():
             for begin, tokens in schedule.stages:
-                yield measure(begin), tokens
+                yield begin.unit, begin.amount, tokens
         case _:
             assert_never(schedule)
 
 
-def _step(start: tuple[Unit, Fraction], train: TrainConfig, batches: StepSizes) -> int:
+def _step(unit: Unit, amount: Fraction, train: TrainConfig, batches: StepSizes) -> int:
     """Return the step of a point in the run, given the batches before it."""
-    unit, amount = start
     match unit:
         case "steps":
             return math.ceil(amount)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_small
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
+from dtt.config.merging import nested
 from dtt.config.source import Layer
 from dtt.evaluate.tasks.patterns import pattern_problem, replacement_problem
 from dtt.evaluate.tasks.prompt_template import template_problems
@@ -338,7 +340,7 @@ def _task(layer: Layer, path: Path) -> Task:
     """Return the task of a definition; paths in it are relative to the folder of `path`."""
     if not NAME.fullmatch(path.stem):
         raise _bad_name(path.stem, str(path))
-    task, problems = validation.validate(Task, source.nested(source.merge([layer])))
+    task, problems = validation.validate(Task, nested(layer))
     if ("name",) in layer:
         problems.append((("name",), "is that of the file; rename the file instead"))
     if task is None or problems:
@@ -368,11 +370,12 @@ def _read(path: Path) -> Layer:
     a kilobyte to gigabytes.
     """
     # `gold: 1.5` is no template but an index gone wrong, so `gold` does not count as text.
-    texts = {key: types for key, types in explain.texts(Task).items() if int not in types}
+    types = explain.key_types(Task)
+    texts = {key: kinds for key, kinds in types.texts.items() if int not in kinds}
     try:
         text = read_small(path, MAX_BYTES).decode()
         _check_events(text, path)
-        extends, layer = source.read_file(path, texts)
+        extends, layer = source.read_file(path, replace(types, texts=texts))
     except OSError as error:
         raise InputError(f"cannot read {path}", why=error.strerror) from None
     except ValueError as error:  # text that is not UTF-8, or a lone surrogate

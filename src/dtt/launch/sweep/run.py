@@ -18,6 +18,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, DttError, ExitCode
 from dtt.base.files import exclusive, write_atomically
 from dtt.base.log import log
+from dtt.config.explain import dropped_lines
 from dtt.jobs import sweep_results
 from dtt.jobs import sweep_trials as planning
 from dtt.jobs.job_state import State
@@ -241,6 +242,11 @@ def _plan_lines(plan: SweepPlan) -> list[str]:
     head = ["trial", *keys]
     rows = [[trial.id, *sweep_results.cells(trial.values, keys)] for trial in plan.trials]
     lines = columns([head, *rows])
+    unused: dict[str, list[str]] = {}
+    for trial in plan.trials:
+        for line in dropped_lines(trial.resolved):
+            unused.setdefault(line, []).append(trial.id)
+    lines += [f"{line}: {', '.join(ids)}" for line, ids in unused.items()]
     if plan.dropped:
         lines += ["", f"{len(plan.dropped)} combinations are dropped:"]
         for one in plan.dropped[:MAX_DROPPED_SHOWN]:
@@ -254,6 +260,7 @@ def _planned(plan: SweepPlan) -> dict[str, Any]:
     return {
         "sweep": plan.file.sweep.name,
         "trials": {trial.id: trial.values for trial in plan.trials},
+        "not_used": {t.id: lines for t in plan.trials if (lines := dropped_lines(t.resolved))},
         "dropped": [asdict(one) for one in plan.dropped],
     }
 
