@@ -29,10 +29,7 @@ def show(
         resolve(config, arguments, options, model_of=model_of, stage=name)
         for name in names or (stage,)
     ]
-    if names:
-        text = keys.show_stages(found)
-    else:
-        text = keys.show(found[0])
+    text = keys.show_stages(found) if names else keys.show(found[0])
     print(Verbatim(text), end="")
 
 
