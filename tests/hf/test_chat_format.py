@@ -73,12 +73,15 @@ def test_transformers_answers_and_stops(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_code_on_the_model_card_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_on_the_model_card_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = (folder / "README.md").read_text()
     assert "chat_template.jinja" in card
     code = card.split("```python\n")[1].split("```")[0]
     capsys.readouterr()
-    exec(code, {"folder": str(folder)})
+    monkeypatch.chdir(folder)
+    exec(code, {})
     assert capsys.readouterr().out == "Hi 🙂!\n"
 
 

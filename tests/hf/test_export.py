@@ -13,8 +13,8 @@ from support.tiny_job import write_job
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest, ExportManifest
-from dtt.base.errors import InputError
-from dtt.hf import export
+from dtt.base.errors import ConfigError, InputError, InUse
+from dtt.hf import export, publish
 
 
 def run_export(
@@ -31,11 +31,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_newest_checkpoint_is_exported_to_the_default_folder(
-    job: Path, capsys: pytest.CaptureFixture[str]
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = run_export(job)
     assert (manifest.job, manifest.step, manifest.dtype) == ("tiny", 10, "bf16")
-    assert capsys.readouterr().out.startswith("exports/tiny: step 10, ")
+    said = capsys.readouterr().out
+    assert said.startswith("exports/tiny: step 10, ")
+    assert "bf16, rounded from what was trained, which moves logits by at most" in said
     folder = Path("exports/tiny")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() == manifest.parameters
@@ -43,6 +45,9 @@ def test_the_newest_checkpoint_is_exported_to_the_default_folder(
     card = (folder / "README.md").read_text()
     assert "python-stdlib" in card
     assert f"{manifest.parameters:,}" in card
+    monkeypatch.chdir(folder)
+    exec(card.split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
 
 
 def test_the_model_card_has_the_validation_loss_and_no_local_paths(job: Path) -> None:
@@ -113,6 +118,68 @@ def test_a_repeated_export_writes_nothing(job: Path) -> None:
     assert Path("exports/tiny").stat().st_mtime_ns == before
 
 
+def test_other_keys_export_again(job: Path) -> None:
+    run_export(job)
+    run_export(job, ["export.license=mit", "export.max_shard_size=20KB"])
+    assert "license: mit" in Path("exports/tiny/README.md").read_text()
+    assert len(list(Path("exports/tiny").glob("*.safetensors"))) > 1
+    with pytest.raises(ConfigError, match=r"export\.dtype=fp16 does not apply to an adapter"):
+        export.run("jobs/tiny", ["export.dtype=fp16"], out=None, upload=None, private=False,
+                   adapter=True)  # fmt: skip
+
+
+def test_files_of_others_stay_beside_an_export(job: Path) -> None:
+    out = Path("exports/tiny")
+    run_export(job, step=5)
+    (out / "notes").mkdir()
+    for name in ("model-q4.gguf", "notes/a.txt"):
+        (out / name).write_text(name)
+    (out / "link").symlink_to("elsewhere")
+    run_export(job)
+    assert (out / "model-q4.gguf").read_text() == "model-q4.gguf"
+    assert (out / "notes/a.txt").read_text() == "notes/a.txt"
+    assert (out / "link").readlink() == Path("elsewhere")
+    assert {"model-q4.gguf", "notes"}.isdisjoint(ExportManifest.read(out).names())
+    run_export(job)  # already done, with them
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("README.md", "a file of the earlier export was changed, and would be lost"),
+        ("adapter_config.json", "transformers would load it together with the export"),
+        ("model.safetensors.index.json", "transformers would load it together"),
+    ],
+)
+def test_what_an_export_would_lose_or_load_wrongly_is_refused(
+    job: Path, name: str, says: str
+) -> None:
+    run_export(job, step=5)
+    (Path("exports/tiny") / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"{says}(.|\n)*move it away"):
+        run_export(job)
+    assert ExportManifest.read(Path("exports/tiny")).step == 5
+    assert (Path("exports/tiny") / name).read_text() == "{}"
+
+
+def test_two_exports_into_one_folder_are_refused(job: Path) -> None:
+    with publish.claimed(Path("exports/tiny")), pytest.raises(InUse, match="dtt export into"):
+        run_export(job)
+    run_export(job)
+
+
+def test_what_a_killed_export_left_is_cleared_up(job: Path) -> None:
+    """Killed between the renames: the earlier export is put back before it is replaced."""
+    run_export(job, step=5)
+    out = Path("exports/tiny")
+    (out / "mine.txt").touch()
+    out.rename("exports/.tiny.0a.old")
+    Path("exports/.tiny.0a.tmp").mkdir()
+    run_export(job)
+    assert (out / "mine.txt").is_file()
+    assert {path.name for path in out.parent.iterdir()} == {"tiny", ".tiny.lock"}
+
+
 def test_a_link_and_the_current_folder_are_valid_destinations(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +193,7 @@ def test_a_link_and_the_current_folder_are_valid_destinations(
     monkeypatch.chdir(tmp_path / "here")
     run_export(job, out=Path())
     assert ExportManifest.read(tmp_path / "here") == manifest
-    assert not list(tmp_path.glob(".*"))
+    assert {path.name for path in tmp_path.glob(".*")} <= {".disk.lock", ".here.lock"}
 
 
 def test_a_step_is_part_of_a_name_and_a_branch_needs_a_repository(dtt: Dtt, job: Path) -> None:

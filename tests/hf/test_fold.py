@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from dtt.base.errors import DamagedError
-from dtt.hf import hf, verify
+from dtt.hf import hf, publish, verify
 from dtt.hf.fold import fold
 from dtt.hf.read import Trained
 from dtt.model.decoder import Decoder
@@ -40,7 +40,7 @@ def logits(trained: Trained, ids_1T: torch.Tensor) -> torch.Tensor:
 def test_an_export_gives_transformers_the_logits_of_the_model_with_multipliers(
     multiplied: Trained, tmp_path: Path
 ) -> None:
-    origin = hf.Origin("job", 1, "c0ffee")
+    origin = publish.Origin("job", 1, "c0ffee")
     hf.export(multiplied, origin, tmp_path / "run", dtype="fp32", max_shard_size="5GB", card="")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     ids_1T = torch.randint(multiplied.arch.vocab_size, (1, 40))

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, processors
 from dtt.artifacts.manifests import ExportManifest
 from dtt.base.errors import ConfigError, DamagedError, Diverged
 from dtt.base.files import sha256_file
-from dtt.hf import hf, verify
+from dtt.hf import hf, publish, verify
 from dtt.hf.read import Trained, read_hf_folder
 from dtt.model.decoder import Decoder
 
-ORIGIN = hf.Origin("job", 7, "c0ffee")
+ORIGIN = publish.Origin("job", 7, "c0ffee")
 
 
 def export(
@@ -41,10 +41,24 @@ def test_transformers_loads_and_generates_from_an_export(trained: Trained, tmp_p
     assert tokenizer.decode(text[0]).startswith("def main")
 
 
+def test_what_transformers_keeps_in_fp32_is_exported_in_fp32(
+    trained: Trained, tmp_path: Path
+) -> None:
+    manifest = export(trained, tmp_path / "run", "bf16")
+    assert manifest.max_rounding_difference is not None
+    assert 1e-4 < manifest.max_rounding_difference < 1
+    back = read_hf_folder(tmp_path / "run").state
+    kept = {name for name, tensor in back.items() if tensor.dtype == torch.float32}
+    routers = {name for name in back if ".router." in name}
+    assert kept == (routers if trained.arch.family == "dots1" else set())
+    assert all(torch.equal(back[name], trained.state[name]) for name in kept)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_weights_have_the_requested_dtype(llama: Trained, tmp_path: Path, dtype: hf.Dtype) -> None:
     manifest = export(llama, tmp_path / "run", dtype)
     assert manifest.max_logit_difference < 1e-4
+    assert (manifest.max_rounding_difference is None) == (dtype == "fp32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert model.dtype == hf.DTYPES[dtype]
 
@@ -80,22 +94,22 @@ def test_an_export_is_read_back_bit_for_bit(trained: Trained, tmp_path: Path) ->
 
 def test_the_same_export_is_recognised_and_another_refused(llama: Trained, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert hf.already_done(out, ORIGIN, "fp32") is None
+    assert publish.already_done(out, ORIGIN, "fp32") is None
     manifest = export(llama, out)
-    assert hf.already_done(out, ORIGIN, "fp32") == manifest
+    assert publish.already_done(out, ORIGIN, "fp32") == manifest
     with pytest.raises(ConfigError, match=r"of another job: job, step 7, fp32\n.*--out"):
-        hf.already_done(out, hf.Origin("other", 8, "beef"), "fp32")
-    assert hf.already_done(out, ORIGIN, "bf16") is None
+        publish.already_done(out, publish.Origin("other", 8, "beef"), "fp32")
+    assert publish.already_done(out, ORIGIN, "bf16") is None
     (out / "config.json").unlink()
     with pytest.raises(DamagedError, match="export is incomplete"):
-        hf.already_done(out, ORIGIN, "fp32")
+        publish.already_done(out, ORIGIN, "fp32")
 
 
 def test_an_earlier_export_of_the_job_is_replaced(llama: Trained, tmp_path: Path) -> None:
     out = tmp_path / "exports" / "run"
     export(llama, out, size="20KB")
     assert (out / "model.safetensors.index.json").is_file()
-    later = hf.Origin("job", 8, "beef")
+    later = publish.Origin("job", 8, "beef")
     manifest = hf.export(llama, later, out, dtype="bf16", max_shard_size="5GB", card="")
     assert ExportManifest.read(out) == manifest
     assert {path.name for path in out.iterdir()} == {
@@ -110,7 +124,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(llama: Trained, tmp_path: P
     lie = dataclasses.replace(llama.arch, n_layers=3)
     with pytest.raises(DamagedError, match="missing"):
         export(dataclasses.replace(llama, arch=lie), tmp_path / "run", "bf16")
-    assert hf.already_done(tmp_path / "run", ORIGIN, "fp32") == manifest
+    assert publish.already_done(tmp_path / "run", ORIGIN, "fp32") == manifest
 
 
 def test_a_tokenizer_that_adds_tokens_gives_the_ids_of_the_token_files(
@@ -134,7 +148,7 @@ def test_a_tokenizer_that_adds_tokens_gives_the_ids_of_the_token_files(
 def test_a_folder_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"is not an export\n.*--out"):
-        hf.already_done(tmp_path, ORIGIN, "bf16")
+        publish.already_done(tmp_path, ORIGIN, "bf16")
 
 
 def test_verification_finds_one_changed_weight(trained: Trained, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from support.running import Dtt
 
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.model import LinearRopeScaling
-from dtt.hf import hf
+from dtt.hf import hf, publish
 from dtt.hf.read import Trained, read_hf_folder
 from dtt.hf.verify import check_import
 from dtt.model import families
@@ -69,7 +69,7 @@ def test_a_folder_that_transformers_wrote_is_read(
 @pytest.mark.parametrize("end", [None, [], "absent"])
 def test_a_model_may_not_say_how_documents_end(end: object, llama: Trained, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    hf.export(llama, hf.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="5GB", card="")
+    hf.export(llama, publish.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="5GB", card="")
     config = json.loads((out / "config.json").read_text()) | {"eos_token_id": end}
     if end == "absent":
         del config["eos_token_id"]
@@ -240,7 +240,7 @@ def test_the_text_model_of_a_multimodal_folder_is_read_and_exported_alone(
     assert found.arch.family == "gemma3"
     assert check_import(tmp_path, found) < 1e-5
     hf.export(
-        found, hf.Origin("job", 1, "c0ffee"), tmp_path / "out", dtype="fp32",
+        found, publish.Origin("job", 1, "c0ffee"), tmp_path / "out", dtype="fp32",
         max_shard_size="5GB", card="",
     )  # fmt: skip
     text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -277,7 +277,9 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def folder(llama: Trained, tmp_path: Path) -> Path:
     """An export in several files."""
     out = tmp_path / "run"
-    hf.export(llama, hf.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="40KB", card="")
+    hf.export(
+        llama, publish.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="40KB", card=""
+    )
     assert len(list(out.glob("model-*.safetensors"))) > 2
     return out
 

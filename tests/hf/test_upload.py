@@ -16,7 +16,8 @@ from dtt.hf.upload import prepare, upload
 folder, repo, revision = Path(sys.argv[1]), sys.argv[2], (sys.argv[3:] or [None])[0]
 try:
     prepare(repo, revision, private=True)
-    print(upload(folder, repo, revision, message="run, step 7"))
+    names = [path.name for path in folder.iterdir() if path.suffix != ".gguf"]
+    print(upload(folder, names, repo, revision, message="run, step 7"))
 except DttError as error:
     print(error)
     sys.exit(error.exit_code)
@@ -47,6 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_hub_receives_every_file_in_a_private_repository(folder: Path) -> None:
     sent = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "mine.gguf").touch()  # not of the export
     with LoopbackHub() as hub:
         assert upload(folder, "org/model", hub.endpoint, hub.token) == (
             0,
@@ -65,7 +67,8 @@ def commits(hub: LoopbackHub) -> int:
 
 @pytest.mark.slow
 def test_a_branch_holds_the_files_of_its_export_and_no_others(folder: Path) -> None:
-    main = {"model-00001-of-00002.safetensors": b"old", "chat_template.jinja": b"", "plot.png": b""}
+    stale = ("model-00001-of-00002.safetensors", "chat_template.jinja", "adapter_config.json")
+    main = dict.fromkeys((*stale, "adapter_model.safetensors", "plot.png"), b"")
     with LoopbackHub() as hub:
         repo = hub.add("model", "org/model", main)
         for revision in ("step-400", "long/step-500", "step-400"):

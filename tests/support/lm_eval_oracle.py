@@ -43,7 +43,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dtt.config.model import Llama3RopeScaling, ModelConfig
 from dtt.evaluate.tasks import result_files
-from dtt.hf import hf
+from dtt.hf import hf, publish
 from dtt.hf.read import Trained
 from dtt.model import families
 from dtt.model.decoder import Decoder
@@ -207,7 +207,7 @@ def export(
     id_of_end = tokenizer.token_to_id(end)
     assert id_of_end is not None
     trained = Trained(arch, model.state_dict(), path, id_of_end, (id_of_end,))
-    origin = hf.Origin(family, 0, "")
+    origin = publish.Origin(family, 0, "")
     hf.export(trained, origin, out, dtype="fp32", max_shard_size="5GB", card="")
     shutil.copy(path, out / "tokenizer.json")  # an export adds no token in front of a text
     return out

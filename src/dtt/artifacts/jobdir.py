@@ -79,6 +79,10 @@ class JobDir:
     """The tokenizer.json of the job's training data."""
     chat_template = _Below(CHAT_TEMPLATE)
     """The chat template of the job's conversations; absent if it trains on text."""
+    released = _Below("released.json")
+    """Settings of the released model that the job started from, which its export carries over."""
+    sentencepiece = _Below("tokenizer.model")
+    """The SentencePiece model of that tokenizer, if the release has one."""
     checkpoints = _Below("checkpoints")
     """Folder of the checkpoints."""
     reference = _Below("reference")

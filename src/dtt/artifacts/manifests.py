@@ -313,8 +313,15 @@ class ExportManifest(Manifest):
     parameters: int
     max_logit_difference: float
     """Largest absolute difference between the fp32 logits of `transformers` and of dtt."""
+    max_rounding_difference: float | None = None
+    """Largest absolute difference between the fp32 logits of the weights as they were trained and
+    as they are in the export; None: no weight was rounded."""
+    options: dict[str, Any] | None = None
+    """Keys of `export`, besides `dtype`, that the files depend on; None in older exports."""
     chat: ChatFacts | None = None
     """The conversation format that the model was trained on; None for plain text."""
+    end_of_document: int | None = None
+    """Id of the token that ends a document, one of those that end generation."""
     files: tuple[FileRecord, ...]
 
     @model_serializer(mode="wrap")

@@ -158,12 +158,12 @@ class Harness:
         if model.step is None:
             yield model.path
             return
-        from dtt.hf import hf
+        from dtt.hf import hf, publish
 
         model.verify()
         # Beside the results: /tmp is often too small. The same name replaces what a kill left.
         folder = model.results / ".harness"
-        origin = hf.Origin(model.name, model.step, model.identity(), model.ema)
+        origin = publish.Origin(model.name, model.step, model.identity(), model.ema)
         try:
             hf.export(
                 model.load(), origin, folder, dtype="fp32", max_shard_size="5GB", card="",

@@ -19,15 +19,18 @@ CHAT = (
     "A chat model: it was trained on conversations, in the form of `chat_template.jinja`. It ends "
     "an answer with the `eos_token`."
 )
-LOAD = """\
+FOLDER = """\
+folder = "."  # where these files are, or the name of their repository on the Hub
+"""
+LOAD = f"""\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(folder)"""
-LOAD_ADAPTER = """\
+{FOLDER}model = AutoModelForCausalLM.from_pretrained(folder)"""
+LOAD_ADAPTER = f"""\
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
-model = AutoPeftModelForCausalLM.from_pretrained(folder)"""
+{FOLDER}model = AutoPeftModelForCausalLM.from_pretrained(folder)"""
 BASE_USE = """\
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"""

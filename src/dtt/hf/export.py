@@ -21,8 +21,12 @@ from dtt.track.base import Record
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
-    from dtt.hf.hf import Origin
     from dtt.hf.peft import Adapter
+    from dtt.hf.publish import Origin
+
+
+WHOLE = ("export.dtype=", "export.max_shard_size=")
+"""Arguments that only an export of a complete model has a use for."""
 
 
 def run(
@@ -47,12 +51,17 @@ def run(
     repository to upload the folder to, `revision` a branch of it; a new repository is created
     `private` if asked.
     """
+    if adapter and (given := [o for o in overrides if o.startswith(WHOLE)]):
+        raise ConfigError(
+            f"{given[0]} does not apply to an adapter, which is one file in fp32",
+            next="omit it, or omit --adapter to export the merged model",
+        )
     if revision is not None and upload is None:
         raise ConfigError("--revision is a branch of the repository that --upload names")
     checkpoints, step = store.parse(source)
     job = checkpoints.parent
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
-    from dtt.hf import hf
+    from dtt.hf import publish
     from dtt.hf import upload as hub
     from dtt.hf.read_checkpoint import find_checkpoint, read_adapter
 
@@ -61,19 +70,27 @@ def run(
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     part = read_adapter(cfg, checkpoint, average=ema) if adapter else None
     base = None if part is None else part.base
-    origin = hf.Origin(cfg.name, checkpoint.step, identity, ema, base)
-    manifest = hf.already_done(folder, origin, "fp32" if adapter else cfg.export.dtype)
+    options = cfg.export.model_dump(
+        include={"license"} if adapter else {"license", "max_shard_size"}
+    )
+    origin = publish.Origin(cfg.name, checkpoint.step, identity, ema, base, options)
+    dtype = "fp32" if adapter else cfg.export.dtype
+    publish.already_done(folder, origin, dtype)  # before a repository is created
     if upload is not None:
         hub.prepare(upload, revision, private=private)
-    if manifest is not None:
-        log.info("export: already done, %s contains this checkpoint", folder)
-    else:
-        manifest = _export(cfg, JobDir(job), checkpoint, origin, part, folder)
-    if not as_json:
-        print(f"{folder}: {_described(manifest)}")
     url = None
-    if upload is not None:
-        url = hub.upload(folder, upload, revision, message=f"{cfg.name}, step {manifest.step}")
+    with publish.claimed(folder):  # also while it is uploaded
+        manifest = publish.already_done(folder, origin, dtype)
+        if manifest is not None:
+            log.info("export: already done, %s contains this checkpoint", folder)
+        else:
+            manifest = _export(cfg, JobDir(job), checkpoint, origin, part, folder)
+        if not as_json:
+            print(f"{folder}: {_described(manifest)}")
+        if upload is not None:
+            names = [manifest.filename, *manifest.names()]
+            message = f"{cfg.name}, step {manifest.step}"
+            url = hub.upload(folder, names, upload, revision, message=message)
     if as_json:
         print(json.dumps({"folder": str(folder), "url": url} | manifest.model_dump(mode="json")))
     elif url is not None:
@@ -95,8 +112,13 @@ def _folder(job: Path, cfg: RunConfig, suffix: str) -> Path:
 def _described(manifest: ExportManifest) -> str:
     averaged = ", averaged weights" if manifest.ema else ""
     oracle = "transformers" if manifest.base is None else "PEFT"
+    rounded = ""
+    if manifest.max_rounding_difference is not None:
+        by = manifest.max_rounding_difference
+        rounded = f", rounded from what was trained, which moves logits by at most {by:.1e}"
     return (
-        f"step {manifest.step}{averaged}, {manifest.parameters:,} parameters, {manifest.dtype}; "
+        f"step {manifest.step}{averaged}, {manifest.parameters:,} parameters, "
+        f"{manifest.dtype}{rounded}; "
         f"logits differ from those of {oracle} by at most {manifest.max_logit_difference:.1e}"
     )
 
@@ -114,11 +136,12 @@ def _export(
     from dtt.hf.card import model_card
     from dtt.hf.chat_format import job_chat_format
     from dtt.hf.read_checkpoint import read_checkpoint
+    from dtt.hf.released import Released
 
     replaced = ", replacing an earlier export" if ExportManifest.exists(folder) else ""
     log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
     trained = read_checkpoint(cfg, job, checkpoint, ema=origin.ema)
-    chat = job_chat_format(job, cfg.chat)
+    chat, released = job_chat_format(job, cfg.chat), Released.of_job(job)
     card = model_card(
         cfg,
         trained.arch,
@@ -130,7 +153,9 @@ def _export(
         adapter_of=origin.base,
     )
     if adapter is not None:
-        return hf.export_adapter(trained, adapter, origin, folder, card=card, chat=chat)
+        return hf.export_adapter(
+            trained, adapter, origin, folder, card=card, chat=chat, released=released
+        )
     return hf.export(
         trained,
         origin,
@@ -139,6 +164,7 @@ def _export(
         max_shard_size=cfg.export.max_shard_size,
         card=card,
         chat=chat,
+        released=released,
     )
 
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dtt.artifacts.manifests import ExportManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.log import log
 from dtt.base.safe_names import checked_name
@@ -158,10 +159,14 @@ def _end_of_document(folder: Path, config: Mapping[str, Any]) -> int | None:
     """Return the end-of-document id: if several tokens end generation, the one that also begins
     documents, otherwise the first.
 
-    Chat models end generation at the end of a turn, too. Returns None if the folder names no token.
+    Chat models end generation at the end of a turn, too. The manifest of an export names the token.
+    Returns None if the folder names no token.
     """
+    ends = eos_token_ids(folder)
+    exported = ExportManifest.read(folder) if ExportManifest.exists(folder) else None
+    if exported is not None and exported.end_of_document in ends:
+        return exported.end_of_document
     # Chat models list the end of a turn as well. The token that also begins documents separates
     # them.
-    ends = eos_token_ids(folder)
     begin = config.get("bos_token_id")
     return begin if begin in ends else next(iter(ends), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -10,16 +10,10 @@ from urllib.parse import quote
 from huggingface_hub import HfApi, errors, get_token
 
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit
+from dtt.hf.publish import LOADED
 
 # Base class of the errors of the client's HTTP library: httpx or httpx2, depending on its version.
 HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
-
-
-STALE = ["model*.safetensors", "model.safetensors.index.json", "chat_template.jinja"]
-"""Files of an earlier export that an upload deletes if the new one lacks them.
-
-`transformers` prefers model.safetensors to shards: after an upload of shards it would still load
-the old weights."""
 
 
 def prepare(repo: str, revision: str | None, *, private: bool) -> None:
@@ -61,8 +55,13 @@ def _create_branch(api: HfApi, repo: str, revision: str) -> None:
     )
 
 
-def upload(folder: Path, repo: str, revision: str | None, *, message: str) -> str:
-    """Upload `folder` to the prepared model `repo` (`org/name`), and return its URL.
+def upload(
+    folder: Path, names: Sequence[str], repo: str, revision: str | None, *, message: str
+) -> str:
+    """Upload the export in `folder` to the prepared model `repo` (`org/name`); return its URL.
+
+    Only the files `names` are sent. Files of an earlier export that this one lacks are deleted
+    there, because `transformers` would load them.
 
     `revision` is a branch, by default `main`. Files that the Hub already has are not sent again,
     and without a difference there is no commit. Raises EnvironmentUnfit if there is no token, the
@@ -75,7 +74,8 @@ def upload(folder: Path, repo: str, revision: str | None, *, message: str) -> st
             folder_path=folder,
             revision=revision,
             commit_message=message,
-            delete_patterns=STALE,
+            allow_patterns=list(names),
+            delete_patterns=list(LOADED),
         )
         branch = "" if revision is None else f"/tree/{quote(revision)}"
         return f"{api.endpoint}/{repo}{branch}"

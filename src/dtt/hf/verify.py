@@ -5,6 +5,7 @@ Shapes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from dtt.base.errors import DamagedError, Diverged, EnvironmentUnfit, InputError
+from dtt.base.log import log
 from dtt.config.init_std import InitialStd
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.hf.chat_format import ChatFormat
@@ -30,6 +32,8 @@ from dtt.model.families import multimodal
 
 TOLERANCE = 1e-4
 """Maximum difference of fp32 logits due to rounding, relative to the largest logit."""
+MUCH_ROUNDING = 0.25
+"""Difference of a logit, relative to the largest, from which rounded weights are another model."""
 TEXT = """def mean(numbers: list[float]) -> float:
 \treturn sum(numbers) / len(numbers)   # 3.14e-10, "naïve" café
 
@@ -98,15 +102,52 @@ def check_import(folder: Path, trained: Trained) -> float:
 
 
 @torch.inference_mode()
-def check_folded(folded: Trained, trained: Trained) -> None:
-    """Raise DamagedError unless the folded weights give the same fp32 logits as before."""
-    if folded.arch != trained.arch:
-        ids_1T = _random_ids(trained.arch)[None]
-        before, after = (_decoder(m.state, m.arch)(ids_1T) for m in (trained, folded))
-        try:
-            _difference(before, after, "the folded weights")
-        except _Mismatch as found:
-            raise _export_error(None, str(found)) from None
+def random_logits(state: Mapping[str, Tensor], arch: Architecture) -> Tensor:
+    """Return the fp32 logits of random ids, [1, T, V]; they are the same ids in every call."""
+    logits: Tensor = _decoder(state, arch)(_random_ids(arch)[None])
+    return logits
+
+
+def check_folded(folded: Trained, expected: Tensor) -> None:
+    """Raise DamagedError unless the folded weights give the `expected` logits of random ids."""
+    try:
+        _difference(expected, random_logits(folded.state, folded.arch), "the folded weights")
+    except _Mismatch as found:
+        raise _export_error(None, str(found)) from None
+
+
+def rounding_difference(
+    expected: Tensor, rounded: Mapping[str, Tensor], arch: Architecture, dtype: str
+) -> float:
+    """Return how far rounding moves a logit at most; warn if that is a different model.
+
+    `expected` are the logits of random ids of the weights as they were trained.
+    """
+    difference = (random_logits(rounded, arch) - expected).abs().max().item()
+    largest = expected.abs().max().item()
+    if difference > MUCH_ROUNDING * max(1.0, largest):
+        log.warning(
+            "rounding the weights to %s changes logits by up to %.2g, and the largest is %.2g: "
+            "export.dtype=fp32 keeps the model that was trained",
+            dtype,
+            difference,
+            largest,
+        )
+    return difference
+
+
+def kept_in_fp32(arch: Architecture) -> set[str]:
+    """Return the parameters that `transformers` keeps in fp32 whatever dtype a model is loaded in.
+
+    Rounded, a correction of the choice of experts sends most tokens to other experts.
+    """
+    family = families.get(arch.family)
+    cls: Any = getattr(transformers, family.hf_class)
+    modules = {*(cls._keep_in_fp32_modules or ()), *(cls._keep_in_fp32_modules_strict or ())}
+    # The rule of transformers: complete parts of a name.
+    kept = re.compile("|".join(rf"(?:(?:^|\.){module}(?:$|\.))" for module in modules) or r"(?!)")
+    rules = family.weight_rules(arch)
+    return {name for rule in rules if kept.search(rule.hf_name) for name in rule.dtt_names}
 
 
 @torch.inference_mode()

@@ -45,9 +45,9 @@ class Branch:
     def create_job(self, job: JobDir) -> None:
         """Create the branch `job` from the parent run, unless it has a checkpoint already.
 
-        Writes the parent record, and copies the metrics, the log-probabilities of a reference model
-        and the verified checkpoint. The checkpoint comes last, so a call that was interrupted
-        before is repeated in full.
+        Writes the parent record, and copies the metrics, what it keeps of released weights, the
+        log-probabilities of a reference model and the verified checkpoint. The checkpoint comes
+        last, so a call that was interrupted before is repeated in full.
         """
         if store.steps(job.checkpoints):
             return
@@ -58,6 +58,9 @@ class Branch:
         if self.parent.metrics.exists():
             # Records from after the branch point are dropped when the branch resumes.
             shutil.copyfile(self.parent.metrics, job.metrics)
+        for name in ("released", "sentencepiece"):
+            if (kept := getattr(self.parent, name)).is_file():
+                shutil.copyfile(kept, getattr(job, name))
         if self.parent.reference.is_dir():
             shutil.copytree(self.parent.reference, job.reference, dirs_exist_ok=True)
         job.run_id()

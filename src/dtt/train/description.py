@@ -25,6 +25,10 @@ def write_description(start: Start, resume: Checkpoint | None) -> None:
         start.stage.record(start.dataset.manifest.key, start.predecessor)
     write_atomically(job.config, explain.show(resolved))
     copy_data_files(job, start.dataset)
+    if resume is None and start.source_of_weights is not None:
+        from dtt.hf import released  # half a second of CPU time
+
+        released.keep(start.source_of_weights, job, start.dataset.tokenizer)
 
 
 def copy_data_files(job: JobDir, dataset: Dataset) -> None:

@@ -49,9 +49,10 @@ MODEL_FILES = (
     "model*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
+    "tokenizer.model",
     *TEMPLATE_FILES,
 )
-"""Files that `read_hf_folder` and `folder_chat_format` read, as patterns."""
+"""Files that `read_hf_folder`, `folder_chat_format` and `Released` read, as patterns."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from dtt.data.samples.protocol import (
 from dtt.data.samples.schedules import StepSizes, resolve, steps_of_epochs
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.text.encoder import Encoder
-from dtt.data.text.tokenizer import token_bytes
+from dtt.data.text.tokenizer import begin_of_document, open_tokenizer, token_bytes
 
 NUMBER_MASK = np.uint64((1 << SOURCE_SHIFT) - 1)
 """Bit mask that extracts the number of a sample within its source."""
@@ -300,12 +300,26 @@ def _manifest(
         tokenizer_sha256=vocabulary.sha256,
         vocab_size=vocabulary.size,
         end_of_document=vocabulary.end_of_document,
-        begin_of_document=compatibility.one_beginning(
-            [(s.train.name, s.vocabulary.begin_of_document) for s in opened if s.chat is None]
-        ),
+        begin_of_document=_begin_of_document(cfg, opened),
         chat=next((source.chat for source in opened if source.chat is not None), None),
         sources=sources,
     )
+
+
+def _begin_of_document(cfg: RunConfig, opened: Sequence[Opened]) -> int | None:
+    """Return the token before documents of text; None if they begin without one.
+
+    In a run on conversations only, it is what the tokenizer adds: the base model was trained so,
+    and plain text, as in benchmark tasks, must not change with the tuning.
+    """
+    texts = [(s.train.name, s.vocabulary.begin_of_document) for s in opened if s.chat is None]
+    if texts or getattr(cfg.tokenizer, "bos", "tokenizer") == "never":
+        return compatibility.one_beginning(texts)
+    path = opened[0].vocabulary.tokenizer
+    try:
+        return begin_of_document(open_tokenizer(path), path)
+    except ConfigError:  # it also adds tokens after a text, which cannot be continued then
+        return None
 
 
 def _open_sources(cfg: RunConfig, sources: Sequence[SourceConfig]) -> list[Opened]:
