@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.base.log import log
 from dtt.checkpoint import store
-from dtt.evaluate.models import folder_results
+from dtt.config.init import HF
+from dtt.evaluate.models import folder_model, folder_results
+from dtt.evaluate.states import weights_of
 from dtt.evaluate.tasks.paired import PairedDifference, compare
-from dtt.evaluate.tasks.result_files import SealedResult, read, read_sealed
+from dtt.evaluate.tasks.result_files import SealedResult, of_weights, read, read_sealed
 from dtt.hf.model_source import job_of
 
-SAME = ("data_sha256", "task_sha256", "shots", "chat", "bos")
-"""Entries of a header that must be equal, because they change what a model is asked."""
-PREFERRED = ("limit", "precision", "ema", "samples")
+SAME = ("data_sha256", "task_sha256", "shots", "limit", "chat", "bos", "scoring")
+"""Entries of a header that must be equal: they change what a model is asked, and how it is scored.
+"""
+PREFERRED = ("precision", "ema", "samples")
 """Entries that may differ. Among several results, those that agree in most of them are compared."""
 
 
@@ -73,23 +77,41 @@ def run(
             why=f"{one}: {', '.join(ours)}; {other}: {', '.join(theirs)}",
             next=f"dtt eval {other} --tasks {next(iter(ours))}",
         )
-    for name in common:
-        first, second = _comparable(ours[name], theirs[name])
+    pairs = [_best_pair(ours[name], theirs[name]) for name in common]
+    comparable = [pair for pair in pairs if not _differing(*pair, SAME)]
+    for pair in pairs:
+        if differing := _differing(*pair, SAME):
+            error = _not_comparable(*pair, differing[0])
+            if not comparable:
+                raise error
+            log.warning("left out: %s", error)
+    for first, second in comparable:
         found = _compared(first, second)
         if as_json:
             print(json.dumps(_record(one, other, first, second, found)), flush=True)
-        else:
-            _show(_described(one, first), _described(other, second), name, found)
+            continue
+        if first.header["weights"] == second.header["weights"] and one != other:
+            log.warning("%s and %s have the same weights", one, other)
+        name = first.header["task"]
+        _show(_described(one, first), _described(other, second), name, found)
 
 
-def _folders(source: str) -> list[Path]:
-    """Return the folders that may have the results of a model; of a job, the newest step first."""
-    folder, job = Path(source), job_of(source)
-    if job.exists:
+def _recorded(source: str) -> Iterator[tuple[Path, str | None]]:
+    """Yield the folders that may have the results of a model, and the hash of its weights.
+
+    Of a job, the newest step comes first; the hash is "" if its checkpoint was deleted. It is None
+    for a folder of results, and for a model whose files are not here.
+    """
+    folder, job = Path(source.removeprefix(HF)).expanduser(), job_of(source)
+    if (folder / "config.json").is_file():
+        yield folder_results(source), folder_model(source, folder).identity()
+    elif job.exists:
         step = store.parse(source)[1]
-        steps = [one for one in store.steps(job.evals) if step in (None, one)]
-        return [store.folder_of(job.evals, one) for one in reversed(steps)]
-    return [folder, folder_results(source)]
+        for one in reversed([one for one in store.steps(job.evals) if step in (None, one)]):
+            weights = weights_of(store.folder_of(job.checkpoints, one))
+            yield store.folder_of(job.evals, one), weights
+    else:
+        yield from ((folder, None), (folder_results(source), None))
 
 
 def _names(tasks: Sequence[str]) -> set[str] | None:
@@ -104,11 +126,13 @@ def _names(tasks: Sequence[str]) -> set[str] | None:
 def _sealed(source: str, wanted: Wanted) -> dict[str, list[SealedResult]]:
     """Return the complete results of a model by task, of a job those of one step; InputError if
     there are none."""
-    for folder in _folders(source):
+    for folder, weights in _recorded(source):
+        every = list(filter(None, map(read_sealed, sorted(folder.glob("*.jsonl")))))
+        if weights is None:
+            _refuse_several(source, folder, every)
         found: dict[str, list[SealedResult]] = {}
-        for path in sorted(folder.glob("*.jsonl")):
-            sealed = read_sealed(path)
-            if sealed is not None and wanted(sealed.header):
+        for sealed in of_weights(every, weights or ""):
+            if wanted(sealed.header):
                 found.setdefault(sealed.header["task"], []).append(sealed)
         if found:
             return found
@@ -119,19 +143,32 @@ def _sealed(source: str, wanted: Wanted) -> dict[str, list[SealedResult]]:
     )
 
 
-def _comparable(
+def _refuse_several(source: str, folder: Path, results: Sequence[SealedResult]) -> None:
+    """Raise ConfigError if the results of a folder are those of several models."""
+    if len({sealed.header["weights"] for sealed in results}) > 1:
+        raise ConfigError(
+            f"{source} does not say which model is meant",
+            where=folder,
+            why="it has the results of several weights",
+            next="name the folder of the model, or JOB@STEP",
+        )
+
+
+def _best_pair(
     ours: Sequence[SealedResult], theirs: Sequence[SealedResult]
 ) -> tuple[SealedResult, SealedResult]:
-    """Return the two results that agree best; ConfigError if none were asked the same."""
-    a, b = max(((a, b) for a in ours for b in theirs), key=lambda pair: _preference(*pair))
-    differing = _differing(a, b, SAME)
-    if not differing:
-        return a, b
-    name = differing[0]
-    raise ConfigError(
-        f"the two models were asked different questions of {a.header['task']}",
+    """Return the two results that agree best."""
+    return max(((a, b) for a in ours for b in theirs), key=lambda pair: _preference(*pair))
+
+
+def _not_comparable(a: SealedResult, b: SealedResult, name: str) -> ConfigError:
+    return ConfigError(
+        f"the two models were asked different questions of {a.header['task']}"
+        if name != "scoring"
+        else f"the answers to {a.header['task']} were scored by different versions of dtt",
         where=f"{a.path}, {b.path}",
         why=f"{name} differs: {a.header.get(name)}, {b.header.get(name)}",
+        next="dtt eval MODEL evaluates again with the options that you give it",
     )
 
 
@@ -139,7 +176,7 @@ def _preference(a: SealedResult, b: SealedResult) -> tuple[float, ...]:
     """Return the sort key of a pair: the largest is compared.
 
     The two should agree; then weights that are not averages, all questions, and many of them are
-    preferred; and at last the newest files, such as those of the weights that replaced others.
+    preferred; and at last the newest files.
     """
     headers = a.header, b.header
     return (
@@ -157,6 +194,7 @@ def _described(source: str, sealed: SealedResult) -> str:
     header = sealed.header
     options = [f"--{name}" for name in ("ema", "chat") if header[name]]
     options += [f"eval.{name}={header[name]}" for name in ("shots", "limit") if header[name]]
+    options += [f"eval.bos={header['bos']}"] if header["bos"] != "tokenizer" else []
     return f"{source} ({' '.join(options)})" if options else source
 
 

@@ -6,11 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
 from dtt.evaluate.models import EvaluatedModel
+from dtt.evaluate.states import weights_of
 from dtt.evaluate.tasks.metrics import Score, TaskResult
 from dtt.evaluate.tasks.paired import noise
-from dtt.evaluate.tasks.result_files import ResultFile, read_sealed
+from dtt.evaluate.tasks.result_files import ResultFile, of_weights, read_sealed
 
 CHECKPOINTS = 5
 """Number of newest checkpoints whose results determine the noise."""
@@ -78,15 +80,20 @@ def noise_of(model: EvaluatedModel, file: ResultFile) -> dict[str, float]:
         if len(values) == CHECKPOINTS:
             break
         paths = store.folder_of(folder, step).glob(f"{file.header['task']}-*.jsonl")
-        for sealed in filter(None, map(read_sealed, sorted(paths))):
-            if _settings(sealed.header) == wanted:
-                values.append(sealed.result)
-                break
+        sealed = filter(None, map(read_sealed, sorted(paths)))
+        alike = [one for one in sealed if _settings(one.header) == wanted]
+        weights = file.header["weights"] if step == model.step else _weights(model, step)
+        values += [one.result for one in of_weights(alike, weights)[:1]]
     found = {
         name: noise([value.scores[name].value for value in values if name in value.scores])
         for name in (values[0].scores if values else ())
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _weights(model: EvaluatedModel, step: int) -> str:
+    """Return the hash of the weights of another checkpoint of a job; "" if it was deleted."""
+    return weights_of(store.folder_of(JobDir(model.results.parent.parent).checkpoints, step))
 
 
 def _settings(header: Any) -> dict[str, Any]:

@@ -81,7 +81,9 @@ def read_run(
         },
         "curves": curves(history.series, most),
         "speed": _median(history, "perf/tokens_per_second"),
-        "tasks": task_results.of_job(job, history.listed["task"]),
+        "tasks": task_results.of_job(
+            job, history.listed["task"], None if cfg is None else cfg.eval
+        ),
         "clock": attempts.of_job(status),
         "guard": _guard(history),
     }

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DttError
 from dtt.base.reading import fits, is_kind
-from dtt.evaluate.tasks.result_files import SealedResult, read_sealed
+from dtt.checkpoint import store
+from dtt.config.evaluation import EvalConfig
+from dtt.evaluate.states import weights_of
+from dtt.evaluate.tasks.result_files import (
+    SCORING_VERSION,
+    SealedResult,
+    of_weights,
+    read_sealed,
+)
 from dtt.track.base import Record
 
 STDERR = "_stderr"
@@ -18,15 +26,21 @@ MAX_FILES = 2000
 """Number of result files that are read, of the newest checkpoints: verifying hashes takes time."""
 
 
-def of_job(job: JobDir, records: Sequence[Record]) -> list[dict[str, Any]]:
+def of_job(
+    job: JobDir, records: Sequence[Record], measured: EvalConfig | None = None
+) -> list[dict[str, Any]]:
     """Return one curve per task and metric: steps, values and standard errors.
 
-    The results of `dtt eval` replace those of the same step that were measured during training:
-    they are of a checkpoint, and more options may differ. Results with another number of examples
-    in the prompt, or of averaged weights, are curves of their own.
+    `records` were measured during training with the options `measured`. The results of `dtt eval`
+    with the same options replace those of the same step. Results with others, of averaged weights,
+    or of another version of the scores are curves of their own.
     """
+    options = _options(measured.model_dump() if measured is not None else {})
     points: dict[tuple[str, str], dict[int, tuple[float, float | None, int | None]]] = {}
-    for task, metric, step, value, error, n in [*_of_records(records), *_of_files(job)]:
+    for task, metric, step, value, error, n in [
+        *_of_records(records, options),
+        *_of_files(job),
+    ]:
         points.setdefault((task, metric), {})[step] = (value, error, n)
     curves = []
     for (task, metric), by_step in sorted(points.items()):
@@ -43,7 +57,7 @@ Point = tuple[str, str, int, float, float | None, int | None]
 """Task, metric, step, value, standard error, and number of questions."""
 
 
-def _of_records(records: Sequence[Record]) -> Iterator[Point]:
+def _of_records(records: Sequence[Record], options: str) -> Iterator[Point]:
     for record in records:
         if not fits(record, {"task": str}):
             continue
@@ -53,7 +67,7 @@ def _of_records(records: Sequence[Record]) -> Iterator[Point]:
             if is_score and is_kind(value, float):
                 error = record.get(f"{name}{STDERR}")
                 error = error if is_kind(error, float) else None
-                yield record["task"], name, record["step"], value, error, n
+                yield f"{record['task']}{options}", name, record["step"], value, error, n
 
 
 def _of_files(job: JobDir) -> Iterator[Point]:
@@ -63,26 +77,37 @@ def _of_files(job: JobDir) -> Iterator[Point]:
         if (step := re.fullmatch(r"step-(\d{1,12})", path.parent.name))
         and path.name != "failures.jsonl"
     ]
+    by_step: dict[int, list[SealedResult]] = {}
     for step_number, path in sorted(found)[-MAX_FILES:]:
-        sealed = _sealed(path)
-        if sealed is None:
-            continue
-        task = f"{sealed.result.task}{_options(sealed)}"
-        for metric, score in sealed.result.scores.items():
-            if is_kind(score.value, float):
-                yield task, metric, step_number, score.value, score.stderr, score.n
+        if (sealed := _sealed(path)) is not None:
+            by_step.setdefault(step_number, []).append(sealed)
+    for step_number, results in by_step.items():
+        weights = weights_of(store.folder_of(job.checkpoints, step_number))
+        for sealed in of_weights(results, weights):
+            task = f"{sealed.result.task}{_options(sealed.header)}"
+            for metric, score in sealed.result.scores.items():
+                if is_kind(score.value, float):
+                    yield task, metric, step_number, score.value, score.stderr, score.n
 
 
 def _sealed(path: Path) -> SealedResult | None:
     try:
-        return read_sealed(path)
+        sealed = read_sealed(path)
     except (DttError, OSError, TypeError, KeyError):
         return None
+    return sealed if sealed is not None and fits(sealed.header, {"weights": str}) else None
 
 
-def _options(sealed: SealedResult) -> str:
+def _options(header: Mapping[str, Any]) -> str:
     """Return the options that distinguish results of a task: `, 5 shots, averaged weights`."""
-    header = sealed.header
-    shots, ema = header.get("shots"), header.get("ema")
-    text = f", {shots} shots" if isinstance(shots, int) and shots else ""
-    return text + (", averaged weights" if ema else "")
+    shots, limit, bos = header.get("shots"), header.get("limit"), header.get("bos", "tokenizer")
+    scoring = header.get("scoring", SCORING_VERSION)
+    texts = {
+        f"{shots} shots": isinstance(shots, int) and shots > 0,
+        f"limit {limit}": limit is not None,
+        f"bos {bos}": bos != "tokenizer",
+        "chat": header.get("chat") is not None,
+        "averaged weights": header.get("ema"),
+        f"scoring {scoring}": scoring != SCORING_VERSION,
+    }
+    return "".join(f", {text}" for text, differs in texts.items() if differs)

@@ -230,6 +230,18 @@ def read_sealed(path: Path) -> SealedResult | None:
     return None
 
 
+def of_weights(results: Sequence[SealedResult], weights: str) -> list[SealedResult]:
+    """Return the results of a model, of those that a folder has, by the hash of its weights.
+
+    Without a hash, because its files were deleted, they are those of the newest file's weights:
+    training that started again from an earlier step replaces the weights of a step.
+    """
+    if not weights and results:
+        newest = max(results, key=lambda sealed: sealed.path.stat().st_mtime_ns)
+        weights = newest.header["weights"]
+    return [sealed for sealed in results if sealed.header["weights"] == weights]
+
+
 def _scan(lines: Iterator[bytes], content: ResultContent) -> bool:
     """Fill in `content`; return False if a line is not what dtt wrote.
 
