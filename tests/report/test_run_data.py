@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.report_jobs import (
@@ -69,6 +70,15 @@ def test_the_next_command_after_an_export_uses_the_exported_model(
         content = manifest.model_copy(update={"step": step}).dump()
         (folder / manifest.filename).write_text(content)
         assert read(root)["verdict"]["next"] == command  # type: ignore[index]
+
+
+def test_the_axis_of_flops_counts_every_token_that_was_computed(tmp_path: Path) -> None:
+    """The synthetic records have targets of their own, as of conversations."""
+    root = write_finished_job(tmp_path)
+    run: Any = read(root)
+    train = load_job(root).train
+    assert run["progress"]["computed"][-1] == run["step"] * train.global_batch_tokens
+    assert len(run["progress"]["computed"]) == len(run["progress"]["tokens"])
 
 
 def test_the_command_to_resume_a_job_that_was_killed_is_safe_to_paste(tmp_path: Path) -> None:

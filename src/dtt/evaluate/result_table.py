@@ -45,6 +45,7 @@ def show(
             (result.truncated, "lost the beginning of a context that is too long"),
             (result.separate, "had a continuation encoded without its context"),
             (result.ties, "had several best options, of which the first counts"),
+            (result.unfinished, "ended within the reasoning: max_tokens is too small"),
         ):
             if count:
                 print(f"  {'':<{width}}  {count:>6}  of these {what}")

@@ -21,6 +21,7 @@ from dtt.base.reading import Kind, fits, is_kind, read_small, tolerant
 from dtt.base.secrets import redacted
 from dtt.config.load import load_job
 from dtt.config.run import RunConfig
+from dtt.data.samples.schedules import resolve
 from dtt.jobs.job_state import FAILURES, State, Status
 from dtt.model import count, families
 from dtt.model.adapted_layers import adapter_weights
@@ -77,6 +78,7 @@ def read_run(
             "width": progress["width"],
             "at": progress["at"],
             "tokens": history.tokens.last(most),
+            "computed": _computed(cfg, progress, history.last_step),
             "time": history.times.last(most),
         },
         "curves": curves(history.series, most),
@@ -99,6 +101,21 @@ def read_run(
         run["checkpoints"] = _checkpoints(job, history)
         run |= _relatives(job)
     return run
+
+
+def _computed(
+    cfg: RunConfig | None, progress: Mapping[str, Any], last_step: int
+) -> list[int] | None:
+    """Return the tokens that were computed up to the end of each bucket, with or without a target.
+
+    None if the configuration does not say how many.
+    """
+    try:
+        sizes = None if cfg is None else resolve(cfg.train)
+    except DttError:
+        sizes = None
+    ends = [min((bucket + 1) * progress["width"] - 1, last_step) for bucket in progress["at"]]
+    return None if sizes is None else [sizes.tokens_before(step) for step in ends]
 
 
 def verdict(status: Status) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -20,6 +21,28 @@ def test_discordant_questions_get_the_exact_binomial_test_of_scipy(
     exact = stats.binomtest(min(counts), sum(counts), 0.5).pvalue if sum(counts) else 1.0
     assert mcnemar(*counts) == pytest.approx(exact, rel=1e-12)
     assert mcnemar(*counts) == mcnemar(*counts[::-1])
+
+
+def test_the_test_is_exact_and_linear_in_the_number_of_questions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operations, frexp = [], math.frexp
+
+    def counted(x: float) -> tuple[float, int]:
+        operations.append(x)
+        return frexp(x)
+
+    monkeypatch.setattr(math, "frexp", counted)
+    for scale in (1, 4):
+        first, second = 4000 * scale, 3900 * scale
+        term = tail = 1
+        for k in range(1, second + 1):
+            term = term * (first + second - k + 1) // k
+            tail += term
+        operations.clear()
+        exact = float(Fraction(2 * tail, 2 ** (first + second)))
+        assert mcnemar(first, second) == pytest.approx(exact, rel=1e-12)
+        assert len(operations) == second
 
 
 def generated(right: dict[str, bool]) -> list[dict[str, Any]]:

@@ -60,6 +60,9 @@ def test_choices_are_templates_or_the_entries_of_a_list() -> None:
     assert render_list(("{n}", "{o.b.0}"), ROW) == ["3", "u"]
     assert render_list("{a!strip}", ROW) == ["The End"]
     assert render_list("{o.b!upper}", ROW) == ["U", "V"]
+    assert render_list("{o.b!upper}", ROW, {"o.b": {"u": "x", "v": "y"}}) == ["X", "Y"]
+    with pytest.raises(ValueError, match="'v', which is not in map: u"):
+        render_list("{o.b}", ROW, {"o.b": {"u": "x"}})
 
 
 def made(**changes: Any) -> Task:

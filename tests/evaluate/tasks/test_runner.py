@@ -22,7 +22,7 @@ from dtt.evaluate.tasks.definition import load_tasks, shipped_tasks
 from dtt.evaluate.tasks.encoding import QuestionEncoder
 from dtt.evaluate.tasks.option_trees import TreeBatch
 from dtt.evaluate.tasks.result_files import ResultFile
-from dtt.evaluate.tasks.runner import TaskRunner
+from dtt.evaluate.tasks.runner import TaskRunner, _Reply
 from dtt.evaluate.tasks.scorer import Generator, Scorer
 from dtt.evaluate.tasks.task_data import TaskData, open_task
 from dtt.mesh.dist import World, start
@@ -68,10 +68,14 @@ class Repeated(Generator):
         return [list(self.ids) for _ in prompts]
 
 
-def answered(folder: Path, said: str, definition: str, accepted: str) -> dict[str, Any]:
-    """The record of a question to a model that says `said`."""
+def answered(
+    folder: Path, said: str, definition: str, accepted: str, chat: str | None = None
+) -> dict[str, Any]:
+    """The record of a question to a model that says `said`; `chat` is the rendered prompt."""
     world = start(Ranks(), "cpu")
     runner = make_runner(world)
+    if chat is not None:
+        runner.encoder._chat = lambda _: runner.encoder.tokenizer.encode(chat).ids
     generator = Repeated(runner.scorer.model, world, batch_tokens=1)
     ids = tuple(runner.encoder.tokenizer.encode(said).ids)
     object.__setattr__(generator, "ids", ids)
@@ -117,6 +121,35 @@ def test_a_prompt_that_was_truncated_is_counted(tmp_path: Path) -> None:
 def test_a_special_token_in_until_ends_an_answer(tmp_path: Path) -> None:
     record = answered(tmp_path, f"yes{TURN}no", f"until: ['{TURN}']\n", "yes")
     assert (record["answer"], record["exact_match"]) == ("yes", True)
+
+
+@pytest.mark.parametrize(
+    ("said", "prompt", "answer", "unfinished"),
+    [
+        ("<think>5\n\n6</think>7\n\n8", "?", "7", False),
+        ("5</think> 7", "?<think>\n", " 7", False),
+        ("<think>5\n\n6", "?", "", True),
+        ("5", "?<think>\n", "", True),
+        ("[THINK]5[/THINK]7", "?", "7", False),
+        ("7 </think> 8", "?", "7 </think> 8", False),
+        ("<think>5</think>7", None, "<think>5</think>7", False),
+    ],
+)
+def test_the_answer_of_a_conversation_is_what_follows_the_reasoning(
+    said: str, prompt: str | None, answer: str, unfinished: bool, tmp_path: Path
+) -> None:
+    record = answered(tmp_path, said, "until: ['\\n\\n']\n".replace("'", '"'), "7", chat=prompt)
+    assert (record["answer"], record["unfinished"]) == (answer, unfinished)
+    assert record["exact_match"] == (answer.strip() == "7")
+
+
+def test_an_answer_ends_as_soon_as_until_is_there_however_it_is_tokenized(tmp_path: Path) -> None:
+    runner = make_runner(start(Ranks(), "cpu"))
+    task = make_task(tmp_path, f"{REPLIES}until: [b, cd]\n", [{"q": "?", "a": "x"}]).task
+    ids = runner.encoder.tokenizer.encode("xacdy").ids
+    reply = _Reply(task, runner.encoder, [1])
+    assert [reply.add(token) for token in ids[:4]] == [False, False, False, True]
+    assert reply.answer == "xa"
 
 
 @pytest.mark.parametrize(

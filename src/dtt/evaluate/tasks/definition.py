@@ -24,7 +24,7 @@ from dtt.config.base import Section
 from dtt.config.merging import nested
 from dtt.config.source import Layer
 from dtt.evaluate.tasks.patterns import pattern_problem, replacement_problem
-from dtt.evaluate.tasks.prompt_template import template_problems
+from dtt.evaluate.tasks.prompt_template import fields, template_problems
 
 MAX_BYTES = 2**16
 """Maximum size of a definition."""
@@ -207,6 +207,9 @@ class Task(Section):
         for key, template in self._templates():
             for problem in template_problems(template):
                 yield key, problem
+        used = set[str]().union(*(fields(one) for key, one in self._templates() if key != "id"))
+        for path in sorted(self.map.keys() - used):
+            yield f"map.{path}", "is a field that no prompt, choice or answer has"
         if (self.gold_is == "label") != (self.labels is not None):
             yield "labels", "belongs to gold_is: label, and is needed there"
         count = len(self.choices)

@@ -68,6 +68,11 @@ class QuestionEncoder:
         self._prefix = prefix[0]
         self._bos_text = tokenizer.decode(added, skip_special_tokens=False) if added else ""
 
+    @property
+    def in_chat(self) -> bool:
+        """True if prompts are rendered in a conversation format."""
+        return self._chat is not None
+
     def options(self, question: Question) -> EncodedQuestion:
         """Return the options of a question, in order: its continuations, or its contexts."""
         pairs = [

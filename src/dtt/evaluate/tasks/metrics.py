@@ -27,7 +27,7 @@ multiple_choice, schema, cloze
 rolling
     id, log_likelihood, bytes, words
 generation
-    id, answer, exact_match, truncated"""
+    id, answer, exact_match, truncated, unfinished (the reply ended within its reasoning)"""
 
 RIGHT = frozenset({"acc", "acc_norm", "acc_bytes", "exact_match"})
 """Metrics that count right answers: the influence of a question is 1.0 if it was answered right."""
@@ -73,6 +73,8 @@ class TaskResult:
     """Number of questions with a continuation that had to be encoded without its context."""
     ties: int
     """Number of questions for which several options have the largest log-likelihood."""
+    unfinished: int = 0
+    """Number of generated replies that ended within their reasoning."""
 
     def dump(self) -> dict[str, Any]:
         """Return the result as a JSON value."""
@@ -91,7 +93,12 @@ def task_result(
     """Return the result of a task from the records of all of its questions."""
     counts = {
         name: sum(bool(record.get(key)) for record in records)
-        for name, key in (("truncated", "truncated"), ("separate", "separate"), ("ties", "tie"))
+        for name, key in (
+            ("truncated", "truncated"),
+            ("separate", "separate"),
+            ("ties", "tie"),
+            ("unfinished", "unfinished"),
+        )
     }
     found = estimates(type, chance, records)
     scores = {name: estimate.score for name, estimate in found.items()}

@@ -89,10 +89,19 @@ def _test(ours: Sequence[float], theirs: Sequence[float]) -> McNemar:
 
 def mcnemar(only_first: int, only_second: int) -> float:
     """Return the p-value of McNemar's test: the exact two-sided binomial test."""
-    discordant = only_first + only_second
-    # Exact integers: the counts may be large, and p-values small.
-    tail = sum(math.comb(discordant, k) for k in range(min(only_first, only_second) + 1))
-    return float(min(1.0, 2 * tail / 2**discordant))
+    discordant, smaller = only_first + only_second, min(only_first, only_second)
+    # The largest term of the tail, binomial(discordant, smaller) / 2**discordant, and then the
+    # others, each from the one before it. Floats are exact to 1e-12; integers of as many bits as
+    # there are questions took 352 s for 32,000 of them.
+    mantissa, exponent = 1.0, -discordant
+    for k in range(1, smaller + 1):
+        mantissa, shift = math.frexp(mantissa * (discordant - k + 1) / k)
+        exponent += shift
+    term = tail = 1.0
+    for k in range(smaller, 0, -1):
+        term *= k / (discordant - k + 1)
+        tail += term
+    return min(1.0, 2 * tail * math.ldexp(mantissa, exponent))
 
 
 def noise(values: Sequence[float]) -> float | None:

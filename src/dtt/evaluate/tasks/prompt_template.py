@@ -70,13 +70,7 @@ def render(template: str, row: Mapping[str, Any], replaced: Replaced | None = No
 
     def field(match: re.Match[str]) -> str:
         path, *conversions = match[1].split("!")
-        text = _text(path, field_value(path, row))
-        if replaced and path in replaced:
-            if text not in replaced[path]:
-                known = ", ".join(replaced[path])
-                raise ValueError(f"field {path!r} is {text!r}, which is not in map: {known}")
-            text = replaced[path][text]
-        return _converted(text, conversions)
+        return _converted(_text(path, field_value(path, row), replaced), conversions)
 
     return PART.sub(field, template)
 
@@ -92,7 +86,7 @@ def render_list(
         path, *conversions = match[1].split("!")
         value = field_value(path, row)
         if isinstance(value, list):
-            return [_converted(_text(path, entry), conversions) for entry in value]
+            return [_converted(_text(path, entry, replaced), conversions) for entry in value]
     return [render(templates, row, replaced)]
 
 
@@ -120,10 +114,20 @@ def _converted(text: str, conversions: Sequence[str]) -> str:
     return text
 
 
-def _text(path: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float):
+def _text(path: str, value: Any, replaced: Replaced | None) -> str:
+    """Return the text of a field, or of an entry of a list, as `replaced` maps it."""
+    if not isinstance(value, str | int | float):
+        kind = "null" if value is None else "a list" if isinstance(value, list) else "an object"
+        raise ValueError(f"field {path!r} is {kind}, not text")
+    texts = (replaced or {}).get(path)
+    if texts is None:
         return str(value)
-    kind = "null" if value is None else "a list" if isinstance(value, list) else "an object"
-    raise ValueError(f"field {path!r} is {kind}, not text")
+    if str(value) not in texts:
+        known = ", ".join(texts)
+        raise ValueError(f"field {path!r} is {str(value)!r}, which is not in map: {known}")
+    return texts[str(value)]
+
+
+def fields(template: str) -> set[str]:
+    """Return the fields of a template, without their conversions."""
+    return {match[1].partition("!")[0] for match in PART.finditer(template) if match[1]}

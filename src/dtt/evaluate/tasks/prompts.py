@@ -126,7 +126,9 @@ def _index(task: Task, row: Row, gold: str, choices: Sequence[str]) -> int:
             if not re.fullmatch(r"[A-Za-z]", gold):
                 raise ValueError(f"gold is {gold!r}, not a letter")
             return ord(gold.upper()) - ord("A")
-    known = list(choices) if task.gold_is == "choice" else render_list(str(task.labels), row)
+    known = (
+        list(choices) if task.gold_is == "choice" else render_list(str(task.labels), row, task.map)
+    )
     if len(known) != len(choices):
         raise ValueError(f"there are {len(known)} labels for {len(choices)} choices")
     if gold not in known:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = "dtt-eval-1"
 KEY_LENGTH = 12
-SCORING_VERSION = 2
+SCORING_VERSION = 3
 """Part of the key. Increase it when prompts, scores or metrics change."""
 
 

@@ -32,6 +32,7 @@ from dtt.evaluate.tasks.metrics import (
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.tasks.patterns import find, replace
 from dtt.evaluate.tasks.prompts import Question
+from dtt.evaluate.tasks.reasoning import opens_reasoning, without_reasoning
 from dtt.evaluate.tasks.result_files import ResultContent, ResultFile, ResultWriter
 from dtt.evaluate.tasks.scorer import Generator, Scorer, never
 from dtt.evaluate.tasks.task_data import TaskData
@@ -172,9 +173,10 @@ class TaskRunner:
             replies = self._replies(task, block.prompts, stop)
             if replies is None:
                 return None
-            for question, text, facts in zip(block.questions, replies, block.facts, strict=True):
-                record = {"id": question.id, **_generated(task, question, text), **facts}
-                records.append(record | ({"text": text} if self.keep_samples else {}))
+            for question, reply, facts in zip(block.questions, replies, block.facts, strict=True):
+                scored = _generated(task, question, reply.answer or "")
+                record = {"id": question.id, **scored, **facts, "unfinished": reply.answer is None}
+                records.append(record | ({"text": reply.text.content} if self.keep_samples else {}))
         else:
             asked = block.options
             if task.type == "rolling":  # windows have nothing to share, as options have
@@ -199,32 +201,57 @@ class TaskRunner:
 
     def _replies(
         self, task: Task, prompts: Sequence[list[int]], stop: Callable[[], bool]
-    ) -> list[str] | None:
-        """Return the answers to prompts, each up to a text of `until`; None if `stop()` was true.
+    ) -> list[_Reply] | None:
+        """Return the replies to prompts; None if `stop()` was true.
 
         A special token is text like any other, so that `until` can name one.
         """
 
-        def unanswered() -> list[Continuation]:
-            return [
-                Continuation(self.encoder.tokenizer, prompt, (), task.until, show_special=True)
-                for prompt in prompts
-            ]
+        def unanswered() -> list[_Reply]:
+            return [_Reply(task, self.encoder, prompt) for prompt in prompts]
 
         own, every = unanswered(), unanswered()
-
-        def complete(prompt: int, token: int) -> bool:
-            own[prompt].add(token)
-            return own[prompt].stopped
-
-        answers = self.generator.generate(prompts, task.max_tokens, self.until_ids, stop, complete)
+        answers = self.generator.generate(
+            prompts, task.max_tokens, self.until_ids, stop, lambda i, token: own[i].add(token)
+        )
         if answers is None:
             return None
         for reply, ids in zip(every, answers, strict=True):  # most are of other ranks
             for token in ids:
                 reply.add(token)
-            reply.end()
-        return [reply.content for reply in every]
+            reply.text.end()
+        return every
+
+
+class _Reply:
+    """A generated reply to a question: reasoning, if the model reasons, and the answer."""
+
+    def __init__(self, task: Task, encoder: QuestionEncoder, prompt: list[int]) -> None:
+        self.text = Continuation(encoder.tokenizer, prompt, show_special=True)
+        self._until, self._in_chat = task.until, encoder.in_chat
+        # More tokens than a mark has.
+        end = encoder.tokenizer.decode(prompt[-16:], skip_special_tokens=False)
+        self._opened = encoder.in_chat and opens_reasoning(end)
+
+    def add(self, token: int) -> bool:
+        """Append a token; return True if the answer is complete: it contains a text of `until`."""
+        self.text.add(token)
+        return bool(self._until) and self._ends() != []
+
+    @property
+    def answer(self) -> str | None:
+        """The answer up to a text of `until`; None if the reply ended within its reasoning."""
+        whole = self._answer()
+        return whole if whole is None else whole[: min(self._ends(), default=len(whole))]
+
+    def _answer(self) -> str | None:
+        if not self._in_chat:
+            return self.text.content
+        return without_reasoning(self.text.content, opened=self._opened)
+
+    def _ends(self) -> list[int]:
+        whole = self._answer() or ""
+        return [at for end in self._until if (at := whole.find(end)) >= 0]
 
 
 def _count_tokens(options: Sequence[Option]) -> int:

@@ -43,9 +43,11 @@ class Run {
 
   /** Compute the tokens and the seconds of training at the end of each bucket. */
   place() {
-    const { width, at, tokens, time } = this.progress;
+    const { width, at, tokens, computed, time } = this.progress;
     this.ends = [0, ...at.map((bucket) => Math.min((bucket + 1) * width - 1, this.step))];
     this.tokensAt = [0, ...tokens];
+    // Padding and tokens without a target are computed, too.
+    this.computedAt = [0, ...(computed ?? tokens)];
     this.secondsAt = spreadOut([0, ...time.map((t) => this.active(t))]);
   }
 
@@ -126,7 +128,7 @@ const AXES = {
   },
   flops: {
     label: "FLOPs",
-    of: (run, step) => run.at(run.tokensAt, step) * run.flops_per_token,
+    of: (run, step) => run.at(run.computedAt, step) * run.flops_per_token,
     format: si,
   },
 };
