@@ -15,9 +15,9 @@ class ChatConfig(Section):
     `dtt tokenize` reads it with `data.type: chat`; a job keeps it for `dtt chat` and `dtt export`.
     """
 
-    template: str = "chatml"
+    template: str | None = None
     """Chat template: `chatml`, `tokenizer` (the tokenizer's own), or the path of a Jinja file,
-    which is used unmodified."""
+    which is used unmodified. By default, the tokenizer's own, or `chatml` if it has none."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the template, such as `{enable_thinking: false}`. A row's `template_kwargs`
     take precedence."""

@@ -438,7 +438,7 @@ def chat_prompt(cfg: RunConfig, dataset: Dataset) -> list[int]:
     facts, template = dataset.manifest.chat, dataset.chat_template
     assert facts is not None, "the data has conversations"
     assert template is not None, "the data has conversations"
-    chat_format = ChatFormat(template, cfg.chat.template, facts, dataset.tokenizer)
+    chat_format = ChatFormat(template, "chat.template", facts, dataset.tokenizer)
     try:
         prompt = parse_prompt({"prompt": cfg.train.sample_prompt})
         return chat_format.encoder().prompt_ids(prompt)

@@ -43,11 +43,20 @@ def test_a_flag_of_a_message_excludes_it_or_trains_it(key: str, kind: type) -> N
             assert found.messages == (Q, A)
 
 
+PASSAGE = "The bridge was opened in spring."
+LONG = {"role": "user", "content": f"QUESTION\n{PASSAGE}"}
 READ: list[tuple[dict[str, Any], list[dict[str, Any]], tuple[bool, ...]]] = [
     ({"messages": [Q, A, Q, A], "loss_mask": [0, 1, 0, 1]}, [Q, A, Q, A], (False, True) * 2),
     (ALPACA | {"history": [["EARLIER", "REPLY"]]}, [*EARLIER, Q, A], (True,) * 4),
     (ALPACA | {"system": "SYSTEM"}, [SYSTEM, Q, A], (True,) * 3),
     ({"instruction": "QUESTION", "response": "ANSWER"}, [Q, A], (True, True)),
+    (ALPACA | {"context": PASSAGE}, [{**Q, "content": f"QUESTION\n\n{PASSAGE}"}, A], (True,) * 2),
+    ({"messages": [Q, A], "prompt": "QUESTION", "conversations": SHAREGPT}, [Q, A], (True,) * 2),
+    (
+        {"messages": [LONG, A], "context": PASSAGE, "documents": [{"text": PASSAGE}]},
+        [LONG, A],
+        (True, True),
+    ),
     ({"system": "SYSTEM", "messages": [Q, A]}, [SYSTEM, Q, A], (True,) * 3),
     ({"system_prompt": "SYSTEM", "messages": [Q, A]}, [SYSTEM, Q, A], (True,) * 3),
     ({"system": "SYSTEM", "messages": [SYSTEM, Q, A]}, [SYSTEM, Q, A], (True,) * 3),
@@ -144,8 +153,15 @@ WRONG: list[tuple[Any, str]] = [
     ({"messages": [Q, A | {"weight": 1, "masked": True}]}, "masked and weight contradict"),
     ({"messages": [Q, A], "loss_mask": [1]}, "loss_mask has 1 values for 2 messages"),
     (COMPLETION | {"loss_mask": [1, 0]}, "loss_mask is read beside messages"),
-    ({"messages": [Q, A], "history": [["a", "b"]]}, "history is read beside instruction"),
-    ({"messages": [Q, A], "history": [["a", "b"]], "instruction": ""}, "history is read beside"),
+    ({"messages": [Q, A], "history": [["a", "b"]]}, "history is not part of the conversation"),
+    ({"messages": [Q, A], "history": [["a", "b"]], "instruction": ""}, "history is not part"),
+    ({"messages": [Q, A], "context": PASSAGE}, "context is not part of the conversation"),
+    ({"messages": [Q, A], "documents": [{"title": "T", "text": PASSAGE}]}, "documents is not part"),
+    ({"messages": [Q, A], "conversations": [SHAREGPT[0]] * 2 + [{"value": "B"}]}, "conversations"),
+    ({"messages": [Q, A], "input": PASSAGE}, "input is not part of the conversation"),
+    ({"segments": [{"label": True, "text": "a"}], "system": "b"}, "system is not part"),
+    (COMPLETION | {"passage": PASSAGE}, "passage is not part of the conversation"),
+    (ALPACA | {"context": [PASSAGE]}, "context: expected a string, got a list"),
     (ALPACA | {"history": ["a"]}, r"history\[0\]: expected a question and an answer"),
     (ALPACA | {"response": "OTHER"}, "output and response contradict"),
     ({"system": "OTHER", "messages": [SYSTEM, Q, A]}, "are different"),

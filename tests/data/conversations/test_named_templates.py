@@ -15,7 +15,7 @@ from dtt.config.chat import ChatConfig
 from dtt.config.data import GivenTokenizerConfig
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.row_encoder import Conversations
-from dtt.data.conversations.template import ChatTemplate, either, resolve_template
+from dtt.data.conversations.template import CHATML, ChatTemplate, either, resolve_template
 
 DEFAULT = "{% for m in messages %}\n{{ m.role }}: {{ m.content }}\n  {% endfor %}\nend\n"
 TOOL_USE = "  \n{% if tools %}\n TOOLS {{ tools | tojson }}\n{% endif %}\n" + DEFAULT + "  "
@@ -92,6 +92,20 @@ def test_one_template_for_both_renders_as_each_alone(default: str, tool_use: str
     for tools, alone in ((None, default), (TOOLS, tool_use)):
         conversation = parse_row({"messages": MESSAGES, "tools": tools})
         assert both.render(conversation) == ChatTemplate(alone).render(conversation)
+
+
+def test_the_tokenizers_own_template_is_the_default_where_it_has_one(folder: Path) -> None:
+    """A released model knows its own format; token files made with `chatml` before keep it."""
+    tokenizer = GivenTokenizerConfig(type="file", path=str(folder))
+    kind, named = Conversations(ChatConfig()), Conversations(ChatConfig(template="chatml"))
+    before = named.key_parts(tokenizer)
+    assert kind.key_parts(tokenizer) == before  # the tokenizer has none
+    (folder / "chat_template.jinja").write_text(DEFAULT)
+    kind.key_parts(tokenizer)
+    assert kind.files() == {"chat_template.jinja": DEFAULT}
+    assert kind.key_parts(tokenizer, before) == before
+    assert kind.files() == {"chat_template.jinja": CHATML}
+    assert named.key_parts(tokenizer) == before
 
 
 # ---- the date ------------------------------------------------------------------------------------

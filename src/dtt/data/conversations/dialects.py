@@ -5,13 +5,13 @@
 | messages | `messages`; `tools`; `loss_mask`, one flag per message | OpenAI, TRL, LLaMA-Factory |
 | completion | `prompt`, `completion`: text or messages | TRL |
 | ShareGPT | `conversations` of `from` and `value`; `tools` as JSON text | axolotl, LLaMA-Factory |
-| alpaca | `instruction`, `input`, `output` or `response`; `history` | alpaca, LLaMA-Factory |
+| alpaca, dolly | PARTS, `output` or `response`; `history` | alpaca, LLaMA-Factory |
 | segments | `segments` of `text` and `label`: rendered text | axolotl's input_output |
 | pairs | `chosen`, `rejected`; the question under any name of QUESTIONS | TRL, LLaMA-Factory |
 
 All but segments may have `system` or `system_prompt`, and variables of the template in
 `template_kwargs` or `chat_template_kwargs`. A key is read, refused because ignoring it would change
-what is trained (REFUSED), or reported as not used, with the number of rows that have it.
+what is trained (REFUSED, TEXTS), or reported as not used, with the number of rows that have it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,22 @@ SHAREGPT_ROLES = {
 """Roles by the names that ShareGPT rows use in `from`."""
 SYSTEM = ("system", "system_prompt")
 """Keys of a row's system message."""
+PARTS = ("instruction", "input", "context")
+"""Keys of the parts of one question, in their order: alpaca's, and dolly's with a passage."""
+TEXTS = (
+    *("messages", "conversations", "segments", "prompt", "instruction", "input", "question"),
+    *("query", "completion", "output", "response", "history", "system", "system_prompt"),
+    *("context", "contexts", "passage", "passages", "document", "documents", "paragraph"),
+    *("paragraphs", "article", "background", "knowledge", "evidence"),
+)
+"""Keys of the text of a conversation in the formats of datasets.
+
+Others, such as `source` and `category`, describe a row. A row may repeat a part of its conversation
+under one of these keys, as UltraChat does with the first question. Any other text would be lost,
+and a model that learns answers without the passage they are taken from learns to invent them.
+"""
+REPEATED = 20
+"""Minimum characters of a text that counts as repeated if it is a part of a message."""
 QUESTIONS = ("prompt", "messages", "conversations", "question", "instruction", "query", "input")
 """Keys of the question of a preference pair, in order of preference."""
 PICTURES = "the row has {key}, and dtt trains on text"
@@ -122,10 +138,41 @@ class _Row:
             raise RefusedRow(f"{' and '.join(given)} contradict each other")
         return self._values[given[0]] if given else None
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """The keys that were not read."""
-        return tuple(key for key in self._values if key not in self._read)
+    def unread(self, *conversations: Conversation) -> tuple[str, ...]:
+        """Return the keys that were not read, without those that repeat a part of the row.
+
+        Raises RefusedRow if one of TEXTS has other text than the conversations of the row.
+        """
+        unread = [key for key in self._values if key not in self._read]
+        texts = [key for key in unread if key in TEXTS and _is_filled(self._values[key])]
+        if texts:
+            known = {*_strings([[one.messages, one.segments] for one in conversations])}
+            for key in texts:
+                if not all(_is_repeated(text, known) for text in _strings(self._values[key])):
+                    raise RefusedRow(
+                        f"{key} is not part of the conversation and would be lost: write it into "
+                        "a message, or remove the key"
+                    )
+        return tuple(key for key in unread if key not in texts)
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Yield the texts in a value, without the names of roles."""
+    if isinstance(value, str):
+        if text := value.strip():
+            yield text
+    elif is_object(value):
+        for key, item in value.items():
+            if key not in ("role", "from", "type"):
+                yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _is_repeated(text: str, known: set[str]) -> bool:
+    """Return True if a text is one of `known`, or a long text is a part of one."""
+    return text in known or (len(text) >= REPEATED and any(text in other for other in known))
 
 
 def parse_row(row: object) -> Conversation:
@@ -135,7 +182,8 @@ def parse_row(row: object) -> Conversation:
     """
     value = _Row(row)
     if "segments" in value and "messages" not in value:
-        return replace(_from_segments(value), unread=value.unread)
+        conversation = _from_segments(value)
+        return replace(conversation, unread=value.unread(conversation))
     messages, answers_from = _messages_of(value)
     conversation = _conversation(value, messages, answers_from)
     if all(message["role"] != "assistant" for message in conversation.messages):
@@ -179,7 +227,7 @@ def parse_pair(row: object) -> PreferencePair:
         if all(message["role"] != "assistant" for message in side.messages[len(system) + common :]):
             raise RefusedRow(f"{key} has no message with the role assistant after the prompt")
     chosen, rejected = pair
-    return PreferencePair(replace(chosen, unread=value.unread), rejected)
+    return PreferencePair(replace(chosen, unread=value.unread(*pair)), rejected)
 
 
 def _question(row: _Row, sides: list[list[Any]]) -> list[Any]:
@@ -191,12 +239,9 @@ def _question(row: _Row, sides: list[list[Any]]) -> list[Any]:
     texts = {key: row.read(key) for key in QUESTIONS}
     given = {key: _side(text, key, "user") for key, text in texts.items() if text}
     given = {key: messages for key, messages in given.items() if messages not in sides}
-    if "instruction" in given and "input" in given:  # alpaca's two parts of one question
-        parts = [texts["instruction"], texts["input"]]
-        if not all(isinstance(part, str) for part in parts):
-            raise RefusedRow("instruction and input: expected strings, where both are given")
-        del given["input"]
-        given["instruction"] = [{"role": "user", "content": "\n\n".join(parts)}]
+    if "instruction" in given and ("input" in given or isinstance(texts["instruction"], str)):
+        given["instruction"] = [{"role": "user", "content": _joined_parts(row)}]
+        given.pop("input", None)
     if len({json.dumps(value, sort_keys=True, default=str) for value in given.values()}) > 1:
         # `prompt` may be the last question of a conversation that stands in another key as well.
         longest = max(given.values(), key=len)
@@ -281,16 +326,22 @@ def _from_sharegpt(turn: dict[str, Any], where: str) -> Message:
 
 def _from_instruction(row: _Row) -> list[Message]:
     answer = row.one_of("output", "response")
-    texts = {key: row.read(key) or "" for key in ("instruction", "input")}
-    for key, text in (texts | {"output": answer or ""}).items():
-        if not isinstance(text, str):
-            raise RefusedRow(f"{key}: expected a string, got {kind_of(text)}")
-    question = "\n\n".join(text for text in texts.values() if text)
+    if not isinstance(answer, str | None):
+        raise RefusedRow(f"output: expected a string, got {kind_of(answer)}")
     return [
         *_history(row),
-        {"role": "user", "content": question},
+        {"role": "user", "content": _joined_parts(row)},
         {"role": "assistant", "content": answer or ""},
     ]
+
+
+def _joined_parts(row: _Row) -> str:
+    """Return the question whose parts are under the keys of PARTS."""
+    texts = {key: row.read(key) or "" for key in PARTS}
+    for key, text in texts.items():
+        if not isinstance(text, str):
+            raise RefusedRow(f"{key}: expected a string, got {kind_of(text)}")
+    return "\n\n".join(text for text in texts.values() if text)
 
 
 def _history(row: _Row) -> Iterator[Message]:
@@ -319,19 +370,13 @@ def _from_segments(row: _Row) -> Conversation:
 
 
 def _conversation(row: _Row, messages: list[Any], answers_from: int) -> Conversation:
-    if "history" in row.unread and row.read("history"):
-        raise RefusedRow("history is read beside instruction and output only")
     if "loss_mask" in row and not ("messages" in row or "conversations" in row):
         raise RefusedRow("loss_mask is read beside messages or conversations only")
-    prompt, texts = row.read("prompt"), [m.get("content") for m in messages if is_object(m)]
-    # UltraChat repeats the first question so; any other text would be lost.
-    if isinstance(prompt, str) and prompt.strip() and prompt not in texts:
-        raise RefusedRow("prompt is not among the messages")
     system = _system(row, messages)
     tools, kwargs = _variables(row)
     first = answers_from + len(system) if answers_from else 0
     conversation = make_conversation([*system, *messages], first, tools, kwargs)
-    return replace(conversation, unread=row.unread)
+    return replace(conversation, unread=row.unread(conversation))
 
 
 def _system(row: _Row, messages: list[Any]) -> list[Message]:

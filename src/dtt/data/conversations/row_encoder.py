@@ -15,13 +15,14 @@ import numpy as np
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts
 from dtt.base.errors import ConfigError
+from dtt.base.log import log
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
-from dtt.data.conversations.dialects import parse_pair, parse_row
+from dtt.data.conversations.dialects import TEXTS, parse_pair, parse_row
 from dtt.data.conversations.loss_mask import VERSION as MASK_VERSION
 from dtt.data.conversations.rows import REASONING, Conversation, RefusedRow
-from dtt.data.conversations.template import resolve_template, special_tokens_beside
+from dtt.data.conversations.template import CHATML, resolve_template, special_tokens_beside
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.document_sampling import some_rows
 from dtt.data.corpus.json_rows import JsonRow, read_rows
@@ -32,7 +33,8 @@ from dtt.mesh.comm import Comm
 
 READS_THE_CLOCK = re.compile(r"\bstrftime_now\b")
 """Templates such as Llama 3's print the current date."""
-ROWS_VERSION = 2
+OWN = "the tokenizer has its own, which --overwrite takes"
+ROWS_VERSION = 3
 """Version of the parsing of rows; part of the key of token files."""
 AT_ONCE = 256
 """Conversations per call of the encoder; its results take many times the memory of the ids."""
@@ -51,8 +53,15 @@ class Conversations:
         self._cfg, self._pairs, self._engine = cfg, pairs, engine
         self._template = ""
 
-    def key_parts(self, tokenizer: TokenizerConfig) -> dict[str, Any]:
-        """See DocumentKind. Raises ConfigError unless the tokenizer exists already."""
+    def key_parts(
+        self, tokenizer: TokenizerConfig, there: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """See DocumentKind. Raises ConfigError unless the tokenizer exists already.
+
+        Of token files that are `there`, the date is kept, and the template if none is configured:
+        earlier versions of dtt took `chatml` for every tokenizer.
+        """
+        known = (there or {}).get("chat", {})
         if not isinstance(tokenizer, GivenTokenizerConfig):
             raise ConfigError(
                 "conversations need an existing tokenizer",
@@ -63,10 +72,16 @@ class Conversations:
             )
         path = find_tokenizer(tokenizer)
         self._template = resolve_template(self._cfg.template, path)
+        if self._cfg.template is None and self._template != CHATML:
+            if known.get("template_sha256") == sha256(CHATML.encode()).hexdigest():
+                self._template = CHATML
+                log.info("chat template: chatml, as in the token files that are there; %s", OWN)
+            else:
+                log.info("chat template: the tokenizer's own")
         kind = {"rows": "preference pairs"} if self._pairs else {}
         if READS_THE_CLOCK.search(self._template):
             # Token files of one key must be equal, so they have one date: that of the first run.
-            kind["date"] = today()
+            kind["date"] = known.get("date", today())
         options = self._cfg.model_dump(mode="json", exclude={"template", "too_long"})
         return {
             "chat": {
@@ -201,7 +216,8 @@ class ConversationEncoder:
     def _unread(self, conversations: list[Conversation]) -> list[str]:
         """Return the keys of a row, and of its messages, that nothing reads, each once.
 
-        Raises RefusedRow if a reasoning is among them: the model would learn to answer without it.
+        Raises RefusedRow if a reasoning or another text is among them: the model would learn to
+        answer without it.
         """
         found = dict.fromkeys(key for one in conversations for key in one.unread)
         for i, message in enumerate(m for one in conversations for m in one.messages):
@@ -214,6 +230,8 @@ class ConversationEncoder:
             unread = [key for key in message if not self._read[key]]
             if lost := [key for key in unread if key in REASONING]:
                 raise RefusedRow(f"messages[{i}].{lost[0]}: the chat template reads no reasoning")
+            if lost := [key for key in unread if key in TEXTS and message[key]]:
+                raise RefusedRow(f"messages[{i}].{lost[0]}: the chat template does not read it")
             found.update(dict.fromkeys(f"messages[].{key}" for key in unread))
         return list(found)
 

@@ -237,21 +237,23 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 """Folder of a tokenizer's templates, besides the default one."""
 
 
-def resolve_template(name: str, tokenizer: Path | None) -> str:
+def resolve_template(name: str | None, tokenizer: Path) -> str:
     """Return the text of the template that `chat.template` names.
 
     `name` is `chatml`, `tokenizer`, or the path of a Jinja file; `tokenizer` is the path of the
-    tokenizer.json, next to which the tokenizer's own template is. Raises InputError if there is
-    none.
+    tokenizer.json, next to which the tokenizer's own template is. None is that one, or `chatml`
+    without it: a released model knows no other format. Raises InputError if there is no template.
     """
     if name == "chatml":
         return CHATML
-    if name == "tokenizer":
-        text = _own_template(tokenizer.parent) if tokenizer is not None else None
+    if name in (None, "tokenizer"):
+        text = _own_template(tokenizer.parent)
+        if text is None and name is None:
+            return CHATML
         if text is None:
             raise InputError(
                 "the tokenizer has no chat template",
-                where=tokenizer.parent if tokenizer is not None else None,
+                where=tokenizer.parent,
                 why="there is neither chat_template.jinja nor chat_template in "
                 "tokenizer_config.json",
                 next="chat.template=chatml, or the path of a Jinja file",

@@ -81,11 +81,14 @@ class UnitEncoder(Protocol[D]):
 class DocumentKind(Protocol):
     """A kind of documents, as configured."""
 
-    def key_parts(self, tokenizer: TokenizerConfig) -> dict[str, Any]:
+    def key_parts(
+        self, tokenizer: TokenizerConfig, there: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return the options that determine the token ids besides corpus and tokenizer; rank 0
         calls it.
 
-        Raises ConfigError if the tokenizer cannot be used.
+        `there` are those of the token files in the folder, which a run that is continued, or
+        repeated on another day, makes again. Raises ConfigError if the tokenizer cannot be used.
         """
 
     def files(self) -> Mapping[str, str]:
@@ -107,7 +110,9 @@ class PlainText:
         """Encode with `engine`."""
         self._engine = engine
 
-    def key_parts(self, tokenizer: TokenizerConfig) -> dict[str, Any]:
+    def key_parts(
+        self, tokenizer: TokenizerConfig, there: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return the token before each document, if there is one.
 
         Raises InputError if files beside tokenizer.json declare special tokens.

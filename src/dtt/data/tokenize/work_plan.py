@@ -289,14 +289,8 @@ def key_parts(
 ) -> dict[str, Any]:
     """Return everything that determines the content of token files, by name.
 
-    `there` is the identity of the token files in the folder, whose date is kept: a run that is
-    continued, or repeated, on another day makes the same files.
+    `there` is the identity of the token files in the folder.
     """
-    kind_parts = kind.key_parts(tokenizer)
-    if there is not None and "date" in kind_parts.get("chat", {}):
-        kind_parts["chat"]["date"] = there.key_parts.get("chat", {}).get(
-            "date", kind_parts["chat"]["date"]
-        )
     return {
         "corpus": {"sha256": cut.corpus.manifest.content_key()},
         "tokenizer": tokenizer_key(tokenizer, given),
@@ -306,7 +300,7 @@ def key_parts(
             "special_tokens_in_text": SPECIAL_TOKENS_IN_TEXT,
             "held_out_by": HELD_OUT_BY,
         },
-        **kind_parts,
+        **kind.key_parts(tokenizer, None if there is None else there.key_parts),
     }
 
 
