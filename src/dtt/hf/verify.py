@@ -20,6 +20,7 @@ from torch import Tensor
 from dtt.base.errors import DamagedError, Diverged, EnvironmentUnfit, InputError
 from dtt.base.log import log
 from dtt.config.init_std import InitialStd
+from dtt.data.conversations.render_limits import memory_limit
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.hf.chat_format import ChatFormat
 from dtt.hf.read import Trained, transformers_defaults
@@ -192,12 +193,13 @@ def check_prompts(folder: Path, chat: ChatFormat) -> None:
             expected = encoder.prompt_ids(conversation)
         except RefusedRow:  # such as a system prompt that the template does not support
             continue
-        got = tokenizer.apply_chat_template(
-            list(conversation.messages),
-            add_generation_prompt=True,
-            return_dict=False,
-            **chat.facts.kwargs,
-        )
+        with memory_limit:
+            got = tokenizer.apply_chat_template(
+                list(conversation.messages),
+                add_generation_prompt=True,
+                return_dict=False,
+                **chat.facts.kwargs,
+            )
         if got != expected:
             raise _export_error(
                 folder,

@@ -1,7 +1,7 @@
 """A Jinja sandbox for chat templates, which traces messages.
 
 The sandbox of Jinja keeps a template from running code. Beyond that, a template can do what it can
-do in `transformers`, except that loops and the output have a limit: a row must not hang a run.
+do in `transformers`, within the limits of `render_limits`: a row must not hang a run.
 """
 
 from __future__ import annotations
@@ -13,22 +13,35 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.environment import Template
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import pass_context
+from jinja2.utils import pass_context, pass_environment, pass_eval_context
 
+from dtt.data.conversations.render_limits import CALL, MAX_CHARS, Steps, TooCostly
 from dtt.data.conversations.template_trees import instrument
 
 STATE = "dtt state"
 """Context variable of the RenderState. With a space in its name, no template can refer to it."""
-MAX_STEPS = 1_000_000
-"""Maximum number of loop iterations in one render."""
-MAX_CHARS = 1 << 24
-"""Maximum size of a render."""
+SHALLOW = frozenset(
+    (
+        *("length", "count", "first", "last", "random", "list", "reverse", "items", "batch"),
+        *("slice", "default", "d", "attr", "map", "select", "reject", "selectattr", "rejectattr"),
+        *("defined", "undefined", "none", "string", "mapping", "sequence", "iterable", "sameas"),
+        *("boolean", "true", "false", "number", "integer", "callable"),
+    )
+)
+"""Filters and tests that do not look into the items of a list."""
+MAX_EXPONENT = 64
+SLOW = frozenset(
+    ("wordwrap", "urlize", "striptags", "truncate", "wordcount", "title", "urlencode", "indent")
+)
+"""Filters that take about a microsecond per character."""
+MAX_BITS = 1 << 16
+"""Maximum size of a product of integers. Larger ones take minutes, in one uninterruptible step."""
 
 FROM_ROW = "\ufdd4"
 """Mark before a character of a row that is part of the string of a special token."""
@@ -60,8 +73,7 @@ class RenderState:
     """
     size: int = 0
     """Characters of the output so far."""
-    steps: int = 0
-    """Iterations of loops so far."""
+    steps: Steps = field(default_factory=Steps)
 
 
 class GenerationTag(Extension):
@@ -107,26 +119,54 @@ def _strftime_now(date: str | None) -> Callable[[str], str]:
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment in which `transformers` renders chat templates."""
 
+    # Jinja does not compute these with constants when it compiles, but calls `call_binop`.
+    intercepted_binops = frozenset(("*", "%"))
+
     def __init__(self, date: str | None = None) -> None:
         """Create the environment; `date` replaces the current time for templates."""
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
         self.filters["tojson"] = _tojson
+        self.filters["sum"] = _sum
+        self.filters = {name: _counted(name, one) for name, one in self.filters.items()}
+        del self.globals["lipsum"]  # pages of random words
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now(date)
+        self.tests |= {name: _counted(name, one) for name, one in self.tests.items()}
         # Filters are called directly, which is faster than a function. With a space in their
         # names, no template can use them.
-        for hook in (_begin, _end):
+        for hook in (_begin, _end, _read, _read_all):
             self.filters[f"dtt {hook.__name__[1:]}"] = hook
 
     def compile_template(self, text: str) -> Template:
         """Compile a template with the hooks that trace messages. Raises TemplateSyntaxError."""
         tree = self.parse(text)
+        for power in tree.find_all(nodes.Pow):
+            exponent = power.right.value if isinstance(power.right, nodes.Const) else None
+            if exponent not in range(MAX_EXPONENT):
+                # 9 ** 99999999 takes minutes in one step, in `transformers` even if the template
+                # never reaches it.
+                why = f"dtt computes powers with exponents of 0 to {MAX_EXPONENT - 1} only"
+                raise TemplateSyntaxError(why, power.lineno)
         instrument(tree)
         code = self.compile(tree)
         # The usual ChainMap of globals would be copied key by key at each render.
         return Template.from_code(self, code, dict(self.globals))
+
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, a method or a function, and count it."""
+        steps: Steps = context.parent[STATE].steps
+        steps.spend(CALL)
+        steps.read(getattr(obj, "__self__", None), deep=type(obj).__name__ != "dict")
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return a product, a remainder or a formatted text within the limits."""
+        are_whole = operator == "*" and isinstance(left, int) and isinstance(right, int)
+        if are_whole and left.bit_length() + right.bit_length() > MAX_BITS:
+            raise TooCostly("the template computes too large a number")
+        return super().call_binop(context, operator, left, right)
 
     def generation(self, caller: Callable[[], str]) -> str:
         """Return the text of a generation block."""
@@ -160,7 +200,68 @@ DICT_ATTRIBUTES = frozenset(dir({}))
 """Names of the attributes of a dict, which templates find before its items."""
 
 
+@pass_context
+def _sum(context: Context, items: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
+    """Return a sum, and count its steps: of lists, it takes quadratic time."""
+    steps: Steps = context.parent[STATE].steps
+    if attribute is not None:
+        items = context.environment.call_filter("map", items, (), {"attribute": attribute}, context)
+    for item in items:
+        start = start + item
+        steps.spend(1)
+        steps.read(start, deep=False)
+    return start
+
+
+def _counted(name: str, function: Any) -> Callable[..., Any]:
+    """Return a filter or a test that counts the steps of its arguments and its result."""
+    kind = getattr(function, "jinja_pass_arg", None)
+    deep, slow = name not in SHALLOW, name in SLOW
+
+    @pass_context
+    def counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        steps: Steps = context.parent[STATE].steps
+        steps.read(value, deep=deep)
+        if slow and isinstance(value, str):
+            steps.spend(len(value))
+        for one in (*args, *kwargs.values()):
+            steps.read(one, deep=deep)
+        if kind is None:
+            result = function(value, *args, **kwargs)
+        elif kind is CONTEXT:
+            result = function(context, value, *args, **kwargs)
+        elif kind is EVAL_CONTEXT:
+            result = function(context.eval_ctx, value, *args, **kwargs)
+        else:
+            result = function(context.environment, value, *args, **kwargs)
+        steps.read(result, deep=False)
+        return result
+
+    return counted
+
+
+CONTEXT, EVAL_CONTEXT, ENVIRONMENT = (
+    passing(lambda: None).jinja_pass_arg  # type: ignore[attr-defined]
+    for passing in (pass_context, pass_eval_context, pass_environment)
+)
+"""First arguments that filters ask for."""
+
+
 # Hooks that `instrument` inserts into a template.
+
+
+@pass_context
+def _read(context: Context, value: Any) -> Any:
+    """Count the steps of a value that is stored; return it."""
+    context.parent[STATE].steps.read(value, deep=False)
+    return value
+
+
+@pass_context
+def _read_all(context: Context, value: Any) -> Any:
+    """Count the steps of a value that is compared or put out, with everything inside; return it."""
+    context.parent[STATE].steps.read(value, deep=True)
+    return value
 
 
 @pass_context
@@ -170,9 +271,7 @@ def _begin(context: Context, direct: bool, *variables: Any) -> str:
     `direct` is True if the body of the loop is output immediately.
     """
     state: RenderState = context.parent[STATE]
-    state.steps += 1
-    if state.steps > MAX_STEPS:
-        raise TemplateError(f"the template takes more than {MAX_STEPS:,} steps")
+    state.steps.spend(1)
     for variable in variables:
         index = state.messages.get(id(variable))
         if index is not None:

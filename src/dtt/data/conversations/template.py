@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.data.conversations.render_limits import TooCostly, memory_limit
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import STATE, RenderState, Sandbox
 from dtt.data.conversations.template_trees import ends_with_prompt
@@ -79,6 +80,9 @@ It renders every turn in the same way, regardless of the turns after it, so that
 equals text at inference.
 """
 
+COSTLY_SHARE = 10
+"""One render of so many may be beyond the limits: then the row is to blame, not the template."""
+
 Events = list[tuple[int, int]]
 """Events of a traced render: the index of a message, or one of those of the sandbox, and the number
 of characters before it."""
@@ -121,6 +125,7 @@ class ChatTemplate:
         self.name = str(where or "chat.template")
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self._variables = {**(special_tokens or {}), **(kwargs or {})}
+        self._rendered = self._costly = 0
         self._sandbox = Sandbox(date)
         try:
             self._template = self._sandbox.compile_template(text)
@@ -133,7 +138,7 @@ class ChatTemplate:
                 why=str(error.message),
                 next="chat.template=chatml",
             ) from None
-        except (RecursionError, SyntaxError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - Jinja and Python raise anything here
             raise ConfigError(
                 "the chat template cannot be compiled",
                 where=self.name,
@@ -170,14 +175,31 @@ class ChatTemplate:
         }
         try:
             context = self._template.new_context(variables)
-            text = self._sandbox.trace(self._template.root_render_func(context), state)
+            with memory_limit:
+                text = self._sandbox.trace(self._template.root_render_func(context), state)
         except RecursionError:
             raise RefusedRow("the chat template recurses too deeply") from None
-        except MemoryError:
-            raise RefusedRow("the chat template needs too much memory") from None
+        except (TooCostly, MemoryError) as error:
+            raise self._too_costly(str(error) or "it needs too much memory") from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             raise RefusedRow(f"the chat template rejects it: {_one_line(error)}") from None
+        self._rendered += 1
         return text, None if state.captured else state.events
+
+    def _too_costly(self, why: str) -> RefusedRow:
+        """Return the refusal of a row; raise InputError if the template, not the row, is to blame.
+
+        A row may be large, but if many take a second each and yield nothing, no run would end.
+        """
+        self._costly += 1
+        if self._costly > self._rendered // COSTLY_SHARE:
+            raise InputError(
+                "the chat template takes too much time or memory",
+                where=self.name,
+                why=why,
+                next="chat.template=chatml, or the path of another Jinja file",
+            )
+        return RefusedRow(f"the chat template takes too much time or memory: {why}")
 
     @cached_property
     def reads_reasoning(self) -> bool:

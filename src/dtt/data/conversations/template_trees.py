@@ -38,7 +38,22 @@ def ends_with_prompt(tree: nodes.Template) -> bool:
 
 
 def instrument(tree: nodes.Template) -> None:
-    """Insert the hooks that trace messages into the tree of a template."""
+    """Insert the hooks that trace messages and count steps into the tree of a template."""
+    for output in tree.find_all(nodes.Output):
+        output.nodes = [_read(node, "read_all") for node in output.nodes]
+    for assignment in tree.find_all(nodes.Assign):
+        assignment.node = _read(assignment.node, "read")
+    for item in tree.find_all(nodes.Getitem):
+        if isinstance(item.arg, nodes.Slice):
+            item.node = _read(item.node, "read")
+    for comparison in tree.find_all(nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        # With a constant, it takes a step, unless a text is searched for it.
+        if not any(isinstance(side, nodes.Const) for side in sides):
+            comparison.expr = _read(comparison.expr, "read_all")
+        for operand in comparison.ops:
+            if operand.op in ("in", "notin") or comparison.expr is not sides[0]:
+                operand.expr = _read(operand.expr, "read_all")
     direct = {id(node) for node in _direct(tree)}
     for loop in tree.find_all(nodes.For):
         names = [loop.target] if isinstance(loop.target, nodes.Name) else []
@@ -70,6 +85,13 @@ def _output(name: str, args: list[Any] | None = None) -> nodes.Output:
     """Return the output of a hook, which is empty."""
     first, *others = args or [nodes.Const(None)]
     return nodes.Output([nodes.Filter(first, f"dtt {name}", others, [], None, None)])
+
+
+def _read(node: Any, name: str) -> Any:
+    """Return an expression with the hook that counts the steps of its value."""
+    if isinstance(node, nodes.TemplateData | nodes.Const):
+        return node
+    return nodes.Filter(node, f"dtt {name}", [], [], None, None).set_lineno(node.lineno)
 
 
 def _end_early(body: list[nodes.Node]) -> None:
