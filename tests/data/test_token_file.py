@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +131,17 @@ def test_a_file_that_is_not_a_token_file_is_refused(tmp_path: Path, index: bytes
     idx_path(tmp_path / "a").write_bytes(index)
     with pytest.raises(DamagedError, match=why):
         TokenFile(tmp_path / "a")
+
+
+def test_the_memory_of_a_writer_does_not_grow_with_its_sequences(tmp_path: Path) -> None:
+    def peak(appends: int) -> int:
+        tracemalloc.start()
+        with TokenFileWriter(tmp_path / str(appends), 100) as writer:
+            for _ in range(appends):
+                writer.append(np.zeros(1000, np.uint16), np.ones(1000, np.int32))
+            writer.close()
+        (_, most), _ = tracemalloc.get_traced_memory(), tracemalloc.stop()
+        return most
+
+    few = peak(1_000)
+    assert peak(4_000) < 1.1 * few

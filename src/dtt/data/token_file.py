@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.shard_files import index_bytes
 from dtt.base.errors import DamagedError, InputError
+from dtt.base.files import sha256_file
 from dtt.data.memory_map import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -33,6 +34,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 DTYPE_CODES: dict[TokenDtype, int] = {"uint16": 8, "int32": 4}
 UINT16_VOCAB_LIMIT = 65_500
+PIECE = 2**18
+"""Sequences whose part of an index is computed at once."""
 
 TokenDtype = Literal["uint16", "int32"]
 Tokens = npt.NDArray[Any]
@@ -201,14 +204,20 @@ class TokenFileWriter:
     """A writer of one `.bin`/`.idx` pair, which is synced and hashed when `close` returns.
 
     With `has_mask`, it also writes a `.mask` file. Leaving the context manager without calling
-    `close` leaves an incomplete `.bin` and no index.
+    `close` leaves an incomplete `.bin`, and an index without its header.
+
+    Memory does not grow with the number of sequences: lengths go to their place in the index at
+    once, and `close` computes the rest from there in pieces. A compressed file of 10^9 documents is
+    one shard, whose index has 20 GB.
     """
 
     def __init__(self, stem: Path, vocab_size: int, *, has_mask: bool = False) -> None:
         """Create the files at `stem`; `vocab_size` bounds the ids and determines their dtype."""
         self._stem, self._vocab_size = stem, vocab_size
         self._dtype = token_dtype(vocab_size)
-        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._sequences = 0
+        self._index: BinaryIO = idx_path(stem).open("wb")
+        self._index.write(bytes(HEADER.size))
         self._hash = hashlib.sha256()
         self._file: BinaryIO = bin_path(stem).open("wb")
         self._mask_hash = hashlib.sha256()
@@ -239,34 +248,41 @@ class TokenFileWriter:
             trained = mask.astype(np.uint8, copy=False).data
             self._mask_hash.update(trained)
             self._mask.write(trained)
-        self._lengths.append(lengths.astype(np.int32, copy=False))
+        self._index.write(lengths.astype("<i4", copy=False).data)
+        self._sequences += len(lengths)
 
     def close(self) -> Written:
         """Sync the `.bin`, write the index, and return their sizes and hashes."""
         _flush(self._file)
         if self._mask is not None:
             _flush(self._mask)
-        lengths = np.concatenate(self._lengths or [np.empty(0, np.int32)])
-        ends = np.cumsum(lengths, dtype=np.int64)
-        offsets = (ends - lengths) * np.dtype(self._dtype).itemsize
-        header = HEADER.pack(
-            MAGIC, VERSION, DTYPE_CODES[self._dtype], len(lengths), len(lengths) + 1
-        )
-        documents = np.arange(len(lengths) + 1, dtype="<i8")
-        index = b"".join(
-            (header, lengths.astype("<i4").tobytes(), offsets.astype("<i8").tobytes(),
-             documents.tobytes())
-        )  # fmt: skip
-        with idx_path(self._stem).open("wb") as file:
-            file.write(index)
-            _flush(file)
+        tokens = self._complete_index()
         return Written(
-            sequences=len(lengths),
-            tokens=int(ends[-1]) if len(ends) else 0,
+            sequences=self._sequences,
+            tokens=tokens,
             bin_sha256=self._hash.hexdigest(),
-            idx_sha256=hashlib.sha256(index).hexdigest(),
+            idx_sha256=sha256_file(idx_path(self._stem)),
             mask_sha256=None if self._mask is None else self._mask_hash.hexdigest(),
         )
+
+    def _complete_index(self) -> int:
+        """Write what follows the lengths, then the header; return the number of tokens."""
+        file, count, tokens = self._index, self._sequences, 0
+        file.flush()
+        with idx_path(self._stem).open("rb") as written:
+            written.seek(HEADER.size)
+            for first in range(0, count, PIECE):
+                lengths = np.fromfile(written, "<i4", min(PIECE, count - first))
+                ends = np.cumsum(lengths, dtype=np.int64) + tokens
+                offsets = (ends - lengths) * np.dtype(self._dtype).itemsize
+                file.write(offsets.astype("<i8", copy=False).data)
+                tokens = int(ends[-1])
+        for first in range(0, count + 1, PIECE):
+            file.write(np.arange(first, min(first + PIECE, count + 1), dtype="<i8").data)
+        file.seek(0)
+        file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self._dtype], count, count + 1))
+        _flush(file)
+        return tokens
 
     def __enter__(self) -> Self:
         return self
@@ -278,6 +294,7 @@ class TokenFileWriter:
         traceback: TracebackType | None,
     ) -> None:
         self._file.close()
+        self._index.close()
         if self._mask is not None:
             self._mask.close()
 

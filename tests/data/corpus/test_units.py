@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,9 @@ import pytest
 import zstandard
 
 from dtt.data.corpus import units
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.parquet import read_span
+from dtt.data.corpus.units import Span
 
 TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
 
@@ -112,3 +116,31 @@ def test_a_column_of_any_type_of_text_is_read(corpora: Any, read_all: Any, kind:
     texts, bad = read_all(corpus, 10**6)
     assert texts == TEXTS
     assert bad.examples[0].endswith(f"row {len(TEXTS)}: the text is null")
+
+
+@pytest.mark.parametrize("rows", [5_000, 20_000])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_batch_of_parquet_rows_is_bounded_however_often_a_dictionary_is_used(
+    tmp_path: Path, rows: int, nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = pa.array(["one", "the longest of all " + "x" * 20_000])
+    texts = pa.DictionaryArray.from_arrays(pa.array([0, 1] * (rows // 2), pa.int32()), once)
+    column = texts
+    if nested:
+        message = pa.StructArray.from_arrays([texts.take(pa.array([0] * rows)), texts], ["a", "b"])
+        column = pa.ListArray.from_arrays(list(range(0, rows + 1, 2)), message)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": column}), path, row_group_size=rows, store_schema=False)
+    assert path.stat().st_size < 2**16
+    footer = pq.read_metadata(path)
+    sizes: list[int] = []
+
+    def convert(batch: pa.RecordBatch, *_: object) -> list[int]:
+        sizes.append(batch.nbytes)
+        return [0] * len(batch)
+
+    span = Span(0, 0, 1, footer.row_group(0).total_byte_size)
+    read = read_span(path, span, None if nested else "text", convert, BadDocuments(), 2**18)
+    assert sum(map(len, read)) == footer.num_rows
+    assert max(sizes) < 3 * 2**18
+    assert len(sizes) < footer.num_rows

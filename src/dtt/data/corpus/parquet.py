@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,7 +19,12 @@ MAX_ROWS = 2**16
 BUFFER_BYTES = 2**20
 """Bytes read from a Parquet file at once; bounds memory for large row groups."""
 
+MAX_FACTOR = 2
+"""How much larger than wanted a batch may become by texts that a dictionary holds once."""
+
 D = TypeVar("D")
+Columns = str | tuple[str, ...] | None
+"""One column, some columns, or all."""
 Convert = Callable[[pa.RecordBatch, Callable[[int], str], int, BadDocuments], list[D]]
 """Function that returns the documents in a batch of rows.
 
@@ -29,7 +35,7 @@ of the batch's first row, and the record of rows that hold no document."""
 def read_span(
     path: Path,
     span: Span,
-    column: str | tuple[str, ...] | None,
+    column: Columns,
     convert: Convert[D],
     bad: BadDocuments,
     size: int,
@@ -42,8 +48,9 @@ def read_span(
         with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             groups = range(span.start, span.stop)
             rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-            at_once = max(1, rows * size // max(span.text_bytes, 1))
+            wanted = max(1, rows * size // max(span.text_bytes, 1))
             for group in groups:
+                at_once = rows_at_once(path, file, group, column, wanted, MAX_FACTOR * size)
                 yield from _row_group(file, path, group, column, at_once, convert, bad)
     except Exception as error:  # noqa: BLE001  files of others raise anything
         raise_if_refused(error)
@@ -55,7 +62,7 @@ def _row_group(
     file: pq.ParquetFile,
     path: Path,
     group: int,
-    column: str | tuple[str, ...] | None,
+    column: Columns,
     at_once: int,
     convert: Convert[D],
     bad: BadDocuments,
@@ -83,11 +90,67 @@ def _row_group(
         bad.add(partial(where, row), why, lost_bytes=lost, count=count - row)
 
 
+def rows_at_once(
+    path: Path, file: pq.ParquetFile, group: int, column: Columns, wanted: int, most: int
+) -> int:
+    """Return `wanted`, or the number of rows that certainly have at most `most` bytes, at least 1.
+
+    A dictionary holds a text once for all rows that have it, so a file of 401 bytes may contain 2
+    GB of text. The longest text of each dictionary is looked up where that matters.
+    """
+    rows = file.metadata.row_group(group)
+    columns = _names(column)
+    chunks = [
+        chunk
+        for chunk in map(rows.column, range(rows.num_columns))
+        if columns is None or chunk.path_in_schema.split(".")[0] in columns
+    ]
+    bytes_per_row = sum(c.total_uncompressed_size * c.num_values for c in chunks) / max(
+        rows.num_rows, 1
+    )
+    if min(wanted, rows.num_rows) * bytes_per_row > most:
+        longest = _longest_texts(path, group, chunks)
+        values = (c.num_values * long for c, long in zip(chunks, longest, strict=True))
+        bytes_per_row = sum(values) / rows.num_rows
+    return max(1, min(wanted, MAX_ROWS, int(most / max(bytes_per_row, 1))))
+
+
+def _longest_texts(path: Path, group: int, chunks: list[pq.ColumnChunkMetaData]) -> list[float]:
+    """Return about how long a value of each column of a row group may be, in bytes."""
+    found = [c.total_uncompressed_size / max(c.num_values, 1) for c in chunks]
+    for i, chunk in enumerate(chunks):
+        if "DELTA_BYTE_ARRAY" in chunk.encodings:  # a text shares its start with the one before
+            found[i] = chunk.total_uncompressed_size
+        if chunk.physical_type != "BYTE_ARRAY" or not chunk.has_dictionary_page:
+            continue
+        name = chunk.path_in_schema
+        with pq.ParquetFile(path, read_dictionary=[name], pre_buffer=False) as file:
+            reader = file.iter_batches(1, row_groups=[group], columns=[name], use_threads=False)
+            batch = next(reader, None)
+        values = None if batch is None else batch.column(0)
+        while values is not None and not pa.types.is_dictionary(values.type):
+            values = values.field(0) if pa.types.is_struct(values.type) else _inner(values)
+        if values is not None and len(values.dictionary):
+            sizes = np.diff(np.frombuffer(values.dictionary.buffers()[1], np.int32))
+            found[i] += float(sizes.max(initial=0))
+    return found
+
+
+def _inner(values: pa.Array) -> pa.Array | None:
+    """Return the elements of lists; None for another type, such as of maps."""
+    return getattr(values, "values", None)
+
+
+def _names(column: Columns) -> list[str] | None:
+    if isinstance(column, str):
+        return [column]
+    return None if column is None else list(column)
+
+
 def _batches(
-    file: pq.ParquetFile, group: int, column: str | tuple[str, ...] | None, rows: int
+    file: pq.ParquetFile, group: int, column: Columns, rows: int
 ) -> Iterator[pa.RecordBatch]:
-    columns = [column] if isinstance(column, str) else column and list(column)
-    rows = min(rows, MAX_ROWS)
+    columns = _names(column)
     found: Iterator[pa.RecordBatch] = file.iter_batches(
         rows, row_groups=[group], columns=columns, use_threads=False
     )

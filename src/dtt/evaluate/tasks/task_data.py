@@ -28,11 +28,13 @@ from dtt.data.corpus.formats import (
     file_format,
     open_stream,
 )
+from dtt.data.corpus.parquet import MAX_ROWS, rows_at_once
 from dtt.evaluate.tasks.definition import Task, TaskSource
 from dtt.evaluate.tasks.prompts import Question, example_of, question_id, question_of
 
 MAX_BYTES = 2**31
 """Maximum size of the rows of a split, decompressed."""
+BATCH_BYTES = 2**24
 PATIENCE = 3600.0
 """Seconds to wait for another process that downloads the same dataset."""
 
@@ -298,11 +300,16 @@ def _rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
 
 def _parquet_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
     with pq.ParquetFile(path) as file:
-        groups = range(file.metadata.num_row_groups)
-        size = sum(file.metadata.row_group(group).total_byte_size for group in groups)
-        if size > room:
-            raise _too_large(path)
-        return file.read().to_pylist(), size
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for group in range(file.metadata.num_row_groups):
+            at_once = rows_at_once(path, file, group, None, MAX_ROWS, BATCH_BYTES)
+            for batch in file.iter_batches(at_once, row_groups=[group], use_threads=False):
+                size += batch.nbytes
+                if size > room:
+                    raise _too_large(path)
+                rows += batch.to_pylist()
+        return rows, size
 
 
 def _csv_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
