@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from support.running import Dtt
 
-from dtt.base.errors import DamagedError, ExitCode
+from dtt.artifacts.corpus import CorpusFile, CorpusManifest, CorpusSource
+from dtt.base.errors import DamagedError, ExitCode, InputError
 from dtt.base.safe_names import checked_file, checked_name
 
 BAD = {
@@ -112,3 +113,34 @@ def test_token_files_that_lie_elsewhere_are_refused_by_every_command(dtt: Dtt) -
     refused = dtt(*train, expect=65)
     assert "'train-00000.bin' is a link to" in refused.stderr
     assert "outside the folder" in refused.stderr
+
+
+def test_a_manifest_is_written_only_if_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def manifest(files: int) -> CorpusManifest:
+        names = (f"{i:06d}.txt" for i in range(files))
+        return CorpusManifest(
+            dataset="a",
+            source=CorpusSource(kind="local", id="a"),
+            file_format="txt",
+            text_column=None,
+            txt_documents="file",
+            files=tuple(
+                CorpusFile(path=name, bytes=1, sha256="0" * 64, mtime_ns=1) for name in names
+            ),
+        )
+
+    monkeypatch.setattr("dtt.artifacts.manifest.LARGEST", 20_000)
+    written = 0
+    for files in range(1, 200, 20):
+        made = manifest(files)
+        try:
+            text = made.dump()
+        except InputError as refused:
+            assert "JSON lines" in str(refused)  # noqa: PT017  the loop needs both ends
+            break
+        (tmp_path / CorpusManifest.filename).write_text(text)
+        assert CorpusManifest.read(tmp_path) == made
+        written += 1
+    assert 1 < written < 10

@@ -15,7 +15,9 @@ from dtt.base.reading import parse, read_small
 from dtt.base.safe_names import checked_name
 
 LARGEST = 2**28
-"""Maximum size of a manifest in bytes, enough for a million files."""
+"""Maximum size of a manifest in bytes, enough for a million files; a larger one is not written."""
+SEAL_BYTES = 100
+"""Room for the seal at the end of some manifests."""
 
 
 def fingerprint(value: Any) -> str:
@@ -115,8 +117,21 @@ class Manifest(Record):
 
 
 def manifest_text(content: Any) -> str:
-    """Return the text of a manifest file with this JSON content."""
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    """Return the text of a manifest file with this JSON content.
+
+    Raises InputError if `Manifest.read` would refuse it for its size.
+    """
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    size = len(text.encode())
+    if size > LARGEST - SEAL_BYTES:
+        raise InputError(
+            "too many files for one manifest",
+            why=f"it would have {size / 1e6:,.0f} MB, and dtt reads {LARGEST / 1e6:,.0f} MB: about "
+            "a million files",
+            next="join small files, such as to JSON lines with a document each; or divide them "
+            "with download.include into several datasets",
+        )
+    return text
 
 
 class FileRecord(Record):

@@ -23,8 +23,9 @@ class DatasetConfig(Section):
     name: str | None = None
     """Subset (configuration) of a Hub dataset."""
     split: str | None = None
-    """Split to download; null: `train` from the Hub, every file of a local folder. With `include`
-    and no `name`, null means every file of the repository."""
+    """Split to download; null: `train` from the Hub, every file of a local folder, with a warning
+    if some are named like held-out splits. With `include` and no `name`, null means every file of
+    the repository."""
     revision: str | None = None
     """Branch, tag or commit of a Hub dataset; the manifest records the resolved commit."""
     text_column: str | None = None

@@ -273,3 +273,39 @@ def test_the_conversations_about_the_standard_library_are_the_same_bytes_every_t
     assert all(row == ["user", "assistant"] * (len(row) // 2) for row in roles)
     [argparse] = [row for row in rows if "module argparse for" in row[-2]["content"]]
     assert argparse[-1]["content"] == "Command-line parsing library"
+
+
+def test_what_a_killed_download_left_is_removed_by_the_next(corpora: Any, tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    torn = [".manifest.json.0a1b2c3d.tmp", ".python-stdlib.parquet.tmp"]
+    for name in [*torn, ".selection-12345678.0a1b2c3d.tmp", ".mine.tmp"]:
+        (tmp_path / "corpus" / name).write_bytes(b"{")
+    for _ in range(2):
+        corpora.make({"a.txt": b"text"})
+    assert {path.name for path in (tmp_path / "corpus").glob(".*.tmp")} == {
+        ".selection-12345678.0a1b2c3d.tmp",
+        ".mine.tmp",
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["data/train-0.jsonl", "data/test-0.jsonl", "data/val-0.jsonl"], "2 of 3 files"),
+        (["a/x.jsonl", "dev/x.jsonl"], "1 of 2 files"),
+        (["test/x.jsonl", "test/y.jsonl"], None),
+        (["x.jsonl", "contest.jsonl"], None),
+    ],
+)
+def test_held_out_splits_in_a_local_folder_are_named_with_the_remedy(
+    corpora: Any, caplog: Log, names: list[str], said: str | None
+) -> None:
+    files = dict.fromkeys(names, LINE)
+    assert len(corpora.make(files).manifest.files) == len(names)
+    warnings = [text for text in caplog.messages if "held-out" in text]
+    assert len(warnings) == (said is not None)
+    if said is not None:
+        assert said in warnings[0]
+        remedy = warnings[0].partition("next: ")[2]
+        if remedy.startswith("download.split="):
+            corpora.download(dataset=str(corpora.folder / "source"), split="train")

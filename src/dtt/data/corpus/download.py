@@ -40,6 +40,10 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
             next="dtt download -d DATASET: a FILE, FOLDER, ORG/NAME or python-stdlib",
         )
     with exclusive(out, "dtt download"):
+        # Of killed downloads. No other pattern: `dtt clean` may be writing into this folder.
+        for name in (CorpusManifest.filename, stdlib.NAME):
+            for torn in out.glob(f".{name}*.tmp"):
+                torn.unlink(missing_ok=True)
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
         kind = _kind(cfg.dataset)
         _check_options(cfg, kind)

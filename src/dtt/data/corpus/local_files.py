@@ -16,6 +16,7 @@ from dtt.data.corpus.formats import file_format, is_compressed
 
 SPLIT_NAMES = {"val": "validation", "valid": "validation", "dev": "validation"}
 """Synonyms of split names."""
+HELD_OUT = ("validation", "test", "eval")
 SHOWN = 3
 """Maximum number of files that are logged for each reason to leave files out."""
 
@@ -70,9 +71,32 @@ def local_files(
         )
     files = sorted(_once(chosen or found, folder, left_out))
     _report(left_out)
+    if split is None:
+        # Words in the names of other files, such as sources, say nothing about splits.
+        _warn_of_held_out([path for path in chosen if file_format(path)], folder)
     for path in files:
         _check_is_utf8(path)
     return files
+
+
+def _warn_of_held_out(paths: list[Path], folder: Path) -> None:
+    """Log the number of files whose path names a held-out split, beside files of no such split.
+
+    From the Hub, only the split `train` is read; a copy of the same data set would otherwise train
+    on its test questions unseen.
+    """
+    found = {name: [path for path in paths if _has_word(path, folder, name)] for name in HELD_OUT}
+    held_out = {path for many in found.values() for path in many}
+    if not held_out or len(held_out) == len(paths):
+        return
+    train = any(_has_word(path, folder, "train") for path in paths)
+    counts = ", ".join(f"{len(many)} of {name}" for name, many in found.items() if many)
+    log.warning(
+        "%d of %d files are named like held-out splits (%s), such as %s, and are read, too; "
+        "next: %s",
+        len(held_out), len(paths), counts, _name(min(held_out), folder),
+        "download.split=train" if train else "download.exclude leaves files out",
+    )  # fmt: skip
 
 
 def _report(left_out: LeftOut) -> None:
