@@ -26,7 +26,7 @@ from dtt.data.conversations.loss_mask import (
     MaskMethod,
     with_parts,
 )
-from dtt.data.conversations.rows import Conversation, RefusedRow
+from dtt.data.conversations.rows import REASONING_END, Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import MARKS
 from dtt.data.conversations.template import ChatTemplate
 from dtt.data.text.encoder import find_end_of_document, vocabulary_size
@@ -60,6 +60,8 @@ class _Rendered:
     """Positions of the special tokens that the template wrote, if the row contains others."""
     all_trained: bool
     """True if all tokens but those of `excluded` are targets."""
+    last: Message | None = None
+    """The message at the end, if it is an answer whose tokens are targets."""
 
 
 class ChatEncoder:
@@ -270,12 +272,19 @@ class ChatEncoder:
         _check_marks(text)
         suspicious = self._suspicious(conversation)
         written = None if suspicious is None else self._written(text, suspicious)
+        answers = self._masks.answers(conversation, text, trace, trained)
+        for answer in answers:
+            _check_reasoning(conversation, answer, text[answer.start : answer.end])
+        end = len(conversation.messages) - 1
+        is_trained = end not in excluded if self.cfg.train_on == "all" else end in trained
+        last = conversation.messages[end]
         return _Rendered(
             text,
-            self._masks.answers(conversation, text, trace, trained),
+            answers,
             self._masks.answers(conversation, text, trace, excluded),
             written,
             self.cfg.train_on == "all",
+            last if is_trained and last["role"] == "assistant" else None,
         )
 
     def _text_located(self, rendered: _Rendered) -> EncodedText:
@@ -305,7 +314,19 @@ class ChatEncoder:
             if any(one.method == MaskMethod.OMITTED for one in rendered.answers):
                 raise RefusedRow("the chat template renders nothing of its answers")
             raise RefusedRow("no token is a target")
+        if rendered.last is not None and self._stops and not self._is_ended(encoded):
+            if rendered.last.get("tool_calls"):
+                raise RefusedRow("the chat template ends a tool call only before its result")
+            # The next role ends an answer, and the last one has no next: without a stop token, a
+            # model that is trained on single questions would never stop.
+            ids, mask = np.append(ids, np.uint32(self.stop_tokens[0])), np.append(mask, True)
         return EncodedConversation(ids, mask, tuple(one.method for one in rendered.answers))
+
+    def _is_ended(self, encoded: EncodedText) -> bool:
+        """Return True if nothing but white space follows the last special token."""
+        special = np.flatnonzero(self._is_special[encoded.ids])
+        after = int(encoded.ends[special[-1]]) if len(special) else 0
+        return not encoded.text[after:].strip()
 
     def _targets(self, answer: AnswerSpan, encoded: EncodedText) -> tuple[int, int]:
         """Return the range of the tokens of an answer, up to and including its stop token.
@@ -381,6 +402,26 @@ def _from_segments(segments: tuple[tuple[str, bool], ...]) -> _Rendered:
             excluded.append(AnswerSpan(i, start, start + len(part), MaskMethod.TRACED))
         start += len(part)
     return _Rendered(text, [], excluded, None, all_trained=True)
+
+
+def _check_reasoning(conversation: Conversation, answer: AnswerSpan, rendered: str) -> None:
+    """Raise RefusedRow if a template adds a reasoning to that in the content of an answer.
+
+    Or if it leaves out that of the last answer. Of earlier answers, many do so on purpose.
+    """
+    content = conversation.messages[answer.message].get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    given = sum(len(REASONING_END.findall(text)) for text in texts)
+    found = len(REASONING_END.findall(rendered))
+    if given and found > given:
+        raise RefusedRow(
+            f"messages[{answer.message}]: the chat template writes another reasoning before the "
+            "one in the content: move that to reasoning_content"
+        )
+    if found < given and answer.message == len(conversation.messages) - 1:
+        raise RefusedRow(
+            f"messages[{answer.message}]: the chat template leaves out the reasoning in the content"
+        )
 
 
 def _check_marks(text: str) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ during training (fw-ai/cookbook#387: `weight: 0` was lost on the way).
 """
 REASONING = ("reasoning_content", "thinking", "reasoning", "thoughts")
 """Keys of a message's reasoning. Templates of different models read different ones."""
+REASONING_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]")
+"""End of a reasoning in the content of an answer."""
 REFUSED_KEYS = {
     "train_detail": "trains parts of a message, which dtt cannot",
     "training_detail": "trains parts of a message, which dtt cannot",
@@ -142,6 +145,8 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
         if role != "assistant":
             raise RefusedRow(f"{where}.tool_calls: only the assistant can call tools, not {role}")
         clean["tool_calls"] = [*map(_with_object, clean["tool_calls"])]
+    if role == "assistant" and isinstance(clean.get("content"), str):
+        clean["content"] = _with_beginning(clean["content"])
     texts = {clean[key] for key in REASONING if key in clean}
     if len(texts) > 1:
         raise RefusedRow(f"{where} has different texts of reasoning under several keys")
@@ -150,6 +155,18 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     if "content" not in clean and not answers:
         raise RefusedRow(f"{where}.content is missing")
     return clean, train
+
+
+def _with_beginning(content: str) -> str:
+    """Return an answer with the beginning of its reasoning.
+
+    Where the prompt opens the reasoning, as DeepSeek-R1's does, the answers of a model hold only
+    its end. A template recognises both or neither, and would write a second, empty reasoning.
+    """
+    end = REASONING_END.search(content)
+    if end is None or (begin := end.group().replace("/", "")) in content[: end.start()]:
+        return content
+    return f"{begin}{content}" if content.startswith("\n") else f"{begin}\n{content}"
 
 
 def _is_trained(message: Message, where: str) -> bool:
