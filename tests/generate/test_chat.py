@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +33,11 @@ from support.tiny_job import (
     write_job,
 )
 
+from dtt.data.conversations.rows import Conversation
 from dtt.data.conversations.template import CHATML
 from dtt.generate.chat_console import Interrupts
+from dtt.generate.chat_session import ChatSession
+from dtt.generate.run import Sampling
 
 TOKENIZER = make_tokenizer("<|im_start|>", "<|im_end|>")
 GREEDY = ("--temperature", 0)
@@ -174,6 +179,29 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(dtt: Dtt) -> None
     assert last == f"system\nS\nuser\n3{'.' * 20}\nassistant\nok\nuser\n4{'.' * 20}\nassistant\n"
     stderr = dtt("chat", job, *GREEDY, *options, stdin=lines).stderr
     assert stderr == "(the context is full: dropped the oldest 2 messages)\n" * 3
+
+
+@pytest.mark.parametrize("turns", [100, 400])
+def test_a_conversation_that_outgrew_its_context_is_rendered_a_few_times(turns: int) -> None:
+    """Not once for each turn that is dropped: 800 turns took 16 s."""
+    rendered = []
+
+    class Encoder:
+        def prompt_ids(self, conversation: Conversation) -> list[int]:
+            rendered.append(len(conversation.messages))
+            return [1] * 10 * len(conversation.messages)
+
+    arch = SimpleNamespace(max_seq_len=1000)
+    generator = SimpleNamespace(model=SimpleNamespace(arch=arch), cached_prefix=lambda _: 0)
+    how: Any = (Encoder(), TOKENIZER, generator, frozenset(), Sampling(50, 0.0))
+    row: list[Any] = [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "a"},
+    ] * turns
+    session = ChatSession(*how)
+    answer = session.start(Conversation((*row, {"role": "user", "content": "last"})))
+    assert answer.dropped_messages == 2 * turns + 1 - 95  # 95 messages and 50 tokens fit
+    assert len(rendered) <= 2 + math.log2(2 * turns)
 
 
 def test_the_averaged_weights_and_another_template_can_be_chosen(dtt: Dtt) -> None:

@@ -22,6 +22,8 @@ from support.running import Dtt
 from support.tiny_job import make_tokenizer, write_chat_job, write_checkpoint, write_job
 
 from dtt.data.text.continuation import Continuation
+from dtt.generate.api_request import Fields, Options, Refused
+from dtt.generate.run import Sampling
 
 TOKENIZER = make_tokenizer("<|im_start|>", "<|im_end|>")
 HOSTILE = "<img src=x onerror='window.pwned=1'>"
@@ -65,6 +67,19 @@ def serve(folder: Path, *arguments: object) -> Iterator[Served]:
         _, error = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in error
+
+
+def post(served: Served, body: str) -> bytes:
+    """Return the response to a request for a continuation."""
+    parts = urlsplit(served.url)
+    assert parts.port is not None
+    with socket.create_connection(("127.0.0.1", parts.port), timeout=30) as connection:
+        head = f"POST /{served.token}/v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    return received
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +183,35 @@ def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(
     assert named in refused.value.message
 
 
+def test_values_that_ask_for_nothing_are_accepted(chat: Served) -> None:
+    neutral = {"n": 1, "logprobs": False, "stop": "", "top_k": -1, "min_p": 0, "tools": [],
+               "top_logprobs": 0, "frequency_penalty": 0.0, "logit_bias": {}, "max_tokens": None,
+               "modalities": ["text"], "repetition_penalty": 1.0}  # fmt: skip
+    fields = Fields(neutral | {"messages": []})
+    Options.take(fields, "m", Sampling(max_tokens=5, temperature=1.0))
+    assert fields.take("messages", None, list) == fields.take("tools", [], list) == []
+    fields.end()
+    for name, value in {"logprobs": 0, "n": True, "top_logprobs": False, "echo": 0}.items():
+        with pytest.raises(Refused) as refused:
+            Fields({name: value}).end()
+        assert refused.value.name == name
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ('{"prompt": "a \\ud83d"}', "half of a character"),
+        ('{"prompt": "a", "stop": ["\\ud83d"]}', "half of a character"),
+        ('{"prompt": "%s"}' % ("a" * 70_000), "too long: 70000 characters"),
+    ],
+)
+def test_a_prompt_that_cannot_be_encoded_is_refused(body: str, why: str, base: Served) -> None:
+    received = post(base, body)
+    assert received.startswith(b"HTTP/1.1 400")
+    assert why in json.loads(received.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert post(base, '{"prompt": "a"}').startswith(b"HTTP/1.1 200")
+
+
 def test_a_conversation_that_does_not_fit_is_refused_or_shortened_on_request(chat: Served) -> None:
     turns = [{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}]
     messages: Any = [*turns, *turns, {"role": "user", "content": "z"}]
@@ -196,14 +240,7 @@ def test_nothing_is_answered_without_the_token(chat: Served) -> None:
 
 @pytest.mark.parametrize("body", ["", "[]", "{", '"x"', "[" * 100_000])
 def test_a_body_that_is_no_object_is_refused(body: str, chat: Served) -> None:
-    parts = urlsplit(chat.url)
-    assert parts.port is not None
-    with socket.create_connection(("127.0.0.1", parts.port), timeout=30) as connection:
-        head = f"POST /{chat.token}/v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        received = b""
-        while piece := connection.recv(65536):
-            received += piece
+    received = post(chat, body)
     assert received.startswith(b"HTTP/1.1 400")
     error = json.loads(received.partition(b"\r\n\r\n")[2])["error"]
     assert error["message"] == "the request is not a JSON object"

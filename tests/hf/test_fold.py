@@ -51,9 +51,7 @@ def test_an_export_gives_transformers_the_logits_of_the_model_with_multipliers(
 
 
 @pytest.mark.parametrize("multiplier", MULTIPLIERS)
-def test_each_multiplier_matters_and_is_checked(
-    multiplied: Trained, multiplier: str
-) -> None:
+def test_each_multiplier_matters_and_is_checked(multiplied: Trained, multiplier: str) -> None:
     plain = fold(multiplied)
     verify.check_folded(plain, verify.random_logits(multiplied.state, multiplied.arch))
     standard = getattr(plain.arch, multiplier)

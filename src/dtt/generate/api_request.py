@@ -16,11 +16,18 @@ LONGEST_BODY = 2**24
 MOST_STOPS = 16
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
-    "logit_bias": ({},), "suffix": ("",), "echo": (False,), "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
+    "repetition_penalty": (1,), "length_penalty": (1,), "min_p": (0,), "typical_p": (1,),
+    "min_tokens": (0,), "top_k": (-1, 0), "logit_bias": ({},), "stop": ("",), "suffix": ("",),
+    "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "ignore_eos": (False,),
+    "use_beam_search": (False,), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "chat_template_kwargs": ({},),
+    "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "functions": ([],), "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "service_tier": ("auto", "default"),
 }  # fmt: skip
-"""Parameters that dtt does not have, and their values that ask for nothing."""
-LABELS = ("user", "metadata", "safety_identifier", "store")
+"""Values that ask for nothing, of parameters that dtt does not have or for which it has others."""
+LABELS = ("user", "metadata", "safety_identifier", "store", "prompt_cache_key")
 """Parameters that describe a request without changing the answer."""
 
 
@@ -41,7 +48,10 @@ class Fields:
         for name in LABELS:
             self._left.pop(name, None)
         for name, values in NEUTRAL.items():
-            if self._left.get(name) in values:
+            given = self._left.get(name)
+            # False equals 0 for Python, and 1 equals True.
+            if any(given == one and isinstance(given, bool) == isinstance(one, bool)
+                   for one in values):  # fmt: skip
                 del self._left[name]
 
     def take(self, name: str, default: Any, *kinds: type) -> Any:
@@ -89,7 +99,9 @@ class Options:
             raise Refused("stop", f"it must be one to {MOST_STOPS} texts that are not empty")
         stream = fields.take("stream", False, bool)
         stream_options = fields.take("stream_options", {}, dict)
-        if stream_options.keys() - {"include_usage"}:
+        if stream_options.pop("include_obfuscation", False) or (
+            stream_options.keys() - {"include_usage"}
+        ):
             raise Refused("stream_options", "dtt has only include_usage")
         return cls(
             Sampling(
@@ -116,4 +128,13 @@ def read_body(connection: Connection) -> dict[str, Any]:
         body = None
     if not isinstance(body, dict):
         raise ConfigError("the request is not a JSON object")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        cut = error.object[max(0, error.start - 20) : error.start]
+        raise ConfigError(
+            "the request has half of a character",
+            why=f"there is a surrogate without its partner after {cut!r}",
+            next="cut texts between characters, not between UTF-16 units as JavaScript does",
+        ) from None
     return body

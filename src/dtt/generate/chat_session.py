@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.rows import Conversation, Message, RefusedRow
 from dtt.data.text.continuation import Continuation
+from dtt.data.text.tokenizer import most_characters
 from dtt.generate.run import Sampling
 
 if TYPE_CHECKING:
@@ -136,20 +138,33 @@ class ChatSession:
     def _fit(self, conversation: Conversation) -> tuple[Conversation, list[int]]:
         """Return the conversation without the oldest turns that do not fit, and its prompt."""
         room = min(self._sampling.max_tokens, self._context // ANSWER_SHARE)
-        while True:
-            prompt_ids = self._prompt_ids(conversation)
-            shorter = _without_oldest_turn(conversation)
-            if len(prompt_ids) + room <= self._context:
-                return conversation, prompt_ids
-            if shorter is None:
-                break
-            conversation = shorter
-        if len(prompt_ids) < self._context:
-            return conversation, prompt_ids
+        found: dict[int, list[int] | None] = {}
+
+        def fits(dropped: int) -> bool:
+            ids = found[dropped] = self._short_ids(_without_turns(conversation, dropped))
+            return ids is not None and len(ids) + room <= self._context
+
+        droppable = max(0, sum(m["role"] == "user" for m in conversation.messages) - 1)
+        dropped = 0
+        if not fits(0):
+            # Halving, because each attempt renders and encodes all turns that are left.
+            dropped = bisect_left(range(1, droppable + 1), True, key=fits) + 1
+        dropped = min(dropped, droppable)
+        shorter = _without_turns(conversation, dropped)
+        ids = found[dropped] if dropped in found else self._short_ids(shorter)
+        if ids is not None and len(ids) < self._context:
+            return shorter, ids
+        size = f"{_characters(shorter)} characters" if ids is None else f"{len(ids)} tokens"
         raise ConfigError(
-            f"the message is too long: {len(prompt_ids)} tokens with the template",
+            f"the message is too long: {size} with the template",
             why=f"system prompt, message and answer must fit into {self._context} tokens",
         )
+
+    def _short_ids(self, conversation: Conversation) -> list[int] | None:
+        """Return the ids of a prompt; None for more text than the context of the model can have."""
+        if _characters(conversation) > most_characters(self._tokenizer, self._context):
+            return None
+        return self._prompt_ids(conversation)
 
     def _prompt_ids(self, conversation: Conversation) -> list[int]:
         """Return the ids of a prompt; ConfigError if the conversation has no valid prompt."""
@@ -196,14 +211,16 @@ def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return messages[1:] if messages and messages[0]["role"] in SYSTEM else messages
 
 
-def _without_oldest_turn(conversation: Conversation) -> Conversation | None:
-    """Return the conversation without the first user message and the answers to it.
-
-    Returns None if there is no later user message.
-    """
+def _without_turns(conversation: Conversation, count: int) -> Conversation:
+    """Return the conversation without the first `count` user messages and the answers to them."""
     messages = conversation.messages
     starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    if len(starts) < 2:
-        return None
-    first, second = starts[:2]
-    return replace(conversation, messages=messages[:first] + messages[second:])
+    if count == 0:
+        return conversation
+    return replace(conversation, messages=messages[: starts[0]] + messages[starts[count] :])
+
+
+def _characters(conversation: Conversation) -> int:
+    """Return the number of characters of the messages."""
+    texts = (message.get("content") for message in conversation.messages)
+    return sum(len(text) for text in texts if isinstance(text, str))

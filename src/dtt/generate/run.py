@@ -164,11 +164,18 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
     Raises ConfigError if the ids leave no room for a continuation, or if the prompt is empty and
     the model has no end-of-document token.
     """
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
-    if len(ids) >= trained.arch.max_seq_len:
+    from dtt.data.text.tokenizer import most_characters
+
+    context = trained.arch.max_seq_len
+    long = len(text) > most_characters(tokenizer, context)  # before it takes seconds to encode it
+    # A batch, because `encode` alone keeps the lock of Python: all others would wait.
+    [encoding] = tokenizer.encode_batch(["" if long else text], add_special_tokens=True)
+    ids: list[int] = encoding.ids
+    if long or len(ids) >= context:
+        size = f"{len(text)} characters" if long else f"{len(ids)} tokens"
         raise ConfigError(
-            f"{name} is too long: {len(ids)} tokens",
-            why=f"prompt and continuation must fit into {trained.arch.max_seq_len} tokens",
+            f"{name} is too long: {size}",
+            why=f"prompt and continuation must fit into {context} tokens",
         )
     if ids:
         return ids

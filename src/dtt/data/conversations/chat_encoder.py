@@ -204,7 +204,9 @@ class ChatEncoder:
             written = self._written(text, suspicious, prompt=True)
         if written is not None:
             return list(self._as_text(text, written).ids)
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # A batch, because `encode` alone keeps the lock of Python: other answers would wait.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
 
     def _suspicious(self, conversation: Conversation) -> Conversation | None:
         """Return a conversation with marks at its special-token strings; None if there are none."""

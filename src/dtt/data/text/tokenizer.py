@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,15 @@ def add_in_front(tokenizer: Tokenizer, begin: int | None) -> Tokenizer:
             single=[token, "$A"], pair=[token, "$A", "$B"], special_tokens=[(token, begin)]
         )
     return tokenizer
+
+
+@lru_cache(maxsize=8)
+def most_characters(tokenizer: Tokenizer, tokens: int) -> int:
+    """Return the length of the longest text that `tokens` tokens can have.
+
+    An unknown token may stand for more: such a text is beyond use.
+    """
+    return tokens * max(map(len, tokenizer.get_vocab()))
 
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")

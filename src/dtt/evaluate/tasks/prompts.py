@@ -47,6 +47,8 @@ def question_of(task: Task, row: Row, id: str, examples: str) -> Question:
     if not all(question.continuations) or not all(answer.strip() for answer in question.answers):
         raise ValueError("an answer is empty")
     contexts = tuple(f"{task.description}{examples}{context}" for context in question.contexts)
+    # JSON may have half of a character, "\\ud83d", which no tokenizer takes: a ValueError.
+    "".join((*contexts, *question.continuations, *question.answers)).encode()
     return dataclasses.replace(question, contexts=contexts)
 
 
