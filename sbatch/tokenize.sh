@@ -31,7 +31,7 @@ _dtt_launch() {
 
 # On every node, in the container if there is one.
 _dtt_set_up() {
-    source env.sh || return
+    eval '[ ! -f env.sh ] || source env.sh' || return
     return 0
 }
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import gc
 import sys
 
-from dtt.base.terminal import protect_output
-from dtt.cli.app import cli
+from dtt.base import interrupts
+
+interrupts.end_at_once()
+
+from dtt.base.terminal import protect_output  # noqa: E402
+from dtt.cli.app import cli  # noqa: E402
 
 # Imported to define their commands, in the order in which `dtt --help` lists them.
-from dtt.cli import pipeline, generate, eval, report, submit, checks, job  # noqa: F401  # isort: skip
-from dtt.cli import ckpt, wandb, data, sweep, mup, config  # noqa: F401  # isort: skip
+from dtt.cli import pipeline, generate, eval, report, submit, checks, job  # noqa: E402, F401  # isort: skip
+from dtt.cli import ckpt, wandb, data, sweep, mup, config  # noqa: E402, F401  # isort: skip
 
 
 def main() -> None:

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from dtt.base.errors import InUse, StorageError
-from dtt.base.files import check_space, exclusive, sha256_file, write_atomically
+from dtt.base.files import (
+    check_space,
+    exclusive,
+    in_size,
+    named,
+    sha256_file,
+    write_atomically,
+)
 
 WRITER = """
 import sys
@@ -70,7 +77,7 @@ def test_too_little_space_is_reported_before_work_starts(tmp_path: Path) -> None
         check_space(tmp_path / "not/yet/there", 10**18, "the corpus")
     message = str(caught.value)
     assert message.startswith("not enough disk space for the corpus\n")
-    assert "1000000000.00 GB needed" in message
+    assert "1,000,000,000.00 GB needed" in message
     assert caught.value.exit_code == 74
 
 
@@ -96,3 +103,19 @@ def test_a_folder_held_by_another_process_is_refused_until_that_dies(tmp_path: P
         other.kill()
     with exclusive(tmp_path, "dtt train"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0.0 MB"), (900, "0.001 MB"), (12_345_678, "12.3 MB"), (999_000_000, "999.0 MB"),
+     (1_400_000_000, "1.40 GB"), (2e13, "20,000.00 GB")],
+)  # fmt: skip
+def test_sizes_below_a_gigabyte_are_in_megabytes(size: float, words: str) -> None:
+    assert in_size(size) == words
+
+
+@pytest.mark.parametrize("other", [None, "b"])
+def test_an_error_of_the_system_names_the_file_and_nothing_else(other: str | None) -> None:
+    with pytest.raises(OSError, match="space") as caught, named(Path("mine")):
+        raise OSError(28, "no space", *(("a", None, other) if other else ()))
+    assert str(caught.value) == "[Errno 28] no space: 'mine'"

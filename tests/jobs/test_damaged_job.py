@@ -23,7 +23,9 @@ from dtt.base.files import remove
 from dtt.checkpoint import inspect as ckpt
 from dtt.checkpoint import store
 from dtt.jobs import listing as job_listing
+from dtt.launch import job as launch_job
 from dtt.mesh.process import in_words
+from dtt.report import run as report
 from dtt.track import jsonl
 from dtt.train import run as train
 
@@ -228,6 +230,55 @@ def test_a_stray_file_or_folder_stops_nothing(folder: Path, put: Callable[[], ob
         assert outcome(command) is None, what
     train.run(None, [str(JOB), "train.steps=9"], ["train.steps"], None)
     assert store.steps(JOB / "checkpoints")[-1] == 9
+
+
+HOSTILE = {
+    "a number without end": (JOB / f"attempts/{'9' * 21}").mkdir,
+    "a great number": (JOB / "attempts/999999999").mkdir,
+    "digits of another script": (JOB / "attempts/\u0663").mkdir,
+    "a checkpoint of a great number": (JOB / f"checkpoints/step-{'9' * 30}").mkdir,
+    "an ending without a reason": lambda: _forge("attempts/2/exit.json", code=1, reason=""),
+    "an odd ending": lambda: _forge("attempts/2/exit.json", code=10**15, rank=-1, node="\x1b[2J"),
+    "a heartbeat of the future": lambda: _forge("heartbeat.json", time=1e300, pid=-5, step=-1),
+    "an odd submission": lambda: _append("submissions.jsonl", job_id="--all; 7", time=-1e300),
+    "a submission without a folder": lambda: _append(
+        "submissions.jsonl", job_id=None, time=1, argv=["\x1b"], directory="/dev/null/x"
+    ),
+    "a log without line breaks": lambda: (JOB / "logs/latest.log").write_text("x" * 2_000_000),
+    "a log that is a device": lambda: _link("logs/latest.log", "/dev/zero"),
+    "a loop of links": lambda: _link("logs/latest.log", "latest.log"),
+    "a job that is its own parent": lambda: _forge("parent.json", job="."),
+}
+
+
+def _forge(name: str, **values: object) -> None:
+    path = JOB / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _append(name: str, **values: object) -> None:
+    with (JOB / name).open("a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+def _link(name: str, target: str) -> None:
+    (JOB / name).unlink()
+    (JOB / name).symlink_to(target)
+
+
+@pytest.mark.parametrize("forge", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_job_folder_hangs_no_command(folder: Path, forge: Callable[[], object]) -> None:
+    forge()
+    commands: dict[str, Callable[[], object]] = commands_of(JOB) | {
+        "logs": lambda: launch_job.logs(JOB, follow=False, node=None, lines=20),
+        "stop": lambda: launch_job.stop(JOB, yes=True, wait=0.0),
+        "report": lambda: report.write([JOB], Path("page.html")),
+        "resume": lambda: launch_job.resume(JOB),
+        "rm": lambda: launch_job.rm(JOB, yes=True),
+    }
+    for what, command in commands.items():
+        error = outcome(command)  # any message of dtt will do, but for these
+        assert error is None or what not in ("status", "status --json", "ls", "ls --json"), error
 
 
 def test_a_folder_in_place_of_the_stop_request_is_one(folder: Path) -> None:

@@ -15,17 +15,16 @@ from support.ranks import on_ranks
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import files, reading
+from dtt.base.interrupts import STOP_SIGNALS
 from dtt.base.ranks import Ranks
 from dtt.base.reading import waiting_for_space
 from dtt.jobs.stop import Request, Requests
 from dtt.mesh.dist import World, start
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
-
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -49,7 +48,7 @@ def listening(job: JobDir) -> Requests:
     return requests
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_only_sets_a_request_that_persists(
     job: JobDir, alone: World, number: signal.Signals
 ) -> None:

@@ -13,6 +13,7 @@ from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtt.base.interrupts import STOP_SIGNALS
 from support.forked import ForkedDtt, can_fork, run_dtt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +76,7 @@ class Dtt:
 @contextmanager
 def in_this_process(folder: Path) -> Iterator[None]:
     """Inside, commands may be called as functions: in `folder`, and deaf to signals afterwards."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with chdir(folder):
             yield

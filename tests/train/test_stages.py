@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dtt.base.errors import DamagedError
+from dtt.base.interrupts import STOP_SIGNALS
 from dtt.config.load import load_job
 from dtt.data.inspect import run as data
 from dtt.track import jsonl
@@ -20,7 +21,6 @@ from dtt.train import run as command
 
 STEPS = 24
 SIZES = [64] * 4 + [128] * 4 + [192] * 4 + [256] * 12
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 Settings = Callable[..., list[str]]
 
 
@@ -41,13 +41,13 @@ def train(
     folder: Path, *arguments: str, allow: Sequence[str] = (), from_step: int | None = None
 ) -> None:
     """`dtt train` in this process."""
-    handlers = [signal.getsignal(number) for number in SIGNALS]
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         try:
             command.run(None, arguments, allow, from_step)
         finally:
-            for number, handler in zip(SIGNALS, handlers, strict=True):
+            for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
                 signal.signal(number, handler)
 
 

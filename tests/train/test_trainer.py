@@ -166,7 +166,7 @@ def reached(job: Path) -> int:
 @pytest.mark.slow(except_for=["SIGTERM"])
 @pytest.mark.parametrize(
     "requests",
-    [["SIGTERM"], ["SIGINT", "SIGUSR2", "control/stop"]],
+    [["SIGTERM"], ["SIGINT", "SIGUSR1", "SIGUSR2", "SIGQUIT", "control/stop"]],
     ids=["SIGTERM", "the others in turn"],
 )
 def test_a_stop_request_saves_exits_75_and_the_job_resumes_bit_for_bit(

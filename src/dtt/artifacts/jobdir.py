@@ -43,6 +43,8 @@ ANSWER: dict[str, Kind] = {"request": str, "by": str, "step": int, "time": float
 """Fields of control/acknowledged.json."""
 STAGE: dict[str, Kind] = {"stages": list, "data_key": (str, NONE), "predecessor": (dict, NONE)}
 """Fields of stage.json. Before the first start, only `stages` is known."""
+NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+"""Name of the folder of an attempt."""
 TAIL = 2**16
 """Bytes at the end of metrics.jsonl that are read."""
 HEADER = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
@@ -148,9 +150,16 @@ class JobDir:
 
     def attempt(self) -> int:
         """Return the number of the newest attempt, from 1; 0 before the first."""
+        return max(self.attempts(), default=0)
+
+    def attempts(self) -> list[int]:
+        """Return the numbers of all attempts in order.
+
+        Numbers between them may be missing, and a folder of another name is no attempt: a count up
+        to a number that somebody made up would not end.
+        """
         names = (path.name for path in (self.root / "attempts").glob("*"))
-        taken = [int(name) for name in names if name.isdecimal()]
-        return max(taken, default=0)
+        return sorted(int(name) for name in names if NUMBER.fullmatch(name))
 
     def make_control(self) -> None:
         """Create the folder of requests; in a team's folder, its group may write there.
@@ -251,7 +260,7 @@ class JobDir:
 
         An attempt's exit record holds the step that diverged; this is the step before it.
         """
-        records = (self.exit_record(n) for n in range(1, self.attempt() + 1))
+        records = map(self.exit_record, self.attempts())
         steps = [r["step"] for r in records if r is not None and r["code"] == ExitCode.DIVERGED]
         return max((step - 1 for step in steps if step is not None), default=None)
 

@@ -107,7 +107,9 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
+        if error.filename2 is not None:
+            del error.filename2  # None would be printed: 'path' -> None
         raise
 
 
@@ -117,6 +119,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def in_size(size: float) -> str:
+    """Return a number of bytes in words, with three digits: `1.40 GB`, `12.3 MB`, `0.012 MB`."""
+    if size >= 1e9:
+        return f"{size / 1e9:,.2f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 or size == 0 else f"{size / 1e6:.3f} MB"
 
 
 def free_space(path: Path) -> int:
@@ -134,7 +143,7 @@ def check_space(folder: Path, needed: int, what: str) -> None:
         raise DiskFull(
             f"not enough disk space for {what}",
             where=folder,
-            why=f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free",
+            why=f"{in_size(needed)} needed, {in_size(free)} free",
             next="free some space, or use a folder on another disk",
         )
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from dtt.base.interrupts import STOP_SIGNALS
+
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
@@ -65,8 +67,9 @@ def run(
     """Run a command to its end; return its exit code, 128 + n after signal n.
 
     The environment is that of this process, or `env`. The command has its own process group and
-    receives each SIGINT and SIGTERM of this process exactly once, so that it can save and stop. If
-    this process is killed, the command receives SIGTERM (Linux).
+    receives each SIGINT and SIGTERM of this process exactly once, and SIGTERM for other stop
+    signals, so that it can save and stop. If this process is killed, the command receives SIGTERM
+    (Linux).
     """
     process = subprocess.Popen(
         argv,
@@ -77,9 +80,12 @@ def run(
     )
 
     def forward(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+        # torchrun dies of the other signals before its ranks have saved.
+        process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
 
-    previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+    # nohup ignores SIGHUP, so that the command outlives its terminal.
+    handled = (n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN)
+    previous = {n: signal.signal(n, forward) for n in handled}
     try:
         code = process.wait()
     finally:

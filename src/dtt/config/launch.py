@@ -31,7 +31,10 @@ OWN_VARIABLES = (
 
 Name = Annotated[
     str,
-    must_be(r"\w[\w.,-]*", "one or more names of letters, digits, _ - and ., separated by commas"),
+    must_be(
+        r"\w[\w.,@+:/=-]*",
+        "one or more names of letters, digits and _ - . @ + : / =, separated by commas",
+    ),
 ]
 Nodes = Annotated[str, must_be(r"\w[\w.,\[\]-]*", "a list of nodes, such as n[1-3],n7")]
 Memory = Annotated[str | int, must_be(r"0|[1-9][0-9]*[KMGT]?", "an amount of memory, such as 480G")]
@@ -58,13 +61,32 @@ Directive = Annotated[
     str, must_be(rf"--[a-z][a-z-]*(={PLAIN})?", "--option or --option=value without spaces")
 ]
 
-OWN_DIRECTIVES = (
-    *("account", "array", "chdir", "cpus-per-task", "dependency", "error"),
-    *("exclude", "export", "export-file", "gpus-per-node", "input", "job-name", "mem"),
-    *("no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"),
-    *("partition", "qos", "requeue", "signal", "test-only", "time", "wait", "wrap"),
+OF_DTT = (
+    *("array", "chdir", "dependency", "error", "export", "export-file", "input", "job-name"),
+    *("open-mode", "output", "parsable", "signal", "test-only", "wait", "wrap"),
 )
-"""Options of sbatch that the script sets from other keys, or that would break it."""
+"""Options of sbatch that dtt sets, or that would break the script."""
+OF_KEYS = {
+    "account": "account",
+    "cpus-per-task": "cpus_per_task",
+    "exclude": "exclude",
+    "gpus": "gpus_per_node",
+    "gpus-per-node": "gpus_per_node",
+    "gpus-per-socket": "gpus_per_node",
+    "gpus-per-task": "gpus_per_node",
+    "mem": "mem",
+    "no-requeue": "continuation",
+    "nodes": "nodes",
+    "ntasks": "processes_per_node",
+    "ntasks-per-gpu": "processes_per_node",
+    "ntasks-per-node": "processes_per_node",
+    "partition": "partition",
+    "qos": "qos",
+    "requeue": "continuation",
+    "time": "time",
+    "tres-per-task": "gpus_per_node",
+}
+"""Options of sbatch that the script sets from other keys."""
 
 
 class NoContainer(Section):
@@ -182,8 +204,18 @@ class LaunchConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs on each node."""
-        return int(str(self.gpus_per_node).rpartition(":")[2])
+        """The number of GPUs on each node, by `gpus_per_node` or by `--gres` in `directives`."""
+        return int(str(self.gpus_per_node).rpartition(":")[2]) or self._gres_gpus
+
+    @property
+    def _gres_gpus(self) -> int:
+        """The number of GPUs that `--gres=gpu:TYPE:N` requests on each node; 0 without it."""
+        options = (directive[2:].partition("=") for directive in self.directives)
+        # sbatch accepts abbreviated options, and lets the last one win.
+        values = [text for name, _, text in options if "gres".startswith(name)]
+        resources = [one.partition("(")[0].split(":") for one in "".join(values[-1:]).split(",")]
+        counts = (parts[-1] for parts in resources if parts[0] == "gpu")
+        return sum(int(count) if count.isdecimal() else 1 for count in counts)
 
     @property
     def processes(self) -> int:
@@ -211,7 +243,13 @@ class LaunchConfig(Section):
         for directive in self.directives:
             option = directive.partition("=")[0][2:]
             # sbatch accepts abbreviated options: --part means --partition.
-            if any(own.startswith(option) for own in OWN_DIRECTIVES):
-                yield "directives", f"--{option} is set by dtt or by another key of launch"
+            keys = [key for own, key in OF_KEYS.items() if own.startswith(option)]
+            if keys:
+                key = OF_KEYS.get(option, keys[0])
+                yield "directives", f"--{option} has a key of its own: set launch.{key} instead"
+            elif any(own.startswith(option) for own in OF_DTT):
+                yield "directives", f"--{option} is set by dtt itself"
+        if self._gres_gpus and self.gpus_per_node not in (0, "0"):
+            yield "directives", "--gres requests GPUs, as gpus_per_node does: omit one of them"
         if self.mpi == "mpirun" and isinstance(self.container, PyxisConfig):
             yield "mpi", "a pyxis container is started by srun: omit mpirun"

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.shard_files import index_bytes
 from dtt.base.errors import DamagedError, InputError
-from dtt.base.files import sha256_file
+from dtt.base.files import named, sha256_file
 from dtt.data.memory_map import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -241,22 +241,26 @@ class TokenFileWriter:
             )
         content = ids.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False).data
         self._hash.update(content)
-        self._file.write(content)
+        with named(bin_path(self._stem)):
+            self._file.write(content)
         if self._mask is not None:
             assert mask is not None
             assert len(mask) == len(ids)
             trained = mask.astype(np.uint8, copy=False).data
             self._mask_hash.update(trained)
-            self._mask.write(trained)
-        self._index.write(lengths.astype("<i4", copy=False).data)
+            with named(mask_path(self._stem)):
+                self._mask.write(trained)
+        with named(idx_path(self._stem)):
+            self._index.write(lengths.astype("<i4", copy=False).data)
         self._sequences += len(lengths)
 
     def close(self) -> Written:
         """Sync the `.bin`, write the index, and return their sizes and hashes."""
-        _flush(self._file)
+        _flush(self._file, bin_path(self._stem))
         if self._mask is not None:
-            _flush(self._mask)
-        tokens = self._complete_index()
+            _flush(self._mask, mask_path(self._stem))
+        with named(idx_path(self._stem)):
+            tokens = self._complete_index()
         return Written(
             sequences=self._sequences,
             tokens=tokens,
@@ -281,7 +285,7 @@ class TokenFileWriter:
             file.write(np.arange(first, min(first + PIECE, count + 1), dtype="<i8").data)
         file.seek(0)
         file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self._dtype], count, count + 1))
-        _flush(file)
+        _flush(file, idx_path(self._stem))
         return tokens
 
     def __enter__(self) -> Self:
@@ -299,6 +303,7 @@ class TokenFileWriter:
             self._mask.close()
 
 
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _flush(file: BinaryIO, path: Path) -> None:
+    with named(path):
+        file.flush()
+        os.fsync(file.fileno())

@@ -48,7 +48,7 @@ class Clock:
         self._began = psutil.Process().create_time()
         # Elapsed time must not change when the wall clock is set.
         self._start = time.monotonic() - process_age()
-        earlier = records(job, range(1, attempt))
+        earlier = records(job, (number for number in job.attempts() if number < attempt))
         self._before: float = sum(record["seconds"] for record in earlier)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="clock", daemon=True)

@@ -53,7 +53,7 @@ class Goodput:
 
 def goodput(job: JobDir) -> Goodput | None:
     """Return the goodput of all attempts so far, from their clock.json; None if there is none."""
-    attempts = list(records(job, range(1, job.attempt() + 1)))
+    attempts = list(records(job, job.attempts()))
     seconds = sum(attempt["seconds"] for attempt in attempts)
     if not seconds:
         return None

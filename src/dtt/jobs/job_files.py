@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,8 +175,10 @@ def newest_log(job: JobDir, node: str | None = None) -> Path | None:
 
 def last_lines(log: Path, lines: int) -> list[str]:
     """Return the last non-empty lines of a file."""
-    with log.open(encoding="utf-8", errors="replace") as file:
-        return list(deque((line.rstrip() for line in file if line.strip()), maxlen=lines))
+    with log.open("rb") as file:  # of which the end suffices: a log may have gigabytes
+        file.seek(max(0, log.stat().st_size - TAIL))
+        text = file.read(TAIL).decode(errors="replace")
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
 
 
 def first_line(text: str) -> str:

@@ -17,6 +17,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base import launcher
 from dtt.base.errors import DttError, PeerLost, Preempted
 from dtt.base.files import remove, write_atomically
+from dtt.base.interrupts import STOP_SIGNALS
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import read_small, retrying, waiting_for_space
@@ -24,7 +25,6 @@ from dtt.base.reading import read_small, retrying, waiting_for_space
 if TYPE_CHECKING:  # torch is slow to import, and signals must be handled before
     from dtt.mesh.dist import World
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 SECONDS_BETWEEN_CHECKS = 0.2
 """Seconds between checks of the trigger files: each check may be a request to a file server."""
 

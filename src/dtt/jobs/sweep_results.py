@@ -15,6 +15,7 @@ from dtt.base.errors import InputError
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
 from dtt.jobs import job_state
+from dtt.jobs.job_files import first_line
 from dtt.jobs.job_state import State, Status
 from dtt.jobs.sweep_trials import Sweep
 from dtt.track import jsonl
@@ -101,7 +102,7 @@ def _progress(sweep: Sweep, trial: str, status: Status) -> TrialProgress:
 def _error(status: Status, ending: Mapping[str, Any] | None) -> str | None:
     """Return why the last attempt ended; if unrecorded, the status and the log's last line."""
     if ending is not None:
-        return str(ending["reason"]).splitlines()[0]
+        return first_line(ending["reason"])
     return "; ".join([text for text in (status.detail, *status.log_tail[-1:]) if text]) or None
 
 

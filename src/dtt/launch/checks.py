@@ -215,7 +215,7 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
             why="each process needs its own GPU",
             next=f"set {key}=0, launch.gpus_per_node={each} or train.device=cpu",
         )
-    requested = any(d.startswith(("--exclusive", "--gres", "--gpus")) for d in launch.directives)
+    requested = any(d.startswith(("--exclusive", "--gres=")) for d in launch.directives)
     if device == "cuda" and not gpus and not requested:
         yield ConfigError(
             "train.device=cuda, but the job requests no GPU from Slurm",
@@ -271,7 +271,12 @@ def _missing(name: str, key: str, *, inside: bool) -> Iterator[DttError]:
     path = Path(name)
     known = not any(c in name for c in "$~`'\"\\*") and not (inside and path.is_absolute())
     if known and not path.exists():
-        yield InputError(f"{key}: file not found", where=path.absolute())
+        yield InputError(
+            f"{key}: file not found",
+            where=path.absolute(),
+            next="submit from the folder in which it lies, such as a checkout of dtt, or set "
+            + (f"{key}=[]" if key == "launch.setup" else key),
+        )
 
 
 def sbatch_problems() -> Iterator[DttError]:

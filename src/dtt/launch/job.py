@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dtt.artifacts.jobdir import ANSWER, JobDir
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
-from dtt.base.files import exclusive, remove, write_atomically
+from dtt.base.files import exclusive, in_size, remove, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_record
 from dtt.base.terminal import Message
@@ -190,9 +190,9 @@ def rm(path: Path, *, yes: bool) -> None:
     if status.state is State.UNKNOWN:
         raise ConfigError(f"{job.root} may be running or queued", why=status.detail)
     folder = job.root.resolve()  # it may be a link to another disk
-    size = sum(path.lstat().st_size for path in folder.rglob("*")) / 1e9
+    size = sum(path.lstat().st_size for path in folder.rglob("*"))
     steps = len(list(job.checkpoints.glob("step-*")))
-    what = f"{job.root}: {status.state}, {steps} checkpoints, {size:.2f} GB"
+    what = f"{job.root}: {status.state}, {steps} checkpoints, {in_size(size)}"
     asks = sys.stdin.isatty() and sys.stderr.isatty()  # without one, `confirmed` returns True
     if not yes and not (asks and confirmed(f"delete {what}?")):
         raise ConfigError(f"not deleted: {what}", next=f"dtt job rm {job.root} -y")

@@ -181,6 +181,7 @@ def _script(
         argv=tuple(argv),
         kind=KINDS.get(command, "other"),
         launch=cfg.launch,
+        device=cfg.train.device,
         lead=job_script.lead(job, cfg.launch),
         stages=tuple(stage.job.root for stage in stages),
         code=code_copy or (job.root / "code").is_dir(),
@@ -343,7 +344,7 @@ def plan(submission: Submission) -> Iterator[str]:
     cfg, launch, script = submission.config, submission.config.launch, submission.script
     processes = launch.processes if script.kind != "other" else 1
     yield f"{submission.command:<10} {submission.job.root}{_progress(submission)}"
-    gpus = f", {launch.gpus_per_node} GPUs per node" if launch.gpus else ""
+    gpus = f", {launch.gpus} GPUs per node" if launch.gpus else ""
     mpi = "mpirun" if launch.mpi == "mpirun" else "srun"
     starter = launch.start if script.kind == "train" else mpi
     yield f"processes  {script.nodes} nodes x {processes}, started by {starter}{gpus}"

@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from dtt.base import launcher
 from dtt.base.errors import DiskFull, DttError, ExitCode, InputError, StorageError
-from dtt.base.files import free_space
+from dtt.base.files import free_space, in_size
+from dtt.base.interrupts import raise_interrupts
 from dtt.base.log import ImportLog, setup_logging
 from dtt.base.ranks import Ranks
 from dtt.base.reading import FULL
@@ -56,6 +57,7 @@ def command(kept: str = "") -> Iterator[None]:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = ExitCode.DONE
     try:
+        raise_interrupts()
         yield
         # Python's own flush at exit would report a full disk as an ignored exception, with exit
         # code 120.
@@ -131,8 +133,10 @@ def in_words(error: OSError) -> DttError:
     if isinstance(error, FileNotFoundError):
         return InputError(what, where=where)
     remedy = REMEDIES.get(error.errno or 0)
+    if where is None and remedy is not None:  # such as the target of stdout
+        remedy = remedy.replace(" there,", " on the disk that `df -h` shows as full,")
     if error.errno not in FULL:
         return StorageError(what, where=where, next=remedy)
     free = free_space(Path(os.fsdecode(where))) if where is not None else None
-    why = None if free is None else f"{free / 1e9:.3f} GB are free on that file system"
+    why = None if free is None else f"{in_size(free)} are free on that file system"
     return DiskFull(what, where=where, why=why, next=remedy)

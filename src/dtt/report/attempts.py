@@ -20,11 +20,9 @@ def of_job(status: Status) -> dict[str, Any]:
     """Return the goodput of a job, and its attempts in order."""
     job = status.job
     useful = goodput(job)
-    newest = job.attempt()
-    numbers = range(max(1, newest - MAX_ATTEMPTS + 1), newest + 1)
     return {
         "goodput": None if useful is None else useful.record() | {"useful": useful.useful},
-        "attempts": [_attempt(status, number) for number in numbers],
+        "attempts": [_attempt(status, number) for number in job.attempts()[-MAX_ATTEMPTS:]],
     }
 
 

@@ -12,6 +12,7 @@ import yaml
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest
 from dtt.base.errors import ConfigError, DttError
+from dtt.base.files import in_size
 from dtt.base.log import log
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.load import load_job
@@ -216,10 +217,8 @@ def compare(folder: Path, trained: Trained) -> None:
     if needed > free:
         log.warning(
             "skipped comparing the logits of %s with transformers: "
-            "it needs %.0f GB of memory, and %.0f GB are free",
-            folder,
-            needed / 1e9,
-            free / 1e9,
+            "it needs %s of memory, and %s are free",
+            *(folder, in_size(needed), in_size(free)),
         )
         return
     difference = check_import(folder, trained)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifest import FileRecord
 from dtt.base.errors import DttError
-from dtt.base.files import check_space, write_atomically
+from dtt.base.files import check_space, named, write_atomically
 from dtt.base.log import progress
 from dtt.base.reading import Kind, read_record
 from dtt.data.samples.dataset import Dataset
@@ -154,15 +154,17 @@ class _RowsFile:
     def append(self, rows: Float32) -> None:
         """Write rows, and record them if the last record is old."""
         content = rows.tobytes()
-        self._file.write(content)
+        with named(self._path):
+            self._file.write(content)
         self._hash.update(content)
         self.rows += len(rows)
         if time.monotonic() - self._recorded_at >= SECONDS_BETWEEN_RECORDS:
             self._write_record()
 
     def _write_record(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with named(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
         record = {"key": self._key, "rows": self.rows, "sha256": self._hash.hexdigest()}
         write_atomically(self._record, json.dumps(record) + "\n")
         self._recorded_at = time.monotonic()

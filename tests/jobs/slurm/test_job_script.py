@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -904,3 +905,65 @@ def test_submit_returns_the_job_id_or_the_message_of_sbatch(
     )
     with pytest.raises(EnvironmentUnfit, match="no such partition"):
         job_script.submit(Path("slurm.sh"))
+
+
+@pytest.mark.parametrize(
+    ("printed", "found"),
+    [("Welcome: 3 messages\n\n 77;cluster \n", "77"), ("Submitted 77", None),
+     ("77 jobs wait\n", None), ("", None), ("77\nGoodbye\n", None)],
+)  # fmt: skip
+def test_the_id_of_a_job_is_the_last_line_of_sbatch_or_it_is_unknown(
+    printed: str, found: str | None, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    (fakes / "sbatch").write_text(f"#!/bin/bash\nprintf '{printed}'\n")
+    # Odd lines of squeue are no job.
+    (fakes / "squeue").write_text("#!/bin/bash\necho '5|N/A|slurm.sh'; echo 'x|y'; echo '||'\n")
+    if found is not None:
+        assert job_script.submit(Path("slurm.sh")) == found
+        return
+    with pytest.raises(job_script.Unanswered, match="sbatch"):
+        job_script.submit(Path("slurm.sh"))
+
+
+def test_a_submission_from_within_a_job_hands_on_nothing_of_it(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_NTASKS", "3")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    (fakes / "sbatch").write_text(f"#!/bin/bash\nenv >{tmp_path}/env; echo 17\n")
+    job_script.submit(Path("slurm.sh"))
+    env = (tmp_path / "env").read_text()
+    assert "SLURM_NTASKS" not in env
+    assert "SLURM_CONF=/etc/slurm.conf" in env
+    assert "SBATCH_ACCOUNT=mine" in env
+
+
+@pytest.mark.parametrize(
+    ("directive", "gpus"),
+    [("--gres=gpu:2", 2), ("--gres=gpu", 1), ("--gres=gpu:a100:4", 4), ("--gres=gpu:a100", 1),
+     ("--gre=tmp:5,gpu:3(S:0-1)", 3), ("--gres=shard:8", 0), ("--gres-flags=enforce-binding", 0)],
+)  # fmt: skip
+def test_gpus_of_gres_are_the_gpus_of_the_job(directive: str, gpus: int) -> None:
+    asked = script(directives=(directive,), preflight=True)
+    assert asked.launch.gpus == gpus
+    assert asked.launch.processes == max(gpus, 1)
+    text = render(asked)
+    assert f"#SBATCH {directive}\n" in text
+    assert "gpus-per-node" not in text
+    assert f"--preflight={'gpu' if gpus else 'cpu'}" in text
+    assert "--preflight=cpu" in render(replace(asked, device="cpu"))
+    assert "--preflight=gpu" in render(replace(asked, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [("gpus=8", "gpus_per_node"), ("gpus-per-task=1", "gpus_per_node"), ("acc=x", "account"),
+     ("ntasks=3", "processes_per_node"), ("tim=3", "time"), ("gpus-per-socket=1", "gpus_per_node")],
+)  # fmt: skip
+def test_an_option_that_is_a_key_is_refused_with_the_key(option: str, key: str) -> None:
+    [(_, why)] = LaunchConfig(directives=(f"--{option}",)).problems()
+    assert f"launch.{key}" in why

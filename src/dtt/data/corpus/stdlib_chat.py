@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtt.base.files import fsync_file
+from dtt.base.files import fsync_file, named
 from dtt.data.corpus.stdlib import source_files
 
 NAME = "python-stdlib-chat"
@@ -33,7 +33,7 @@ def write_stdlib_chat(folder: Path) -> Path:
     produces the same bytes. Raises EnvironmentUnfit if Python has no sources.
     """
     aside, number = folder / f".{FILE}.tmp", 0
-    with aside.open("w", encoding="utf-8") as file:
+    with named(aside), aside.open("w", encoding="utf-8") as file:
         for name, path in source_files():
             for turns in _conversations(name, path):
                 system = [{"role": "system", "content": SYSTEM}] if number % 2 else []

@@ -30,7 +30,7 @@ import filelock
 import numpy as np
 
 from dtt.artifacts.manifest import fingerprint
-from dtt.base.files import fsync_file, fsync_folder
+from dtt.base.files import fsync_file, fsync_folder, named
 from dtt.base.log import log
 from dtt.base.reading import read_small
 from dtt.data.memory_map import map_file
@@ -139,7 +139,7 @@ def _can_hold(folder: Path) -> bool:
 def _write_columns(folder: Path, packings: Iterable[tuple[Packed, int]]) -> int:
     """Write packings, each with the position of its tokens in the stream; return the bins."""
     bins = pieces = 0
-    with ExitStack() as stack:
+    with named(folder), ExitStack() as stack:
         first, start, length = (stack.enter_context((folder / c).open("wb")) for c in COLUMNS)
         for packed, base in packings:
             first.write((packed.first[:-1] + pieces).astype("<i8").tobytes())

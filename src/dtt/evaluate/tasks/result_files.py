@@ -182,12 +182,13 @@ class ResultWriter:
             return
 
         def write() -> None:
-            os.ftruncate(fd, content.end)
-            os.lseek(fd, content.end, os.SEEK_SET)
-            left = memoryview(data)
-            while left:
-                left = left[os.write(fd, left) :]
-            os.fsync(fd)
+            with named(self.path):
+                os.ftruncate(fd, content.end)
+                os.lseek(fd, content.end, os.SEEK_SET)
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(fd, left) :]
+                os.fsync(fd)
 
         retrying(write)
         content.hash.update(data)

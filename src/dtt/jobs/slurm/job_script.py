@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -79,6 +80,8 @@ class Script:
     array: Array | None = None
     stages: tuple[Path, ...] = ()
     """Job directories of all stages of training, in order, if the job trains several."""
+    device: str = "auto"
+    """Device that the job trains on: `cuda`, `cpu`, or `auto` for GPUs if the job has any."""
     code: bool = False
     """True if the job runs the copy of dtt in `code/` of its directory."""
 
@@ -219,7 +222,7 @@ def _directives(script: Script) -> Iterator[str]:
         "open-mode": "append",
         "nodes": script.nodes,
         "ntasks-per-node": script.tasks_per_node,
-        "gpus-per-node": launch.gpus_per_node if launch.gpus else None,
+        "gpus-per-node": None if launch.gpus_per_node in (0, "0") else launch.gpus_per_node,
         "cpus-per-task": launch.cpus_per_task,
         "mem": launch.mem,
         "time": launch.time,
@@ -246,7 +249,8 @@ def _options(script: Script) -> Iterator[str]:
     if script.stages:
         yield f"--stages {' '.join(map(_quoted, script.stages))}"
     if launch.preflight and command == "train":
-        yield f"--preflight={'gpu' if launch.gpus else 'cpu'}"
+        on_gpus = launch.gpus > 0 if script.device == "auto" else script.device == "cuda"
+        yield f"--preflight={'gpu' if on_gpus else 'cpu'}"
     if launch.lead_seconds is not None or not trains:
         yield "--fixed-lead"
     if launch.mpi == "mpirun" and script.kind == "tokenize":
@@ -365,7 +369,7 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
     argv = ["sbatch", "--parsable", *options, str(script), *arguments]
     started = time.time()
     log.info("submitting %s", script)  # a busy controller takes up to a minute to answer
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, env=_outside(), capture_output=True, text=True, check=False)
     # The request may have been processed: submitting again could start the job twice.
     if done.returncode != 0 and NO_ANSWER.search(done.stderr):
         return _accepted(script.absolute(), started - CLOCKS_DIFFER, done.stderr.strip())
@@ -376,8 +380,23 @@ def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
             why=done.stderr.strip() or f"sbatch exited with {done.returncode}",
             next="fix the `launch` section, then submit again",
         )
-    # `--parsable` prints `id;cluster` where there are several clusters.
-    return done.stdout.strip().partition(";")[0]
+    # `--parsable` prints `id`, or `id;cluster`, after what a wrapper of the site may print.
+    printed = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    answer = re.fullmatch(r"([0-9]+)(;.*)?", printed[-1]) if printed else None
+    if answer is None:
+        what = f"sbatch printed no job id, but {printed[-1]!r}" if printed else "sbatch was silent"
+        return _accepted(script.absolute(), started - CLOCKS_DIFFER, what)
+    return answer[1]
+
+
+def _outside() -> dict[str, str]:
+    """Return the environment without the variables of an allocation in which dtt itself runs.
+
+    `srun` in the job would take them for options, such as `SLURM_NTASKS`. `SLURM_CONF` names the
+    cluster.
+    """
+    theirs, kept = ("SLURM_", "SLURMD_", "PMI_", "PMI2_", "PMIX_"), ("SLURM_CONF", "SLURM_CLUSTERS")
+    return {k: v for k, v in os.environ.items() if k in kept or not k.startswith(theirs)}
 
 
 def _accepted(script: Path, since: float, message: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable
@@ -24,6 +25,8 @@ SACCT = (
     "sacct", "--noheader", "--allocations", "--duplicates", "--parsable2",
     "--format=JobID,State,NodeList,Submit,Start,End,Reason",
 )  # fmt: skip
+ROW = re.compile(r"([0-9][^|]*)\|([A-Z_]+)[^|]*\|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|(.*)")
+"""A job in the output of both. A state may have more words: "CANCELLED by 1000"."""
 TIMEOUT = 60
 """Timeout in seconds; squeue takes about 20 s to fail when the controller is down."""
 PROMPT = 1.5
@@ -121,7 +124,8 @@ def of_script(script: Path, since: float) -> list[str] | None:
     """
     code, out, _ = _run(["squeue", "--noheader", "--me", "--format=%F|%V|%o"])
     rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
-    found = {id for id, when, path in rows if path == str(script) and float(when) >= since}
+    mine = ((id, when) for id, when, path in rows if path == str(script))
+    found = {id for id, when in mine if id.isdecimal() and when.isdecimal() and int(when) >= since}
     return sorted(found, key=int) if code == 0 else None
 
 
@@ -142,9 +146,14 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
     if shutil.which(argv[0]) is None:
         return 127, "", f"{argv[0]} is not installed"
     env = os.environ | {"SLURM_TIME_FORMAT": "%s"}  # Unix time is independent of the time zone
-    with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    ) as process:
+    pipe = subprocess.PIPE
+    try:
+        started = subprocess.Popen(
+            argv, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", env=env
+        )
+    except OSError as failure:
+        return 126, "", f"{argv[0]}: {failure.strerror}"
+    with started as process:
         try:
             try:
                 out, error = process.communicate(timeout=PROMPT)
@@ -160,11 +169,15 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
 
 
 def _parse(out: str) -> dict[str, SlurmJob]:
-    """Return the last row of each job; `before` is the state of the row before it."""
+    """Return the last row of each job; `before` is the state of the row before it.
+
+    Other lines, such as the greeting of a wrapper, are ignored. Raises ValueError if there are only
+    such lines.
+    """
     jobs: dict[str, SlurmJob] = {}
-    for line in out.splitlines():
-        id, state, nodes, submit, start, end, reason = line.split("|", 6)
-        state = state.split()[0]  # "CANCELLED by 1000"
+    lines = out.split("\n")
+    for found in filter(None, map(ROW.fullmatch, lines)):
+        id, state, nodes, submit, start, end, reason = found.groups()
         when = submit if state in QUEUED else start if state in RUNNING else end
         jobs[id] = SlurmJob(
             id=id,
@@ -174,6 +187,8 @@ def _parse(out: str) -> dict[str, SlurmJob]:
             since=float(when) if when.isdigit() else 0.0,
             before=jobs[id].state if id in jobs else "",
         )
+    if not jobs and any(line.strip() for line in lines):
+        raise ValueError("no row of a job")
     return jobs
 
 

@@ -20,6 +20,7 @@ from dtt.base import local
 from dtt.base.errors import ExitCode
 from dtt.base.log import log
 from dtt.config.load import load_job
+from dtt.jobs.job_files import first_line
 
 
 def run(jobs: Sequence[JobDir], concurrency: int, gpus: Sequence[str]) -> None:
@@ -143,7 +144,7 @@ def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
         reason = f"ended by {signal.Signals(-code).name}" if code < 0 else _last_line(path)
         job.end_attempt(known, reason or f"exit code {code}", rank=0, attempt=attempt)
     record = job.exit_record(attempt)
-    return str(record["reason"]).splitlines()[0] if record else "done"
+    return first_line(record["reason"]) if record else "done"
 
 
 def _last_line(path: Path) -> str | None:

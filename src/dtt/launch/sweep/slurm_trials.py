@@ -8,8 +8,8 @@ from pathlib import Path
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
-from dtt.config.launch import LaunchConfig
 from dtt.config.load import load_job
+from dtt.config.run import RunConfig
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.slurm.job_script import Array, Script
 from dtt.jobs.sweep_trials import Sweep
@@ -21,7 +21,8 @@ def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:
     The tasks of an array share their resources, so jobs whose `launch` sections differ are
     submitted separately; raises ConfigError for these if there is a `cap`.
     """
-    launch, *others = [load_job(job.root).launch for job in jobs]
+    configs = [load_job(job.root) for job in jobs]
+    launch, *others = [config.launch for config in configs]
     if any(other != launch for other in others):
         if cap is not None:
             raise ConfigError(
@@ -33,7 +34,7 @@ def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:
         return
     array = Array(tuple(job.root for job in jobs), cap)
     lead = max(job_script.lead(job, launch) for job in jobs)
-    number = submissions.submit(_script(sweep.manifest.name, sweep.root, launch, lead, array))
+    number = submissions.submit(_script(sweep.manifest.name, sweep.root, configs[0], lead, array))
     log.info("%s: Slurm job %s, an array of %d", sweep.root, number, len(jobs))
 
 
@@ -42,12 +43,12 @@ def _submit_each(jobs: Sequence[JobDir]) -> None:
     for job in jobs:
         config = load_job(job.root)
         lead = job_script.lead(job, config.launch)
-        number = submissions.submit(_script(config.name, job.root, config.launch, lead))
+        number = submissions.submit(_script(config.name, job.root, config, lead))
         log.info("%s: Slurm job %s", job.root, number)
 
 
 def _script(
-    name: str, folder: Path, launch: LaunchConfig, lead: int, array: Array | None = None
+    name: str, folder: Path, config: RunConfig, lead: int, array: Array | None = None
 ) -> Script:
     return Script(
         job_name=name,
@@ -55,7 +56,8 @@ def _script(
         directory=Path.cwd(),
         argv=("train",),
         kind="train",
-        launch=launch,
+        launch=config.launch,
+        device=config.train.device,
         lead=lead,
         array=array,
     )

@@ -63,13 +63,17 @@ exec >>"$_dtt_job/logs/$_dtt_log-${{SLURMD_NODENAME:-$(hostname)}}.log" 2>&1
 _dtt_set_up || exit
 cd -- "$_dtt_directory" || exit
 """
-# Slurm sends its signals to the launcher, too. torchrun would die of SIGUSR2, and of SIGTERM before
-# the ranks have saved. Ignored signals stay ignored after exec; ranks install their own handlers.
+# Slurm sends its signals to the launcher, too. torchrun would die of SIGUSR1 and SIGUSR2, and of
+# SIGTERM before the ranks have saved. Ignored signals stay ignored after exec; ranks install their
+# own handlers.
 # A first node whose name does not resolve is reached by the address that srun knows.
 RANKS = """
-trap '' USR2 TERM
+trap '' USR1 USR2 TERM
 getent hosts "$_dtt_host" >/dev/null || _dtt_host=$SLURM_LAUNCH_NODE_IPADDR
 """
+
+
+STOPS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT)
 
 
 class Supervisor:
@@ -112,7 +116,7 @@ class Supervisor:
         self.signals, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
-        for kind in (signal.SIGUSR2, signal.SIGTERM, signal.SIGCHLD):
+        for kind in (*STOPS, signal.SIGCHLD):
             signal.signal(kind, lambda number, frame: None)
 
     def supervise(self) -> int:
@@ -281,10 +285,10 @@ class Supervisor:
 
     def _answer(self, numbers: bytes) -> None:
         for number in numbers:
-            if number == signal.SIGUSR2:
+            if number in (signal.SIGUSR1, signal.SIGUSR2):
                 self._on_limit()
-            if number == signal.SIGTERM:
-                message("received SIGTERM")
+            if number in (signal.SIGTERM, signal.SIGQUIT):
+                message("received " + signal.Signals(number).name)
                 # After scancel no successor may remain, and later there may be no time for it.
                 if self.successor and slurm_state(slurm_record(self.id)) == "cancelled":
                     run("scancel", self.successor)
@@ -371,7 +375,7 @@ class Supervisor:
 
     def _record(self, word: str, reason: str) -> None:
         """Record whether the job continues, for the log and `dtt job status`."""
-        for number in (signal.SIGUSR2, signal.SIGTERM):  # a requeue sends them, too
+        for number in STOPS:  # a requeue sends them, too
             signal.signal(number, signal.SIG_IGN)
         message(reason)
         self._remove_own_request()
@@ -384,11 +388,13 @@ class Supervisor:
             # Not by name, which jobs in other folders may have, too.
             f"--dependency=afterany:{predecessor}",
             f"{self.plan.job}/slurm.sh", f"--continues={predecessor}",
-        )  # fmt: skip
-        if not answer:
-            message("no successor")
+        ) or ""  # fmt: skip
+        # The last line is `id`, or `id;cluster`; a wrapper of the site may print others before it.
+        found = re.search(r"^([0-9]+)(;.*)?$", (answer.strip().splitlines() or [""])[-1].strip())
+        if found is None:
+            message("no successor{}".format(": sbatch printed " + repr(answer) if answer else ""))
             return
-        self.successor = answer.strip().partition(";")[0]  # `id;cluster` where there are several
+        self.successor = found.group(1)
         command = f"successor of {predecessor}"
         record = {"time": int(time.time()), "job_id": self.successor, "command": command}
         path = self.job / "submissions.jsonl"

@@ -60,7 +60,8 @@ def largest(folder: Path, prefix: str = "") -> int:
     names: List[str] = []
     with suppress(OSError):
         names = [path.name for path in folder.iterdir()]
-    found = (re.match(re.escape(prefix) + "([0-9]+)$", name) for name in names)
+    # Nine digits, as dtt itself counts: a folder of a longer name is nobody's attempt.
+    found = (re.match(re.escape(prefix) + "([0-9]{1,9})$", name) for name in names)
     return max((int(match.group(1)) for match in found if match), default=-1)
 
 
@@ -75,6 +76,8 @@ def exit_record(job: Path) -> Dict[str, object]:
 def run(*argv: str, silent: bool = False) -> Optional[str]:
     """Return the output of a command of Slurm; None if it fails."""
     env = dict(os.environ, SLURM_TIME_FORMAT="%s")  # seconds, whatever format the user prefers
+    if argv[0] == "sbatch":  # whose job would take the variables of this one for options of srun
+        env = {k: v for k, v in env.items() if k == "SLURM_CONF" or not k.startswith("SLURM")}
     stderr = subprocess.DEVNULL if silent else None
     try:
         return subprocess.run(
