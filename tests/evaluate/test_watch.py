@@ -267,6 +267,34 @@ def watching(job: JobDir, evaluate: Callable[[int, Path], None], **more: Any) ->
     return Watch(job, evaluate=evaluate, **functions | more)
 
 
+def test_a_scan_looks_only_into_folders_that_are_new(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, scandir = Counter[int](), os.scandir
+
+    def counted(path: Any) -> Any:
+        counts[steps] += 1
+        return scandir(path)
+
+    for steps in (10, 40):
+        for step in range(1000, 1000 + steps):
+            (store.folder_of(job.evals, step) / "results").mkdir(parents=True, exist_ok=True)
+        one = watching(job, lambda *_: None)
+        one.scan()
+        one.scan()  # which finds the folders of its own links
+        assert list(one.waiting) == [5, 10]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", counted)
+            one.scan()
+    assert counts[10] == counts[40] <= 4
+    # A link that another watch makes in the folder of a new step is found.
+    step_5(job, key="other").protect(step_5(job).saved)
+    late = store.folder_of(job.evals, 5000)
+    shutil.copytree(step_5(job, key="other").linked, late / "checkpoint-x/step-005000")
+    one.scan()
+    assert 5000 in one.waiting
+
+
 def test_a_step_whose_result_file_is_in_use_is_not_evaluated_now(job: JobDir) -> None:
     tried = []
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -269,6 +270,8 @@ class Watch:
     """Steps whose evaluation has ended, by state."""
     _seen: dict[int, int] = field(default_factory=dict)
     """Inode of the checkpoint folder of each step that was scanned."""
+    _listed: set[str] = field(default_factory=set)
+    """Names of the folders of results that were looked into."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _asked: float = -SECONDS_BETWEEN_QUERIES
     _sign_of_life: float = field(default_factory=time.monotonic)
@@ -283,7 +286,10 @@ class Watch:
                 over = self.job_over()  # before the scan, which then finds the last checkpoint
                 self.scan()
                 if over and not self.waiting:
-                    break
+                    self._listed.clear()  # another watch may have added links to any step
+                    self.scan()
+                    if not self.waiting:
+                        break
                 if self.stop_wanted():
                     raise Preempted(
                         f"stopped while {len(self.waiting)} checkpoints of {self.job.root} wait",
@@ -322,11 +328,7 @@ class Watch:
     def scan(self) -> None:
         """Find new checkpoints, and protect those that are not evaluated yet from retention."""
         with self._lock:
-            for step, path in self._checkpoints():
-                try:
-                    inode = path.stat().st_ino
-                except FileNotFoundError:
-                    continue
+            for step, path, inode in self._checkpoints():
                 if self._seen.get(step) == inode:
                     continue
                 one = self.open(step)
@@ -335,16 +337,26 @@ class Watch:
                 self._sign_of_life = time.monotonic()
                 self._seen[step], self.waiting[step] = inode, one
 
-    def _checkpoints(self) -> Iterator[tuple[int, Path]]:
-        """Yield the step and the folder of each checkpoint; those of the job come last."""
-        folders = self.job.evals.glob(f"step-*/{LINKS}*")
+    def _checkpoints(self) -> Iterator[tuple[int, Path, int]]:
+        """Yield the step, the folder and the inode of each checkpoint; those of the job come last.
+
+        Of the folders of results, of which a long job has thousands, only those are looked into
+        that were not there at the scan before: the thread scans every second.
+        """
+        new = {entry.name for entry in _entries(self.job.evals)} - self._listed
+        self._listed |= new
+        folders = (f for name in new for f in (self.job.evals / name).glob(f"{LINKS}*"))
         linked = {step for folder in folders for step in store.steps(folder)}
         for step in sorted(linked - self._seen.keys()):
             path = self.open(step).checkpoint
             if path is not None:
-                yield step, path
+                with suppress(FileNotFoundError):
+                    yield step, path, path.stat().st_ino
+        inodes = {entry.name: entry.inode() for entry in _entries(self.job.checkpoints)}
         for step in store.steps(self.job.checkpoints):
-            yield step, store.folder_of(self.job.checkpoints, step)
+            path = store.folder_of(self.job.checkpoints, step)
+            if path.name in inodes:  # else it appeared just now: the next scan finds it
+                yield step, path, inodes[path.name]
 
     def job_over(self) -> bool:
         """Return True if the job will save no more checkpoints."""
@@ -423,6 +435,15 @@ class Watch:
             state is EvalState.FAILED and one.failures()[-1]["code"] == ExitCode.DAMAGED
         ):
             one.release()
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder, of which each knows its inode; none without the folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
 
 
 def _breaks_gpu(error: Exception) -> bool:

@@ -182,13 +182,12 @@ class ResultWriter:
             return
 
         def write() -> None:
-            with named(self.path):
-                os.ftruncate(fd, content.end)
-                os.lseek(fd, content.end, os.SEEK_SET)
-                left = memoryview(data)
-                while left:
-                    left = left[os.write(fd, left) :]
-                os.fsync(fd)
+            os.ftruncate(fd, content.end)
+            os.lseek(fd, content.end, os.SEEK_SET)
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
 
         retrying(write)
         content.hash.update(data)
