@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ast
 import gzip
+import io
 import shlex
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import DownloadConfig
+from dtt.config.load import resolve
+from dtt.data.corpus.download import download, local_manifest
 from dtt.data.corpus.file_choice import FilePatterns
 from dtt.data.corpus.local_files import local_files
 
@@ -87,14 +92,8 @@ def argument(error: Exception) -> str:
 @pytest.mark.parametrize(
     ("files", "options", "suggested"),
     [
-        (MIXED, {}, "download.include=['**/*.jsonl', '**/*.json']"),
         ({"a.md": b"x", "b.png": b"\x89PNG"}, {}, "download.include=['**/*.md']"),
         ({"a/b.tex": b"x", "c.bin": b"\0"}, {}, "download.include=['**/*.tex']"),
-        (
-            {"a.txt.gz": b"", "b.csv": b"text\nx\n", "c.csv": b"text\ny\n"},
-            {},
-            "download.include=['**/*.csv']",
-        ),
         (
             {"a.md": b"x", "b.png": b"\x89PNG"},
             {"include": ("*",)},
@@ -189,4 +188,66 @@ def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:
         *text,
         "tokenize.validation_fraction=0.2",
         *model,
+    )
+
+
+CSV = b"text\nx\n"
+
+
+def parquet(**columns: list[Any]) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.table(columns), stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "read"),
+    [
+        (MIXED, {}, [["a.jsonl", "b.json"], ["c.txt"]]),
+        (MIXED, {"include": ("*",)}, [["a.jsonl", "b.json"], ["c.txt", "d.md"]]),
+        (MIXED, {"include": ("*",), "exclude": ("*.md",)}, [["a.jsonl", "b.json"], ["c.txt"]]),
+        (
+            {"a.txt.gz": gzip.compress(b"x"), "b.csv": CSV, "c d.csv": CSV},
+            {},
+            [["a.txt.gz"], ["b.csv", "c d.csv"]],
+        ),
+        (
+            {"a.parquet": parquet(text=["a"]), "b.parquet": parquet(id=["1"], story=["b c"])},
+            {},
+            [["a.parquet"], ["b.parquet"]],
+        ),
+    ],
+)
+def test_several_datasets_are_suggested_that_read_every_file(
+    corpora: Any, files: dict[str, bytes], options: dict[str, Any], read: list[list[str]]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        corpora.make(files, **options)
+    words = shlex.split(str(refused.value).split("next:")[1])
+    assert words[1:] == ["download.dataset=null"]
+    one = resolve(None, words).config
+    outs = (corpora.folder / f"out-{i}" for i in range(2))
+    found = [download(*pair) for pair in zip((c.download for c in one.corpora), outs, strict=True)]
+    assert [[Path(file.path).name for file in made.files] for made in found] == read
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "a.csv",
+            b"id,url,story,title\n" + b"0123456789abcdef,http://a.b/ccccccccccc,a b c,a\n" * 3,
+        ),
+        ("a.jsonl", b'{"id": "0123456789abcdef", "story": "a b c", "title": "a b"}\n'),
+        ("a.parquet", parquet(id=["0123456789abcdef"] * 200, story=["a b c"] * 200, n=[1] * 200)),
+    ],
+)
+def test_the_likeliest_column_of_text_is_suggested(corpora: Any, name: str, content: bytes) -> None:
+    with pytest.raises(ConfigError, match="which column contains") as refused:
+        corpora.make({name: content, f"b.{name}": content})
+    assert argument(refused.value) == "download.text_column=story"
+    with pytest.raises(ConfigError) as refused:
+        local_manifest(corpora.folder / "source" / name)
+    assert f"dtt download -d {corpora.folder / 'source' / name} download.text_column=story" in str(
+        refused.value
     )

@@ -7,6 +7,7 @@ neither fetched nor read again.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -139,11 +140,12 @@ def local_manifest(path: Path) -> CorpusManifest:
     """Return a manifest of a local file or folder for inspection; nothing is hashed or written."""
     cfg = DownloadConfig()
     found = local_files(path, None)
-    one_format(found, str(path), FilePatterns(cfg))
+    one_format(found, str(path), FilePatterns(cfg), inspects=True)
     files = tuple(_record(file, str(file), sha256="not hashed") for file in found)
     source = CorpusSource(kind="local", id=str(path))
     rows = holds_conversations([path / record.path for record in files if record.bytes])
-    return _manifest(cfg, source, path, files, rows=rows)
+    command = f"dtt download -d {shlex.quote(str(path))} "  # an inspection reads no configuration
+    return _manifest(cfg, source, path, files, rows=rows, command=command)
 
 
 def _from_local(
@@ -242,6 +244,7 @@ def _manifest(
     files: tuple[CorpusFile, ...],
     *,
     rows: bool = False,
+    command: str = "",
 ) -> CorpusManifest:
     paths = [out / record.path for record in files if record.bytes]
     if not paths:
@@ -270,7 +273,7 @@ def _manifest(
         dataset=out.resolve().name,
         source=source,
         file_format=file_format,
-        text_column=None if is_txt or rows else find_text_column(paths, cfg.text_column),
+        text_column=None if is_txt or rows else find_text_column(paths, cfg.text_column, command),
         txt_documents=documents if is_txt else None,
         files=files,
     )

@@ -6,15 +6,17 @@ itself, too. `fnmatch`, and thus `allow_patterns` of `huggingface_hub`, would no
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from pathspec import GitIgnoreSpec
 
 from dtt.base.errors import ConfigError, InputError
-from dtt.config.data import DownloadConfig
+from dtt.config.data import DownloadConfig, slug
 from dtt.data.corpus.encodings import binary_kind
 from dtt.data.corpus.formats import KNOWN, METADATA, FileFormat, file_format, is_compressed
 
@@ -99,6 +101,20 @@ class FilePatterns:
                     "applied first",
                 )
 
+    def several(self, dataset: str, by_format: Mapping[FileFormat, Sequence[Path]]) -> str:
+        """Return the arguments that read the files of each format as a dataset of its own."""
+        entries = []
+        for name in by_format:
+            others = [path for other in by_format if other != name for path in by_format[other]]
+            entry: dict[str, object] = {
+                "dataset": dataset,
+                "include": self._patterns["include"],
+                "exclude": [*self._patterns["exclude"], *_endings(others)],
+                "out": f"data/corpus/{slug(Path(dataset).name)}-{name}",
+            }
+            entries.append({key: value for key, value in entry.items() if value})
+        return several_datasets(entries)
+
     def refuse_binary(self, paths: Sequence[Path]) -> None:
         """Raise InputError for a file that is not text, among those that are read as text.
 
@@ -119,10 +135,13 @@ class FilePatterns:
         )
 
 
-def one_format(paths: Sequence[Path], dataset: str, patterns: FilePatterns) -> FileFormat:
+def one_format(
+    paths: Sequence[Path], dataset: str, patterns: FilePatterns, *, inspects: bool = False
+) -> FileFormat:
     """Return the format that all `paths` share; files of unsupported formats are ignored.
 
-    Raises InputError if dtt supports none of the formats, ConfigError if there are several.
+    Raises InputError if dtt supports none of the formats, ConfigError if there are several; with
+    `inspects`, its remedy is for `dtt data inspect`, which reads no configuration.
     """
     by_format: dict[FileFormat, list[Path]] = {}
     for path in paths:
@@ -147,11 +166,13 @@ def one_format(paths: Sequence[Path], dataset: str, patterns: FilePatterns) -> F
             + (f"; text of another ending: {_pattern('include', paths[0])}" if paths else ""),
         )
     if len(by_format) > 1:
-        most = max(by_format.values(), key=len)
+        one = shlex.quote(str(paths[0]))
         raise ConfigError(
             f"{dataset} mixes formats",
             why=", ".join(f"{many[0].name} is {name}" for name, many in by_format.items()),
-            next=f"choose one, such as {_pattern('include', *most)}",
+            next=f"inspect files of one format, such as: dtt data inspect {one}"
+            if inspects
+            else patterns.several(dataset, by_format),
         )
     return next(iter(by_format))
 
@@ -180,6 +201,17 @@ def _pattern(key: Key, *paths: Path) -> str:
 
     An ending is the last suffix with that of a compression, or the name if it has none.
     """
+    return f'"download.{key}={_endings(paths)}"'
+
+
+def _endings(paths: Iterable[Path]) -> list[str]:
+    """Return the patterns of the endings of `paths`, each once."""
     endings = ("".join(p.suffixes[-1 - is_compressed(p) :]) or p.name for p in paths)
     escaped = (re.sub(r"([\\*?\[\] ])", r"\\\1", one) for one in dict.fromkeys(endings))
-    return f'"download.{key}={[f"**/*{one}" for one in escaped]}"'
+    return [f"**/*{one}" for one in escaped]
+
+
+def several_datasets(entries: Sequence[Mapping[str, object]]) -> str:
+    """Return the arguments that name several datasets in place of one."""
+    value = f"download.datasets={json.dumps(entries, ensure_ascii=False)}"
+    return f"{shlex.quote(value)} download.dataset=null"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -14,8 +15,9 @@ import pyarrow.parquet as pq
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
-from dtt.data.corpus.bad_documents import raise_if_refused
-from dtt.data.corpus.csv_rows import csv_header
+from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
+from dtt.data.corpus.csv_rows import csv_header, csv_rows
+from dtt.data.corpus.file_choice import several_datasets
 from dtt.data.corpus.formats import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
@@ -28,6 +30,7 @@ from dtt.data.corpus.formats import (
     read_line,
 )
 from dtt.data.corpus.json_array import elements, is_array_file
+from dtt.data.corpus.parquet import rows_at_once
 
 TEXT_COLUMNS = ("text", "content", "document", "body")
 MESSAGE_COLUMNS = ("messages", "conversations")
@@ -39,7 +42,7 @@ JSON_KINDS = {
 }  # fmt: skip
 
 
-def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
+def find_text_column(paths: Sequence[Path], asked: str | None, command: str = "") -> str:
     """Return the column of `paths` to read: `asked`, or the column that contains the text.
 
     Every file is checked against that column, regardless of the order of the files. A file that
@@ -47,17 +50,39 @@ def find_text_column(paths: Sequence[Path], asked: str | None) -> str:
 
     Raises ConfigError, which lists the columns, if a file lacks the column, if the column does not
     contain text, or if the text column is ambiguous; DamagedError or InputError if no file can be
-    read.
+    read. Their remedies start with `command`.
     """
     kinds = _kinds_of_all(paths, asked)
-    found = (_choose_column(path, kind) for path, kind in kinds.items())
+    found = (_choose_column(path, kind, command) for path, kind in kinds.items())
     column = asked or next(filter(None, found), None)
     if column is None:
         path, kind = next(iter(kinds.items()))
-        raise _no_column(path, kind, "cannot tell which column contains the text")
+        raise _no_column(path, kind, "cannot tell which column contains the text", command)
     for path, kind in kinds.items():
-        _check_column(path, kind, column)
+        what = f"there is no column {column!r}"
+        if kind and column not in kind:
+            elsewhere = any(column in one for one in kinds.values())
+            several = _several(kinds, column) if elsewhere else None
+            raise _no_column(path, kind, what, command, several)
+        if kind.get(column, NOTHING) not in (TEXT, NOTHING):
+            what = f"column {column!r} does not contain text, but {kind[column]}"
+            raise _no_column(path, kind, what, command)
     return column
+
+
+def _several(kinds: dict[Path, Kinds], column: str) -> str:
+    """Return the remedy where some files have the text in `column`, and others in another."""
+    ranked = {path: [] if column in kind else _ranked(path, kind) for path, kind in kinds.items()}
+    entries = [
+        {"dataset": str(path), "text_column": names[0] if names else column}
+        for path, names in ranked.items()
+    ]
+    if len({path.stem for path in kinds}) == len(kinds) == 2:
+        return several_datasets(entries)
+    return (
+        "instead of download.dataset, download.datasets with an entry for each kind of file, which "
+        "include and exclude choose, and its text_column"
+    )
 
 
 def column_names(path: Path) -> list[str]:
@@ -112,7 +137,7 @@ TEXT, NOTHING = "text", "null"
 """Kinds of columns: text, and only nulls in the part that was read."""
 
 
-def _choose_column(path: Path, kinds: Kinds) -> str | None:
+def _choose_column(path: Path, kinds: Kinds, command: str) -> str | None:
     """Return the text column; None if the column, or the file, holds only nulls so far."""
     likely = next((name for name in TEXT_COLUMNS if name in kinds), None)
     if likely is None:
@@ -121,33 +146,61 @@ def _choose_column(path: Path, kinds: Kinds) -> str | None:
             return texts[0]
         if set(kinds.values()) <= {NOTHING}:
             return None
-        raise _no_column(path, kinds, "cannot tell which column contains the text")
+        raise _no_column(path, kinds, "cannot tell which column contains the text", command)
     # The first likely name decides: a `body` must not replace a `text` of an unexpected kind.
     return None if kinds[likely] == NOTHING else likely
 
 
-def _check_column(path: Path, kinds: Kinds, column: str) -> None:
-    if kinds and column not in kinds:
-        raise _no_column(path, kinds, f"there is no column {column!r}")
-    if kinds.get(column, NOTHING) not in (TEXT, NOTHING):
-        raise _no_column(
-            path, kinds, f"column {column!r} does not contain text, but {kinds[column]}"
-        )
-
-
-def _no_column(path: Path, kinds: Kinds, what: str) -> ConfigError:
-    texts = [name for name, kind in kinds.items() if kind == TEXT]
-    remedy = 'choose files with a column of text, such as lines {"text": "…"}'
-    if texts:
-        remedy = f"download.text_column={texts[0]}"
-    elif any(name in kinds for name in MESSAGE_COLUMNS):
-        remedy = "data.type=chat, as these rows are conversations"
+def _no_column(
+    path: Path, kinds: Kinds, what: str, command: str, remedy: str | None = None
+) -> ConfigError:
+    texts = _ranked(path, kinds)
+    if remedy is None and texts:
+        remedy = f"{command}{shlex.quote(f'download.text_column={texts[0]}')}"
+    elif remedy is None and any(name in kinds for name in MESSAGE_COLUMNS):
+        remedy = f"{command}data.type=chat, as these rows are conversations"
+    named = ", ".join(name for name in kinds if name in texts)
     return ConfigError(
         what,
         where=path,
-        why=f"columns: {', '.join(kinds) or 'none'}; with text: {', '.join(texts) or 'none'}",
-        next=remedy,
+        why=f"columns: {', '.join(kinds) or 'none'}; with text: {named or 'none'}",
+        next=remedy or 'choose files with a column of text, such as lines {"text": "…"}',
     )
+
+
+def _ranked(path: Path, kinds: Kinds) -> list[str]:
+    """Return the columns of text, the likeliest first: long texts of several words, no ids."""
+    texts = [name for name, kind in kinds.items() if kind == TEXT]
+    lengths: dict[str, list[tuple[bool, int]]] = {name: [] for name in texts}
+    with suppress(*UNREADABLE, InputError):  # what comes before the damage counts
+        for row in _first_rows(path, texts):
+            for name in texts:
+                value = row.get(name)
+                if isinstance(value, str):
+                    lengths[name].append((len(value.split()) > 1, len(value)))
+
+    def rank(name: str) -> tuple[bool, float]:
+        found = lengths[name]
+        several = 2 * sum(words for words, _ in found) > len(found)
+        return several, sum(size for _, size in found) / max(len(found), 1)
+
+    return sorted(texts, key=rank, reverse=True)
+
+
+def _first_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the first rows of a file, FIRST_LINES at most, with at least these columns."""
+    match file_format(path):
+        case "parquet":
+            with pq.ParquetFile(path, pre_buffer=False) as file:
+                if file.metadata.num_row_groups:
+                    few = rows_at_once(path, file, 0, tuple(columns), FIRST_LINES, 2**24)
+                    batches = file.iter_batches(few, row_groups=[0], columns=columns)
+                    yield from next(batches).to_pylist()
+        case "csv":
+            for _, row in islice(csv_rows(path, BadDocuments()), FIRST_LINES):
+                yield row
+        case _:
+            yield from _json_objects(path)
 
 
 def _kinds(path: Path, wanted: str | None) -> Kinds:
