@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from contextlib import chdir
 from pathlib import Path
 
@@ -35,6 +36,30 @@ def write_rows(folder: Path, kind: str) -> str:
     else:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return f"rows.{kind}"
+
+
+def test_documents_that_stay_or_go_in_great_numbers_are_named(dtt: Dtt, tmp_path: Path) -> None:
+    """A question in more documents than count, and rules for English on another language."""
+    rng, question = random.Random(0), "vor dem Tor steht ein Esel mit sieben Körben voller Pflaumen"
+    words = [f"wort{i}" for i in range(500)]
+    texts = [f"{question} {' '.join(rng.choices(words, k=60))}" for _ in range(11)]
+    texts += [" ".join(rng.choices(words, k=60)) for _ in range(9)]
+    (tmp_path / "q.jsonl").write_text(json.dumps({"q": question, "a": "ja"}))
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    (tmp_path / "t.yaml").write_text(
+        'type: cloze\ndata: {file: q.jsonl}\nprompt: "{q}"\nanswer: "{a}"\n'
+    )
+    dtt("download", "-q", "-d", "d.jsonl")
+    tasks = "clean.decontaminate={tasks: [t.yaml], ngram: 8}"
+    seen = dtt("clean", "-d", "d.jsonl", tasks).stderr
+    assert "11 documents share n-grams with tasks and stay" in seen
+    assert "t 0 (11)" in seen
+    strict = dtt("clean", "-d", "d.jsonl", "clean.rules=[gopher]").stderr
+    assert "quality rules remove 20 of 20 documents: gopher.min_stop_words (20)" in strict
+    limit = re.search(r"such as (clean.limits=\S+ \S+ \S+)", strict)
+    assert limit is not None
+    kept = dtt("clean", "-d", "d.jsonl", "clean.rules=[gopher]", limit[1])
+    assert "(20 of 20 documents kept" in kept.stdout
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
@@ -106,8 +131,11 @@ def test_a_corpus_that_is_missing_or_contains_conversations_is_refused(
     line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(line) + "\n")
     dtt("download", "-q", "-d", "chat.jsonl", "data.type=chat")
-    done = dtt("clean", "-d", "chat.jsonl", "data.type=chat", "clean.exact=true", expect=66)
+    done = dtt("clean", "-d", "chat.jsonl", "clean.exact=true", expect=66)
     assert "conversations, not text" in done.stderr
+    done = dtt("clean", "-d", "chat.jsonl", "data.type=chat", "clean.exact=true", expect=2)
+    assert "dtt clean selects documents of text, not conversations" in done.stderr
+    assert "set data.type=chat" not in done.stderr
 
 
 def test_unreadable_documents_are_skipped_and_have_no_number(dtt: Dtt, tmp_path: Path) -> None:

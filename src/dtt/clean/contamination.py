@@ -144,6 +144,15 @@ class TaskNgrams:
         ]
         return np.unique(np.concatenate((found, np.array(whole, np.int64))))
 
+    def questions(self, hits: Numbers) -> list[str]:
+        """Return the questions that share these n-grams, as `removal` names them."""
+        owners = {
+            int(owner)
+            for number in hits
+            for owner in self._owners[self._starts[number] : self._starts[number + 1]]
+        }
+        return [self._questions[owner] for owner in sorted(owners)]
+
     def removal(self, hits: Numbers, documents: Numbers) -> Removal | None:
         """Return why a document with these hits is removed; None: it stays.
 
@@ -154,12 +163,7 @@ class TaskNgrams:
         counted = hits[documents[hits] <= MAX_DOCUMENTS]
         if not len(counted):
             return None
-        owners = {
-            int(owner)
-            for number in counted
-            for owner in self._owners[self._starts[number] : self._starts[number + 1]]
-        }
-        names = [self._questions[owner] for owner in sorted(owners)]
+        names = self.questions(counted)
         more = [f"{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
         return Removal("contaminated", ", ".join(names[:MAX_NAMES] + more), float(len(counted)))
 

@@ -11,12 +11,22 @@ import numpy as np
 
 from dtt.artifacts.selection_manifest import SelectionUnit, removals_name
 from dtt.base.files import write_atomically
-from dtt.clean.contamination import TaskNgrams
+from dtt.base.log import log
+from dtt.clean.contamination import MAX_DOCUMENTS, TaskNgrams
 from dtt.clean.document_order import DocumentOrder, DocumentSet
 from dtt.clean.partitions import exact_partitions, pairs_of_unit
 from dtt.clean.removals import RemovedRow, decode, encode
 from dtt.clean.steps import Steps
 from dtt.clean.verified_pairs import SCORED
+
+ENGLISH = {
+    **dict.fromkeys(
+        ("gopher.min_stop_words", "gopher.min_words", "gopher.min_mean_word_length"), 0
+    ),
+    "gopher.max_mean_word_length": 100_000,
+    "c4.min_sentences": 0,
+}
+"""Limits that suit English, its words, spaces and full stops; with values that remove nothing."""
 
 
 class Decisions:
@@ -35,6 +45,8 @@ class Decisions:
         for placed in order.units[order.own :] if tasks is not None else ():
             hits = steps.array(placed.step, "hits", np.int64)
             self._with_ngram += np.bincount(hits, minlength=len(self._with_ngram))
+        self.common, self.questions = 0, Counter[str]()
+        """Documents that stay although they share n-grams with tasks, and these questions."""
         self._removed = DocumentSet(order)
         self._copied = DocumentSet(order)
         for partition in range(self._partitions):
@@ -80,6 +92,9 @@ class Decisions:
             removal = self._tasks.removal(hits[first:end], self._with_ngram)
             if removal is not None:
                 rows.append(RemovedRow(document, *removal))
+            else:
+                self.common += 1
+                self.questions.update(self._tasks.questions(hits[first:end]))
         return rows
 
     def _judge(
@@ -112,12 +127,13 @@ def write_units(
 ) -> list[SelectionUnit]:
     """Write the file of each unit of the corpus; return what the manifest says of them."""
     decisions = Decisions(order, steps, tasks)
-    units = []
+    units, rules = [], Counter[str]()
     for place in range(order.own, len(order.units)):
         placed = order.units[place]
         rows = decisions.unit(place, near=near)
         path = out / removals_name(placed.unit.index)
         digest = None
+        rules.update(row.rule for row in rows if row.reason == "rules")
         if rows:
             content = encode(rows)
             digest = hashlib.sha256(content).hexdigest()
@@ -134,4 +150,37 @@ def write_units(
                 sha256=digest,
             )
         )
+    documents = sum(unit.documents for unit in units)
+    for warning in (_common_ngrams(decisions), _strict_rules(rules, documents)):
+        if warning:
+            log.warning("%s", warning)
     return units
+
+
+def _common_ngrams(decisions: Decisions) -> str | None:
+    """Return a warning about documents that stay although they share n-grams with tasks."""
+    if not decisions.common:
+        return None
+    questions = ", ".join(f"{name} ({n:,})" for name, n in decisions.questions.most_common(5))
+    return (
+        f"{decisions.common:,} documents share n-grams with tasks and stay, as more than "
+        f"{MAX_DOCUMENTS} documents contain each of these: idioms, or questions that were copied "
+        f"often: {questions}; the latter must be removed from the dataset itself, and results of "
+        "these questions do not count"
+    )
+
+
+def _strict_rules(rules: Counter[str], documents: int) -> str | None:
+    """Return a warning if the quality rules remove more than half of the documents."""
+    if rules.total() * 2 <= documents:
+        return None
+    counts = ", ".join(f"{rule} ({n:,})" for rule, n in rules.most_common(5))
+    found = f"quality rules remove {rules.total():,} of {documents:,} documents: {counts}"
+    foreign = [rule for rule, _ in rules.most_common() if rule in ENGLISH]
+    if not foreign:
+        return f"{found}; clean.limits changes single limits"
+    rule, limit = foreign[0].split(".")
+    return (
+        f"{found}; {', '.join(foreign)} assume English: for another language set other limits, "
+        f"such as clean.limits={{{rule}: {{{limit}: {ENGLISH[foreign[0]]}}}}}"
+    )

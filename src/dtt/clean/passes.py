@@ -112,7 +112,15 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
 
 
 def section_of(cfg: RunConfig) -> CleanConfig:
-    """Return the section `clean`; raise ConfigError if there is none."""
+    """Return the section `clean`; raise ConfigError without one, and for conversations."""
+    if cfg.data.type in ("chat", "preference"):
+        raise ConfigError(
+            "dtt clean selects documents of text, not conversations",
+            where="data.type",
+            why=f"data.type={cfg.data.type}, and the rules and duplicates are those of texts",
+            next="leave out this step and the section `clean`; dtt tokenize refuses or leaves out "
+            "rows that cannot be trained",
+        )
     if cfg.clean is None:
         raise ConfigError(
             "the configuration has no section `clean`",
