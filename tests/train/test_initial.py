@@ -35,7 +35,7 @@ from dtt.mesh import dist
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.train.initial import initialise_from, model_of, untrained_tokens
+from dtt.train.initial import initialise_from, model_of, new_tokens, untrained_tokens
 
 TUTORIAL = (ROOT / "docs/tutorial-laptop.md").read_text()
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "rope_theta": 5e5}
@@ -446,3 +446,24 @@ def test_released_weights_with_a_chat_template_have_no_untrained_tokens(
     (released / "tokenizer_config.json").unlink()
     (released / CHAT_TEMPLATE).write_text(CHATML)
     assert untrained_tokens(f"hf:{released}", chat_tokenizer) == {}
+
+
+def test_tokens_that_begin_documents_are_trained(
+    tmp_path: Path, released: Path, chat_tokenizer: Path
+) -> None:
+    """A template that spells the token before each document does not make it a new one."""
+    job = write_job(tmp_path)
+    data = DataManifest.read(job)
+    (job / data.filename).write_text(data.model_copy(update={"begin_of_document": 257}).dump())
+    assert untrained_tokens(str(job), chat_tokenizer) == {258: "<|im_end|>"}
+    config = json.loads((released / "config.json").read_text())
+    (released / "config.json").write_text(json.dumps(config | {"bos_token_id": 258}))
+    assert untrained_tokens(f"hf:{released}", chat_tokenizer) == {257: "<|im_start|>"}
+
+
+def test_tokens_in_rows_without_a_token_are_new(tmp_path: Path, chat_tokenizer: Path) -> None:
+    job = write_job(tmp_path)  # 257 tokens
+    new = new_tokens(str(job), chat_tokenizer, job / "tokenizer.json", 259)
+    assert (new.added, new.untrained, new.unused) == (UNTRAINED, {}, {257, 258})
+    new = new_tokens(str(job), chat_tokenizer, chat_tokenizer, 320)
+    assert (new.added, new.untrained, new.unused) == ({}, UNTRAINED, set(range(260, 320)))

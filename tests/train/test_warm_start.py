@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from dtt.base.errors import ConfigError
+from dtt.config.adapter import LoraConfig
 from dtt.config.model import ModelConfig
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.train.warm_start import take_weights
+from dtt.model.lora import attach
+from dtt.train.warm_start import NewTokens, take_weights
 
 
 def make(vocab_size: int = 64, seq_len: int = 16, seed: int = 0, **sizes: object) -> Decoder:
@@ -94,7 +96,9 @@ def test_another_width_fits_nowhere() -> None:
 def test_untrained_tokens_and_new_ones_start_from_the_mean_of_the_trained_ones(tied: bool) -> None:
     theirs, ours = make(64, seed=1, tie_embeddings=tied), make(70, tie_embeddings=tied)
     before = state(theirs)
-    report = take_weights(ours, before, "there", {7: "<|im_start|>", 63: "<|im_end|>"})
+    report = take_weights(
+        ours, before, "there", NewTokens({}, {7: "<|im_start|>", 63: "<|im_end|>"})
+    )
     names = ["embed.weight"] if tied else ["embed.weight", "head.weight"]
     trained = [i for i in range(64) if i not in (7, 63)]
     for name in names:
@@ -108,7 +112,25 @@ def test_untrained_tokens_and_new_ones_start_from_the_mean_of_the_trained_ones(t
 
 def test_untrained_tokens_of_a_model_of_the_same_size_start_from_the_mean() -> None:
     theirs, ours = make(64, seed=1), make(64)
-    report = take_weights(ours, state(theirs), "there", {63: "<|im_end|>"})
+    report = take_weights(ours, state(theirs), "there", NewTokens({}, {63: "<|im_end|>"}))
     assert "63 rows" not in report
     mean = state(theirs)["head.weight"][:63].mean(0)
     torch.testing.assert_close(state(ours)["head.weight"][63], mean)
+
+
+def test_a_token_in_an_unused_row_starts_from_the_mean_of_the_used_ones() -> None:
+    theirs, ours = make(64, seed=1), make(64)
+    new = NewTokens({60: "<call>"}, unused=frozenset(range(60, 64)))
+    report = take_weights(ours, state(theirs), "there", new)
+    assert "untrained tokens: <call> (60)" in report
+    before, after = state(theirs)["head.weight"], state(ours)["head.weight"]
+    torch.testing.assert_close(after[60], before[:60].mean(0))
+    assert torch.equal(after[61:], before[61:])
+
+
+def test_an_adapter_cannot_add_a_token_in_an_unused_row() -> None:
+    ours = make(64)
+    attach(ours, LoraConfig(), torch.float32)
+    new = NewTokens({60: "<call>"}, unused=frozenset(range(60, 64)))
+    with pytest.raises(ConfigError, match=r"cannot add tokens(.|\n)*<call> \(60\)"):
+        take_weights(ours, state(make(64, seed=1)), "there", new)

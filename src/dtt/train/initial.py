@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dtt.model.architecture import Architecture
     from dtt.model.decoder import Decoder
     from dtt.params.table import Params
+    from dtt.train.warm_start import NewTokens
 
 OTHER_SCALING = "the scaling multipliers differ"
 
@@ -49,11 +51,11 @@ def initialise_from(
     before the first step shows the effect.
 
     For conversations, tokens that only they contain start from the mean of the others, if the
-    source was not trained on conversations; see `untrained_tokens`. The frozen weights below an
+    source was not trained on conversations; see `new_tokens`. The frozen weights below an
     adapter must all be in the source, with the same shapes.
     """
     from dtt.checkpoint import store
-    from dtt.train.warm_start import take_weights
+    from dtt.train.warm_start import EMBED, take_weights
 
     state: Mapping[str, FullTensor]
     checkpoint: Checkpoint | None = None
@@ -79,8 +81,10 @@ def initialise_from(
         theirs = job.tokenizer
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
         differences = difference(model.arch, arch)
-    untrained = world.from_first(untrained_tokens(source, tokenizer) if world.first else {})
-    log.info("%s", take_weights(model, state, str(where), untrained))
+    rows = state[EMBED].shape[0]
+    new = world.from_first(new_tokens(source, tokenizer, theirs, rows) if world.first else None)
+    assert new is not None
+    log.info("%s", take_weights(model, state, str(where), new))
     if differences:
         log.warning("the architecture of %s differs: %s", where, differences)
     if world.first:
@@ -109,12 +113,31 @@ def carry_optimizers(
     log.info("optimizer state from %s", checkpoint.path)
 
 
+def new_tokens(source: str, tokenizer: Path, theirs: Path, rows: int) -> NewTokens:
+    """Return which tokens of `tokenizer`, that of the data, start afresh.
+
+    `theirs` is the tokenizer of `source`, whose embedding has `rows` rows: often more than it has
+    tokens, so that a token that only the data has can fall into a row that nothing ever trained.
+    """
+    from dtt.data.text.tokenizer import open_tokenizer
+    from dtt.train.warm_start import NewTokens
+
+    untrained = untrained_tokens(source, tokenizer)
+    if not theirs.is_file():
+        return NewTokens(untrained=untrained)
+    used = set(open_tokenizer(theirs).get_vocab().values())
+    ours = {i: token for token, i in open_tokenizer(tokenizer).get_vocab().items()}
+    added = {i: token for i, token in ours.items() if i < rows and i not in used}
+    untrained = {i: token for i, token in untrained.items() if i not in added}
+    return NewTokens(added, untrained, frozenset(range(rows)) - used)
+
+
 def untrained_tokens(source: str, tokenizer: Path) -> dict[int, str]:
     """Return the special tokens, by id, of the data's chat template that `source` never trained.
 
     dtt encodes the strings of special tokens in documents as text, so plain text trains none but
-    the end-of-document token. The result is empty if `tokenizer` has no template next to it, and if
-    the source was trained on conversations or this is not known.
+    those that begin and end documents. The result is empty if `tokenizer` has no template next to
+    it, and if the source was trained on conversations or this is not known.
     """
     template = tokenizer.with_name(CHAT_TEMPLATE)
     if not template.is_file() or trained_on_conversations(source):
@@ -122,14 +145,35 @@ def untrained_tokens(source: str, tokenizer: Path) -> dict[int, str]:
     from dtt.data.text.encoder import Encoder
     from dtt.data.text.tokenizer import open_tokenizer
 
-    text = template.read_bytes().decode()
+    text, trained = template.read_bytes().decode(), marks_of_documents(source)
     end = Encoder(tokenizer.read_bytes(), None, tokenizer).end_of_document
     added = open_tokenizer(tokenizer).get_added_tokens_decoder()
     return {
         i: token.content
         for i, token in added.items()
-        if token.special and i != end and token.content in text
+        if token.special and i not in (end, *trained) and token.content in text
     }
+
+
+def marks_of_documents(source: str) -> set[int]:
+    """Return the tokens that began or ended documents in the training of `source`, by id."""
+    from dtt.checkpoint import store
+
+    if not source.startswith(HF):
+        root = store.parse(source)[0].parent
+        data, start = DataManifest.read(root), load_job(root).init.source
+        own = {i for i in (data.end_of_document, data.begin_of_document) if i is not None}
+        return own | (marks_of_documents(start) if start is not None else set())
+    from dtt.data.text.tokenizer import begin_of_document, open_tokenizer
+    from dtt.hf.chat_format import eos_token_ids, read_config
+    from dtt.model.families import multimodal
+
+    folder = find_model(source.removeprefix(HF))
+    marks = {*eos_token_ids(folder)}
+    begin = multimodal.text_config(read_config(folder / "config.json")).get("bos_token_id")
+    with suppress(ConfigError):  # it adds other tokens than one before a text
+        begin = begin_of_document(open_tokenizer(folder / "tokenizer.json"), folder) or begin
+    return marks | ({begin} if isinstance(begin, int) else set())
 
 
 def trained_on_conversations(source: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,26 +17,42 @@ BY_ROW = (EMBED, HEAD, "pos_embed.weight")
 """Parameters whose rows are tokens or positions, of which another model may have more or fewer."""
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """The tokens that start afresh in a model whose weights come from a source."""
+
+    added: dict[int, str] = field(default_factory=dict)
+    """Tokens that the source's tokenizer lacks, for which its matrices have a row, by id."""
+    untrained: dict[int, str] = field(default_factory=dict)
+    """Tokens of the source that it never trained."""
+    unused: frozenset[int] = frozenset()
+    """All rows of the source that no token of its tokenizer has."""
+
+    @property
+    def reset(self) -> dict[int, str]:
+        """The tokens whose rows in the source mean nothing."""
+        return self.added | self.untrained
+
+
 @torch.no_grad()
 def take_weights(
     model: Decoder,
     tensors: Mapping[str, FullTensor],
     source: str,
-    untrained: Mapping[int, str] | None = None,
+    new: NewTokens = NewTokens(),
 ) -> str:
     """Copy the tensors that match in name and shape into `model`; return a report of all tensors.
 
     If the head is tied in `tensors` only, it is initialised from the embedding; if it is tied in
     `model` only, the head in `tensors` is left out. Where the numbers of tokens or positions
-    differ, the common rows are copied. New tokens, and the `untrained` ones (id and string)
-    of `tensors`, are initialised with the mean of all other rows in `tensors`, which leaves the
-    probabilities of the others almost unchanged (Hewitt, 2021,
-    nlp.stanford.edu/~johnhew/vocab-expansion.html); with random rows the model would prefer new
-    tokens. Raise ConfigError if no tensor matches.
+    differ, the common rows are copied. Rows that `tensors` lack, and those of `new` tokens, are
+    initialised with the mean of all trained rows in `tensors`, which leaves the probabilities of
+    the others almost unchanged (Hewitt, 2021, nlp.stanford.edu/~johnhew/vocab-expansion.html); with
+    random rows the model would prefer new tokens. Raise ConfigError if no tensor matches.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     if not all(parameter.requires_grad for parameter in parameters.values()):
-        return take_base(model, tensors, source, untrained)
+        return take_base(model, tensors, source, new)
     tensors, report = dict(tensors), []
     if HEAD in parameters and HEAD not in tensors and EMBED in tensors:
         tensors[HEAD] = tensors[EMBED]
@@ -47,7 +64,7 @@ def take_weights(
         ours, theirs = parameters[name], tensors[name]
         here, there = len(ours), theirs.shape[0]
         by_token = name in (EMBED, HEAD)
-        reset = {i: token for i, token in (untrained or {}).items() if by_token and i < there}
+        reset = {i: token for i, token in new.reset.items() if by_token and i < min(here, there)}
         if here == there:
             fill(ours, theirs)
         else:
@@ -55,10 +72,11 @@ def take_weights(
             line = f"  {name}: {min(here, there)} rows copied, {here} here, {there} there"
             report.append(line + "; the others get their mean" * (by_token and here > there))
         if reset or (by_token and here > there):
-            _fill_with_mean(ours, theirs, sorted(reset))
+            _fill_with_mean(ours, theirs, reset.keys(), new.unused)
         if reset:
-            names = ", ".join(f"{token} ({i})" for i, token in sorted(reset.items()))
-            report.append(f"  {name}: the mean of the other rows for untrained tokens: {names}")
+            report.append(
+                f"  {name}: the mean of the other rows for untrained tokens: {_listed(reset)}"
+            )
     rest = [
         f"  {name}: {_shape(parameters.get(name))} here, {_shape(tensors.get(name))} there"
         for name in sorted((parameters.keys() | tensors.keys()) - fitting)
@@ -79,13 +97,21 @@ def take_base(
     model: Decoder,
     tensors: Mapping[str, FullTensor],
     source: str,
-    untrained: Mapping[int, str] | None = None,
+    new: NewTokens = NewTokens(),
 ) -> str:
     """Copy `tensors` into the frozen weights below an adapter; return a report.
 
-    Raises ConfigError unless all of them fit. Nothing is extended or left at random: the
-    checkpoints of the adapter refer to these weights, and whoever merges it takes them as they are.
+    Raises ConfigError unless all of them fit, and if there are added tokens. Nothing is extended or
+    left at random: the checkpoints of the adapter refer to these weights, and whoever merges it
+    takes them as they are.
     """
+    if new.added:
+        raise ConfigError(
+            f"an adapter cannot add tokens to the model of {source}",
+            where="tokenizer.path",
+            why=f"their rows there are unused, and stay frozen: {_listed(new.added)}",
+            next="use the tokenizer of the model, or train all weights: adapter.type=none",
+        )
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     tensors = {name: tensor for name, tensor in tensors.items() if model.holds(name)}
     for name in sorted(frozen.keys() | tensors.keys()):
@@ -101,8 +127,8 @@ def take_base(
         fill(parameter, tensors[name])
     count = sum(parameter.numel() for parameter in frozen.values())
     report = f"frozen weights from {source}: {count / 1e6:.2f}M parameters"
-    if untrained:
-        tokens = ", ".join(untrained.values())
+    if new.untrained:
+        tokens = _listed(new.untrained)
         report += f"\n  tokens that were never trained, which the adapter cannot change: {tokens}"
     return report
 
@@ -115,20 +141,28 @@ def _take_rows(ours: Tensor, theirs: FullTensor) -> None:
     part.local[: len(copied)] = copied
 
 
-def _fill_with_mean(ours: Tensor, theirs: FullTensor, untrained: Sequence[int]) -> None:
+def _fill_with_mean(
+    ours: Tensor, theirs: FullTensor, reset: Collection[int], unused: Collection[int]
+) -> None:
     """Set some rows in this rank's part of `ours` to the mean of the trained rows of `theirs`.
 
-    They are the `untrained` rows of `theirs`, and the rows that only `ours` has.
+    They are those to `reset`, and the rows that only `ours` has. `unused` rows are not trained.
     """
     part = local_shard(ours)
     rows, *others = part.box.slices
     new = range(max(rows.start, theirs.shape[0]), rows.stop)
-    reset = [i - rows.start for i in (*untrained, *new) if rows.start <= i < rows.stop]
-    if reset and part.local.numel():
+    here = [i - rows.start for i in (*reset, *new) if rows.start <= i < rows.stop]
+    if here and part.local.numel():
         trained = torch.ones(theirs.shape[0], dtype=torch.bool)
-        trained[list(untrained)] = False
+        trained[[*{*reset, *unused}]] = False
         mean = theirs[()].float()[trained].mean(0)
-        part.local[reset] = mean[tuple(others)].to(part.local)
+        part.local[here] = mean[tuple(others)].to(part.local)
+
+
+def _listed(tokens: Mapping[int, str], most: int = 20) -> str:
+    """Return tokens with their ids, in the order of the ids."""
+    shown = ", ".join(f"{token} ({i})" for i, token in sorted(tokens.items())[:most])
+    return shown + f" and {len(tokens) - most} more" * (len(tokens) > most)
 
 
 def _fits(name: str, ours: Tensor, theirs: FullTensor | None) -> bool:
