@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_architectures import VARIANTS, tiny_architecture
 from torch import Tensor
 
+from dtt.base import patterns
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.config.adapter import LoraConfig
 from dtt.hf import peft as ours
@@ -318,3 +320,21 @@ def test_tensors_that_belong_to_no_layer_are_refused(
         save_file(whole, tmp_path / "adapter_model.safetensors")
         with pytest.raises(DttError, match=said):
             ours.read_peft(tmp_path, arch, CFG)
+
+
+def test_a_pattern_without_end_is_refused_by_name(
+    saved: tuple[Path, Architecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exponential time, as a stranger's file may take, and as one's own may by mistake."""
+    monkeypatch.setattr(patterns, "SECONDS_OF_NAME", 0.01)
+    folder, arch = shutil.copytree(saved[0], tmp_path / "adapter"), saved[1]
+    slow = "(([a-z._0-9]|[a-z._0-9])+)+[XY]"
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for key, value in (("rank_pattern", {slow: 2}), ("target_modules", slow)):
+        path.write_text(json.dumps(config | {key: value}))
+        with pytest.raises(InputError, match=r"not matched in time(.|\n)*takes more than 0.01 s"):
+            ours.read_peft(folder, arch, LoraConfig())
+    for cfg in (LoraConfig(targets=slow), LoraConfig(rank_pattern={slow: 2})):
+        with pytest.raises(ConfigError, match="not matched in time"):
+            adapted_layers(cfg, arch)

@@ -15,6 +15,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import regex
 import torch
 import yaml
 from pydantic import (
@@ -30,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.patterns import SlowPattern, match_name
 from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
 from dtt.hf.read import load_tensors
@@ -55,8 +57,8 @@ def _off(value: Any) -> Any:
 def _pattern(text: str) -> str:
     """Return a regular expression; raise ValueError for other text."""
     try:
-        re.compile(text)
-    except re.error as error:
+        match_name(text, "")
+    except (re.error, regex.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{text!r} is not a regular expression: {error}") from None
     return text
 
@@ -129,7 +131,7 @@ class PeftConfig(BaseModel):
 
         def first(patterns: Mapping[str, Any], general: Any) -> Any:
             # The rule of PEFT: the end of a name from a dot on, or all of it.
-            matching = (p for p in patterns if re.match(rf"(.*\.)?({p})$", name))
+            matching = (p for p in patterns if match_name(rf"(.*\.)?({p})", name))
             found = next(matching, None)
             return general if found is None else patterns[found]
 
@@ -149,13 +151,14 @@ class PeftConfig(BaseModel):
         layers, given = self.layers_to_transform, self.layers_pattern or r"[^.]*"
         numbers = [layers] if isinstance(layers, int) else layers
         patterns = [given] if isinstance(given, str) else given
-        found = (re.match(rf".*\.{pattern}\.(\d+)\.", name) for pattern in patterns)
+        ends = (rf".*\.{pattern}\.(\d+)\." for pattern in patterns)
+        found = (match_name(end, name, whole=False) for end in ends)
         return any(match is not None and int(match[1]) in numbers for match in found)
 
 
 def _named(wanted: str | Sequence[str], name: str) -> bool:
     if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
+        return match_name(wanted, name) is not None
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
@@ -165,6 +168,18 @@ def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Te
     Raises InputError for what dtt does not support, DamagedError for a folder that contradicts
     itself, and ConfigError, with the section to use, if it differs from `cfg`.
     """
+    try:
+        return _read_peft(folder, arch, cfg)
+    except SlowPattern as slow:
+        raise InputError(
+            "the adapter has a pattern that is not matched in time",
+            where=folder / CONFIG,
+            why=str(slow),
+            next="write the names of the layers that it means into adapter_config.json",
+        ) from None
+
+
+def _read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Tensor]:
     where = folder / CONFIG
     if not where.is_file():
         raise InputError(f"no adapter in {folder}", where="init.adapter", why=f"it has no {CONFIG}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from dtt.base.errors import ConfigError
+from dtt.base.patterns import SlowPattern, match_name
 from dtt.config.adapter import ALL_LINEAR, AdapterConfig, LoraConfig
 from dtt.model import count
 from dtt.model.architecture import Architecture
@@ -82,7 +83,7 @@ def _targets(targets: str | tuple[str, ...], names: list[str]) -> list[str]:
     if targets == ALL_LINEAR:
         return names
     if isinstance(targets, str):
-        found = [name for name in names if re.fullmatch(targets, name)]
+        found = _matching("targets", targets, targets, names)
         if not found:
             raise _no_match("targets", targets, names)
         return found
@@ -101,15 +102,25 @@ def _by_pattern(key: str, patterns: Mapping[str, float], names: Iterable[str]) -
     """Return the value of the first pattern that matches each name; the others are left out."""
     names = list(names)
     # The rule of PEFT: a pattern matches the end of a name from a dot on, or all of it.
-    compiled = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
     found: dict[str, float] = {}
-    for pattern, matcher in compiled.items():
-        matching = [name for name in names if matcher.match(name)]
+    for pattern in patterns:
+        matching = _matching(key, pattern, rf"(.*\.)?({pattern})", names)
         if not matching:
             raise _no_match(key, pattern, names)
         for name in matching:
             found.setdefault(name, patterns[pattern])
     return found
+
+
+def _matching(key: str, given: str, pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a pattern matches; ConfigError if that takes too long."""
+    try:
+        return [name for name in names if match_name(pattern, name)]
+    except SlowPattern as slow:
+        raise ConfigError(
+            f"{given!r} is not matched in time", where=f"adapter.{key}", why=str(slow),
+            next="write a simpler pattern, or names of layers",
+        ) from None  # fmt: skip
 
 
 def _no_match(key: str, pattern: str, names: list[str]) -> ConfigError:

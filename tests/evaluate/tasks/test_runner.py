@@ -13,11 +13,11 @@ import torch
 from support.ranks import on_ranks
 from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
 
+from dtt.base import patterns
 from dtt.base.errors import ConfigError, Diverged, EnvironmentUnfit
 from dtt.base.files import exclusive
 from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
-from dtt.evaluate.tasks import patterns
 from dtt.evaluate.tasks.definition import load_tasks, shipped_tasks
 from dtt.evaluate.tasks.encoding import QuestionEncoder
 from dtt.evaluate.tasks.option_trees import TreeBatch

@@ -18,12 +18,12 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.base.patterns import pattern_problem, replacement_problem
 from dtt.base.reading import read_small
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.merging import nested
 from dtt.config.source import Layer
-from dtt.evaluate.tasks.patterns import pattern_problem, replacement_problem
 from dtt.evaluate.tasks.prompt_template import fields, template_problems
 
 MAX_BYTES = 2**16

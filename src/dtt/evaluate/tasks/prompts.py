@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtt.artifacts.manifest import fingerprint
+from dtt.base.patterns import replace
 from dtt.evaluate.tasks.definition import Task
-from dtt.evaluate.tasks.patterns import replace
 from dtt.evaluate.tasks.prompt_template import render, render_list
 
 Row = Mapping[str, Any]

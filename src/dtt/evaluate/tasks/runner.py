@@ -19,6 +19,7 @@ from typing import Any
 
 from dtt.base.errors import ConfigError, Diverged
 from dtt.base.log import progress
+from dtt.base.patterns import find, replace
 from dtt.data.text.continuation import Continuation
 from dtt.evaluate.tasks.definition import Task
 from dtt.evaluate.tasks.encoding import QuestionEncoder
@@ -30,7 +31,6 @@ from dtt.evaluate.tasks.metrics import (
     task_result,
 )
 from dtt.evaluate.tasks.options import Option, OptionScore
-from dtt.evaluate.tasks.patterns import find, replace
 from dtt.evaluate.tasks.prompts import Question
 from dtt.evaluate.tasks.reasoning import opens_reasoning, without_reasoning
 from dtt.evaluate.tasks.result_files import ResultContent, ResultFile, ResultWriter

@@ -1,4 +1,4 @@
-"""Regular expressions of task definitions, with a limit on their time.
+"""Regular expressions of others, of tasks and adapters, with a limit on their time.
 
 They are those of the package `regex`, which are those of `re` and more. Some need exponential time,
 for which `re` has no limit.
@@ -12,9 +12,15 @@ from contextlib import contextmanager
 import regex
 
 MAX_LENGTH = 300
-"""Maximum number of characters of a regular expression."""
+"""Maximum number of characters of a regular expression of a task."""
 SECONDS = 10.0
 """Maximum time of a regular expression for one text."""
+SECONDS_OF_NAME = 1.0
+"""Maximum time of a regular expression for one name of a layer."""
+
+
+class SlowPattern(ValueError):
+    """A regular expression that takes too long; the message names it."""
 
 
 def pattern_problem(pattern: str) -> str | None:
@@ -40,7 +46,7 @@ def replacement_problem(pattern: str, to: str) -> str | None:
 
 
 def replace(pattern: str, to: str, text: str) -> str:
-    """Return `text` with `to` instead of all matches; raise ValueError after SECONDS."""
+    """Return `text` with `to` instead of all matches; raise SlowPattern after SECONDS."""
     with _limited(pattern, text):
         return str(regex.sub(pattern, to, text, timeout=SECONDS))
 
@@ -48,7 +54,7 @@ def replace(pattern: str, to: str, text: str) -> str:
 def find(pattern: str, text: str, *, last: bool) -> str | None:
     """Return the first group of the first or last match, or all of it if there are no groups.
 
-    Return None if nothing matches, or the group is not part of the match; raise ValueError after
+    Return None if nothing matches, or the group is not part of the match; raise SlowPattern after
     SECONDS.
     """
     with _limited(pattern, text):
@@ -60,12 +66,23 @@ def find(pattern: str, text: str, *, last: bool) -> str | None:
     return part
 
 
+def match_name(pattern: str, name: str, *, whole: bool = True) -> regex.Match[str] | None:
+    """Return the match of `pattern` with the name of a layer, or None.
+
+    It is one with the `whole` name, or with its beginning. Raise SlowPattern after SECONDS_OF_NAME.
+    """
+    with _limited(pattern, name, SECONDS_OF_NAME):
+        match = regex.fullmatch if whole else regex.match
+        found: regex.Match[str] | None = match(pattern, name, timeout=SECONDS_OF_NAME)
+        return found
+
+
 @contextmanager
-def _limited(pattern: str, text: str) -> Iterator[None]:
+def _limited(pattern: str, text: str, seconds: float | None = None) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise ValueError(
-            f"the regular expression {pattern!r} takes more than {SECONDS:g} s "
+        raise SlowPattern(
+            f"the regular expression {pattern!r} takes more than {seconds or SECONDS:g} s "
             f"for {len(text)} characters"
         ) from None
