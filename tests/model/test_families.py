@@ -3,15 +3,19 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from support.tiny_architectures import VARIANTS, tiny_architecture
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.config.model import LinearRopeScaling, ModelConfig, NoRopeScaling
 from dtt.model import families
 from dtt.model.architecture import Architecture
+from dtt.model.families.base import Family
+from dtt.model.families.nearest import DIFFERENCES, nearest
 
 
 def test_facts_about_families_need_no_torch() -> None:
@@ -100,6 +104,74 @@ def test_a_config_that_asks_for_more_is_refused(family: str, key: str, value: ob
     config = facts.to_hf_config(facts.architecture(cfg, 100, 64), 0)
     with pytest.raises(InputError, match="is not supported"):
         facts.from_hf_config(config | {key: value})
+
+
+def _tiny_config(family: Family) -> dict[str, Any]:
+    variant = next(name for name, cfg in VARIANTS.items() if cfg.family == family.name)
+    return family.to_hf_config(tiny_architecture(variant), 0)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layer_types", ["chunked_attention"] * 2),
+        ("layer_types", ["linear_attention", "full_attention"]),
+        ("layer_types", ["full_attention"] * 7),
+        ("hidden_act", "gelu_fast"),
+        ("hidden_activation", "gelu_fast"),
+        ("activation_function", "gelu_fast"),
+        ("rope_scaling", {"rope_type": "proportional"}),
+        ("rope_parameters", {"rope_type": "proportional"}),
+        ("norm_placement", "post"),
+        ("attention_chunk_size", 8),
+        ("quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_no_family_ignores_a_kind_that_it_does_not_have(
+    family: Family, key: str, value: object
+) -> None:
+    config = _tiny_config(family)
+    family.from_hf_config(config)
+    with pytest.raises(InputError, match="is not supported"):
+        family.from_hf_config(config | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"bitsandbytes, 4 bits(.|\n)*deq"),
+        ({"quant_method": "gptq", "bits": 4}, r"gptq, 4 bits(.|\n)*release of this model that is"),
+        ({"quant_method": "fp8"}, r"quantised: fp8\n(.|\n)*FineGrainedFP8Config\(dequantize=True"),
+    ],
+)
+def test_quantised_weights_are_refused_with_the_way_to_others(
+    how: dict[str, object], says: str
+) -> None:
+    family = families.get("llama")
+    with pytest.raises(InputError, match=says):
+        family.from_hf_config(_tiny_config(family) | {"quantization_config": how})
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "deepseek_v3"}, "dots1, which does not have: multi-head latent attention"),
+        ({"model_type": "llama_pro", "n_new": 1}, "llama, whose config.json has no n_new"),
+        ({"model_type": "bert"}, None),
+    ],
+)
+def test_an_unsupported_model_is_compared_with_the_nearest(
+    config: dict[str, object], says: str | None
+) -> None:
+    found = nearest(config, families.FAMILIES)
+    assert (found and found.removeprefix("the nearest is ")) == says
+
+
+def test_every_nearest_family_exists() -> None:
+    names = {family.name for family in families.FAMILIES}
+    assert {family for family, _ in DIFFERENCES.values()} <= names
+    assert DIFFERENCES.keys().isdisjoint(family.hf_model_type for family in families.FAMILIES)
 
 
 def test_every_nth_layer_of_gemma3_has_no_window() -> None:

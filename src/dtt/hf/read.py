@@ -22,6 +22,7 @@ from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.families import multimodal
+from dtt.model.families.nearest import nearest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -100,10 +101,12 @@ def _family(config: Mapping[str, Any], folder: Path) -> Family:
     """Return the family that config.json names; InputError if dtt does not know it."""
     known = {family.hf_model_type: family for family in families.FAMILIES}
     if config.get("model_type") not in known:
+        close = nearest(config, families.FAMILIES)
         raise InputError(
             f"the model in {folder} is not supported",
             why=f"config.json has model_type {config.get('model_type')!r}; "
-            f"supported: {', '.join((*known, multimodal.MODEL_TYPE))}",
+            + (f"{close}; " if close else "")
+            + f"supported: {', '.join((*known, multimodal.MODEL_TYPE))}",
             next="use a folder written by `dtt export`, or a model of a supported type",
         )
     return known[config["model_type"]]

@@ -12,7 +12,8 @@ from typing import Any
 
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture, ExpertMixture
-from dtt.model.families import llama, mixture_rules, qwen3
+from dtt.model.families import attention_windows, llama, mixture_rules, qwen3
+from dtt.model.families.attention_windows import FULL, LOCAL
 from dtt.model.families.base import Family, WeightRule, same_name
 from dtt.model.families.hf_config import (
     COUNT,
@@ -89,9 +90,9 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     """
     arch = llama.read_hf_config({"num_key_value_heads": 32, **config})
     window, first = config.get("sliding_window", 4096), config.get("max_window_layers", 62)
-    local = window is not None and first is not None and first < arch.n_layers
-    kinds = config.get("layer_types") or (["sliding_attention"] if local else [])
-    if set(kinds) > {"full_attention"} or "sliding_attention" in kinds:
+    late = window is not None and first is not None
+    kinds = [LOCAL if late and i >= first else FULL for i in range(arch.n_layers)]
+    if any(attention_windows.from_hf(config, window, kinds)):
         raise unsupported(config, "sliding_window, layer_types: it has layers with a window")
     width = config.get("moe_intermediate_size", 1408)
     experts = ExpertMixture(

@@ -98,6 +98,8 @@ def check_values(
 
     An unknown key is accepted if it is null, or has its value in `defaults()`.
     """
+    if (quantised := config.get("quantization_config")) is not None:
+        raise _quantised(config, quantised)
     known = {**COMMON, **table}
     unknown = {k: v for k, v in config.items() if k not in known and v is not None}
     # transformers is imported for its defaults only if a key is unknown: the import takes seconds.
@@ -115,6 +117,31 @@ def check_values(
         if key in known and not known[key].accepts(value):
             words = known[key].words
             raise unsupported(config, f"config.json has {key}: {value!r}; supported: {words}")
+
+
+LOADED_WHOLE = {
+    "bitsandbytes": "from_pretrained(FOLDER).dequantize()",
+    "compressed-tensors": "from_pretrained(FOLDER, quantization_config="
+    "CompressedTensorsConfig(run_compressed=False))",
+    "fp8": "from_pretrained(FOLDER, quantization_config=FineGrainedFP8Config(dequantize=True))",
+    "mxfp4": "from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True))",
+}
+"""How transformers loads quantised weights as numbers again, by method."""
+
+
+def _quantised(config: Mapping[str, Any], how: object) -> InputError:
+    """Return the error for quantised weights, with the way to weights that dtt reads."""
+    facts = how if isinstance(how, dict) else {}
+    method = str(facts.get("quant_method") or "an unknown method")
+    bits = facts.get("bits") or next((n for n in (4, 8) if facts.get(f"load_in_{n}bit")), None)
+    remedy = "use the release of this model that is not quantised"
+    if method in LOADED_WHOLE:
+        remedy += (
+            "; or in Python, where transformers has the method: "
+            f"AutoModelForCausalLM.{LOADED_WHOLE[method]}.save_pretrained(NEW)"
+        )
+    why = f"its weights are quantised: {method}" + (f", {bits} bits" if bits else "")
+    return unsupported(config, why, next=remedy)
 
 
 def _listed(values: Mapping[str, Any]) -> str:
