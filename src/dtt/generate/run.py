@@ -178,7 +178,7 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
             why=f"prompt and continuation must fit into {context} tokens",
         )
     if ids and max(ids) >= (rows := trained.arch.vocab_size):
-        outside = {tokenizer.id_to_token(i) for i in ids if i >= rows}
+        outside = {str(tokenizer.id_to_token(i)) for i in ids if i >= rows}
         raise ConfigError(
             f"{name} contains {', '.join(sorted(outside))}, for which the model has no embedding",
             why=f"the tokenizer has more ids than the model has rows ({rows})",
