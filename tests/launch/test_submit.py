@@ -81,8 +81,20 @@ def test_a_job_may_be_created_for_a_later_sbatch(
     script = job.script.read_text()
     assert 'NCCL_DEBUG_FILE="$_dtt_job/logs/nccl-${SLURM_JOB_ID}-%h-%p.log"' in script
     assert script == dtt("submit", "train", *settings, "--print-script", **slurm).stdout
+    status = json.loads(dtt("job", "status", job.root, "--json", **slurm).stdout)
+    assert status["state"] == "not submitted"
+    assert status["detail"].startswith("run sbatch ")
+    dtt("job", "rm", job.root, "-y", **slurm)
     # It may be created again, and submitted by dtt after all.
     dtt("submit", "train", *settings, "--no-submit", **slurm)
+    # But not if another terminal submits it between the checks and sbatch.
+    fake = Path(slurm["PATH"].split(":")[0]) / "squeue"
+    text = fake.read_text()
+    fake.write_text(f'#!/bin/bash\necho \'{{"time": 1, "job_id": 5}}\' >>{job.submissions}\n')
+    refused = dtt("submit", "train", "jobs/t", expect=2, **slurm).stderr
+    assert "submitted by another process in the meantime" in refused
+    assert not (dtt.folder / "calls").exists()
+    fake.write_text(text)
     assert dtt("submit", "train", "jobs/t", **slurm).stdout.endswith("submitted  17\n")
 
 
@@ -264,8 +276,16 @@ def test_a_rejection_by_sbatch_is_reported_with_its_message(
     dtt("submit", "train", *tiny(), expect=78, **slurm)
     assert not config.exists()
     config.write_text("name: t")
-    dtt("submit", "train", *tiny(), expect=78, **slurm)
-    assert config.read_text() == "name: t"
+    files = {config: "name: t"}
+    for name in ("slurm.sh", "env.json", "code/dtt/old.py"):
+        files[dtt.folder / "jobs/t" / name] = name
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    dtt("submit", "train", *tiny(), "--code-copy", expect=78, **slurm)
+    assert {path: path.read_text() for path in files} == files
+    assert [path.name for path in (dtt.folder / "jobs/t/code/dtt").iterdir()] == ["old.py"]
+    assert not (dtt.folder / "jobs/t/.code.before").exists()
 
 
 @pytest.mark.slow

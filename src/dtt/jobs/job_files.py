@@ -35,6 +35,8 @@ class JobFiles:
     submitted: float
     unanswered: bool
     """True if sbatch did not answer the newest submission and no attempt has started since."""
+    unsent: bool
+    """True if `dtt submit --no-submit` wrote the newest submission, for a later sbatch."""
     successors: frozenset[str]
     """Slurm's ids of the submissions that the job script itself made."""
     decision: str
@@ -75,7 +77,9 @@ class JobFiles:
             submitted=submitted,
             unanswered=bool(submissions)
             and submissions[-1]["job_id"] is None
+            and submissions[-1].get("sent") is not False
             and submitted > started,
+            unsent=bool(submissions) and submissions[-1].get("sent") is False,
             successors=frozenset(str(r["job_id"]) for r in submissions if "argv" not in r),
             # A decision about an earlier attempt says nothing about this one.
             decision=_decision(job) if _modified(job.decision) > max(started, submitted) else "",

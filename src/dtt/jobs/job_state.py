@@ -30,6 +30,7 @@ class State(StrEnum):
     """The state of a job: its current activity, or how it ended."""
 
     NEW = "never started"
+    UNSENT = "not submitted"
     QUEUED = "queued"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -377,6 +378,8 @@ class _Derivation:
             )
         if self.slurm is not None:  # the set-up of its node did not finish
             return State.FAILED, f"Slurm state {self.slurm.state}"
+        if not self.ids and self.files.unsent:
+            return State.UNSENT, f"run sbatch {self.files.job.script}"
         if not self.ids:
             return State.NEW, ""
         return State.LOST, f"never started, and Slurm no longer knows job {self.ids[-1]}"

@@ -82,7 +82,7 @@ def _progress(sweep: Sweep, trial: str, status: Status) -> TrialProgress:
     if attempt == 0 and job.stop.exists() and not active:
         state = State.CANCELLED  # before its first attempt
     ending = job.exit_record(attempt) if attempt else None
-    no_failure = active or state in (State.NEW, State.DONE, State.CANCELLED)
+    no_failure = active or state in (State.NEW, State.UNSENT, State.DONE, State.CANCELLED)
     points = measured(job, sweep.manifest.metric)
     return TrialProgress(
         trial=trial,

@@ -221,7 +221,9 @@ def resume(path: Path) -> None:
         job_state.examine([whole])[0].check_idle()
         job = whole
     if job.script.is_file() and shutil.which("sbatch") is not None:
-        print(f"submitted  {submissions.submit_again(job)}")
+        with exclusive(job.root, "dtt train or dtt submit"):
+            job_state.examine([job])[0].check_idle()  # another terminal may have been faster
+            print(f"submitted  {submissions.submit_again(job)}")
         return
     # Requests that arrived after the last attempt ended are not meant for the next attempt.
     for trigger in (job.stop, job.save, job.profile):

@@ -42,12 +42,14 @@ class Submission:
 
 @contextmanager
 def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
-    """Write the configurations of a submission; undo it if Slurm rejects the job.
+    """Write the configurations of a submission; if Slurm rejects the job, undo this and the job
+    script and environment that were written inside.
 
     `new` are the job directories that did not exist before.
     """
-    texts = configurations(submission)
-    before = {path: path.read_bytes() if path.exists() else None for path in texts}
+    texts, job = configurations(submission), submission.job
+    paths = (*texts, job.script, job.root / "env.json")
+    before = {path: path.read_bytes() if path.is_file() else None for path in paths}
     for stage in submission.stages:
         stage.create()
     for path, text in texts.items():
@@ -59,9 +61,11 @@ def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
     except DttError:
         for path, content in before.items():
             if content is None:
-                path.unlink()
+                path.unlink(missing_ok=True)
             else:
                 write_atomically(path, content)
+        if job.script.is_file():
+            job.script.chmod(0o755)
         for root in new:
             shutil.rmtree(root, ignore_errors=True)
         raise

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,14 @@ def run(
     if print_script:
         print(Verbatim(text), end="")
         return
+    known = _recorded(submission.job)
     checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
     if no_submit and not dry_run:
-        submit(submission, copy_code=code_copy, send=False)
+        submit(submission, known, copy_code=code_copy, send=False)
     elif not dry_run and (yes or confirmed("submit?")):
-        job_id = submit(submission, copy_code=code_copy)
+        job_id = submit(submission, known, copy_code=code_copy)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
@@ -392,27 +394,57 @@ def confirmed(question: str) -> bool:
     return bool(answer) and answer.strip().lower() in ("", "y", "yes")
 
 
-def submit(submission: Submission, *, copy_code: bool, send: bool = True) -> str | None:
+def submit(submission: Submission, known: int, *, copy_code: bool, send: bool = True) -> str | None:
     """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
-    Without `send`, it is not submitted, and the result is None.
-    If Slurm rejects the script, a new job directory is removed, and the configuration of an
-    existing one is restored.
+    Without `send`, it is not submitted, and the result is None. Raises ConfigError if the record of
+    submissions has no longer the size `known` that it had before the checks.
+    If Slurm rejects the script, a new job directory is removed, and the files of an existing one
+    are restored.
     """
     job = submission.job
     folders = {job.root, *(path.parent for path in configurations(submission))}
     new = [folder for folder in folders if not folder.exists()]
-    with exclusive(job.root, "dtt train or dtt submit"), restored(submission, new):
-        job.write_environment()
-        job.make_control()
-        if copy_code:
-            _copy_code(job.root / "code")
-        return submissions.submit(submission.script, send=send)
+    code = _code_copied(job.root / "code") if copy_code else nullcontext()
+    with exclusive(job.root, "dtt train or dtt submit"):
+        # Another terminal may have submitted it while this one waited for an answer.
+        if _recorded(job) != known:
+            raise ConfigError(
+                f"{job.root} was submitted by another process in the meantime",
+                where=job.submissions,
+                next=f"dtt job status {job.root}",
+            )
+        with restored(submission, new), code:
+            job.write_environment()
+            job.make_control()
+            return submissions.submit(submission.script, send=send)
 
 
-def _copy_code(folder: Path) -> None:
-    """Copy dtt's own code into `folder`, so that a job with this PYTHONPATH runs the copy."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.rmtree(folder, ignore_errors=True)
+def _recorded(job: JobDir) -> int:
+    """Return the size of the record of submissions, which grows with each of them."""
+    return job.submissions.stat().st_size if job.submissions.is_file() else 0
+
+
+@contextmanager
+def _code_copied(folder: Path) -> Iterator[None]:
+    """Copy dtt's own code into `folder`, so that a job with this PYTHONPATH runs the copy.
+
+    Restore the previous copy, which the attempts so far have run, if Slurm rejects the job.
+    """
+    ignored, before = shutil.ignore_patterns("__pycache__"), folder.with_name(".code.before")
+    shutil.rmtree(before, ignore_errors=True)
+    if folder.exists():
+        folder.rename(before)
     shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)
     shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)
+    try:
+        yield
+    except job_script.Unanswered:  # the job may be queued and needs it
+        raise
+    except DttError:
+        shutil.rmtree(folder)
+        if before.exists():
+            before.rename(folder)
+        raise
+    finally:
+        shutil.rmtree(before, ignore_errors=True)

@@ -28,8 +28,8 @@ def submit(script: Script, *, send: bool = True) -> str | None:
 
     Return the job id, for an array that of all tasks.
 
-    Without `send`, only write it and return None. The record is then that of a submission without
-    an answer: Slurm is asked for jobs of this script, and finds one as soon as a user submits it.
+    Without `send`, only write it and return None. Slurm is then asked for jobs of this script, and
+    finds one as soon as a user submits it.
     """
     folder = JobDir(script.job)
     folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create the folder of --output
@@ -42,9 +42,10 @@ def submit(script: Script, *, send: bool = True) -> str | None:
     jobs = [JobDir(path) for path in script.array.trials] if script.array else [folder]
 
     def record(id: str | None) -> None:
-        for task, job in enumerate(jobs):
+        for number, job in enumerate(jobs):
             argv = [*script.argv, *([str(job.root)] if script.kind == "train" else [])]
-            _record(job, id, argv, script.directory, task if script.array else None, folder.script)
+            task = number if script.array else None
+            _record(job, id, argv, script.directory, task, folder.script, sent=send)
 
     if not send:
         record(None)
@@ -111,10 +112,13 @@ def _record(
     directory: Path | None,
     task: int | None,
     script: Path,
+    *,
+    sent: bool = True,
 ) -> None:
     """Append a record of a submission.
 
-    `id` is None if sbatch did not answer. `task` is the index of a task of an array, else None.
+    `id` is None if sbatch did not answer, or was not asked: if not `sent`. `task` is the index of a
+    task of an array, else None.
     """
     record: dict[str, object] = {
         "time": int(time.time()),
@@ -125,6 +129,8 @@ def _record(
     }
     if id is None:  # `find_unanswered` finds the job by these
         record |= {"script": str(script.absolute()), "task": task}
+    if not sent:
+        record["sent"] = False
     append(job.submissions, json.dumps(record) + "\n")
 
 

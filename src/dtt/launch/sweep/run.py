@@ -138,7 +138,7 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     """Ask running trials to save and stop; remove queued ones from the Slurm queue."""
     sweep = planning.find(name)
     ids = sweep.chosen(chosen)
-    may_start = (State.NEW, State.UNKNOWN)
+    may_start = (State.NEW, State.UNSENT, State.UNKNOWN)
     active = [
         one
         for one in sweep_results.progress(sweep)

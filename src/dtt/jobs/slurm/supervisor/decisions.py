@@ -12,6 +12,8 @@ CODES = frozenset((0, 1, 2, 65, 66, 74, 75, 76, 78, 130))
 """Exit codes of dtt; any other status comes from a signal, from bash or from Slurm."""
 FATAL = frozenset((2, 65, 66, 76, 130))
 """Usage, data, missing input, divergence, Ctrl-C: another attempt would end in the same way."""
+MISSING = frozenset((126, 127))
+"""Statuses of bash for a program that does not exist or cannot be executed: nor will it later."""
 STOPPED = 75
 UNFIT = 78
 
@@ -49,6 +51,9 @@ def decide(ending: Ending, resume: str, give_up: str) -> Decision:
         return Decision(False, 0, "done")
     if code in FATAL:
         return Decision(False, ending.status, f"{how}: fix the reported error, then run {resume}")
+    if code is None and ending.status in MISSING:
+        how = f"exit code {ending.status}: a program is missing or cannot be executed"
+        return Decision(False, ending.status, f"{how}; see logs/, then run {resume}")
     # Whoever cancels a job does not want it back, however its processes ended.
     if ending.slurm == "cancelled":
         return Decision(False, ending.status, f"{how}; the job was cancelled")

@@ -17,6 +17,7 @@ from .decisions import (
     FATAL,
     LIMIT,
     MAX_STALLED_ATTEMPTS,
+    MISSING,
     STOPPED,
     UNFIT,
     Decision,
@@ -194,8 +195,10 @@ class Supervisor:
         if self.plan.preflight:
             device = ["--device", "cpu"] if self.plan.preflight == "cpu" else []
             status = self._launch("preflight", ["doctor", *device, "--path", str(self.job)])
-        # Whatever the exit code of the test: a node that fails it is unfit.
-        status = UNFIT if status else self._launch("train", [*self.command, str(self.job)])
+        if status == 0:
+            status = self._launch("train", [*self.command, str(self.job)])
+        elif status not in MISSING:  # whatever else the test ends with, the node is unfit
+            status = UNFIT
         code = status if status in CODES - {0} else None
         asked_by = self.stop_reason
         # torchrun exits with 1 after any failure, srun may with 0: exit.json has the code.
