@@ -50,6 +50,16 @@ def test_a_bug_shows_its_traceback_and_asks_for_a_report(tmp_path: Path) -> None
     assert done.stderr.endswith("dtt: this is a bug; please report the lines above\n")
 
 
+@pytest.mark.parametrize(
+    "memory", ["bytearray(2**62)", "import pyarrow as pa; pa.allocate_buffer(2**60)"]
+)
+def test_too_little_memory_is_no_bug(tmp_path: Path, memory: str) -> None:
+    done = body(tmp_path, memory)
+    assert done.returncode == ExitCode.UNFIT
+    assert "dtt: this process has too little memory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_ctrl_c_ends_quietly(dtt: Dtt, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hold")
     code = "from dtt.mesh.process import command\nwith command(): open('hold').read()"

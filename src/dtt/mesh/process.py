@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dtt.base import launcher
-from dtt.base.errors import DiskFull, DttError, ExitCode, InputError, StorageError
+from dtt.base.errors import DiskFull, DttError, EnvironmentUnfit, ExitCode, InputError, StorageError
 from dtt.base.files import free_space, in_size
 from dtt.base.interrupts import raise_interrupts
 from dtt.base.log import ImportLog, setup_logging
@@ -66,7 +66,7 @@ def command(kept: str = "") -> Iterator[None]:
         code = _report(error)
     except BrokenPipeError:  # the reader of stdout has ended, for example in `dtt … | head`
         _drop_output()
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         try:
             sys.stdout.flush()
         except OSError:
@@ -119,8 +119,14 @@ def _report(error: DttError) -> ExitCode:
     return error.exit_code
 
 
-def in_words(error: OSError) -> DttError:
-    """Return the DttError that explains an OSError."""
+def in_words(error: OSError | MemoryError) -> DttError:
+    """Return the DttError that explains an error of the system."""
+    if isinstance(error, MemoryError):
+        return EnvironmentUnfit(
+            "this process has too little memory",
+            why=str(error) or "an allocation failed",
+            next="fewer processes on this machine, or a machine with more memory",
+        )
     if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
         path = Path(os.fsdecode(error.filename))
         return StorageError(

@@ -188,7 +188,7 @@ class ConversationEncoder:
                 conversations = self._parse(row)
                 unread = self._unread(conversations)
                 refused.nulls += any(map(_has_nulls, conversations))
-                refused.unread.update(unread)
+                refused.count_unread(unread)
                 parsed.append((row, conversations))
         results = self._results([conversations for _, conversations in parsed])
         for (row, _), mine in zip(parsed, results, strict=True):

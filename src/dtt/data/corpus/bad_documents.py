@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from dtt.base.errors import DamagedError, DttError
 
 MAX_REASONS = 50
-"""Maximum number of different reasons that are counted; further ones count as OTHER."""
-OTHER = "other reasons"
+"""Maximum number of different reasons, or keys, that are counted; further ones count as others."""
+OTHER, OTHER_KEYS = "other reasons", "other keys"
 NUMBER = re.compile(r"\d+")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -47,6 +47,11 @@ class BadDocuments:
         self.replaced += 1
         return SURROGATE.sub("\ufffd", text)
 
+    def count_unread(self, keys: Iterable[str]) -> None:
+        """Count a usable row for each of its keys that is not used."""
+        for key in keys:
+            _count(self.unread, key, OTHER_KEYS)
+
     def guard(self, where: Callable[[], str]) -> Guard:
         """Return a context that turns any exception raised inside into an unusable document.
 
@@ -67,9 +72,8 @@ class BadDocuments:
         self.count += count
         self.lost_bytes += lost_bytes
         why = " ".join("".join(c if c.isprintable() else " " for c in why).split())
-        reason = NUMBER.sub("N", why)  # so that the same error in two messages counts as one
-        known = reason in self.reasons or len(self.reasons) < MAX_REASONS
-        self.reasons[reason if known else OTHER] += count
+        # Without numbers, so that the same error in two messages counts as one.
+        _count(self.reasons, NUMBER.sub("N", why), OTHER, count)
         if lost_bytes:
             why += f"; lost: about {lost_bytes:,} bytes"
         if self._stop:
@@ -81,6 +85,12 @@ class BadDocuments:
             )
         if len(self.examples) < self._shown:
             self.examples.append(f"{where()}: {why}")
+
+
+def _count(counter: Counter[str], name: str, other: str, count: int = 1) -> None:
+    """Count `name`, or `other` if there are MAX_REASONS names: rows may have keys of their own."""
+    known = name in counter or len(counter) < MAX_REASONS
+    counter[name if known else other] += count
 
 
 class Guard:
