@@ -21,7 +21,6 @@ import yaml
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.checkpoint import store
-from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.config.validation import validate
 from dtt.track import jsonl
@@ -54,9 +53,9 @@ class Broken(AssertionError):
 
 
 def draws(seed: int) -> Iterator[tuple[str, RunConfig]]:
-    """Yield random configurations that the check accepts, with a precision; it never ends."""
+    """Yield random configurations that the check accepts, of four features and a precision."""
     source = random.Random(seed)
-    for arguments, cfg in fuzz.configurations(seed):
+    for arguments, cfg in fuzz.configurations(seed, counts=(4,)):
         values = cfg.model_dump(mode="json")
         precision = source.choice(PRECISIONS)
         for argument in precision:
@@ -65,13 +64,6 @@ def draws(seed: int) -> Iterator[tuple[str, RunConfig]]:
         accepted, _ = validate(RunConfig, json.loads(json.dumps(values)))
         if accepted is not None:
             yield f"{arguments} {' '.join(precision)}", accepted
-
-
-def named(arguments: str) -> RunConfig:
-    """Return the configuration of a draw, to repeat it."""
-    import shlex
-
-    return resolve(None, shlex.split(arguments), env={}).config
 
 
 @dataclass(frozen=True)

@@ -162,15 +162,16 @@ WITHOUT_EFFECT = (
 """Beginnings of keys that no feature needs."""
 
 
-def configurations(seed: int) -> Iterator[tuple[str, RunConfig]]:
+def configurations(seed: int, counts: Sequence[int] = (2, 3)) -> Iterator[tuple[str, RunConfig]]:
     """Yield random valid configurations, each with its arguments; it never ends.
 
-    First every pair of features, in random order with random alternatives, then triples.
+    First every combination of as many features as `counts` begins with, in random order with
+    random alternatives, then of the next number.
     """
     source = random.Random(seed)
     names = sorted(FEATURES)
     while True:
-        for count in (2, 3):
+        for count in counts:
             chosen = list(combinations(names, count))
             source.shuffle(chosen)
             for features in chosen:

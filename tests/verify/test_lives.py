@@ -1,0 +1,24 @@
+"""What the check of a configuration accepts can be trained, resumed, used and exported."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from support import lifecycle
+
+COUNT = 12
+"""Lives in CI, of ten seconds each; nightly_lives.py has 300."""
+INPUTS: dict[str, Path] = {}
+
+
+@pytest.mark.slow(except_for=["0"])
+@pytest.mark.parametrize("number", range(COUNT), ids=str)
+def test_an_accepted_configuration_works_to_its_export(
+    number: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    arguments, cfg = next(islice(lifecycle.draws(seed=2026), number, None))
+    print(arguments)
+    folder = tmp_path_factory.mktemp("lives") / "life"
+    lifecycle.Life.of(cfg, folder, INPUTS).live()
