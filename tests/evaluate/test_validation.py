@@ -31,7 +31,9 @@ def test_a_diverged_model_yields_no_sample_and_does_not_end_the_run(
     with caplog.at_level(logging.WARNING, logger="dtt"):
         tokenizer = Tokenizer.from_file(str(tokens / "tokenizer.json"))
         record = Sampler(train, tokenizer, [1, 2], "one", (0,), seed=0).record(model, 3)
-    assert record == {"kind": "sample", "step": 3, "prompt": "one", "text": "one"}
+    assert record == {
+        "kind": "sample", "step": 3, "temperature": 0.8, "prompt": "one", "text": "one",
+    }  # fmt: skip
     assert "no sample: the model's logits are not finite" in caplog.text
 
 

@@ -17,7 +17,7 @@ from support.tiny_job import (
 )
 from tokenizers import processors
 
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.generate import run as generate
 from dtt.hf import export
 
@@ -158,6 +158,42 @@ def test_json_has_the_finish_reason(job: Path, capsys: pytest.CaptureFixture[str
     assert [
         (r["text"], r["finish_reason"], r["prompt_tokens"], r["completion_tokens"]) for r in records
     ] == [("aaaaa", "length", 1, 5), ("", "stop", 2, 0), ("aa", "length", 62, 2)]
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "expected"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, (0.6, 20, 0.95)),
+        ({"do_sample": True, "top_p": 0.9}, {"top_p": 0.5}, (1.0, None, 0.5)),
+        ({"do_sample": True, "top_k": 0, "temperature": 2}, {"temperature": 0.1}, (0.1, None, 1.0)),
+        ({"temperature": 0.6}, {}, (0.8, None, 1.0)),  # transformers would be greedy
+        (None, {"top_k": 3}, (0.8, 3, 1.0)),
+        ({"do_sample": True, "temperature": "hot"}, {}, "temperature is 'hot'"),
+        ({"do_sample": True, "top_p": 1e999}, {}, "top_p is inf"),
+    ],
+)
+def test_options_that_are_not_given_are_those_of_the_model(
+    config: dict[str, Any] | None,
+    given: dict[str, Any],
+    expected: tuple[object, ...] | str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if config is not None:
+        content = json.dumps(config | {"repetition_penalty": 1.1, "min_p": 0})
+        (tmp_path / "generation_config.json").write_text(content)
+    options = {"temperature": None, "top_k": None, "top_p": None, "seed": None} | given
+    if isinstance(expected, str):
+        with pytest.raises(DamagedError, match=expected):
+            generate.choose_sampling(str(tmp_path), 5, **options)
+        return
+    with caplog.at_level("INFO", logger="dtt"):
+        found = generate.choose_sampling(str(tmp_path), 5, **options)
+    assert (found.temperature, found.top_k, found.top_p) == expected
+    said = config is not None and "do_sample" in config
+    assert ("does not have: repetition_penalty 1.1" in caplog.text) == said
+    assert ("temperature 0.6, top_k 20, top_p 0.95" in caplog.text) == (expected[0] == 0.6)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff"])

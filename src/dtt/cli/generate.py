@@ -40,9 +40,9 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="File with one prompt per line.")
     ] = None,
     max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.8,
+    temperature: Temperature = None,
     top_k: TopK = None,
-    top_p: TopP = 1.0,
+    top_p: TopP = None,
     seed: Seed = None,
     ema: Ema = False,
     batch_size: Annotated[
@@ -62,7 +62,7 @@ def generate(
         generate.run(
             source,
             prompt or [],
-            generate.Sampling(max_new_tokens, temperature, top_k, top_p, seed),
+            generate.choose_sampling(source, max_new_tokens, temperature, top_k, top_p, seed),
             prompts_file=prompts_file,
             ema=ema,
             batch_size=batch_size,
@@ -89,9 +89,9 @@ def chat(
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.8,
+    temperature: Temperature = None,
     top_k: TopK = None,
-    top_p: TopP = 1.0,
+    top_p: TopP = None,
     seed: Seed = None,
     ema: Ema = False,
     ids: Annotated[bool, typer.Option("--ids", help="Print the token ids of each prompt.")] = False,
@@ -114,12 +114,12 @@ def chat(
     """
     with command():
         from dtt.base.errors import ConfigError
-        from dtt.generate.run import Sampling
+        from dtt.generate.run import choose_sampling
 
-        sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+        if web and (json or ids):
+            raise ConfigError("--web and --json or --ids are mutually exclusive")
+        sampling = choose_sampling(source, max_new_tokens, temperature, top_k, top_p, seed)
         if web:
-            if json or ids:
-                raise ConfigError("--web and --json or --ids are mutually exclusive")
             from dtt.generate import web as body
 
             body.run(source, system, sampling, template=template, ema=ema, port=port)

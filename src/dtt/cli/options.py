@@ -98,7 +98,12 @@ MaxNewTokens = Annotated[
 
 
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the most likely token.")
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Sampling temperature; 0 takes the most likely token. Default: that of the model's "
+        "generation_config.json, with its top_k and top_p, else 0.8.",
+    ),
 ]
 
 
@@ -107,7 +112,9 @@ TopK = Annotated[
 ]
 
 
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: total probability.")]
+TopP = Annotated[
+    float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: total probability.")
+]
 
 
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Random seed, for reproducible text.")]

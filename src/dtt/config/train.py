@@ -23,6 +23,9 @@ from dtt.config.budget import Stretch
 
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
+SAMPLE_TEMPERATURE = 0.8
+"""Of the samples of a run; the rate of answers that stop is that of greedy ones."""
+
 
 class TrainConfig(Section):
     """The training run: duration, batch sizes, precision, device and intervals."""

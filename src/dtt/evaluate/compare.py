@@ -50,14 +50,7 @@ def run(
     Raises InputError if there are no results of a common task, and ConfigError if the two were
     asked different questions or for any of the other `options`.
     """
-    for name, value in options.items():
-        flag = f"--{name}" if name in ("step", "harness") else f"eval.{name}"
-        if value not in (None, ()):
-            raise ConfigError(
-                f"dtt eval compare does not take {flag}",
-                why="it reads recorded results, and evaluates nothing",
-                next=f"dtt eval compare {one} {other}; the step is part of a name: JOB@STEP",
-            )
+    _refuse_options(options, one, other)
     names = _names(tasks)
     equal = {"ema": ema or None, "shots": shots, "limit": limit, "bos": bos}
     equal = {name: value for name, value in equal.items() if value is not None}
@@ -94,6 +87,18 @@ def run(
             log.warning("%s and %s have the same weights", one, other)
         name = first.header["task"]
         _show(_described(one, first), _described(other, second), name, found)
+
+
+def _refuse_options(options: Mapping[str, Any], one: str, other: str) -> None:
+    """Raise ConfigError for an option of an evaluation that is set."""
+    for name, value in options.items():
+        flag = f"--{name}" if name in ("step", "harness") else f"eval.{name}"
+        if value not in (None, ()):
+            raise ConfigError(
+                f"dtt eval compare does not take {flag}",
+                why="it reads recorded results, and evaluates nothing",
+                next=f"dtt eval compare {one} {other}; the step is part of a name: JOB@STEP",
+            )
 
 
 def _recorded(source: str) -> Iterator[tuple[Path, str | None]]:

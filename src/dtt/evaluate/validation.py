@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dtt.base.errors import Diverged
 from dtt.base.log import log
-from dtt.config.train import TrainConfig
+from dtt.config.train import SAMPLE_TEMPERATURE, TrainConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.data.samples.protocol import Samples, Source
@@ -208,7 +208,7 @@ class Sampler:
         device = next(model.parameters()).device
         how: dict[str, Any] = {
             "max_new_tokens": self.config.sample_tokens,
-            "temperature": 0.8,
+            "temperature": SAMPLE_TEMPERATURE,
             "top_p": 0.95,
             "stop_ids": self.stop_tokens,
             # The step is in the seed: the sample does not depend on how often a run was resumed.
@@ -228,7 +228,13 @@ class Sampler:
                 ids = []
         reply = Continuation(self.tokenizer, list(self.prompt))
         text = self.shown + "".join(map(reply.add, ids)) + reply.end()
-        return {"kind": "sample", "step": step, "prompt": self.shown, "text": text}
+        return {
+            "kind": "sample",
+            "step": step,
+            "temperature": SAMPLE_TEMPERATURE,
+            "prompt": self.shown,
+            "text": text,
+        }
 
 
 PROMPT = re.compile(r"(?:\S+ +){0,4}\S+")

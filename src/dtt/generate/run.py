@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import randbits
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.log import log
+from dtt.base.reading import is_kind
 from dtt.base.terminal import Verbatim
-from dtt.hf.model_source import load_model, on_device
+from dtt.hf.model_source import find_folder, load_model, on_device
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
     from dtt.data.text.continuation import Continuation
     from dtt.hf.read import Trained
     from dtt.model.decoder import Decoder
+
+
+RECOMMENDED = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0,
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+}  # fmt: skip
+"""Options of sampling in a generation_config.json, and the values that ask for nothing."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,59 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     seed: int | None = None
+
+
+def choose_sampling(
+    source: str,
+    max_tokens: int,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+) -> Sampling:
+    """Return the options that the user gave, and else those that the model recommends.
+
+    As in transformers, these are in generation_config.json with `do_sample: true`. They are logged,
+    and so is what dtt does not have. Without them, the temperature is 0.8.
+    """
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    found = _recommended(source)
+    unknown = {name: found.pop(name) for name in [*found] if name not in given}
+    used = {name: value for name, value in found.items() if given[name] is None}
+    if used:
+        log.info("sampling as generation_config.json says: %s", _listed(used))
+    if unknown:
+        log.warning("generation_config.json says what dtt does not have: %s", _listed(unknown))
+    chosen = {"temperature": 0.8, "top_k": None, "top_p": 1.0} | used
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    return Sampling(max_tokens, seed=seed, **chosen)
+
+
+def _recommended(source: str) -> dict[str, Any]:
+    """Return the options of sampling in the generation_config.json of a Hugging Face folder.
+
+    Values that ask for nothing are left out. Raises DamagedError for values that are no options.
+    """
+    folder = find_folder(source)
+    path = None if folder is None else folder / "generation_config.json"
+    if path is None or not path.is_file():
+        return {}
+    from dtt.hf.chat_format import read_config
+
+    config = read_config(path)
+    if config.get("do_sample") is not True:
+        return {}
+    found = {name: config.get(name, neutral) for name, neutral in RECOMMENDED.items()}
+    for name, value in found.items():
+        if not is_kind(value, float) or not 0 <= value < 2**31 or (name == "top_p" and value > 1):
+            raise DamagedError(f"{name} is {value!r}", where=path, next=f"correct {name} there")
+    chosen = {name: value for name, value in found.items() if value != RECOMMENDED[name]}
+    chosen["temperature"] = found["temperature"]  # 1.0 without one
+    return chosen | {"top_k": int(chosen["top_k"])} if "top_k" in chosen else chosen
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 def run(

@@ -30,6 +30,7 @@ from dtt.base.log import log
 from dtt.config import source
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
+from dtt.config.train import SAMPLE_TEMPERATURE
 from dtt.data.corpus.selection import selection_folder
 from dtt.jobs.stages import done, report_shadowed
 from dtt.report import run as report
@@ -314,13 +315,13 @@ def closing_summary(
             lines.append(f"  bits per byte    {bits}")
         if "answer_stop_rate" in last:
             rates = f"{first['answer_stop_rate']:.0%} -> {last['answer_stop_rate']:.0%}"
-            lines.append(f"  answers stop     {rates}")
+            lines.append(f"  answers stop     {rates} (greedy)")
     lines.append(f"  trained          {summary.steps} steps, {summary.tokens / 1e6:.2f}M tokens")
     if summary.tokens_per_second is not None:
         lines.append(f"  speed            {summary.tokens_per_second:,.0f} tokens/s")
     for title, text in (("before", summary.first_sample), ("after", summary.last_sample)):
         if text:
-            lines += ["", f"  a sample {title} training:"]
+            lines += ["", f"  a sample at temperature {SAMPLE_TEMPERATURE} {title} training:"]
             for line in text.splitlines():
                 lines += [f"    | {part}" for part in textwrap.wrap(line, 90) or [""]]
     prompt = shlex.quote(cfg.train.sample_prompt or summary.sample_prompt or "Once")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dtt.base.errors import Diverged
+from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.kv_cache import KVCache
 
@@ -60,21 +61,15 @@ def generate_batch(
 
     Prompts have at least one token. Each is continued independently of the others: until it has
     `max_new_tokens`, until one of `stop_ids` (which is not yielded), until the caller adds its
-    index to `ended`, or until it fills the model's context (`max_seq_len`). Temperature 0 selects
-    the most likely token. Otherwise the token is drawn from the smallest set of the `top_k` most
-    likely tokens whose probability reaches `top_p`, with the prompt's own generator, on the model's
-    device. Meanwhile the model is in eval mode.
-
-    Prompts are prefilled one by one, so that none needs padding; then each step decodes one token
-    of every sequence.
+    index to `ended`, or until it fills the model's context (`max_seq_len`). `draw` describes how a
+    token is chosen. Meanwhile the model is in eval mode.
     """
-    texts = [list(prompt) for prompt in prompts]
     # The context includes the prompt. A learned position table has no row beyond it.
-    remaining = [min(max_new_tokens, model.arch.max_seq_len - len(text)) for text in texts]
+    texts, arch, weight = [list(prompt) for prompt in prompts], model.arch, model.embed.weight
+    remaining = [min(max_new_tokens, arch.max_seq_len - len(text)) for text in texts]
     active = [i for i in range(len(texts)) if remaining[i] > 0]
     capacity = max((len(texts[i]) + remaining[i] for i in active), default=0)
-    weight = model.embed.weight
-    cache = KVCache(model.arch, len(active), capacity, weight.device, weight.dtype)
+    cache = KVCache(arch, len(active), capacity, weight.device, weight.dtype)
     was_training = model.training
     model.eval()
     try:
@@ -86,8 +81,7 @@ def generate_batch(
             rows = [row for row, i in enumerate(active) if remaining[i] > 1]
             # Started before the host knows the tokens, so that the GPU is not idle meanwhile. A row
             # that stops costs one pass too many.
-            again = any(model.arch.becomes_long(length, 1) for length in cache.lengths)
-            ahead = bool(rows) and not again and _asynchronous(weight.device)
+            ahead = bool(rows) and _asynchronous(weight.device) and not _become_long(arch, cache)
             following_BV = _decode(model, cache, drawn_B, rows) if ahead else None
             going = []
             for row, (i, token) in enumerate(zip(active, read(), strict=True)):
@@ -102,7 +96,7 @@ def generate_batch(
                 if remaining[i] > 0 and i not in ended:
                     going.append(row)
             active = [active[row] for row in going]
-            if active and again:
+            if active and following_BV is None and _become_long(arch, cache):
                 cache.keep(going)
                 logits_BV = _one_by_one(model, cache, [texts[i] for i in active])
             elif active and following_BV is None:
@@ -284,7 +278,8 @@ def generate_uncached(
 def _one_by_one(model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]]) -> Tensor:
     """Compute what the cache lacks of each row's text; return the logits [B, V] of the next tokens.
 
-    A text of LongRoPE that becomes long is computed again, because its cached keys change.
+    So no prompt needs padding. A text of LongRoPE that becomes long is computed again, because its
+    cached keys change.
     """
     logits = []
     for row, text in enumerate(texts):
@@ -296,6 +291,11 @@ def _one_by_one(model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]]) 
         logits.append(model(new, cache=one)[0, -1])
         cache.lengths[row] = one.lengths[0]
     return torch.stack(logits)
+
+
+def _become_long(arch: Architecture, cache: KVCache) -> bool:
+    """Return True if one more token makes a text in the cache a long one: see `becomes_long`."""
+    return any(arch.becomes_long(length, 1) for length in cache.lengths)
 
 
 def _decode(model: Decoder, cache: KVCache, tokens_B: Tensor, rows: Sequence[int]) -> Tensor:
@@ -350,8 +350,10 @@ def draw(
     top_p: float,
     generators: Sequence[torch.Generator | None],
 ) -> Tensor:
-    """Draw a token id for each row, [B], or NOT_FINITE; see `generate_batch` for the options.
+    """Draw a token id for each row, [B], or NOT_FINITE.
 
+    Temperature 0 selects the most likely token. Otherwise the token is drawn from the smallest set
+    of the `top_k` most likely tokens whose probability reaches `top_p`, with the row's generator.
     Nothing here waits for the device. Each row has its own generator, so that its text does not
     depend on the other rows.
     """

@@ -224,7 +224,11 @@ def _samples(history: MetricsHistory) -> dict[str, Any]:
     """Return text samples, evenly spread over the run if there are many."""
     records = [r for r in history.listed["sample"] if isinstance(r.get("text"), str)]
     items = [
-        {"step": r["step"], "text": shortened(r["text"], MAX_SAMPLE_TEXT)}
+        {
+            "step": r["step"],
+            "temperature": _number(r, "temperature"),
+            "text": shortened(r["text"], MAX_SAMPLE_TEXT),
+        }
         for r in spread(records, MAX_SAMPLES)
     ]
     return {"total": len(records), "items": items}

@@ -44,7 +44,8 @@ class ConsoleTracker:
             case "task":
                 log.info("step %d: %s %s", record["step"], record["task"], _scores(record))
             case "sample":
-                log.info("step %d: sample\n%s", record["step"], _indented(record["text"]))
+                how = f" at temperature {t}" if (t := record.get("temperature")) is not None else ""
+                log.info("step %d: sample%s\n%s", record["step"], how, _indented(record["text"]))
         if self._shown:  # a log line has erased it
             sys.stderr.write(Coded(f"{ERASE_LINE}{one_line(self._shown)}"))
             sys.stderr.flush()
@@ -144,7 +145,7 @@ def _found(evaluation: Record) -> str:
     found = f"{found} ({losses})" if losses else found
     found += _preference(evaluation)
     if evaluation.get("answer_stop_rate") is not None:
-        found += f"; {evaluation['answer_stop_rate']:.0%} of the answers stop"
+        found += f"; {evaluation['answer_stop_rate']:.0%} of the greedy answers stop"
     if "ema_loss" in evaluation:
         found += f"; with averaged weights {evaluation['ema_loss']:.4f}"
     return found

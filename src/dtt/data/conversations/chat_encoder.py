@@ -205,8 +205,7 @@ class ChatEncoder:
         if written is not None:
             return list(self._as_text(text, written).ids)
         # A batch, because `encode` alone keeps the lock of Python: other answers would wait.
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoding.ids)
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _suspicious(self, conversation: Conversation) -> Conversation | None:
         """Return a conversation with marks at its special-token strings; None if there are none."""

@@ -48,7 +48,7 @@ const GROUPS = [
         ],
       },
       {
-        title: "Answers that stop",
+        title: "Greedy answers that stop",
         format: percent,
         lines: [["eval/answer_stop_rate", "", "points"]],
       },

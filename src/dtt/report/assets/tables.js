@@ -13,7 +13,9 @@ function sampleSection(runs) {
     const last = items.length - 1;
     const show = (index) => {
       text.textContent = items[index].text;
-      title.textContent = `step ${count(items[index].step)}`;
+      const { step, temperature } = items[index];
+      const how = temperature == null ? "" : ` at temperature ${temperature}`;
+      title.textContent = `step ${count(step)}${how}`;
       slider.setAttribute("aria-valuetext", title.textContent);
     };
     const slider = el("input", {
