@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import permutations
 from pathlib import Path
 
@@ -202,6 +203,19 @@ def test_a_shipped_dataset_sets_its_keys_below_explicit_values() -> None:
     cfg = resolve(None, ["download.dataset=fineweb-edu", "download.split=test"], env={}).config
     assert cfg.download.dataset == "HuggingFaceFW/fineweb-edu"
     assert cfg.download.split == "test"
+
+
+def test_a_file_beside_a_folder_is_not_what_the_path_of_the_folder_names(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts.yaml").write_text("seed: 4242\n")
+    folder = tmp_path / "texts"
+    for name in (folder, os.path.relpath(folder, shipped_configs() / "datasets")):
+        one = resolve(None, [], {"download.dataset": str(name)}, env={}).config
+        several = [f"download.datasets=[{{dataset: {name}, out: x}}]"]
+        assert (one.seed, one.download.dataset) == (0, str(name))
+        assert resolve(None, several, env={}).config.download.datasets[0].dataset == str(name)
+    with pytest.raises(ConfigError, match="is a folder, not a config"):
+        resolve(folder, env={})
 
 
 def test_a_job_config_is_the_base_of_a_resume(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from support.running import Dtt
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
-from dtt.estimate import plan
+from dtt.estimate import gpus, plan
+from dtt.jobs.clock import in_words
 
 RUN = (
     "model.dim=64", "model.n_layers=2", "model.n_heads=2", "train.seq_len=64",
@@ -162,3 +164,63 @@ def test_a_probe_of_several_devices_is_refused() -> None:
     cfg = resolve(None, [*RUN, "model.vocab_size=512", "launch.gpus_per_node=8"]).config
     with pytest.raises(ConfigError, match="--probe requires a plan for one device"):
         plan.run(cfg, "H100", None, probe=True, as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "gpu"),
+    [
+        ("NVIDIA RTX A6000", "RTX A6000"), ("NVIDIA L4", "L4"), ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"), ("Tesla T4", "T4"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"), ("NVIDIA A100 80GB PCIe", "A100-80"),
+        ("NVIDIA A10", "A10"), ("NVIDIA H100 80GB HBM3", "H100"), ("AMD Instinct MI300X", "MI300X"),
+        ("a100", "A100-80"), ("rtx4090", "RTX 4090"), ("4090", "RTX 4090"), ("h100_80gb", "H100"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("a6000", "RTX A6000"), ("T4000", None),
+        ("", None), ("Tesla V100-SXM2-16GB", None), ("gpu", None),
+    ],
+)  # fmt: skip
+def test_a_card_is_known_by_the_names_of_users_drivers_and_clusters(
+    said: str, gpu: str | None
+) -> None:
+    assert gpus.known_name(said) == gpu
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpu"),
+    [
+        (["launch.gpus_per_node=8"], None),
+        (["launch.gpus_per_node=some:8"], None),
+        (["train.device=cuda"], None),
+        (["launch.gpus_per_node=a100:8"], "A100-80"),
+    ],
+)
+def test_gpus_of_another_machine_are_named_or_compared(
+    keys: list[str], gpu: str | None, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cfg = resolve(None, [*RUN, "tokenizer.vocab_size=1000", *keys], env={}).config
+    found = gpus.for_run(cfg, None)
+    assert (found and found.name) == gpu
+    if gpu is None:
+        plan.run(cfg, None, None, probe=False, as_json=False)
+        screen = capsys.readouterr().out
+        assert all(f"\n{name} " in screen for name in gpus.GPUS)
+        assert "--gpu NAME" in screen
+        with pytest.raises(ConfigError, match="plan needs a GPU"):
+            plan.run_stages([cfg], None, None, probe=False, as_json=False)
+
+
+def test_a_time_budget_bounds_time_steps_and_tokens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    many = ("tokenizer.vocab_size=1000", "train.steps=40000000000", "schedule.warmup=1")
+    whole, screen = planned(capsys, *many)
+    assert re.search(r"\ntime +≈ \d+ d \d+ h\n", screen)
+    assert in_words(118_157 * 3600) == "13.5 years"
+    facts, screen = planned(capsys, *many, "train.budget=10m")
+    assert facts["seconds"] == pytest.approx(600, rel=0.01)
+    assert facts["tokens"] == facts["steps"] * 4096 < whole["tokens"]  # type: ignore[operator]
+    assert "train.budget is 10m, train.steps at most 40,000,000,000" in screen
+    assert planned(capsys, "train.budget=10m", "schedule.warmup=1")[0]["steps"] == 100

@@ -123,3 +123,31 @@ def test_os_errors_are_explained(tmp_path: Path, fault: str, code: ExitCode, say
     assert done.returncode == code
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "redirects",
+    [">/dev/full", "2>/dev/full", ">/dev/full 2>&1", ">&-", "2>&-", ">&- 2>&-", "2>&1 | head -1"],
+)
+def test_work_goes_on_without_a_place_for_its_output(tmp_path: Path, redirects: str) -> None:
+    """With stderr closed, the next file that is opened would take its place, and its messages."""
+    (tmp_path / "work.py").write_text(
+        "import os, sys, warnings\nfrom dtt.base.log import log\n"
+        "from dtt.mesh.process import command\n"
+        "with command('it is kept'):\n"
+        "    with open('result', 'w') as file:\n"
+        "        for i in range(20_000):\n"
+        "            print('a line')\n"
+        "            log.info('a log line')\n"
+        "            os.write(2, b'a library' if i == 0 and 'full' not in sys.argv[1] else b'')\n"
+        "        file.write('done')\n"
+    )
+    done = shell(tmp_path, f"{shlex.quote(sys.executable)} work.py '{redirects}' {redirects}")
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert (tmp_path / "result").read_text() == "done"
+    assert "bug" not in done.stderr
+
+
+def test_the_code_of_an_error_does_not_depend_on_stderr(tmp_path: Path) -> None:
+    for redirects in ("2>&-", "2>/dev/full", ">&- 2>&-"):
+        assert shell(tmp_path, f"{DTT} train {redirects}").returncode == ExitCode.USAGE

@@ -59,6 +59,13 @@ def test_muon_keeps_one_number_per_weight_and_bf16_weights_are_half_as_large() -
         check(1.01, precision=Precision.PURE_BF16)
 
 
+def test_frozen_weights_have_no_gradients_and_no_state() -> None:
+    lora = ("adapter.type=lora", "adapter.rank=1", "init.from=jobs/base")
+    check(0.95, *lora, copies=1)
+    with pytest.raises(EnvironmentUnfit):
+        check(1.05, *lora, copies=1)
+
+
 def test_shards_are_counted_and_processes_of_a_machine_share_its_memory() -> None:
     two = World(Ranks(size=2, local_size=2), torch.device("cpu"), None)
     with pytest.raises(EnvironmentUnfit):

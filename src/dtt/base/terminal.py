@@ -7,6 +7,7 @@ or clear a terminal, and line breaks, which could forge advice such as `next: â€
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import IO, Any
@@ -74,10 +75,14 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class ProtectedStream:
-    """A text stream that escapes what is written to it, unless it is dtt's own."""
+    """A text stream that escapes what is written to it, unless it is dtt's own.
 
-    def __init__(self, stream: IO[str]) -> None:
-        self.raw = stream
+    With `may_fail`, text that cannot be written is lost instead of raising OSError: a run of weeks
+    must not end because its log is on a full disk, or because nobody reads it any more.
+    """
+
+    def __init__(self, stream: IO[str], *, may_fail: bool) -> None:
+        self.raw, self.may_fail = stream, may_fail
 
     def write(self, text: str) -> int:
         """Write text; return its length. Lines that look like dtt's advice are quoted."""
@@ -86,10 +91,32 @@ class ProtectedStream:
         if not isinstance(text, Coded | Verbatim | Message):
             safe = POSING_ANYWHERE.sub(r"\1| ", safe)
         try:
-            self.raw.write(safe)
-        except UnicodeEncodeError as error:  # a character that the locale lacks
-            self.raw.write(safe.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            self._write(safe)
+        except OSError:
+            self._give_up()
         return len(text)
+
+    def _write(self, text: str) -> None:
+        try:
+            self.raw.write(text)
+        except UnicodeEncodeError as error:  # a character that the locale lacks
+            self.raw.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        try:
+            self.raw.flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Raise the current error, or send all text to /dev/null from now on.
+
+        The descriptor itself moves, for Python would otherwise try again at its exit.
+        """
+        if not self.may_fail:
+            raise  # noqa: PLE0704  of the caller
+        discard(self.raw.fileno())
 
     def writelines(self, lines: Any) -> None:
         """Write each line."""
@@ -100,12 +127,32 @@ class ProtectedStream:
         return getattr(self.raw, name)
 
 
-def protect_output() -> None:
-    """Make stdout and stderr escape what is written to them."""
-    for name in ("stdout", "stderr"):
+def discard(descriptor: int) -> None:
+    """Make a file descriptor, open or not, one of /dev/null, also for child processes."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null == descriptor:
+        os.set_inheritable(null, True)
+    else:
+        os.dup2(null, descriptor)
+        os.close(null)
+
+
+def protect_output(*, may_fail: bool = False) -> None:
+    """Make stdout and stderr escape what is written to them.
+
+    Without stderr a command goes on; without stdout only with `may_fail`: if its result is in
+    files. A stream that is closed from the start becomes /dev/null, or the next file that is opened
+    would take its place, and messages of libraries would be written into it.
+    """
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, ProtectedStream):
-            setattr(sys, name, ProtectedStream(stream))
+        if stream is None:
+            discard(descriptor)
+            stream = open(descriptor, "w", closefd=False)  # noqa: SIM115
+        if not isinstance(stream, ProtectedStream):
+            stream = ProtectedStream(stream, may_fail=name == "stderr")
+            setattr(sys, name, stream)
+        stream.may_fail = stream.may_fail or may_fail
 
 
 def raw(stream: Any) -> Any:

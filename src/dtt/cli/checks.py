@@ -56,7 +56,8 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="GPU model, such as H100 or A100-40, or cpu; default: that of this machine."
+            help="GPU model, such as H100 or A100-40, or cpu; default: the type in "
+            "launch.gpus_per_node, or that of this machine; without either, GPUs are compared."
         ),
     ] = None,
     price: Annotated[float | None, typer.Option(min=0.0, help="Price of a device hour.")] = None,

@@ -266,15 +266,25 @@ def is_job(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
 
+def shipped_file(name: str | Path, kind: str = "") -> Path | None:
+    """Return the shipped file of a name in the folder `kind` of the configs; None if there is none.
+
+    A path that leads out of the folder, such as an absolute one, is no name.
+    """
+    path = shipped_configs() / kind / name
+    outside = Path(name).is_absolute() or ".." in Path(name).parts
+    # Path.is_file raises OSError for text that is too long for a path.
+    return None if outside or not os.path.isfile(path) else path  # noqa: PTH113
+
+
 def find(config: str | Path) -> Path:
     """Return the file of a `-c` argument: a path, or a shipped config by name (`quickstart`)."""
     path = Path(config)
     if path.is_file():
         return path
     folder = shipped_configs()
-    for candidate in (folder / path, folder / f"{path}.yaml"):
-        if candidate.is_file():
-            return candidate
+    if shipped := shipped_file(path) or shipped_file(f"{path}.yaml"):
+        return shipped
     if is_job(path):
         raise ConfigError(f"{path} is a job, not a config", next=f"dtt train {path} resumes it")
     if path.is_dir():
@@ -377,8 +387,7 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
         entries = [_with_shipped_entry(entry) for entry in several.value]
         layer = layer | {("download", "datasets"): Leaf(entries, several.origin)}
     leaf = layer[("download", "dataset")]
-    path = shipped_configs() / "datasets" / f"{leaf.value}.yaml"
-    if not os.path.isfile(path):  # noqa: PTH113  (see is_config)
+    if (path := shipped_file(f"{leaf.value}.yaml", "datasets")) is None:
         return layer
     [facts] = _with_extends(path, ())
     # Defaults stay below the dataset: only what somebody set overrides it.
@@ -391,8 +400,8 @@ def _with_shipped_dataset(layer: Layer) -> Layer:
 def _with_shipped_entry(entry: Any) -> Any:
     """Return an entry of `download.datasets` with the keys of the shipped dataset it names."""
     named = entry.get("dataset") if isinstance(entry, dict) else None
-    path = shipped_configs() / "datasets" / f"{named}.yaml"
-    if named is None or not path.is_file():
+    path = shipped_file(f"{named}.yaml", "datasets")
+    if named is None or path is None:
         return entry
     [facts] = _with_extends(path, ())
     own = {key: value for key, value in entry.items() if key != "dataset"}

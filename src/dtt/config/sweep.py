@@ -312,8 +312,9 @@ def read(path: Path) -> SweepFile:
 def find(name: Path) -> Path:
     """Return the sweep file of a path, or of the name of a shipped sweep (`quickstart-lr`)."""
     shipped = load.shipped_configs() / "sweeps"
-    for path in (name, shipped / name, shipped / f"{name}.yaml"):
-        if path.is_file():
+    found = (load.shipped_file(one, "sweeps") for one in (name, f"{name}.yaml"))
+    for path in (name, *found):
+        if path is not None and path.is_file():
             return path
     known = sorted(path.stem for path in shipped.glob("*.yaml"))
     kinds = (*source.SUFFIXES, ".py")

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from dtt.config.budget import seconds as budget_seconds
 from dtt.estimate import pipeline_passes
 from dtt.estimate.activations import kept_by_block
 from dtt.estimate.case import Case
@@ -163,14 +164,14 @@ class RunEstimate:
     """The estimated duration of the whole run."""
 
     seconds: float
-    """Seconds of all steps and evaluations."""
+    """Seconds of all steps and evaluations, at most those of `train.budget`."""
     slices: int | None
     """Number of Slurm jobs of `launch.time` that the run takes; None if there is no time limit, or
     if the limit leaves no time to train."""
 
 
-def run_of(case: Case, one: StepEstimate) -> RunEstimate:
-    """Return the estimate of the run, given that of a step at its end.
+def seconds_of(case: Case, one: StepEstimate) -> float:
+    """Return the seconds of all steps and evaluations, given the estimate of a step at the end.
 
     Evaluations are forward passes, with a third of the FLOPs of a step. Saves overlap with
     training and are not counted.
@@ -179,9 +180,16 @@ def run_of(case: Case, one: StepEstimate) -> RunEstimate:
     tokens = stages.tokens_before(case.steps)
     per_token = one.seconds / stages.batch_tokens(case.steps - 1)
     often = case.steps // train.eval_every if train.eval_every else 1
-    seconds = per_token * (tokens + (often + 1) * train.eval_tokens / 3)
+    return per_token * (tokens + (often + 1) * train.eval_tokens / 3)
+
+
+def run_of(case: Case, one: StepEstimate) -> RunEstimate:
+    """Return the estimate of the run, given that of a step at its end."""
+    total, budget = seconds_of(case, one), case.cfg.train.budget
+    if budget is not None:
+        total = min(total, budget_seconds(budget))
     limit = case.cfg.launch.time_limit
     if limit is None:
-        return RunEstimate(seconds, None)
+        return RunEstimate(total, None)
     usable = limit - (case.cfg.launch.lead_seconds or LEAD_SECONDS) - START_SECONDS
-    return RunEstimate(seconds, math.ceil(seconds / usable) if usable > 0 else None)
+    return RunEstimate(total, math.ceil(total / usable) if usable > 0 else None)

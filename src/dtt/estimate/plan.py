@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import Any
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
+from dtt.config.budget import seconds
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import open_dataset
@@ -26,6 +26,7 @@ from dtt.estimate.duration import (
     StepEstimate,
     achieved,
     run_of,
+    seconds_of,
     step_of,
 )  # fmt: skip
 from dtt.estimate.measurement import Measurement
@@ -86,7 +87,13 @@ def run(
 
     With `probe`, also trains three steps on this machine and prints the error of the estimate.
     """
-    estimate = make_estimate(cfg, gpu, price)
+    device = gpus.for_run(cfg, gpu)
+    if device is None:
+        if probe:
+            raise ConfigError("--probe needs a device of this machine", next="--gpu cpu --probe")
+        _compare(cfg, price, as_json=as_json)
+        return
+    estimate = make_estimate(cfg, device, price)
     measured = probed(estimate.case) if probe else None
     if as_json:
         probe_facts = {} if measured is None else {"probe": asdict(measured)}
@@ -95,6 +102,18 @@ def run(
     print("\n".join(lines(estimate)))
     if measured is not None:
         print("\n".join(_probe_lines(estimate, measured)))
+
+
+def _compare(cfg: RunConfig, price: float | None, *, as_json: bool) -> None:
+    """Print a line for each GPU in GPUS: the run is for GPUs, and nothing says for which."""
+    found = {name: facts(make_estimate(cfg, gpu, price)) for name, gpu in gpus.GPUS.items()}
+    if as_json:
+        print(json.dumps({"gpus": found}, indent=1))
+        return
+    devices = cfg.launch.nodes * cfg.launch.processes
+    print(f"{devices} GPUs, and neither the configuration nor this machine says which\n")
+    print("\n".join(_table("gpu", found)))
+    print("\nnext: --gpu NAME shows the plan for one; launch.gpus_per_node=NAME:N sets it")
 
 
 def run_stages(
@@ -113,9 +132,13 @@ def run_stages(
     if probe:
         raise ConfigError("--probe measures one stage", next=f"--stage {names[0]} --probe")
     estimates: list[Estimate] = []
+    device = gpus.for_run(stages[0], gpu)
+    if device is None:
+        why = "the stages are for GPUs, and neither they nor this machine say for which"
+        raise ConfigError("plan needs a GPU", why=why, next=f"--gpu {' or '.join(gpus.GPUS)}")
     for cfg in stages:  # the tokenizer of a later stage may not exist before the first is tokenized
         size = estimates[0].case.arch.vocab_size if estimates else None
-        estimates.append(make_estimate(cfg, gpu, price, size))
+        estimates.append(make_estimate(cfg, device, price, size))
     found = dict(zip(names, map(facts, estimates), strict=True))
     total = {
         key: sum(one[key] for one in found.values())
@@ -132,23 +155,7 @@ def _stage_lines(
     estimates: Sequence[Estimate], found: Mapping[str, Mapping[str, Any]], total: dict[str, Any]
 ) -> Iterator[str]:
     """Yield a table with a line per stage, the sum, and the assumptions."""
-    width = max(map(len, [*found, "stage", "total"]))
-    cost = "" if total["cost"] is None else f"{'cost':>12}"
-    yield (
-        f"{'stage':<{width}}{'steps':>12}{'tokens':>12}{'GiB':>8}{'of':>8}{'time':>18}"
-        f"{'device hours':>14}{cost}"
-    )
-    for name, one in [*found.items(), ("total", total)]:
-        memory_columns = (
-            f"{one['memory_peak'] / GIB:>8.2f}{one['memory_device'] / GIB:>8.1f}"
-            if name in found
-            else " " * 16
-        )
-        cost = "" if one["cost"] is None else f"{one['cost']:>12,.0f}"
-        yield (
-            f"{name:<{width}}{one['steps']:>12,}{_number(one['tokens']):>12}{memory_columns}"
-            f"{'≈ ' + in_words(one['seconds']):>18}{one['device_hours']:>14.3g}{cost}"
-        )
+    yield from _table("stage", {**found, "total": total})
     for name, one in found.items():
         if not one["fits"]:
             yield f"stage {name} does not fit into memory: dtt plan --stage {name} shows a remedy"
@@ -156,27 +163,46 @@ def _stage_lines(
     yield from _assumptions(estimates[0])
 
 
-@cache
-def _device(name: str, per_node: int) -> gpus.Gpu:
-    """Return a device; a CPU takes a while, because it is measured."""
-    return gpus.find(name, per_node)
+def _table(head: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table of the facts of several estimates, by name; a sum has no memory."""
+    width = max(map(len, [*found, head]))
+    priced = any(one["cost"] is not None for one in found.values())
+    yield (
+        f"{head:<{width}}{'steps':>12}{'tokens':>12}{'GiB':>8}{'of':>8}{'time':>18}"
+        f"{'device hours':>14}{'cost' if priced else '':>{12 * priced}}"
+    )
+    for name, one in found.items():
+        memory_columns = (
+            f"{one['memory_peak'] / GIB:>8.2f}{one['memory_device'] / GIB:>8.1f}"
+            if "memory_peak" in one
+            else " " * 16
+        )
+        cost = "" if one["cost"] is None else f"{one['cost']:>12,.0f}"
+        yield (
+            f"{name:<{width}}{one['steps']:>12,}{_number(one['tokens']):>12}{memory_columns}"
+            f"{'≈ ' + in_words(one['seconds']):>18}{one['device_hours']:>14.3g}{cost}"
+            f"{'' if one.get('fits', True) else '  does not fit'}"
+        )
 
 
 def make_estimate(
     cfg: RunConfig,
-    gpu: str | None,
+    device: gpus.Gpu,
     price: float | None,
     expected_size: int | None = None,
 ) -> Estimate:
-    """Return the estimate of a run, with a remedy if it does not fit into memory.
+    """Return the estimate of a run on GPUs of one kind, with a remedy if it does not fit into them.
 
-    `expected_size` is the vocabulary size if neither token files nor a tokenizer exist yet.
+    `expected_size` is the vocabulary size if neither token files nor a tokenizer exist yet. A time
+    budget ends the run after the steps that it leaves time for.
     """
-    per_node = cfg.launch.processes
-    device = _device(gpu or gpus.here(), per_node)
     vocab_size, steps, cfg = vocabulary_and_steps(cfg, expected_size)
-    case = make_case(cfg, device, cfg.launch.nodes, per_node, vocab_size, steps)
+    case = make_case(cfg, device, cfg.launch.nodes, cfg.launch.processes, vocab_size, steps)
     step = step_of(case)
+    if (budget := cfg.train.budget) is not None:
+        within = max(1, int(seconds(budget) * steps / seconds_of(case, step)))
+        case = replace(case, steps=min(steps, within))
+        step = step_of(case)
     estimate = Estimate(case, by_rank(case), step, run_of(case, step), None, price)
     return estimate if estimate.fits else replace(estimate, change=advice.remedy(case))
 
@@ -391,6 +417,8 @@ def _total_lines(estimate: Estimate) -> Iterator[str]:
         slices = f", {run.slices} job{'s' * (run.slices > 1)} of {case.cfg.launch.time}"
     elif case.cfg.launch.time_limit is not None:
         slices = f"; launch.time ({case.cfg.launch.time}) is too short to start"
+    if (budget := case.cfg.train.budget) is not None:
+        slices += f"; train.budget is {budget}, train.steps at most {case.cfg.train.steps:,}"
     yield f"{'time':<10}≈ {in_words(run.seconds)}{slices}"
     size, most = checkpoint_bytes(case), checkpoints_at_once(case)
     yield (

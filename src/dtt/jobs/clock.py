@@ -26,6 +26,8 @@ KEPT: dict[str, Kind] = {"began": float, "seconds": float}
 """Fields that every clock.json has, and their types."""
 
 
+YEAR = 8766
+"""Hours of a year."""
 MOST = 1e12
 """Maximum number of seconds that `in_words` shows; a longer time comes from a damaged file."""
 
@@ -89,10 +91,14 @@ class Clock:
 
 
 def in_words(duration: float) -> str:
-    """Return a duration in words, such as `1 h 20 min` or `3 min 5 s`."""
+    """Return a duration in words, such as `1 h 20 min`, `3 min 5 s`, `5 d 3 h` or `2.4 years`."""
     hours, rest = divmod(
         round(min(max(0.0, duration), MOST)), 3600
     )  # below 0: the clock was set back
+    if hours >= 2 * YEAR:
+        return f"{hours / YEAR:,.1f} years"
+    if hours >= 100:
+        return f"{hours // 24} d {hours % 24} h"
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 

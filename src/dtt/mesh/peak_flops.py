@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import torch
 
-# Dense bf16 matmul peak by device name, in FLOP/s, from the vendors' data sheets (no sparsity). The
-# first entry that the device's name contains is used, so longer names come first.
+# Dense bf16 matmul peak by device name, in FLOP/s, from the vendors' data sheets (no sparsity, sums
+# in fp32). The first entry whose words the device's name contains is used, so longer ones come
+# first. A T4 has no units for bf16: its peak is that of fp32.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -20,8 +22,17 @@ PEAK_FLOPS = {
     "B200": 2250e12,
     "A100": 312e12,
     "A800": 312e12,
+    "A40": 149.7e12,
+    "A10": 125e12,
     "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "T4": 8.1e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX A6000": 154.8e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
     "MI300X": 1307e12,
     "MI250X": 191.5e12,  # one of its two dies; torch sees each as a device
 }
@@ -39,7 +50,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 def peak_by_name(name: str) -> float | None:
     """Return the bf16 peak in FLOP/s of the device that its driver calls `name`, or None."""
-    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+    # Whole words: an L40 is no L4, and an A100 no A10.
+    return next((p for known, p in PEAK_FLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from dtt.base.interrupts import raise_interrupts
 from dtt.base.log import ImportLog, setup_logging
 from dtt.base.ranks import Ranks
 from dtt.base.reading import FULL
-from dtt.base.terminal import Message
+from dtt.base.terminal import Message, discard, protect_output
 from dtt.mesh.comm import abort_peers
 
 REMEDIES = {
@@ -37,10 +37,12 @@ REMEDIES = {
 def command(kept: str = "") -> Iterator[None]:
     """Run a command's body, and end the process with the exit code of its outcome.
 
-    `kept` is printed after Ctrl-C: what remains of the work, and how to continue. User errors are
+    `kept` is printed after Ctrl-C: what remains of the work, and how to continue. With it, the work
+    goes on if stdout is closed or full, and the exit code is that of the work. User errors are
     printed without a traceback (DTT_DEBUG=1 shows it), bugs with one. If this is one of several
     ranks, the other ranks end too.
     """
+    protect_output(may_fail=bool(kept))
     ranks = Ranks.detect()
     launcher.watch(ranks)  # before the slow imports: a launcher may end during them
     if ranks.launcher == "torchrun" and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
@@ -108,7 +110,7 @@ def _drop_output() -> None:
 
     Otherwise Python's flush at exit would fail and change the exit code.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard(sys.stdout.fileno())
 
 
 def _report(error: DttError) -> ExitCode:

@@ -19,6 +19,7 @@ from dtt.config.parallel import Sizes
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.model import count
+from dtt.model.adapted_layers import adapter_weights
 from dtt.model.architecture import Architecture
 from dtt.train.precision import Precision
 
@@ -78,13 +79,16 @@ def check_memory(
     """Raise EnvironmentUnfit if the model cannot fit, before any of it is allocated.
 
     Counts only what every run holds at once: weights, gradients and optimizer state, sharded over
-    the mesh, against all memory of the device. So a run that fits is never refused; one that is not
-    refused may still run out of memory. On a CPU the processes of this machine share its memory.
+    the mesh, against all memory of the device. Below an adapter, the frozen weights have neither
+    gradients nor state. So a run that fits is never refused; one that is not refused may still run
+    out of memory. On a CPU the processes of this machine share its memory.
     """
     # Muon keeps one number per weight of a hidden matrix, AdamW two per weight.
     copies = 2 + (1 if cfg.optim.type == "muon" else 2)
-    shards = prod(sizes) // sizes.replicate
-    needed = copies * precision.weights.itemsize * count.parameters(arch) // shards
+    total, adapter = count.parameters(arch), adapter_weights(cfg.adapter, arch)
+    frozen = precision.compute_dtype.itemsize * total if adapter else 0
+    trained = copies * precision.weights.itemsize * (adapter or total)
+    needed = (frozen + trained) // (prod(sizes) // sizes.replicate)
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         has = int(torch.cuda.get_device_properties(world.device).total_memory)
@@ -95,7 +99,7 @@ def check_memory(
         raise EnvironmentUnfit(
             f"the model does not fit into the memory of this {'GPU' if on_gpu else 'machine'}",
             where="model",
-            why=f"{count.parameters(arch) / 1e6:,.0f}M parameters take at least "
+            why=f"{total / 1e6:,.0f}M parameters take at least "
             f"{needed / 1e9:,.0f} GB with gradients and optimizer state, and there are "
             f"{has / 1e9:,.0f} GB",
             next="a smaller model (model.dim, model.n_layers, model.ffn_dim, model.vocab_size), "

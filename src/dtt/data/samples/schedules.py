@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, assert_never
 
 from dtt.base.errors import ConfigError
+from dtt.base.log import log
 from dtt.config.base import Unit
 from dtt.config.batch import ConstantBatch, DoublingBatch, LinearBatch, ListedBatch
 from dtt.config.train import TrainConfig
@@ -138,6 +139,12 @@ def steps_of_epochs(train: TrainConfig, samples: int) -> int:
 
     steps = bisect_left(range(total), True, lo=1, key=enough)
     sizes = resolve(train.model_copy(update={"steps": steps}))
+    if (first := sizes.first_sample(1)) > total:
+        log.info(
+            "train.epochs=%g of %d samples is less than one step, which repeats them until it has "
+            "%d: a smaller train.global_batch_tokens, such as %d, takes each once",
+            *(train.epochs, samples, first, total * train.seq_len),
+        )
     if steps > 1 and sizes.first_sample(steps - 1) >= total:
         # Fewer steps would be enough, but an entry of a schedule starts later: report it.
         resolve(train.model_copy(update={"steps": steps - 1}))
