@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import retention, store
 from dtt.config.train import CheckpointConfig
 
@@ -14,14 +15,15 @@ from dtt.config.train import CheckpointConfig
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Folders of four committed steps, one save and one pruning that were interrupted."""
+    root = tmp_path / "checkpoints"
     for name in ("step-000005", "step-000010", "step-000015", "step-1000000"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model-00000.safetensors").write_text(name)
+        (root / name).mkdir(parents=True)
+        (root / name / "model-00000.safetensors").write_text(name)
     for name in (".tmp-step-000020-3", ".tmp-step-000001-pruned"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model-00000.safetensors").write_text("half")
-    (tmp_path / "step-000005-by-hand").mkdir()
-    return tmp_path
+        (root / name).mkdir()
+        (root / name / "model-00000.safetensors").write_text("half")
+    (root / "step-000005-by-hand").mkdir()
+    return root
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,8 @@ def test_rules_keep_more_than_the_newest(
     folder: Path, rules: dict[str, int], diverged: int | None, left: list[int]
 ) -> None:
     losses(folder, {5: 1.0, 10: 3.0, 15: 2.0, 1_000_000: None})
-    gone = retention.prune(folder, CheckpointConfig(keep_last=1, **rules), diverged)
+    found = retention.eval_losses(JobDir(folder.parent))
+    gone = retention.prune(folder, CheckpointConfig(keep_last=1, **rules), diverged, found)
     assert store.steps(folder) == left
     assert sorted([*gone, *left]) == [5, 10, 15, 1_000_000]
 
@@ -77,5 +80,19 @@ def test_rules_keep_more_than_the_newest(
 def test_a_damaged_checkpoint_is_never_the_best_one(folder: Path) -> None:
     losses(folder, {10: 3.0, 15: None})
     (folder / "step-000005" / store.POSITION).write_bytes(b"\xff")
-    retention.prune(folder, CheckpointConfig(keep_last=1, keep_best=3))
+    found = retention.eval_losses(JobDir(folder.parent))
+    retention.prune(folder, CheckpointConfig(keep_last=1, keep_best=3), losses=found)
     assert store.steps(folder) == [10, 1_000_000]
+
+
+def test_the_loss_of_a_step_that_was_evaluated_after_its_save_counts(folder: Path) -> None:
+    losses(folder, {5: 1.0, 10: 3.0})
+    records = [
+        {"kind": "train", "step": 15, "loss": 0.1},
+        {"kind": "eval", "step": 10, "loss": 0.5},
+        {"kind": "eval", "step": 15, "loss": None},
+        {"kind": "eval", "step": 12, "loss": 0.2},
+    ]
+    metrics = JobDir(folder.parent).metrics
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert retention.eval_losses(JobDir(folder.parent)) == {5: 1.0, 10: 0.5, 12: 0.2}

@@ -93,6 +93,18 @@ def test_an_empty_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert store.newest(tmp_path) is None
 
 
+def test_a_file_with_the_name_of_a_checkpoint_stops_neither_a_resume_nor_a_save(
+    folder: Path,
+) -> None:
+    (folder / "step-000012").write_text("../elsewhere/step-000012")
+    found = store.newest(folder)
+    assert found is not None
+    assert found.step == 10
+    save(folder, 12)
+    assert store.steps(folder) == [5, 10, 12]
+    assert store.at_step(folder, 12).step == 12
+
+
 def test_a_missing_step_is_reported_with_the_existing_steps(folder: Path) -> None:
     with pytest.raises(InputError, match=r"step 7 [\s\S]*there are: 5, 10"):
         store.at_step(folder, 7)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,7 @@ class Simulation:
     position: Position = field(default_factory=Position)
     count: int = 0
     done: Done = field(default_factory=list)
-    saved: tuple[Any, Done] | None = None
+    saved: Any = None
 
     def work(self, name: str, _run: Run, _stop: Stop) -> list[Any] | None:
         self.count += 1
@@ -82,7 +83,7 @@ class Simulation:
             return None
         self.done.append((self.position.step, name))
         if name == "save":
-            self.saved = json.loads(json.dumps(self.position.to_json())), [*self.done]
+            self.saved = json.loads(json.dumps(self.position.to_json()))
         if self.count in self.kills:
             raise Killed
         return []
@@ -90,11 +91,13 @@ class Simulation:
     def attempt(self) -> bool:
         """Run to the end (True) or until a stop request (False)."""
         rule, run = rules(self.cfg, lambda: self.steps), cast("Run", self)
-        actions = [Action(name, rule[name], partial(self.work, name)) for name in rule]
+        order = ("log", "save", "validate", "tasks", "sample")
+        actions = [Action(name, rule[name], partial(self.work, name)) for name in order]
         while True:
             for action in actions:
                 if action.due(self.position) and action.run(run, lambda: False) is None:
-                    actions[-1].run(run, lambda: False)
+                    if self.position.done.get("save") != self.position.step:
+                        actions[1].run(run, lambda: False)
                     return False
             if self.position.step == self.steps:
                 return True
@@ -103,12 +106,14 @@ class Simulation:
     def run(self) -> Done:
         """Start again until the end."""
         while True:
-            try:
+            with suppress(Killed):
                 if self.attempt():
                     return self.done
-            except Killed:
-                self.done = [] if self.saved is None else [*self.saved[1]]
-            self.position = Position() if self.saved is None else Position.from_json(self.saved[0])
+            self.position = Position() if self.saved is None else Position.from_json(self.saved)
+            # Of the step itself, metrics.jsonl keeps what was recorded after the save.
+            step = self.position.step
+            self.done = [] if self.saved is None else [d for d in self.done if d[0] <= step]
+            self.position.done |= {name: step for at, name in self.done if at == step}
 
 
 def wanted(cfg: RunConfig, steps: int) -> Done:
@@ -118,10 +123,10 @@ def wanted(cfg: RunConfig, steps: int) -> Done:
     ends, last = {0, steps}, {steps}
     due = {
         "log": (multiples(cfg.train.log_every) | last) - {0},
+        "save": (multiples(cfg.checkpoint.every) | last) - {0},
         "validate": multiples(cfg.train.eval_every) | ends,
         "tasks": multiples(cfg.eval.every) | (ends if cfg.train.timed else last),
         "sample": multiples(cfg.train.sample_every) | ends,
-        "save": multiples(cfg.checkpoint.every) - {0},
     }
     if cfg.guard.spike == "rewind":
         due["save"] |= {0}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import on_ranks
 from support.tables import table
 from torch import nn
 from torch.optim import Optimizer
@@ -24,10 +25,14 @@ from dtt.config.optim import (
     OptimConfig,
     own_decays,
 )
+from dtt.config.parallel import Sizes
 from dtt.config.schedule import WsdConfig
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import Mesh
 from dtt.model.decoder import parameter_role
 from dtt.optim import schedule
 from dtt.optim.groups import build, describe, set_learning_rate
+from dtt.params.table import Params
 
 SHAPES = {
     "embed.weight": (8, 4),
@@ -295,3 +300,32 @@ def test_the_table_names_every_group_and_counts_every_parameter() -> None:
         ["adamw", "1", "32", "0.002", "0", "0.9,", "0.95"],
     ]
     assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def of_stage(world: World, entry: str) -> str | dict[str, float]:
+    """The rates of this rank's parameters, of which each rank has one half; or the error."""
+    held = list(SHAPES)[world.rank :: 2]
+    params = table({name: p for name, p in parameters().items() if name in held}, ROLES)
+    mesh = Mesh(Sizes(pipeline=2), world.rank, world=world)
+    config = resolve(None, [f"optim.groups=[{entry}]"], env={}).config.optim
+    try:
+        optimizers = build(config, Params(params.values(), mesh), torch.float32)
+    except ConfigError as error:
+        return str(error).splitlines()[0]
+    groups = (group for optimizer in optimizers.values() for group in optimizer.param_groups)
+    return {name: group["lr"] for group in groups for name in group["names"]}
+
+
+def test_an_entry_may_match_parameters_of_another_stage_of_a_pipeline() -> None:
+    first, second = on_ranks(2, of_stage, "{match: embed.weight, lr: 0.3}")
+    assert first["embed.weight"] == 0.3
+    assert 0.3 not in second.values()
+
+
+@pytest.mark.parametrize(
+    "entry", ["{match: nothing, lr: 1}", "{match: norm.weight, optimizer: muon}"]
+)
+def test_all_stages_of_a_pipeline_raise_the_error_of_one(entry: str) -> None:
+    first, second = on_ranks(2, of_stage, entry)
+    assert isinstance(first, str)
+    assert first == second

@@ -63,6 +63,20 @@ def divided(variant: str, world: World, sizes: Sizes, compile_blocks: bool = Fal
     return module
 
 
+def frozen(world: World, variant: str) -> list[str]:
+    """The parameters that are trained after a model without any is divided."""
+    with torch.device("meta"):
+        model = empty(variant).requires_grad_(requires_grad=False)
+    apply(model, world, make_mesh(Sizes(tensor=2), world), compile_blocks=False)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "olmo2"])
+def test_frozen_weights_stay_frozen(variant: str) -> None:
+    """Those of norms, too: below an adapter, they would be trained, and missing in the base."""
+    assert on_ranks(2, frozen, variant) == [[], []]
+
+
 def batch() -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, targets of which some are ignored, documents."""
     generator = torch.Generator().manual_seed(0)

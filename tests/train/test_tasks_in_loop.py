@@ -117,10 +117,16 @@ def test_a_job_whose_last_evaluation_gave_no_scores_is_done(
 ) -> None:
     """As after a divergence: it would be evaluated again at every start."""
     job = JobDir(shutil.copytree(evaluated, tmp_path / "t"))
+    records = list(jsonl.read(job.metrics, "task"))
     lines = job.metrics.read_text().splitlines(keepends=True)
-    job.metrics.write_text("".join(line for line in lines if '"kind": "task"' not in line))
+    lines = [line for line in lines if '"kind": "task"' not in line]
     newest = store.newest(job.checkpoints)
+    job.metrics.write_text("".join(lines))
     assert newest is not None
+    assert not is_done(load_job(job.root), job, newest, 12)
+    none = {"kind": "task", "step": 12, "n": 0}
+    lines += [json.dumps(none | {"task": name}) + "\n" for name in {r["task"] for r in records}]
+    job.metrics.write_text("".join(lines))
     assert is_done(load_job(job.root), job, newest, 12)
 
 

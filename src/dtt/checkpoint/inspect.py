@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import datetime
@@ -23,8 +22,11 @@ def ls(job: Path, *, as_json: bool) -> None:
     """Print one line per checkpoint, oldest first; read the manifests without verifying files."""
     load_job(job)
     folder = JobDir(job).checkpoints
-    checkpoints = [_facts(store.folder_of(folder, step)) for step in store.steps(folder)]
-    checkpoints += [_facts(path) for path in sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))]
+    losses = retention.eval_losses(JobDir(job))
+    steps = {store.folder_of(folder, step): losses.get(step) for step in store.steps(folder)}
+    checkpoints = [_facts(path, loss) for path, loss in steps.items()]
+    superseded = sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))
+    checkpoints += [_facts(path, None) for path in superseded]
     if as_json:
         print(json.dumps(checkpoints, indent=1))
         return
@@ -39,7 +41,7 @@ def ls(job: Path, *, as_json: bool) -> None:
         )
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _facts(path: Path, loss: float | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": path.name,
         "saved": path.stat().st_mtime,
@@ -53,11 +55,10 @@ def _facts(path: Path) -> dict[str, Any]:
         manifest = CheckpointManifest.read(path)
     except DttError as error:
         return facts | {"problem": str(error).splitlines()[0]}
-    loss = retention.eval_loss(path)
     return facts | {
         "world_size": manifest.world_size,
         "attempt": manifest.attempt,
-        "eval_loss": loss if math.isfinite(loss) else None,
+        "eval_loss": loss,
     }
 
 
@@ -109,7 +110,9 @@ def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
         newest = store.newest(folder)  # DamagedError if none verifies: then nothing is deleted
         if newest is None:
             raise InputError(f"no checkpoint in {folder}", why="training has not saved one yet")
-        keep = retention.kept(folder, rules, places.diverged_after()) | {newest.step}
+        keep = retention.kept(
+            folder, rules, places.diverged_after(), retention.eval_losses(places)
+        ) | {newest.step}
         surplus = [store.folder_of(folder, s) for s in store.steps(folder) if s not in keep]
         surplus += sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))
         for path in surplus:

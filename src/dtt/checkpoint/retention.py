@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.base.files import remove
-from dtt.base.reading import fits, read_json, retrying, tolerant
+from dtt.base.reading import fits, read_json, read_records, retrying, tolerant
 from dtt.checkpoint import store
 from dtt.config.train import CheckpointConfig
 
 
-def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int]:
+def kept(
+    folder: Path, rules: CheckpointConfig, diverged: int | None, losses: Mapping[int, float]
+) -> set[int]:
     """Return the steps to keep: those selected by the rules, and the newest up to `diverged`.
+
+    `losses` are the validation losses by step, as `eval_losses` returns them.
 
     The rules always keep the newest checkpoint. `diverged` is the step before the latest
     divergence, or None if there was none: weights after it may already have been diverging, so the
@@ -26,9 +32,8 @@ def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int
         # Step 0 is a multiple of every number, but nothing was trained by then.
         keep |= {step for step in steps if step and step % rules.keep_every == 0}
     if rules.keep_best:
-        losses = ((eval_loss(store.folder_of(folder, step)), step) for step in steps)
         # Ties go to the earlier step, which is the first in the order.
-        scored = sorted((loss, step) for loss, step in losses if math.isfinite(loss))
+        scored = sorted((losses[s], s) for s in steps if math.isfinite(losses.get(s, math.inf)))
         keep |= {step for _, step in scored[: rules.keep_best]}
     # Weights may have started to diverge before the guard noticed.
     if diverged is not None:
@@ -36,8 +41,21 @@ def kept(folder: Path, rules: CheckpointConfig, diverged: int | None) -> set[int
     return keep
 
 
+def eval_losses(job: JobDir) -> dict[int, float]:
+    """Return the validation loss of each checkpoint, and of other steps, that has one.
+
+    A checkpoint is saved before its step is evaluated, so the loss is in metrics.jsonl.
+    """
+    folder = job.checkpoints
+    losses = {step: eval_loss(store.folder_of(folder, step)) for step in store.steps(folder)}
+    records = read_records(job.metrics, {"kind": str, "step": int}, mark=b'"eval"')
+    measured = {"loss": float}  # null, if it is not finite
+    losses |= {r["step"]: r["loss"] for r in records if r["kind"] == "eval" and fits(r, measured)}
+    return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+
+
 def eval_loss(path: Path) -> float:
-    """Return the validation loss of a checkpoint; infinite if its step was not evaluated."""
+    """Return the loss that a checkpoint itself has, as older ones do; infinite if it has none."""
     position = tolerant(path / store.POSITION, read_json) or {}
     measured = fits(position, {"evaluated": int, "step": int, "eval_loss": float})
     # A checkpoint carries the loss of the last evaluation, which may belong to an earlier step.
@@ -45,12 +63,17 @@ def eval_loss(path: Path) -> float:
     return float(position["eval_loss"]) if evaluated else math.inf
 
 
-def prune(folder: Path, rules: CheckpointConfig, diverged: int | None = None) -> list[int]:
+def prune(
+    folder: Path,
+    rules: CheckpointConfig,
+    diverged: int | None = None,
+    losses: Mapping[int, float] | None = None,
+) -> list[int]:
     """Delete the checkpoints that `kept` does not select, and return their steps.
 
     Call this only after the newest checkpoint has been verified.
     """
-    gone = sorted(set(store.steps(folder)) - kept(folder, rules, diverged))
+    gone = sorted(set(store.steps(folder)) - kept(folder, rules, diverged, losses or {}))
     for step in gone:
         delete(store.folder_of(folder, step))
     return gone

@@ -92,6 +92,8 @@ class Saver:
         """
         self._stop_wanted = stop_wanted
         self._diverged = job.diverged_after()
+        self.losses = retention.eval_losses(job) if config.keep_best and world.first else {}
+        """Validation losses by step, which decide which checkpoints are kept."""
         self._job, self._attempt, self._world, self._config = job, attempt, world, config
         self._facts = {"attempt": attempt, "world_size": world.size, **facts}
         # Kept between saves: allocating pinned memory is slow. They cost host memory of the size of
@@ -316,7 +318,7 @@ class Saver:
 
     def _prune(self) -> None:
         try:
-            retention.prune(self._job.checkpoints, self._config, self._diverged)
+            retention.prune(self._job.checkpoints, self._config, self._diverged, self.losses)
             retention.remove_rejected(self._job.checkpoints)
         except OSError as error:  # a failure to delete an old checkpoint should not stop training
             log.warning("an old checkpoint could not be deleted: %s", error)

@@ -129,11 +129,13 @@ def commit(staging: Path, files: Sequence[FileRecord], **facts: Any) -> Checkpoi
     # Training reached this step from an older checkpoint, so existing ones at or after this step
     # were rejected on resume. Rename them, so that they neither block the path of this checkpoint
     # nor count as newer.
-    for step in retrying(lambda: steps(folder)):
-        if step >= manifest.step:
-            rejected = folder / f"{STAGING_PREFIX}{step:06d}{REJECTED_SUFFIX}"
-            retrying(partial(_rename, folder_of(folder, step), rejected))
     final = folder_of(folder, manifest.step)
+    rejected = {folder_of(folder, s) for s in retrying(lambda: steps(folder)) if s >= manifest.step}
+    if os.path.lexists(final):
+        rejected.add(final)  # also a file, which a folder cannot replace
+    for path in sorted(rejected):
+        aside = folder / f"{STAGING_PREFIX}{path.name.removeprefix(PREFIX)}{REJECTED_SUFFIX}"
+        retrying(partial(_rename, path, aside))
     # The commit: a rename is atomic on POSIX file systems, so readers see no checkpoint or a
     # complete one.
     retrying(partial(_rename, staging, final))
@@ -257,7 +259,8 @@ def _compare(path: Path, record: FileRecord) -> None:
 
 def steps(folder: Path) -> list[int]:
     """Return the steps that have a committed folder, verified or not, in ascending order."""
-    names = {path.name for path in folder.glob(f"{PREFIX}*")}
+    # A file of this name, such as a link that a copy has turned into text, is no checkpoint.
+    names = {path.name for path in folder.glob(f"{PREFIX}*") if path.is_dir()}
     numbers = (name.removeprefix(PREFIX) for name in names)
     found = sorted(int(number) for number in numbers if number.isdecimal())
     # `step-7` is no checkpoint of dtt: numbers have six digits or more, so the name must be

@@ -14,9 +14,9 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.data.samples.protocol import Source
 from dtt.data.samples.token_source import TokenSource
 from dtt.evaluate.tasks.scorer import Generator
-from dtt.evaluate.validation import Together
 from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
+from dtt.parallel.pipelining import Pipeline
 
 
 def first_prompts(sources: Sequence[Source], count: int) -> list[list[int]]:
@@ -61,21 +61,26 @@ class AnswerEvaluator:
     world: World
 
     def stop_rate(
-        self, model: Decoder, stop: Callable[[], bool], together: Together | None = None
+        self,
+        model: Decoder | Pipeline,
+        stop: Callable[[], bool],
+        *,
+        multiple: int = 1,
+        collective: bool = False,
     ) -> float | None:
         """Return the share of answers that end with a stop token.
 
-        All ranks call this together; `together` is required for a sharded model, and None
-        otherwise. Greedy decoding draws no random numbers, so training is not affected. Return None
-        as soon as `stop()`, which every rank calls between batches, is true.
+        All ranks call this together; `multiple` and `collective` are those of `Generator`. Greedy
+        decoding draws no random numbers, so training is not affected. Return None as soon as
+        `stop()`, which every rank calls between batches, is true.
         """
         context = model.arch.max_seq_len
         generator = Generator(
             model,
             self.world,
             batch_tokens=self.batch * context,
-            multiple=1 if together is None else together[1],
-            collective=together is not None,
+            multiple=multiple,
+            collective=collective,
         )
         try:
             answers = generator.generate(self.prompts, self.max_new_tokens, self.stop_tokens, stop)

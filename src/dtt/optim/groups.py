@@ -103,27 +103,41 @@ def settings(config: OptimConfig, params: Params, steps: int | None = None) -> d
     """
     # The correction of a router follows the load of its experts: see `dtt.train.expert_load`.
     trained = Params(p for p in params.trainable().values() if p.role != "balance")
-    overrides = _match_entries(config.groups, trained)
-    return {
-        name: _settings(config, param, overrides.get(name), steps)
-        for name, param in trained.items()
-    }
+    # A rank of a pipeline has some of the parameters. An entry may match those of other ranks, and
+    # all ranks must raise the error of one.
+    of_ranks = params.mesh.gather({p.name: p.role for p in trained.values()}, ("pipeline",))
+    roles = {name: role for of_rank in of_ranks for name, role in of_rank.items()}
+    overrides = _match_entries(config.groups, roles)
+    found: dict[str, Settings] = {}
+    problem: ConfigError | None = None
+    try:
+        for name, param in trained.items():
+            found[name] = _settings(config, param, overrides.get(name), steps)
+    except ConfigError as error:
+        problem = error
+    for theirs in params.mesh.gather(problem, ("pipeline",)):
+        if theirs is not None:
+            raise theirs
+    return found
 
 
-def _match_entries(entries: Sequence[AdamWGroup], params: Params) -> dict[str, AdamWGroup]:
+def _match_entries(
+    entries: Sequence[AdamWGroup], roles: Mapping[str, str]
+) -> dict[str, AdamWGroup]:
     """Return the first matching entry for each parameter that has one, by name.
 
-    Raise ConfigError for an entry that matches no name, or only names of earlier entries.
+    `roles` are those of all parameters, by name. Raise ConfigError for an entry that matches no
+    name, or only names of earlier entries.
     """
-    names = list(params)
+    names = list(roles)
     found: dict[str, AdamWGroup] = {}
     for entry in entries:
         # Roles come first: `head` is the head, not a parameter that happens to match a pattern.
         by_role = entry.match in ROLES  # no parameter has such a name
         matching = [
             name
-            for name, param in params.items()
-            if (param.role == entry.match if by_role else fnmatchcase(name, entry.match))
+            for name, role in roles.items()
+            if (role == entry.match if by_role else fnmatchcase(name, entry.match))
         ]
         unmatched = [name for name in matching if name not in found]
         if not matching:

@@ -251,6 +251,7 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     styles = plan(norm_all_heads=model.arch.qk_norm == "all_heads")  # type: ignore[union-attr]
     mixtures = {f"layers.{i}.mlp_norm" for i in routers(model)}
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             continue  # FSDP2 divides them
@@ -264,6 +265,9 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
                 raise ValueError(f"no tensor-parallel style for {name}: add it to plan()")
             # None: ranks have equal weights or none yet, so rank 0 need not send its own.
             parallelize_module(module, mesh, style, src_data_rank=None)
+    # Some of torch's styles make parameters that are trained, also from frozen ones.
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
     # dtt.parallel does not import Decoder
     model.part = VocabularyPart(mesh, model.arch.vocab_size)  # type: ignore[assignment,union-attr,arg-type]
 

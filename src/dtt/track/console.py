@@ -41,7 +41,7 @@ class ConsoleTracker:
                 log.info("%s", self._line(record))
             case "eval":
                 log.info("step %d: validation loss %s", record["step"], _found(record))
-            case "task":
+            case "task" if record.get("n") != 0:
                 log.info("step %d: %s %s", record["step"], record["task"], _scores(record))
             case "sample":
                 how = f" at temperature {t}" if (t := record.get("temperature")) is not None else ""

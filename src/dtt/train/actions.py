@@ -80,7 +80,9 @@ def rules(cfg: RunConfig, steps: Callable[[], int]) -> Mapping[str, Rule]:
             or (train.timed and "tasks" not in p.done)
         ),
         "sample": lambda p: every(train.sample_every, p.step) or ends(p),
-        "save": lambda p: every(cfg.checkpoint.every, p.step) if p.step else rewinds,
+        "save": lambda p: (
+            every(cfg.checkpoint.every, p.step) or p.step == steps() if p.step else rewinds
+        ),
     }
 
 
@@ -99,10 +101,13 @@ def make_actions(
 ) -> list[Action]:
     """Return the actions of a run in their order; those without their part are left out.
 
-    `save` is the last: a checkpoint records which of the others are done.
+    `save` comes before those that take long, or more memory than a step: a process that ends in
+    one of them, killed or out of memory, would lose all steps since the last save, and lose them
+    again in the next attempt. `recorded.position_of` says which of them a checkpoint was followed
+    by.
     """
     rule = rules(cfg, steps)
-    actions = [Action("log", rule["log"], log)]
+    actions = [Action("log", rule["log"], log), Action("save", rule["save"], save, "save")]
     if evaluator is not None:
         validation = partial(validate, evaluator, answers)
         actions.append(Action("validate", rule["validate"], validation, "evaluate", "eval"))
@@ -112,7 +117,7 @@ def make_actions(
     if sampler is not None:
         text = partial(sample, sampler)
         actions.append(Action("sample", rule["sample"], text, "sample", "sample"))
-    return [*actions, Action("save", rule["save"], save, "save")]
+    return actions
 
 
 def log(run: Run, _stop: Stop) -> list[Record]:
@@ -156,18 +161,27 @@ def validate(
     if record is None:
         return None
     if answers is not None:
-        rate = answers.stop_rate(run.state.model, stop, _together(run))
+        layout = run.state.layout
+        rate = answers.stop_rate(
+            run.state.without_context(),
+            stop,
+            multiple=layout.sizes.tensor,
+            collective=layout.sharded,
+        )
         if rate is None:
             return None
         record["answer_stop_rate"] = rate
     if run.state.experts is not None:
         record |= run.state.experts.record()
-    run.position.eval_loss = record["loss"]
+    run.position.eval_loss = run.control.saver.losses[run.position.step] = record["loss"]
     return [record]
 
 
 def evaluate_tasks(tasks: TaskEvaluator, run: Run, stop: Stop) -> list[Record] | None:
-    """Return a record for each benchmark task."""
+    """Return a record for each benchmark task, once a save of this step is on the disk."""
+    # Their texts may need more memory than a step, and a kill would end the save as well.
+    with run.control.watchdog.phase("save"):
+        run.control.saver.wait()
     return tasks.records(run.position.step, stop)
 
 
@@ -209,4 +223,7 @@ def save(run: Run, _stop: Stop) -> list[Record]:
         run.observers.flush,
         run.state.base,
     )
+    if position.step == run.schedule.steps:
+        # Nothing is left to be trained meanwhile, and what follows may end the process.
+        run.control.saver.wait()
     return []

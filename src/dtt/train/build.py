@@ -251,7 +251,7 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action])
     from dtt.track.trackers import make_trackers
     from dtt.train.components import Observers
     from dtt.train.profiler import Profiler
-    from dtt.train.state import Position
+    from dtt.train.recorded import position_of
     from dtt.train.supervise.time_breakdown import TimeBreakdown
     from dtt.train.throughput import ThroughputMeter
 
@@ -268,8 +268,8 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action])
         meter.watch_pipeline(state.step.module)
     step: int | None = None
     again: set[str] = set()
-    if inputs.resume is not None:
-        step, position = inputs.resume.step, Position.from_json(inputs.resume.position())
+    if inputs.resume is not None and world.first:
+        step, position = inputs.resume.step, position_of(inputs.resume, attempt.job, cfg)
         again = {a.kind for a in actions if a.kind is not None and a.due(position)}
     # Rank 0 alone has trackers; the others have an empty list, and no tests for rank.
     return Observers(
@@ -337,7 +337,6 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
     from dtt.evaluate.tasks.runner import TaskRunner
     from dtt.evaluate.tasks.scorer import Generator, Scorer
     from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
-    from dtt.parallel.pipelining import Pipeline
 
     cfg, plan, world, dataset = inputs.cfg.eval, inputs.plan, inputs.world, inputs.dataset
     if not cfg.tasks:
@@ -348,8 +347,7 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
         "collective": state.layout.sharded,
     }
     end = dataset.manifest.end_of_document
-    module, stages = state.step.module, plan.sizes.pipeline
-    model = module.without_context() if isinstance(module, Pipeline) else state.model
+    model, stages = state.without_context(), plan.sizes.pipeline
     runner = TaskRunner(
         Scorer(model, world, precision=plan.precision, pipeline=stages, **how),
         Generator(model, world, **how),

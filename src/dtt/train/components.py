@@ -22,6 +22,7 @@ from dtt.mesh.sharding import FullTensor, LaidOut
 from dtt.model.decoder import Decoder
 from dtt.optim.ema import Ema
 from dtt.optim.rounding import StochasticRounding
+from dtt.parallel.pipelining import Pipeline
 from dtt.params.table import Params
 from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
@@ -56,6 +57,14 @@ class TrainState:
     """The load of experts, of a model that has some."""
     base: Reference | None = None
     """The frozen weights, which checkpoints lack; None: all weights are trained."""
+
+    def without_context(self) -> Decoder | Pipeline:
+        """Return the model that computes whole sequences on each rank, or on those of a pipeline.
+
+        Context parallelism divides the sequences of training only.
+        """
+        module = self.step.module
+        return module.without_context() if isinstance(module, Pipeline) else self.model
 
     def tensors(self) -> dict[str, LaidOut]:
         """Return all tensors for a checkpoint but the parameters, by path."""

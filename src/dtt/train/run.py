@@ -287,6 +287,8 @@ def train(start: Start, this: Attempt, world: World) -> None:
     ) as watchdog:
         resume = find_checkpoint(this, dataset, world, start.from_step)
         this.start.end_phase("data")
+        # Again: `prepare` assumed the newest checkpoint, which may have been rejected.
+        compatibility.check_batches(cfg.train, plan.sizes, resume.step if resume else 0)
         if resume is not None and cfg.train.timed:
             plan = plan.with_decay(branch.timed_decay(job, resume))
             watchdog.expect(plan.steps)

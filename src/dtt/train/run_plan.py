@@ -78,11 +78,14 @@ class RunPlan:
         return f" ({self.sizes.describe()})" if self.sizes.describe() else ""
 
 
-def make_plan(cfg: RunConfig, dataset: Dataset, world: World) -> RunPlan:
-    """Resolve a run for its data and devices; raise DttError if they do not fit the config."""
+def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> RunPlan:
+    """Resolve a run for its data and devices; raise DttError if they do not fit the config.
+
+    The first `done` steps of the run are trained.
+    """
     train, stages = cfg.train, dataset.step_sizes
     sizes = resolve(cfg.parallel, world.size)
-    compatibility.check_batches(train, sizes)
+    compatibility.check_batches(train, sizes, done)
     if train.precision == "fp8" and sizes.tensor > 1:
         raise ConfigError(
             "train.precision=fp8 cannot be combined with tensor parallelism",

@@ -135,7 +135,9 @@ def prepare(
         if cfg.eval.tasks:
             open_evaluation(cfg.eval)  # downloads what is missing
         compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
-    plan = make_plan(cfg, dataset, dist.World(ranks, device, None))
+    newest = store.steps(job.checkpoints)[-1:] or [0 if branch is None else branch.step]
+    done = newest[0] if from_step is None else from_step
+    plan = make_plan(cfg, dataset, dist.World(ranks, device, None), done)
     if branch is not None:
         # Again, now that the length of the data is known.
         branch.check(plan.schedule.first_decay, plan.steps)

@@ -24,9 +24,9 @@ from dtt.train.anomaly_guard import Rewind, finite
 from dtt.train.components import Run
 from dtt.train.data_hash import check_order
 from dtt.train.expert_load import METRICS, described
+from dtt.train.recorded import position_of
 from dtt.train.state import (
     AnomalousStep,
-    Position,
     check_position,
     restore_rng,
     seed_rank,
@@ -78,7 +78,7 @@ class Trainer(Run):
         return ended and not any(action.due(self.position) for action in self.actions)
 
     def train(self) -> None:
-        """Run the loop: a step, then all actions due after it; save at the end.
+        """Run the loop: a step, then all actions due after it; save when it ends.
 
         Raise Rewind if the guard requests it.
         """
@@ -249,7 +249,7 @@ class Trainer(Run):
         """Start a checkpoint of this step, unless there is one; all ranks call it together."""
         if self.position.done.get("save") != self.position.step:
             self.read_losses()
-            self.actions[-1].run(self, self.stop_wanted)
+            next(a for a in self.actions if a.name == "save").run(self, self.stop_wanted)
 
     def restore(self, resume: Checkpoint | None) -> None:
         """Load the state of a checkpoint; without one, seed the generators of a new run."""
@@ -261,7 +261,9 @@ class Trainer(Run):
         saved, seed = resume.stored(store.STATE), self.cfg.seed + resume.step
         self.state.restore(resume.stored(store.MODEL), saved)
         restore_rng(saved, self.world.rank, seed, self.world.device)
-        vars(self.position).update(vars(Position.from_json(resume.position())))
+        # Rank 0 reads the records: the trackers are there, and have dropped what is repeated.
+        position = position_of(resume, self.job, self.cfg) if self.world.first else None
+        vars(self.position).update(vars(self.world.from_first(position)))
         self.data.dataset.restore(resume.position()["sources"])
         check_order(self.position, self.data.dataset)
         log.info("resumed from %s", resume.path)

@@ -203,6 +203,10 @@ def test_a_batch_that_does_not_divide_over_the_processes_is_named_by_its_step() 
     with pytest.raises(ConfigError, match=r"step 1, 2 sequences, .* among 4 processes") as caught:
         check_batches(doubling, MeshSizes(replicate=4))
     assert "multiples of 256 tokens" in str(caught.value)
+    # The batches of steps that are done bind nobody.
+    check_batches(doubling, MeshSizes(replicate=4), done=10)
+    with pytest.raises(ConfigError, match="step 1, "):
+        check_batches(doubling, MeshSizes(replicate=4), done=9)
     stages = [(0, 256), (8, 320), (20, FULL)]
     with pytest.raises(ConfigError, match=r"step 9, 5 sequences"):
         check_batches(

@@ -29,11 +29,14 @@ from dtt.config.parallel import Sizes
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
-from dtt.data.samples.schedules import resolve
+from dtt.data.samples.schedules import StepRange, resolve
 
 
-def check_batches(train: TrainConfig, sizes: Sizes) -> None:
-    """Raise ConfigError if a batch of the run cannot be divided among the ranks of a mesh."""
+def check_batches(train: TrainConfig, sizes: Sizes, done: int = 0) -> None:
+    """Raise ConfigError if a batch of the run cannot be divided among the ranks of a mesh.
+
+    The batches of the first `done` steps, which are trained, need not be.
+    """
     processes = sizes.data
     sequences = train.global_batch_tokens // train.seq_len
     if sequences % processes:
@@ -46,7 +49,8 @@ def check_batches(train: TrainConfig, sizes: Sizes) -> None:
             next=f"train.global_batch_tokens={enough}",
         )
     # `train.epochs` is resolved when the data is open.
-    for step in resolve(train).ranges if train.steps else ():
+    steps = resolve(train).ranges_from(done) if train.steps else ()
+    for step in steps:
         if step.sequences % processes:
             raise ConfigError(
                 f"the batch of step {step.step + 1}, {step.sequences} sequences, cannot be "
@@ -55,15 +59,16 @@ def check_batches(train: TrainConfig, sizes: Sizes) -> None:
                 next=f"batches that are multiples of {processes * train.seq_len} tokens",
             )
     if sizes.pipeline > 1:
-        _check_micro_batches(train, processes, sizes.pipeline)
+        _check_micro_batches(train, steps, processes, sizes.pipeline)
 
 
-def _check_micro_batches(train: TrainConfig, processes: int, ranks: int) -> None:
+def _check_micro_batches(
+    train: TrainConfig, steps: Sequence[StepRange], processes: int, ranks: int
+) -> None:
     """Raise ConfigError if batches do not make micro-batches for `ranks` of a pipeline.
 
-    `processes` read different samples.
+    `processes` read different samples in the `steps` that are left.
     """
-    steps = resolve(train).ranges if train.steps else ()
     own = [train.global_batch_tokens // train.seq_len, *(sizes.sequences for sizes in steps)]
     if uneven := [n // processes for n in own if n // processes % train.micro_batch]:
         raise ConfigError(

@@ -56,6 +56,10 @@ class StepSizes:
         """Return the range that contains a step."""
         return self.ranges[bisect_right(self.ranges, step, key=attrgetter("step")) - 1]
 
+    def ranges_from(self, step: int) -> tuple[StepRange, ...]:
+        """Return the range that contains a step, and those after it."""
+        return self.ranges[self.ranges.index(self.at(step)) :]
+
     def first_sample(self, step: int) -> int:
         """Return the number of samples before a step."""
         current = self.at(step)

@@ -25,17 +25,21 @@ class TaskEvaluator:
     runner: TaskRunner
 
     def records(self, step: int, stop: Callable[[], bool]) -> list[Record] | None:
-        """Return one `task` record per task; all ranks call this together.
+        """Return one `task` record per task, without scores if the model has diverged.
+
+        All ranks call this together.
 
         Nothing draws random numbers or changes the model, so training is not affected. Return None
         as soon as `stop()`, which every rank calls between batches, is true.
         """
-        records = []
+        records: list[Record] = []
         for data in self.tasks:
             try:
                 result = self.runner.run(data, None, stop)
             except Diverged as error:  # the guard decides what to do about it, on all ranks
                 log.warning("step %d: no scores of %s: %s", step, data.task.name, error)
+                # Without scores, but recorded: a resume would evaluate it again.
+                records.append({"kind": "task", "step": step, "task": data.task.name, "n": 0})
                 continue
             if result is None:
                 return None
