@@ -17,7 +17,6 @@ import pytest
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode
 from dtt.base.files import write_atomically
-from dtt.jobs.goodput import goodput
 
 SECRETS = [
     "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SLURM_JWT", "DTT_HUB_TOKEN",
@@ -50,14 +49,6 @@ def test_the_environment_is_kept_without_any_secret(
     assert record["packages"] == dict(installed)
     assert record["nodes"]
     assert record["command"] == sys.argv
-
-
-def test_a_folder_with_a_huge_number_is_one_attempt(job: JobDir) -> None:
-    for name in ("2", "999999999999999999999"):
-        (job.root / "attempts" / name).mkdir(parents=True)
-    assert job.attempts() == [2, 999999999999999999999]
-    assert job.diverged_after() is None
-    assert goodput(job) is None
 
 
 def test_attempts_are_numbered_from_one(job: JobDir) -> None:
