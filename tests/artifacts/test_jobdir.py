@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.jobdir import JobDir, in_batch_job
 from dtt.base.errors import ExitCode
 from dtt.base.files import write_atomically
 
@@ -49,6 +49,19 @@ def test_the_environment_is_kept_without_any_secret(
     assert record["packages"] == dict(installed)
     assert record["nodes"]
     assert record["command"] == sys.argv
+
+
+@pytest.mark.parametrize(
+    ("variables", "batch"),
+    [({"ENVIRONMENT": "BATCH"}, True), ({}, False),
+     ({"ENVIRONMENT": "BATCH", "JPY_PARENT_PID": "7"}, False),
+     ({"ENVIRONMENT": "BATCH", "SLURM_PTY_PORT": "7"}, False)],
+)  # fmt: skip
+def test_an_allocation_for_work_by_hand_is_no_batch_job(
+    variables: dict[str, str], batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", variables)
+    assert in_batch_job() == batch
 
 
 def test_attempts_are_numbered_from_one(job: JobDir) -> None:

@@ -49,10 +49,12 @@ class Written:
         self._write("decision", decision + "\n", 50)
         return self
 
-    def attempt(self, number: int = 1, *, ago: float = 300, slurm: str | None = None) -> Written:
+    def attempt(
+        self, number: int = 1, *, ago: float = 300, slurm: str | None = None, batch: bool = True
+    ) -> Written:
         self._write(f"attempts/{number}/ranks/00000.json", "{}", ago)
         environment = {} if slurm is None else {"SLURM_JOB_ID": slurm}
-        self._write("env.json", json.dumps({"environment": environment}), ago)
+        self._write("env.json", json.dumps({"environment": environment, "batch": batch}), ago)
         return self
 
     def other_attempt(self, number: int, *, ago: float) -> Written:
@@ -463,6 +465,15 @@ def test_an_unreachable_slurm_does_not_affect_jobs_without_slurm(
     other.attempt(ago=300)  # by hand, and gone before its first heartbeat
     written.submitted("7")
     assert [s.state for s in job_state.examine([written.job, other.job])] == ["unknown", "lost"]
+
+
+def test_an_allocation_for_work_by_hand_is_not_the_job(written: Written, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", squeue_line("RUNNING"))
+    status = written.attempt(slurm="7", batch=False).status()
+    assert (status.state, status.slurm) == ("lost", None)
+    # The job script has claimed the directory, so it is the job.
+    (written.job.root / "slurm_job").symlink_to("7")
+    assert written.status().state == "running"
 
 
 def test_a_submission_that_sbatch_could_not_confirm_is_unknown_until_it_is_found(

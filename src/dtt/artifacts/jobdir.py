@@ -274,6 +274,7 @@ class JobDir:
             "nodes": os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
             "gpus": gpu_state(),
             "git": git_state(Path(__file__).parent),
+            "batch": in_batch_job(),
             "environment": {
                 name: value
                 for name, value in sorted(os.environ.items())
@@ -281,6 +282,17 @@ class JobDir:
             },
         }
         write_atomically(self.root / "env.json", json.dumps(record, indent=1) + "\n")
+
+
+def in_batch_job() -> bool:
+    """Return True in a Slurm job that runs a script, False in an allocation for work by hand.
+
+    The end of an allocation of salloc, of `srun --pty` or of a notebook says nothing about a run
+    that somebody started in it, and cancelling it would end all other work there.
+    """
+    env = os.environ  # sbatch sets ENVIRONMENT; a notebook is a batch job in which people work
+    by_hand = "SLURM_PTY_PORT" in env or any(n.startswith(("JPY_", "JUPYTER")) for n in env)
+    return env.get("ENVIRONMENT") == "BATCH" and not by_hand
 
 
 def lead_seconds(step: float, save: float) -> int:

@@ -209,7 +209,8 @@ def slurm_ids(job: JobDir) -> list[str]:
 
 
 def _slurm_id(job: JobDir) -> str | None:
-    """Return Slurm's id of the newest attempt; None if unknown.
+    """Return Slurm's id of the newest attempt; None if unknown, or in an allocation for work by
+    hand.
 
     It is in env.json, which each attempt writes when it starts; an older file does not count.
     """
@@ -220,8 +221,21 @@ def _slurm_id(job: JobDir) -> str | None:
         return None
     env = {name: value for name, value in record["environment"].items() if isinstance(value, str)}
     if {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"} <= env.keys():
-        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    return env.get("SLURM_JOB_ID")
+        id: str | None = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    else:
+        id = env.get("SLURM_JOB_ID")
+    # The job script's own claim counts as well: srun may have started the ranks with another
+    # environment.
+    by_hand = record.get("batch") is False and _claim(job) != id
+    return None if by_hand else id
+
+
+def _claim(job: JobDir) -> str | None:
+    """Return the id of the Slurm job whose script has claimed the directory."""
+    try:
+        return str((job.root / "slurm_job").readlink())
+    except OSError:
+        return None
 
 
 def _decision(job: JobDir) -> str:
