@@ -14,9 +14,12 @@ from dtt.config.data import DownloadConfig
 from dtt.data.corpus.file_choice import FilePatterns
 from dtt.data.corpus.formats import file_format, is_compressed
 
-SPLIT_NAMES = {"val": "validation", "valid": "validation", "dev": "validation"}
-"""Synonyms of split names."""
-HELD_OUT = ("validation", "test", "eval")
+SPLIT_NAMES = {
+    "training": "train", "val": "validation", "valid": "validation", "dev": "validation",
+    "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""Synonyms of split names, as of `datasets`."""
+HELD_OUT = ("validation", "test")
 SHOWN = 3
 """Maximum number of files that are logged for each reason to leave files out."""
 
