@@ -49,9 +49,8 @@ def read_advice() -> list[tuple[str, str]]:
     return [*advice()]
 
 
-def fault(words: list[str]) -> str | None:
-    """Return what `dtt WORDS` names that does not exist; words of a sentence may follow."""
-    command: Any = typer.main.get_command(cli)
+def fault(command: Any, words: list[str]) -> str | None:
+    """Return what `COMMAND WORDS` names that does not exist; words of a sentence may follow."""
     while words and hasattr(command, "commands") and not words[0].startswith(("-", HOLE)):
         if words[0] not in command.commands:
             return f"there is no {words[0]}"
@@ -67,14 +66,14 @@ def fault(words: list[str]) -> str | None:
 def test_every_command_that_a_message_advises_exists_with_its_options(
     advised: list[tuple[str, str]],
 ) -> None:
-    commands = typer.main.get_command(cli).commands  # type: ignore[attr-defined]
+    command: Any = typer.main.get_command(cli)
     found, wrong = 0, []
     for place, text in advised:
         for shows, line in COMMAND.findall(text):
             words = line.split()
-            if shows or words[0] in commands:
+            if shows or words[0] in command.commands:
                 found += 1
-                if why := fault(words):
+                if why := fault(command, words):
                     wrong.append(f"{place}: dtt {line}: {why}")
     assert found > 100
     assert wrong == []

@@ -92,3 +92,10 @@ def test_an_answer_has_its_reasoning_once_or_is_refused(tokenizer: Tokenizer, co
     with pytest.raises(RefusedRow, match="leaves out the reasoning"):
         targets(tokenizer, DROPS, [content])
     assert targets(tokenizer, DROPS, [content, "fine"]) == ["\n\nyes<|im_end|>fine<|im_end|>"]
+
+
+def test_half_of_a_character_is_a_bad_row_and_no_error_of_the_tokenizer(
+    tokenizer: Tokenizer,
+) -> None:
+    with pytest.raises(RefusedRow, match="half of a character"):
+        targets(tokenizer, CHATML, ["a \ud83d"])

@@ -24,9 +24,10 @@ from dtt.data.conversations.loss_mask import (
     AnswerSpan,
     LossMask,
     MaskMethod,
+    check_reasoning,
     with_parts,
 )
-from dtt.data.conversations.rows import REASONING_END, Conversation, Message, RefusedRow
+from dtt.data.conversations.rows import Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import MARKS
 from dtt.data.conversations.template import ChatTemplate
 from dtt.data.text.encoder import find_end_of_document, vocabulary_size
@@ -275,7 +276,7 @@ class ChatEncoder:
         written = None if suspicious is None else self._written(text, suspicious)
         answers = self._masks.answers(conversation, text, trace, trained)
         for answer in answers:
-            _check_reasoning(conversation, answer, text[answer.start : answer.end])
+            check_reasoning(conversation, answer, text[answer.start : answer.end])
         end = len(conversation.messages) - 1
         is_trained = end not in excluded if self.cfg.train_on == "all" else end in trained
         last = conversation.messages[end]
@@ -405,33 +406,19 @@ def _from_segments(segments: tuple[tuple[str, bool], ...]) -> _Rendered:
     return _Rendered(text, [], excluded, None, all_trained=True)
 
 
-def _check_reasoning(conversation: Conversation, answer: AnswerSpan, rendered: str) -> None:
-    """Raise RefusedRow if a template adds a reasoning to that in the content of an answer.
-
-    Or if it leaves out that of the last answer. Of earlier answers, many do so on purpose.
-    """
-    content = conversation.messages[answer.message].get("content") or ""
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    given = sum(len(REASONING_END.findall(text)) for text in texts)
-    found = len(REASONING_END.findall(rendered))
-    if given and found > given:
-        raise RefusedRow(
-            f"messages[{answer.message}]: the chat template writes another reasoning before the "
-            "one in the content: move that to reasoning_content"
-        )
-    if found < given and answer.message == len(conversation.messages) - 1:
-        raise RefusedRow(
-            f"messages[{answer.message}]: the chat template leaves out the reasoning in the content"
-        )
-
-
 def _check_marks(text: str) -> None:
-    """Raise RefusedRow if a text contains a mark."""
-    if not text.isascii() and (found := MARKS.search(text)):
+    """Raise RefusedRow if a text contains a mark, or half of a character."""
+    if text.isascii():
+        return
+    if found := MARKS.search(text):
         raise RefusedRow(
             f"it contains the noncharacter U+{ord(found.group()):04X}, which is reserved for "
             "internal use"
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RefusedRow("it contains half of a character (a lone surrogate)") from None
 
 
 def _in_units(answer: AnswerSpan, text: str, encoded: str | bytes) -> AnswerSpan:

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from dtt.data.conversations.rows import Conversation, Message, RefusedRow, common_length
+from dtt.data.conversations.rows import (
+    REASONING_END,
+    Conversation,
+    Message,
+    RefusedRow,
+    common_length,
+)
 from dtt.data.conversations.sandbox import MESSAGE_END
 from dtt.data.conversations.template import ChatTemplate, Events
 
@@ -307,6 +313,26 @@ def with_parts(messages: Iterable[Message]) -> tuple[Message, ...]:
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         for message in messages
     )
+
+
+def check_reasoning(conversation: Conversation, answer: AnswerSpan, rendered: str) -> None:
+    """Raise RefusedRow if a template adds a reasoning to that in the content of an answer.
+
+    Or if it leaves out that of the last answer. Of earlier answers, many do so on purpose.
+    """
+    content = conversation.messages[answer.message].get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    given = sum(len(REASONING_END.findall(text)) for text in texts)
+    found = len(REASONING_END.findall(rendered))
+    if given and found > given:
+        raise RefusedRow(
+            f"messages[{answer.message}]: the chat template writes another reasoning before the "
+            "one in the content: move that to reasoning_content"
+        )
+    if found < given and answer.message == len(conversation.messages) - 1:
+        raise RefusedRow(
+            f"messages[{answer.message}]: the chat template leaves out the reasoning in the content"
+        )
 
 
 def header_length(prompt: str | None, expected: str, usual: str, span: str) -> int | None:
