@@ -8,7 +8,7 @@ import pytest
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.dialects import parse_prompt
-from dtt.data.conversations.render_limits import MAX_STEPS, Steps, TooCostly
+from dtt.data.conversations.render_limits import MAX_STEPS, RenderSteps, TooCostly
 from dtt.data.conversations.rows import RefusedRow
 from dtt.data.conversations.template import COSTLY_SHARE, ChatTemplate
 
@@ -77,7 +77,7 @@ def test_a_large_row_is_refused_and_a_template_that_refuses_many_ends_the_run() 
 
 def test_steps_grow_with_what_is_read() -> None:
     def count(value: object, *, deep: bool = True) -> int:
-        steps = Steps()
+        steps = RenderSteps()
         steps.read(value, deep=deep)
         return steps.count
 
@@ -85,4 +85,4 @@ def test_steps_grow_with_what_is_read() -> None:
     assert count([[1] * 64] * 100) * 4 <= count([[1] * 64] * 400) + 4
     assert count([[1] * 64] * 100, deep=False) == 1 + 100 // 16
     with pytest.raises(TooCostly):
-        Steps().spend(MAX_STEPS + 1)
+        RenderSteps().spend(MAX_STEPS + 1)

@@ -20,7 +20,7 @@ MAX_CHARS = 1 << 24
 MAX_MEMORY = 1 << 29
 """Maximum bytes of memory that a render takes in addition to what the process has."""
 CALL = 8
-"""Steps of a call of a macro."""
+"""RenderSteps of a call of a macro."""
 CHARS, ITEMS = 9, 4
 """Powers of two: characters of a text, and items of a list, that take a step."""
 
@@ -31,7 +31,7 @@ class TooCostly(TemplateError):
     """A render takes too much work, so that the template would not end in useful time."""
 
 
-class Steps:
+class RenderSteps:
     """The number of steps of a render so far."""
 
     __slots__ = ("count",)

@@ -21,7 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context, pass_environment, pass_eval_context
 
-from dtt.data.conversations.render_limits import CALL, MAX_CHARS, Steps, TooCostly
+from dtt.data.conversations.render_limits import CALL, MAX_CHARS, RenderSteps, TooCostly
 from dtt.data.conversations.template_trees import instrument
 
 STATE = "dtt state"
@@ -73,7 +73,7 @@ class RenderState:
     """
     size: int = 0
     """Characters of the output so far."""
-    steps: Steps = field(default_factory=Steps)
+    steps: RenderSteps = field(default_factory=RenderSteps)
 
 
 class GenerationTag(Extension):
@@ -156,7 +156,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method or a function, and count it."""
-        steps: Steps = context.parent[STATE].steps
+        steps: RenderSteps = context.parent[STATE].steps
         steps.spend(CALL)
         steps.read(getattr(obj, "__self__", None), deep=type(obj).__name__ != "dict")
         return super().call(context, obj, *args, **kwargs)
@@ -203,7 +203,7 @@ DICT_ATTRIBUTES = frozenset(dir({}))
 @pass_context
 def _sum(context: Context, items: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
     """Return a sum, and count its steps: of lists, it takes quadratic time."""
-    steps: Steps = context.parent[STATE].steps
+    steps: RenderSteps = context.parent[STATE].steps
     if attribute is not None:
         items = context.environment.call_filter("map", items, (), {"attribute": attribute}, context)
     for item in items:
@@ -220,7 +220,7 @@ def _counted(name: str, function: Any) -> Callable[..., Any]:
 
     @pass_context
     def counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        steps: Steps = context.parent[STATE].steps
+        steps: RenderSteps = context.parent[STATE].steps
         steps.read(value, deep=deep)
         if slow and isinstance(value, str):
             steps.spend(len(value))
