@@ -126,6 +126,7 @@ NESTED: tuple[dict[str, Any], ...] = (
     {"full_attention": ROPES[0], "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}},
     {"full_attention": ROPES[2], "sliding_attention": {"rope_type": "default"}},
     {"full_attention": ROPES[5]},
+    {"full_attention": ROPES[10], "sliding_attention": {"rope_type": "default"}},
     {"full_attention": ROPES[0], "sliding_attention": ROPES[2]},
     {"sliding_attention": None, "full_attention": {"rope_theta": 5e5}},
 )

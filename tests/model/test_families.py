@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from support.tiny_architectures import VARIANTS, tiny_architecture
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.config.load import resolve
 from dtt.config.model import LinearRopeScaling, ModelConfig, NoRopeScaling
 from dtt.model import families
 from dtt.model.architecture import Architecture
@@ -50,9 +51,22 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
         families.get("llama").architecture(ModelConfig(vocab_size=100), 1000, 64)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "olmo3"])
+def test_yarn_that_no_export_would_compute_is_refused(family: str) -> None:
+    yarn = "{type: yarn, original_max_seq_len: 16, truncate: false}"
+    with pytest.raises(ConfigError, match=r"rope_scaling\.truncate.*does not read it"):
+        resolve(None, [f"model.family={family}", f"model.rope_scaling={yarn}"], env={})
+
+
 def test_sequences_longer_than_the_context_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.seq_len \(64\) .* model\.max_seq_len \(32\)"):
         families.get("gpt2").architecture(ModelConfig(family="gpt2", max_seq_len=32), 100, 64)
+
+
+UNTRUNCATED = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False,
+}  # fmt: skip
+"""transformers 5 looks for `truncate` beside the types of layers, and so never finds it."""
 
 
 @pytest.mark.parametrize(
@@ -96,6 +110,8 @@ def test_sequences_longer_than_the_context_are_refused() -> None:
             {"sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}},
         ),
         ("gemma3", "rope_parameters", {"full_attention": {"rope_type": "longrope"}}),
+        ("gemma3", "rope_parameters", {"full_attention": UNTRUNCATED}),
+        ("olmo3", "rope_parameters", {"full_attention": UNTRUNCATED}),
     ],
 )
 def test_a_config_that_asks_for_more_is_refused(family: str, key: str, value: object) -> None:

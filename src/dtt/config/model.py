@@ -282,6 +282,13 @@ class ModelConfig(Section):
             scaling, NoRopeScaling
         ):
             yield "rope_scaling", f"{self.family} has no {scaling.type}: longrope is phi3's"
+        if self.family in ("gemma3", "olmo3") and getattr(scaling, "truncate", None) is False:
+            # transformers 5 looks for it beside the types of layers, and so never finds it: no
+            # export would compute what was trained.
+            yield (
+                "rope_scaling.truncate",
+                f"transformers does not read it for {self.family}: omit it",
+            )
         if isinstance(scaling, LongRopeScaling):
             # transformers derives the number of pairs from the width, not from head_dim.
             if self.resolved_head_dim * self.n_heads != self.dim:

@@ -60,9 +60,6 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     # rope_theta. Only a file in which both are the same has one meaning.
     full, local_theta = rope_scaling.by_layer_type(config, None, THETA)
     arch = olmo2.read_hf_config(full, THETA)
-    if getattr(arch.rope_scaling, "truncate", True) is not True:
-        # transformers 5 looks for it beside the types of layers, and so never finds it.
-        raise unsupported(config, f"config.json has truncate: False in the RoPE of {FULL}")
     windows = attention_windows.from_hf(
         config, config.get("sliding_window", WINDOW), every_nth(arch.n_layers, INTERVAL)
     )

@@ -158,7 +158,11 @@ def by_layer_type(
             f"config.json has {ropes[LOCAL]} in rope_parameters.{LOCAL}; "
             "supported: rope_type 'default'",
         )
-    return {**config, "rope_parameters": ropes.get(FULL)}, base
+    full = ropes.get(FULL)
+    if (full or config.get("rope_scaling") or {}).get("truncate") is False:
+        # transformers 5 looks for it beside the types of layers, and so never finds it.
+        raise unsupported(config, f"config.json has truncate: False in the RoPE of {FULL}")
+    return {**config, "rope_parameters": full}, base
 
 
 def _scaling(
