@@ -129,6 +129,10 @@ class JobDir:
         """Folder of one attempt."""
         return self.root / "attempts" / str(number)
 
+    def trained_config(self, number: int) -> Path:
+        """File of the configuration of an attempt; `config.yaml` may have been edited since."""
+        return self.attempt_dir(number) / "config.yaml"
+
     def parent_record(self) -> dict[str, Any] | None:
         """Return the parent record of a branch; None if the job is not a branch."""
         return read_record(self.parent, {"job": str, "step": int})

@@ -27,6 +27,8 @@ from dtt.config.removed import without_removed
 from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
+from dtt.config.shipped import shipped_configs as shipped_configs
+from dtt.config.shipped import shipped_file
 from dtt.config.source import Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry
 from dtt.config.validation import Problem, validate
@@ -49,12 +51,6 @@ class Mistakes(ConfigError):
     def in_stage(self, name: str) -> Mistakes:
         """Return the same errors as those of a stage."""
         return Mistakes(self.problems, self.layer, f"stage {name}", next=self.next)
-
-
-def shipped_configs() -> Path:
-    """Return the folder of the configs shipped with dtt: in the wheel, or in the clone."""
-    inside = Path(__file__).parents[1] / "configs"
-    return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 
 
 def resolve(
@@ -118,7 +114,15 @@ def _layers(
     # All keys are present from the start, so that every value has an origin.
     layers = [source.from_mapping(RunConfig().model_dump(mode="json"), "default")]
     if job_config is not None:
-        layers += _with_extends(job_config, ())
+        stored = _with_extends(job_config, ())
+        if not any(stored):
+            raise ConfigError(
+                f"{job_config} is empty",
+                why="dtt writes every key of a job there",
+                next=f"restore it, for example from {job_config.parent}/attempts/1/config.yaml, or "
+                "start a new job with -c FILE",
+            )
+        layers += stored
     own = len(layers)
     if isinstance(config, dict):
         layers += _with_extended(*source.take_extends(config), Path(), ())
@@ -264,17 +268,6 @@ def _stored(path: Path, *_version: int) -> RunConfig:
 def is_job(folder: Path) -> bool:
     """Return True if `folder` is that of a job."""
     return (folder / "config.yaml").is_file()
-
-
-def shipped_file(name: str | Path, kind: str = "") -> Path | None:
-    """Return the shipped file of a name in the folder `kind` of the configs; None if there is none.
-
-    A path that leads out of the folder, such as an absolute one, is no name.
-    """
-    path = shipped_configs() / kind / name
-    outside = Path(name).is_absolute() or ".." in Path(name).parts
-    # Path.is_file raises OSError for text that is too long for a path.
-    return None if outside or not os.path.isfile(path) else path  # noqa: PTH113
 
 
 def find(config: str | Path) -> Path:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError
 from dtt.base.files import append, write_atomically
 from dtt.base.secrets import redacted
 from dtt.config import explain
+from dtt.config.load import changes_on_resume, load_job, resolve
+from dtt.config.run_length import with_both_lengths
 from dtt.data.samples import compatibility
 from dtt.train.start import Start
 
@@ -23,12 +28,32 @@ def write_description(start: Start, resume: Checkpoint | None) -> None:
     job, resolved = start.job, start.resolved
     if start.stage is not None and resume is None:  # before config.yaml makes the folder a job
         start.stage.record(start.dataset.manifest.key, start.predecessor)
-    write_atomically(job.config, explain.show(resolved))
+    text = explain.show(resolved)
+    write_atomically(job.config, text)
+    write_atomically(job.trained_config(job.attempt()), text)
     copy_data_files(job, start.dataset)
     if resume is None and start.source_of_weights is not None:
         from dtt.hf import released  # half a second of CPU time
 
         released.keep(start.source_of_weights, job, start.dataset.tokenizer)
+
+
+def check_edited(job: JobDir, allow_change: Collection[str]) -> None:
+    """Raise ConfigError if `config.yaml` has other values than the run, of keys that must stay."""
+    copies = [job.trained_config(number) for number in reversed(job.attempts())]
+    copy = next(filter(Path.is_file, copies), None)
+    if copy is None:  # the job of an earlier version
+        return
+    edited = changes_on_resume(resolve(env={}, job_config=copy).config, load_job(job.root))
+    refused = [key for key in edited if key not in with_both_lengths(allow_change)]
+    if refused:
+        raise ConfigError(
+            f"{job.config} was edited: another {', '.join(refused)} than the job has trained with",
+            where=job.config,
+            why="changing them on resume would change what is trained",
+            next=f"cp {shlex.quote(str(copy))} {shlex.quote(str(job.config))}, or use "
+            + " ".join(f"--allow-change {key}" for key in refused),
+        )
 
 
 def copy_data_files(job: JobDir, dataset: Dataset) -> None:

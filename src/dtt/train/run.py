@@ -35,7 +35,7 @@ from dtt.report import run as report
 from dtt.track import summary
 from dtt.train import garbage
 from dtt.train.build import build
-from dtt.train.description import write_description, write_provenance
+from dtt.train.description import check_edited, write_description, write_provenance
 from dtt.train.initial import describe_adopted, model_of
 from dtt.train.start import Instrument, Start, prepare, recorded_refusal, unchanged
 from dtt.train.supervise.lost_rank import lost_rank_named
@@ -218,6 +218,8 @@ def find_job(
     # may have been deleted since.
     of_source = partial(own_model, job) if started else model_of
     resolved = resolve(config, overrides, job_config=job.config, model_of=of_source, stage=stage)
+    if started:
+        check_edited(job, allow_change)
     changed = changes_on_resume(load_job(job.root), resolved.config) if started else []
     refused = [key for key in changed if key not in with_both_lengths(allow_change)]
     if refused:
