@@ -27,7 +27,7 @@ from dtt.config.removed import without_removed
 from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
-from dtt.config.shipped import shipped_configs as shipped_configs
+from dtt.config.shipped import shipped_configs as shipped_configs  # noqa: PLC0414  a re-export
 from dtt.config.shipped import shipped_file
 from dtt.config.source import Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def write_description(start: Start, resume: Checkpoint | None) -> None:
         released.keep(start.source_of_weights, job, start.dataset.tokenizer)
 
 
-def check_edited(job: JobDir, allow_change: Collection[str]) -> None:
+def check_edited(job: JobDir, allow_change: Sequence[str]) -> None:
     """Raise ConfigError if `config.yaml` has other values than the run, of keys that must stay."""
     copies = [job.trained_config(number) for number in reversed(job.attempts())]
     copy = next(filter(Path.is_file, copies), None)
