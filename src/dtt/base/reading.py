@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,14 @@ TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY
 """Error numbers of a busy or just restarted file server, which often succeed on a retry."""
 PATIENCE = (0.5, 2.0, 8.0)
 """Seconds to wait before each retry."""
+OUTAGE = 16.0
+"""Seconds from the first failure on for which a training process retries anything at all.
+
+If each file of a save, and of the end of a run, had the patience above, a folder that fails for
+good would keep a run for minutes after SIGTERM, of which Slurm allows 30 s.
+"""
+APART = 60.0
+"""Seconds without a failure after which the next one is the first of another outage."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
 SECONDS_BETWEEN_LOOKS_FOR_SPACE = 10.0
 SMALL = 2**24
@@ -54,6 +63,36 @@ _reported: set[Path] = set()
 _give_up: ContextVar[Callable[[], bool] | None] = ContextVar("give_up", default=None)
 
 
+@dataclass
+class _Outage:
+    """The time of the first and the last failure of a file system, on the monotonic clock."""
+
+    began: float = -math.inf
+    last: float = -math.inf
+
+    def lasts(self, seconds: float) -> bool:
+        """Record a failure; return True if a retry after `seconds` comes too late."""
+        now = time.monotonic()
+        if now - self.last > APART:
+            self.began = now
+        self.last = now
+        return now + seconds - self.began > OUTAGE
+
+
+_outages: list[_Outage] = []
+"""The outage of this process, if its retries share one limit."""
+
+
+@contextmanager
+def outages_limited() -> Iterator[None]:
+    """Let all retries of this process, in all threads, end after one `OUTAGE`."""
+    _outages.append(_Outage())
+    try:
+        yield
+    finally:
+        _outages.pop()
+
+
 @contextmanager
 def waiting_for_space(give_up: Callable[[], bool] | None) -> Iterator[None]:
     """Let `retrying` wait for space on a full disk until `give_up()` returns True.
@@ -74,10 +113,10 @@ def retrying(action: Callable[[], T]) -> T:
     `action` must start over on each call: after a failed fsync, none of its earlier writes can be
     relied on.
     """
-    patience, waits = iter(PATIENCE), False
+    patience, waits, retried = iter(PATIENCE), False, False
     while True:
         try:
-            return action()
+            result = action()
         except OSError as error:
             give_up = _give_up.get()
             if error.errno in FULL and give_up is not None and not give_up():
@@ -89,8 +128,15 @@ def retrying(action: Callable[[], T]) -> T:
             seconds = next(patience, None)
             if error.errno not in TRANSIENT or seconds is None:
                 raise
+            if _outages and _outages[-1].lasts(seconds):
+                raise
+            retried = True
             log.warning("%s; trying again in %g s", error, seconds)
             time.sleep(seconds)
+        else:
+            if retried and _outages:
+                _outages[-1] = _Outage()  # it is over
+            return result
 
 
 def open_regular(path: Path) -> int:

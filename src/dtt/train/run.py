@@ -16,7 +16,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, Preempted
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.base.reading import waiting_for_space
+from dtt.base.reading import outages_limited, waiting_for_space
 from dtt.config import explain
 from dtt.config.load import changes_on_resume, load_job, resolve, stage_names
 from dtt.config.optim import horizon_keys
@@ -123,6 +123,7 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
     this = None
     try:
         with (
+            outages_limited(),
             waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
             attempt(job, ranks, requests, timed=cfg.train.timed, start=start.startup) as this,

@@ -1,0 +1,47 @@
+"""Retries of a file system that fails for a while, or for good."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from dtt.base import reading
+
+
+def test_the_retries_of_a_training_process_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of a folder that fails for good would otherwise have its own patience."""
+    clock = [0.0]
+    monkeypatch.setattr(reading.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(reading.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    calls: list[int] = []
+
+    def fails() -> None:
+        calls.append(0)
+        raise OSError(errno.EIO, "gone")
+
+    def calls_of(actions: int) -> int:
+        calls.clear()
+        for _ in range(actions):
+            with pytest.raises(OSError, match="gone"):
+                reading.retrying(fails)
+        return len(calls)
+
+    assert calls_of(9) == 9 * 4
+    with reading.outages_limited():
+        before = clock[0]
+        assert calls_of(1) == 4
+        calls_of(9)
+        assert clock[0] - before <= reading.OUTAGE
+        assert calls_of(9) == 9  # each at once
+        clock[0] += reading.APART + 1
+        assert calls_of(1) == 4
+        outcomes = iter([OSError(errno.EIO, "gone"), None])
+
+        def recovers() -> None:
+            if (error := next(outcomes)) is not None:
+                raise error
+
+        clock[0] += reading.APART + 1
+        reading.retrying(recovers)
+        assert calls_of(1) == 4  # another outage
