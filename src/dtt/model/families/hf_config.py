@@ -140,7 +140,8 @@ def _quantised(config: Mapping[str, Any], how: object) -> InputError:
             "; or in Python, where transformers has the method: "
             f"AutoModelForCausalLM.{LOADED_WHOLE[method]}.save_pretrained(NEW)"
         )
-    why = f"its weights are quantised: {method}" + (f", {bits} bits" if bits else "")
+    why = f"its weights are quantised (quantization_config): {method}"
+    why += f", {bits} bits" if bits else ""
     return unsupported(config, why, next=remedy)
 
 
