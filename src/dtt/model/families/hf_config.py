@@ -140,7 +140,7 @@ def _quantised(config: Mapping[str, Any], how: object) -> InputError:
             "; or in Python, where transformers has the method: "
             f"AutoModelForCausalLM.{LOADED_WHOLE[method]}.save_pretrained(NEW)"
         )
-    why = f"its weights are quantised (quantization_config): {method}"
+    why = f"by quantization_config, its weights are quantised: {method}"
     why += f", {bits} bits" if bits else ""
     return unsupported(config, why, next=remedy)
 
