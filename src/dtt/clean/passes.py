@@ -73,6 +73,9 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         tasks = make_tasks(cfg)
         key = key_parts(section, corpus.manifest)
         finished = _finished(out, key, tasks) if first and part is None else None
+        stop = cfg.tokenize.on_bad_document == "stop"
+        if finished is not None and stop and Steps(out).have_unread():
+            finished = None  # it was made with `skip`: pass 1 reads these units again, and stops
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():
                 Steps(out).tidy()
@@ -222,7 +225,8 @@ def _pass_one(
     total = sum(placed.unit.text_bytes for placed in mine)
     with progress("reading", total, shown=comm.rank == 0) as advance:
         for placed in mine:
-            if not steps.done(placed.step, placed.key):
+            done_before = steps.done(placed.step, placed.key)
+            if not done_before or (stop and steps.facts(placed.step)["unread"]):
                 # What `near.against` names stays, so nothing judges it.
                 judges, of = (filters, tasks) if placed.other is None else ((), None)
                 bad = BadDocuments(stop=stop)

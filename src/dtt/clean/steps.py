@@ -138,6 +138,11 @@ class Steps:
             aside.unlink(missing_ok=True)
         return digest.hexdigest()
 
+    def have_unread(self) -> bool:
+        """Return True if a finished step has left out documents that cannot be read."""
+        markers = map(_marker, self._folder.glob("*.json"))
+        return any(marker.facts.get("unread") for marker in markers if marker is not None)
+
     def facts(self, name: str) -> dict[str, Any]:
         """Return the counts of a finished step."""
         marker = _marker(self._folder / f"{name}.json")
