@@ -115,7 +115,7 @@ def test_a_frozen_rank_is_reported_because_it_is_silent(job: JobDir) -> None:
         on_ranks(2, freeze, job.root)
     burial.join()
     record = ending(job)
-    assert (record["code"], record["rank"]) == (1, 1)
+    assert (record["code"], record["rank"]) == (78, 1)
     assert f"rank 1 ({record['node']}) is silent: frozen, or gone" in record["reason"]
     assert reports(job).keys() == {0}
 

@@ -295,7 +295,7 @@ class Watchdog:
         The rank that creates the `judge` file prints and records the reason; the others wait for
         that.
         """
-        record = self._job.attempt_dir(self._attempt) / "exit.json"
+        code, record = ExitCode.BUG, self._job.attempt_dir(self._attempt) / "exit.json"
         # Exclusive creation decides which rank reports, without messages between ranks.
         if _create(self._judge, self._ranks.rank):
             records = (read_record(path, REPORT) for path in self._stacks.glob("*.json"))
@@ -303,11 +303,13 @@ class Watchdog:
                 RankReport(*(one[name] for name in REPORT)) for one in records if one is not None
             ]
             culprit, why = judge(reports, self._ranks.size, self._node)
+            if len(reports) < self._ranks.size:
+                code = ExitCode.UNFIT  # a rank that is frozen or gone is lost, which is no bug
             seconds = max((report.seconds for report in reports), default=self._idle)
             reason = str(DttError(f"no progress for {seconds:.0f} s: {why}", where=self._stacks))
             print(Message(f"dtt: {reason}"), file=sys.stderr, flush=True)
             self._job.end_attempt(
-                ExitCode.BUG, reason, culprit, attempt=self._attempt, node=self._node(culprit)
+                code, reason, culprit, attempt=self._attempt, node=self._node(culprit)
             )
         else:
             deadline = time.monotonic() + self._patience
@@ -315,9 +317,11 @@ class Watchdog:
                 # torchrun would kill this rank, and with it the report that the first one still
                 # writes.
                 time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one ends
+            ending = self._job.exit_record(self._attempt)
+            code = ExitCode.BUG if ending is None else ExitCode(ending["code"])
         self.before_end()
         # Not sys.exit: the main thread is stuck, and this is another thread.
-        os._exit(ExitCode.BUG)
+        os._exit(code)
 
     def _node(self, rank: int) -> str:
         place = read_record(self._place(rank), {"node": str})
