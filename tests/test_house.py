@@ -89,6 +89,29 @@ def test_a_name_has_one_meaning_in_the_package() -> None:
     assert {name for name, n in classes.items() if n > 1} == {"Documents", "Phase", "Values"}
 
 
+def test_no_loader_may_run_the_code_of_a_folder() -> None:
+    """`transformers` asks a question otherwise, and runs the code if the answer is `y`.
+
+    PEFT reads the adapters of `dtt export` only, and runs no code; nor does `datasets` since 4.
+    """
+    loaders = {"from_pretrained", "from_config", "load_dataset", "HFLM"}
+    named, safe = set(), set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in loaders:
+                named.add((path.name, node.lineno, node.col_offset, ast.unparse(node)))
+            if isinstance(node, ast.Call):
+                asked = {a.arg: ast.unparse(a.value) for a in node.keywords}
+                called = node.func
+                if asked.get("trust_remote_code") == "False":
+                    where = (path.name, called.lineno, called.col_offset)
+                    safe.add((*where, ast.unparse(called)))
+                elif isinstance(called, ast.Name) and called.id in loaders:
+                    named.add((path.name, called.lineno, called.col_offset, called.id))
+    assert len(safe) >= 5
+    assert {one[3] for one in named - safe} <= {"peft.PeftModel.from_pretrained"}
+
+
 def test_a_wheel_carries_the_shipped_configs_and_the_type_marker(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     shipped = {f"dtt/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*") if p.is_file()}

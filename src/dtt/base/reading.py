@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dtt.base.errors import DamagedError
+
 T = TypeVar("T")
 Kind = type | tuple[type, ...]
 """Type of a JSON field: `int`, `float` (any finite number), `str`, `dict`, `list`, `type(None)`, or
@@ -42,7 +44,11 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 SECONDS_BETWEEN_LOOKS_FOR_SPACE = 10.0
 SMALL = 2**24
 """Maximum size in bytes of the small files of a job, and of a line in its record files."""
+LARGE = 2**28
+"""Maximum size in bytes of other files that are read whole, such as a tokenizer.json."""
 LARGEST_INT = 2**63
+NOT_REGULAR = "it is not a regular file"
+REPLACE = "fetch or create it again, or remove it if nothing needs it"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,7 +154,7 @@ def open_regular(path: Path) -> int:
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise ValueError("it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+        raise ValueError("it is a directory" if stat.S_ISDIR(mode) else NOT_REGULAR)
     return fd
 
 
@@ -159,6 +165,34 @@ def read_small(path: Path, most: int = SMALL) -> bytes:
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return content
+
+
+def read_whole(path: Path, most: int = LARGE) -> bytes:
+    """Return the content of a regular file of at most `most` bytes; DamagedError names another."""
+    try:
+        return read_small(path, most)
+    except ValueError as error:
+        raise DamagedError(f"{path} cannot be read", why=str(error), next=REPLACE) from None
+
+
+def check_regular(path: Path, most: int) -> None:
+    """Raise DamagedError unless `path` is a regular file of at most `most` bytes.
+
+    For files that are read by a library, which would wait for a FIFO and never finish a device.
+    """
+    facts = path.stat()
+    if stat.S_ISREG(facts.st_mode) and facts.st_size <= most:
+        return
+    why = f"it has more than {most:,} bytes" if stat.S_ISREG(facts.st_mode) else NOT_REGULAR
+    raise DamagedError(f"{path} cannot be read", why=why, next=REPLACE)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of at most `LARGE` bytes; DamagedError names another."""
+    try:
+        return read_json(path, LARGE)
+    except ValueError as error:
+        raise DamagedError(f"{path} is not JSON", why=str(error), next=REPLACE) from None
 
 
 def parse(content: bytes, decoder: json.JSONDecoder | None = None) -> Any:

@@ -181,7 +181,13 @@ class Harness:
         # It would log a warning for each request that is longer than the context.
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
         add_bos, device = ADD_BOS[self.cfg.bos], "cuda" if torch.cuda.is_available() else "cpu"
-        lm = HFLM(str(folder), device=device, dtype="float32", add_bos_token=add_bos)
+        lm = HFLM(
+            str(folder),
+            device=device,
+            dtype="float32",
+            add_bos_token=add_bos,
+            trust_remote_code=False,
+        )
         lm.batch_size_per_gpu = max(1, self.cfg.batch_tokens // lm.max_length)
         return lm
 

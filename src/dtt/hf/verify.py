@@ -186,7 +186,7 @@ def import_peft() -> Any:
 def check_prompts(folder: Path, chat: ChatFormat) -> None:
     """Raise DamagedError unless AutoTokenizer encodes prompts of conversations as in training."""
     encoder = chat.encoder()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokenizer.model_max_length = 2**20  # avoids a warning about a shorter context
     for conversation in CONVERSATIONS:
         try:
@@ -250,11 +250,15 @@ def _load(folder: Path, arch: Architecture) -> Any:
     """Load the model with transformers in fp32; _Mismatch if it differs from `arch`."""
     settings: Any = transformers.utils.logging
     settings.disable_progress_bar()
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    auto: Any = transformers.AutoModelForCausalLM
     try:
         # Set the attention implementation: config.json may name a kernel that is not installed.
-        model, report = load(
-            folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        model, report = auto.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # noqa: BLE001  (many classes, also from huggingface_hub)
         raise _Mismatch(f"transformers cannot load it: {error}") from None
@@ -287,7 +291,7 @@ def _load(folder: Path, arch: Architecture) -> Any:
 def _token_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of TEXT as in token files; _Mismatch if AutoTokenizer differs."""
     expected: list[int] = tokenizer.encode(TEXT, add_special_tokens=True).ids
-    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    loaded = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     loaded.model_max_length = len(expected)  # avoids a warning about a shorter context
     got = loaded(TEXT)["input_ids"]
     if got != expected:

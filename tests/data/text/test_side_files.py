@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.side_files import check_special_tokens, tokenizer_content
 from dtt.data.text.tokenizer import add_in_front, begin_of_document
@@ -91,6 +93,46 @@ def test_the_ids_are_those_of_autotokenizer_or_the_folder_is_refused(
     if theirs is not None:
         for text in TEXTS:
             assert ours.encode(text).ids == theirs(text)["input_ids"], text
+
+
+@pytest.mark.parametrize("named", ["OwnTokenizer", "PreTrainedTokenizerFast"])
+def test_the_code_of_a_folder_does_not_run_whatever_is_answered(
+    tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path)
+    content, ran = (tmp_path / "tokenizer.json").read_bytes(), tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass OwnTokenizer: ...")
+    config = {"tokenizer_class": named, "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    monkeypatch.setattr(logging.getLogger("dtt"), "propagate", True)
+    assert tokenizer_content(tmp_path / "tokenizer.json") == content
+    assert not ran.exists()
+    assert "own.OwnTokenizer" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_a_file_of_a_tokenizer_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str
+) -> None:
+    make(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    path = tmp_path / name
+    for content in ("[" * 100_000 + "]" * 100_000, "a pipe", "a device", "a large file"):
+        path.unlink(missing_ok=True)
+        if content == "a pipe":
+            os.mkfifo(path)
+        elif content == "a device":
+            path.symlink_to("/dev/zero")
+        elif content == "a large file":
+            path.touch()
+            os.truncate(path, 2**30)
+        elif name == "tokenizer_config.json":
+            path.write_text(content)
+        else:
+            continue
+        with pytest.raises(DamagedError, match=name):
+            tokenizer_content(tmp_path / "tokenizer.json")
 
 
 def test_special_tokens_beside_the_file_are_refused_for_documents(tmp_path: Path) -> None:

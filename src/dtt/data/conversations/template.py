@@ -18,7 +18,7 @@ from dtt.data.conversations.render_limits import TooCostly, memory_limit
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import STATE, RenderState, Sandbox
 from dtt.data.conversations.template_trees import ends_with_prompt
-from dtt.data.text.side_files import read_object
+from dtt.data.text.side_files import object_beside
 
 CHATML = """\
 {%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
@@ -304,7 +304,7 @@ def _own_template(folder: Path) -> str | None:
     if own.is_file():
         named["default"] = own.read_bytes().decode()
     if not named:
-        value = read_object(folder / "tokenizer_config.json").get("chat_template")
+        value = object_beside(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(value, list):
             value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
         if isinstance(value, dict):
@@ -350,7 +350,7 @@ def special_tokens_beside(tokenizer: Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        facts = read_object(tokenizer.parent / name)
+        facts = object_beside(tokenizer.parent / name)
         for key in SPECIAL_TOKENS:
             value = facts.get(key)
             if isinstance(value, dict):

@@ -8,7 +8,9 @@ split into text, and the model never sees the id that it was trained with.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from dtt.base.errors import InputError
 from dtt.base.log import log
+from dtt.base.reading import LARGE, check_regular, read_object, read_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +30,8 @@ CHANGES_IDS = (
 """Options of tokenizer_config.json with which `transformers` may yield other ids."""
 PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that take tokenizer.json as it is; LlamaTokenizer and others rebuild parts of it."""
+READ_WHOLE = (".json", ".txt", ".jinja", ".model")
+"""Suffixes of files that `transformers` reads whole; others may be weights."""
 FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 PROBES = ("a b", "Hello, world!  two\n\nlines", " x", "ÀÉ 12", "e\u0301", "")
 
@@ -38,9 +43,11 @@ def tokenizer_content(path: Path) -> bytes:
     imported (1.3 s), but only if they declare something that tokenizer.json lacks, or set an option
     that can change ids. Raises InputError if they do and `transformers` cannot read the folder.
     """
-    content = path.read_bytes()
+    content = read_whole(path)
     folder = path.parent
-    config = read_object(folder / CONFIG)
+    config = object_beside(folder / CONFIG)
+    if isinstance(code := config.get("auto_map"), dict) and "AutoTokenizer" in code:
+        _name_code(folder, json.dumps(code["AutoTokenizer"])[:100])
     if not any((folder / name).is_file() for name in (CONFIG, MAP, ADDED)):
         return content
     try:
@@ -49,7 +56,7 @@ def tokenizer_content(path: Path) -> bytes:
         return content
     added = own.get_added_tokens_decoder()
     known = {token.content for token in added.values()}
-    facts = {name: read_object(folder / name) for name in (MAP, ADDED)}
+    facts = {name: object_beside(folder / name) for name in (MAP, ADDED)}
     declared = {
         token
         for one in (config, facts[MAP])
@@ -91,7 +98,7 @@ def check_special_tokens(path: Path, content: bytes) -> None:
     another. Where a token is declared beside the file only, it is not clear that this is meant:
     `transformers` would encode its string as the token.
     """
-    own, merged = Tokenizer.from_file(str(path)), Tokenizer.from_buffer(content)
+    own, merged = map(Tokenizer.from_buffer, (read_whole(path), content))
     known = {token.content for token in own.get_added_tokens_decoder().values()}
     added = merged.get_added_tokens_decoder().values()
     hidden = sorted(t.content for t in added if t.special and t.content not in known)
@@ -110,11 +117,12 @@ def _as_transformers(folder: Path, missing: list[str]) -> Tokenizer | None:
     """Return AutoTokenizer's tokenizer for a folder; None if it has nothing to add."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    _check_readable(folder)
     readers: tuple[Any, ...] = (AutoTokenizer, PreTrainedTokenizerFast)
     problem = ""
     for reader in readers:
         try:
-            found: PreTrainedTokenizerBase = reader.from_pretrained(folder)
+            found: PreTrainedTokenizerBase = reader.from_pretrained(folder, trust_remote_code=False)
             backend = getattr(found, "backend_tokenizer", None)
             if isinstance(backend, Tokenizer):
                 for text in PROBES:  # a class may build a tokenizer that lacks its unknown token
@@ -163,10 +171,29 @@ def _around(token: str) -> tuple[str, ...]:
     return token, f"go{token}on", f"a {token} b", f"{token}{token} "
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file beside a tokenizer; empty if there is none."""
+def object_beside(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file beside a tokenizer; empty if there is no file.
+
+    Raises DamagedError if it contains anything else.
+    """
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_object(path)
+    except FileNotFoundError:
         return {}
-    return value if isinstance(value, dict) else {}
+
+
+def _check_readable(folder: Path) -> None:
+    """Raise DamagedError for a file that `transformers` might wait for, or read without an end."""
+    for path in folder.iterdir():
+        if path.exists() and not path.is_dir():
+            limit = LARGE if path.suffix in READ_WHOLE else sys.maxsize
+            check_regular(path, limit)
+
+
+@cache  # the folder is read several times
+def _name_code(folder: Path, code: str) -> None:
+    log.warning(
+        "%s names Python code of its own (%s), which dtt never runs: its JSON files alone are used",
+        folder,
+        code,
+    )
