@@ -106,6 +106,35 @@ class SelectionFacts(Record):
         return f"{sum(self.removed.values()):,} documents" + (f": {reasons}" if reasons else "")
 
 
+class LostText(Record):
+    """The characters of documents that a tokenizer has no token for."""
+
+    documents: int = 0
+    """Number of documents that lose any."""
+    characters: int = 0
+    """Number of lost characters."""
+    of: int = 0
+    """Number of characters of all documents."""
+    such_as: tuple[str, ...] = ()
+    """Some of the lost pieces of text."""
+
+    def __add__(self, other: LostText) -> LostText:
+        return LostText(
+            documents=self.documents + other.documents,
+            characters=self.characters + other.characters,
+            of=self.of + other.of,
+            such_as=tuple(dict.fromkeys((*self.such_as, *other.such_as)))[:5],
+        )
+
+    def describe(self) -> str:
+        """Return the counts as a line."""
+        some = " ".join(repr(piece[:20]) for piece in self.such_as)
+        return (
+            f"{self.characters:,} characters of {self.documents:,} documents have no token "
+            f"({self.characters / max(self.of, 1):.2%} of the text), such as {some}"
+        )
+
+
 class TokensManifest(Manifest):
     """The manifest of token files. `dtt tokenize` writes it, `dtt train` reads it."""
 
@@ -148,6 +177,8 @@ class TokensManifest(Manifest):
     """Number of documents in which U+FFFD replaces lone surrogates."""
     nulls: int = 0
     """Number of rows whose tools, or arguments of calls, have keys with null."""
+    lost: LostText | None = None
+    """What the tokenizer has no token for; None if it has one for each byte."""
     chat: ChatFacts | None = None
     """The conversation format; None for plain text."""
     pairs: bool = False

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding
 
-from dtt.artifacts.manifests import ChatFacts
+from dtt.artifacts.manifests import ChatFacts, LostText
 from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine
@@ -31,6 +31,7 @@ from dtt.data.conversations.rows import Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import MARKS
 from dtt.data.conversations.template import ChatTemplate
 from dtt.data.text.encoder import find_end_of_document, vocabulary_size
+from dtt.data.text.lost_characters import LostCharacters
 from dtt.data.text.tokenizer import exact_tokenizer
 
 Mask = npt.NDArray[np.bool_]
@@ -109,10 +110,13 @@ class ChatEncoder:
         self._is_special = np.zeros(max([size, *(i + 1 for i in self._special)]), bool)
         self._is_special[list(self._special)] = True
         self.tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, engine)
+        self._lost, self.lost = LostCharacters(self._tokenizer, facts), LostText()
         self._stops: frozenset[int] = frozenset()
         self.stop_tokens = self._find_stops(where)
         """Ids that end an answer, the most frequent first."""
         self._stops = frozenset(self.stop_tokens)
+        self.lost = LostText()
+        """What the tokenizer has had no token for in the conversations so far."""
         self.facts = ChatFacts(
             template_sha256=self.template.sha256,
             kwargs=cfg.kwargs,
@@ -158,7 +162,7 @@ class ChatEncoder:
             if isinstance(row, RefusedRow):
                 results.append(row)
                 continue
-            mine = [
+            mine: list[EncodedText | RefusedRow] = [
                 next(encodings) if one.written is None else self._text_located(one) for one in row
             ]
             try:
@@ -294,8 +298,15 @@ class ChatEncoder:
         encoding = self._as_text(rendered.text, rendered.written)
         return self.tokens.located(rendered.text, encoding)
 
-    def _finish(self, rendered: _Rendered, encoded: EncodedText) -> EncodedConversation:
+    def _finish(
+        self, rendered: _Rendered, encoded: EncodedText | RefusedRow
+    ) -> EncodedConversation:
+        if isinstance(encoded, RefusedRow):
+            raise encoded
         ids = encoded.ids
+        if self._lost.possible:
+            text = self._without_special(rendered.text)
+            self.lost += self._lost.count([text], ids) or LostText()
         mask = np.zeros(len(ids), bool)
         if rendered.all_trained:
             mask[:] = True
@@ -324,11 +335,18 @@ class ChatEncoder:
             ids, mask = np.append(ids, np.uint32(self.stop_tokens[0])), np.append(mask, True)
         return EncodedConversation(ids, mask, tuple(one.method for one in rendered.answers))
 
+<<<<<<< HEAD
     def _is_ended(self, encoded: EncodedText) -> bool:
         """Return True if nothing but white space follows the last special token."""
         special = np.flatnonzero(self._is_special[encoded.ids])
         after = int(encoded.ends[special[-1]]) if len(special) else 0
         return not encoded.text[after:].strip()
+=======
+    def _without_special(self, text: str) -> bytes:
+        for token in self._special.values():
+            text = text.replace(token, "")
+        return text.encode()
+>>>>>>> 75c37dd (Count the characters that a tokenizer has no token for; refuse texts that it cannot encode one by one)
 
     def _targets(self, answer: AnswerSpan, encoded: EncodedText) -> tuple[int, int]:
         """Return the range of the tokens of an answer, up to and including its stop token.

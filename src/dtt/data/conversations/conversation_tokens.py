@@ -10,7 +10,9 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from dtt.config.data import Engine
+from dtt.data.conversations.rows import RefusedRow
 from dtt.data.text.encoder import EngineChoice
+from dtt.data.text.encoding_errors import Unencodable, encoding
 from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
 
 Ids = npt.NDArray[np.uint32]
@@ -45,7 +47,7 @@ class ConversationTokens(EngineChoice):
         `facts` are the decoded content. With the engine `auto` or `gigatoken`, call `settle` before
         encoding.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._patterns = tokenizer, b'"Regex"' in content
         self._added = [token["content"] for token in facts.get("added_tokens") or ()]
         self._sizes = _byte_sizes(facts)
         self._composes = facts.get("normalizer") is not None
@@ -81,36 +83,45 @@ class ConversationTokens(EngineChoice):
         pairs = [f"{a}{b} {a}\n{b}" for a, b in zip(self._added, self._added[1:], strict=False)]
         for text in [*sample, *hard, *pairs, *(f"{self._added[-1]}{text}" for text in hard)]:
             (ours,), (exact,) = self._gigatoken([text]), self._exact([text])
+            if isinstance(exact, RefusedRow):
+                continue
             if ours is not None and not all(map(np.array_equal, ours, exact)):
                 return f"gigatoken returns different ids for {text[:60]!r}"
         return None
 
-    def encode(self, texts: list[str]) -> list[EncodedText]:
-        """Encode texts."""
+    def encode(self, texts: list[str]) -> list[EncodedText | RefusedRow]:
+        """Encode texts; the result for one that the tokenizer cannot encode is the reason."""
         if self._fast is None:
             return self._exact(texts)
         found = self._gigatoken(texts)
         exact = iter(self._exact([text for text, one in zip(texts, found, strict=True) if not one]))
         return [one or next(exact) for one in found]
 
-    def _exact(self, texts: list[str]) -> list[EncodedText]:
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+    def _exact(self, texts: list[str]) -> list[EncodedText | RefusedRow]:
+        try:
+            with encoding("the tokenizer", patterns=self._patterns):
+                encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        except Unencodable as error:
+            if len(texts) == 1:
+                return [RefusedRow(f"the tokenizer cannot encode it: {error.why}")]
+            middle = len(texts) // 2  # halved, until only the text in question is left
+            return self._exact(texts[:middle]) + self._exact(texts[middle:])
         return [self.located(*pair) for pair in zip(texts, encodings, strict=True)]
 
-    def located(self, text: str, encoding: Encoding) -> EncodedText:
+    def located(self, text: str, one: Encoding) -> EncodedText:
         """Return the ids of an encoding of `tokenizers` with the positions of the tokens.
 
         Byte-level tokenizers without a normalizer need no offsets from `tokenizers`, which are
         slow to convert: the sizes of the tokens add up. Then the places are in bytes.
         """
-        ids = np.array(encoding.ids, np.uint32)
+        ids = np.array(one.ids, np.uint32)
         if self._sizes is not None and not self._composes:
             data = text.encode()
             sizes = self._sizes[ids]
             ends = np.cumsum(sizes)
             if (ends[-1] if len(ends) else 0) == len(data):
                 return EncodedText(ids, data, ends - sizes, ends)
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
         return EncodedText(ids, text, offsets[:, 0].copy(), offsets[:, 1].copy())
 
     def _gigatoken(self, texts: list[str]) -> list[EncodedText | None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts
+from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, LostText
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.config.chat import ChatConfig
@@ -169,6 +169,7 @@ class ConversationEncoder:
     def encode(self, documents: list[JsonRow], refused: BadDocuments) -> EncodedPart:
         """See UnitEncoder. One row may become several sequences."""
         found: list[EncodedConversation] = []
+        self._chat.lost = LostText()
         for first in range(0, len(documents), AT_ONCE):
             found += self._encode(documents[first : first + AT_ONCE], refused)
         ids = np.concatenate([np.empty(0, np.uint32), *(one.ids for one in found)])
@@ -179,7 +180,8 @@ class ConversationEncoder:
         text_bytes = sum(len(row.content) for row in documents)
         if self._bytes is not None:
             text_bytes = int(self._bytes[ids].sum())
-        return EncodedPart(ids, lengths, mask, text_bytes)
+        lost = self._chat.lost
+        return EncodedPart(ids, lengths, mask, text_bytes, lost if lost.of else None)
 
     def _encode(self, rows: list[JsonRow], refused: BadDocuments) -> Iterator[EncodedConversation]:
         parsed: list[tuple[JsonRow, list[Conversation]]] = []

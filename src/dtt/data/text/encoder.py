@@ -14,7 +14,9 @@ from tokenizers import AddedToken, Tokenizer
 from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.base.log import log
 from dtt.config.data import Engine
+from dtt.data.text.encoding_errors import encoding
 from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
+from dtt.data.text.lost_characters import LostCharacters
 from dtt.data.text.tokenizer import begin_of_document, exact_tokenizer
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -83,7 +85,10 @@ class Encoder(EngineChoice):
         has no end-of-document token.
         """
         self._tokenizer = tokenizer = exact_tokenizer(content, where)
+        self._where, self._patterns = where, b'"Regex"' in content
         facts = json.loads(content)
+        self.lost = LostCharacters(tokenizer, facts)
+        """Counter of the characters that have no token."""
         self.vocab_size = vocabulary_size(facts)
         """Largest id + 1."""
         added = tokenizer.get_added_tokens_decoder()
@@ -111,7 +116,7 @@ class Encoder(EngineChoice):
         return self._fast.difference([*sample, *map(str.encode, hard_texts(added))])
 
     def encode(self, documents: list[bytes]) -> EncodedBatch:
-        """Encode documents, which must be valid UTF-8."""
+        """Encode documents, which must be valid UTF-8; Unencodable if one of them cannot be."""
         batch = (self._fast or self._exact)(documents)
         if self.begin_of_document is None:
             return batch
@@ -121,8 +126,9 @@ class Encoder(EngineChoice):
 
     def _exact(self, documents: list[bytes]) -> EncodedBatch:
         texts = [one.decode() for one in documents]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [[*encoding.ids, self.end_of_document] for encoding in encodings]
+        with encoding(self._where, patterns=self._patterns):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [[*one.ids, self.end_of_document] for one in encodings]
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
         return EncodedBatch(
             np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths

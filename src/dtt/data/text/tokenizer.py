@@ -200,7 +200,7 @@ def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArra
     other tokenizers, because their tokens do not show how much text was between them.
     """
     facts = json.loads(path.read_bytes())
-    parts = [*_parts(facts.get("decoder")), *_parts(facts.get("pre_tokenizer"))]
+    parts = [*sections(facts.get("decoder")), *sections(facts.get("pre_tokenizer"))]
     byte_level = any(part["type"] == "ByteLevel" for part in parts)
     spaces = any(
         part["type"] == "Metaspace" or part.get("pattern") == {"String": "▁"} for part in parts
@@ -227,10 +227,13 @@ def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArra
     return np.array([sizes.get(i, 0) for i in range(vocab_size)], dtype=np.int64)
 
 
-def _parts(section: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield a decoder or pre-tokenizer section and, if it is a sequence, its parts recursively."""
+SEQUENCES = ("decoders", "pretokenizers", "normalizers")
+
+
+def sections(section: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield a section of a tokenizer.json and, if it is a sequence, its parts recursively."""
     if section is not None:
-        inner = section.get("decoders") or section.get("pretokenizers")
+        inner = next((section[name] for name in SEQUENCES if section.get(name)), ())
         yield section
-        for part in inner or ():
-            yield from _parts(part)
+        for part in inner:
+            yield from sections(part)

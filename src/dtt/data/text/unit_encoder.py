@@ -8,19 +8,21 @@ is dtt.data.conversations.row_encoder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import ChatFacts
+from dtt.artifacts.manifests import ChatFacts, LostText
 from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import some_text
 from dtt.data.corpus.documents import read_batches
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.encoder import Encoder
+from dtt.data.text.encoding_errors import Unencodable
 from dtt.data.text.side_files import check_special_tokens
 from dtt.data.text.tokenizer import (
     begin_of_document,
@@ -45,6 +47,8 @@ class EncodedPart(NamedTuple):
     """[sum(lengths)]: True for the tokens that are targets; None if all are."""
     text_bytes: int
     """UTF-8 bytes of the text that was encoded."""
+    lost: LostText | None = None
+    """What the tokenizer has no token for; None if it has one for each byte."""
 
 
 class UnitEncoder(Protocol[D]):
@@ -175,6 +179,30 @@ class TextUnitEncoder:
         return document
 
     def encode(self, documents: list[bytes], refused: BadDocuments) -> EncodedPart:
-        """See UnitEncoder; no text is refused."""
-        ids, lengths = self._encoder.encode(documents)
-        return EncodedPart(ids, lengths, None, sum(map(len, documents)))
+        """See UnitEncoder. A text is refused if the tokenizer raises an error for it."""
+        try:
+            ids, lengths = self._encoder.encode(documents)
+        except Unencodable as error:
+            if len(documents) == 1:
+                refused.add(partial(_shown, documents[0]), error.why)
+                return self.encode([], refused)
+            # Halved, until only the document in question is left.
+            middle = len(documents) // 2
+            halves = (documents[:middle], documents[middle:])
+            return _joined(*(self.encode(half, refused) for half in halves))
+        lost = self._encoder.lost.count(documents, ids)
+        return EncodedPart(ids, lengths, None, sum(map(len, documents)), lost)
+
+
+def _shown(document: bytes) -> str:
+    return f"a document that starts with {document.decode()[:40]!r}"
+
+
+def _joined(first: EncodedPart, second: EncodedPart) -> EncodedPart:
+    return EncodedPart(
+        np.concatenate([first.ids, second.ids]),
+        np.concatenate([first.lengths, second.lengths]),
+        None,
+        first.text_bytes + second.text_bytes,
+        first.lost and second.lost and first.lost + second.lost,
+    )

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.manifests import LostText, TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import check_space, exclusive, write_atomically
 from dtt.base.log import log, progress
@@ -27,6 +27,7 @@ from dtt.config.clean import CleanConfig
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
 from dtt.data.corpus.units import Corpus
 from dtt.data.corpus.usable import nothing_usable
+from dtt.data.text.lost_characters import check_lost
 from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype
 from dtt.data.tokenize.markers import UnitMarker, marker_path, read_marker
@@ -176,15 +177,22 @@ def _finish(
         unread=dict(unread.most_common()),
         replaced_documents=sum(marker.replaced for marker in markers),
         nulls=sum(marker.nulls for marker in markers),
+        lost=_lost(markers),
         chat=encoder.chat,
         pairs=encoder.pairs,
         selection=None if corpus.selection is None else corpus.selection.facts(),
     )
+    check_lost(manifest.lost, out / TOKENIZER)
     _check_left_out(cfg, manifest, problems)
     _check_splits(cfg, corpus, out, manifest, problems)
     # Last: a folder with a manifest is complete.
     write_atomically(out / TokensManifest.filename, manifest.dump())
     return manifest, problems
+
+
+def _lost(markers: list[UnitMarker]) -> LostText | None:
+    lost = [marker.lost for marker in markers if marker.lost is not None]
+    return sum(lost, LostText()) if lost else None
 
 
 def _already_done(cfg: TokenizeConfig, out: Path, plan: WorkPlan) -> Tokenized:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from dtt.artifacts.manifest import Record, fingerprint
-from dtt.artifacts.manifests import TokenShard, TokensManifest
+from dtt.artifacts.manifests import LostText, TokenShard, TokensManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import write_atomically
 from dtt.base.safe_names import checked_name
@@ -70,6 +70,8 @@ class UnitMarker(Record):
     """Documents that consist of white space only, which are kept."""
     lost_bytes: int = 0
     """Approximate bytes of damaged files that were lost with the skipped documents."""
+    lost: LostText | None = None
+    """What the tokenizer has no token for; None if it has one for each byte."""
     problems: tuple[str, ...]
     """`file:line: why` of the first documents that were skipped."""
 

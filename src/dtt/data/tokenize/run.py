@@ -92,6 +92,8 @@ def _tokenize(
         log.warning("kept %d documents that contain only white space", blank)
     if replaced := result.manifest.replaced_documents:
         log.warning("replaced lone surrogates by U+FFFD in %d documents", replaced)
+    if (lost := result.manifest.lost) is not None and lost.characters:
+        log.warning("%s", lost.describe())
     if nulls := result.manifest.nulls:
         log.warning("%d %s", nulls, NULLS)
     compared = _compared(out, str(compare), other) if other else None
@@ -228,8 +230,9 @@ def _report(out: Path, result: Tokenized) -> str:
         )
     if manifest.selection is not None:
         lines.append(f"removed     {manifest.selection.describe()}")
+    rows = "documents" if manifest.chat is None else "rows"
     for why, count in list(manifest.refused.items())[:REASONS]:
-        lines.append(f"refused     {count:,} rows: {why}")
+        lines.append(f"refused     {count:,} {rows}: {why}")
     if len(manifest.refused) > REASONS:
         lines.append(f"            … and {len(manifest.refused) - REASONS} other reasons")
     if manifest.unread:

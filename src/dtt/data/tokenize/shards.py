@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-from dtt.artifacts.manifests import SplitCounts, TokenShard
+from dtt.artifacts.manifests import LostText, SplitCounts, TokenShard
 from dtt.base.files import fsync_folder
 from dtt.base.log import Advance
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -86,6 +86,7 @@ def encode_units(
                     trained=None if part.mask is None else int(part.mask.sum()),
                 )
                 text_bytes += counts.bytes
+                shards.lost += part.lost or LostText()
                 behind.do(shards.append, split, part, counts)
             advance(sum(map(len, contents)))
             shards.empty += contents.count(b"")
@@ -141,6 +142,7 @@ class _UnitShards:
         }
         self._counts = dict.fromkeys(splits, SplitCounts())
         self.empty = self.blank = 0
+        self.lost = LostText()
 
     def append(self, split: Split, part: EncodedPart, counts: SplitCounts) -> None:
         self._writers[split].append(part.ids, part.lengths, part.mask)
@@ -182,6 +184,7 @@ class _UnitShards:
             empty=self.empty,
             blank=self.blank,
             lost_bytes=self.bad.lost_bytes,
+            lost=self.lost if self.lost.of else None,
             problems=(*self.bad.examples, *self.refused.examples),
         )
         write_marker(self._out, self._unit, self._place, marker)

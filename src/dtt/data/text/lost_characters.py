@@ -1,0 +1,97 @@
+"""Characters that a tokenizer has no token for: they become an unknown token, or vanish."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, pre_tokenizers
+
+from dtt.artifacts.manifests import LostText
+from dtt.base.errors import InputError
+from dtt.data.text.tokenizer import sections
+
+MOST = 0.1
+"""Share of lost characters above which a tokenizer is refused: it was made for other text. Texts
+with some emoji or foreign names lose below 1 %, another script loses nearly everything."""
+EXAMPLES = 5
+
+
+class LostCharacters:
+    """A counter of the characters that a tokenizer loses.
+
+    Nearly all tokenizers have a token for each byte and lose nothing; for them it does nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
+        """Take a tokenizer and the decoded content of its tokenizer.json."""
+        model, vocabulary = facts["model"], facts["model"]["vocab"]
+        is_bpe, is_unigram = "merges" in model, isinstance(vocabulary, list)
+        names = {token for token, _ in vocabulary} if is_unigram else {*vocabulary}
+        parts = [*sections(facts.get("pre_tokenizer")), *sections(facts.get("normalizer"))]
+        self._byte_level = any(part["type"] == "ByteLevel" for part in parts)
+        if self._byte_level:
+            alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        else:
+            alphabet = {f"<0x{byte:02X}>" for byte in range(256)}
+        has_bytes = self._byte_level or bool(model.get("byte_fallback"))
+        self._tokenizer = tokenizer
+        self._unknown: int | None = model.get("unk_id")
+        if model.get("unk_token") is not None:
+            self._unknown = tokenizer.token_to_id(model["unk_token"])
+        # Without an unknown token, BPE drops characters, and all others raise an error.
+        raises = self._unknown is None and not is_bpe
+        self.possible = not raises and not (
+            (is_bpe or is_unigram) and has_bytes and alphabet <= names
+        )
+        self._lost: dict[str, bool] = {}
+        """Whether each character that was met is lost, without an unknown token."""
+
+    def count(self, texts: list[bytes], ids: npt.NDArray[Any]) -> LostText | None:
+        """Return what is lost of `texts`, whose tokens are `ids`; None if nothing can be."""
+        if not self.possible:
+            return None
+        decoded = [text.decode() for text in texts]
+        found = LostText(of=sum(map(len, decoded)))
+        if self._unknown is not None and not (ids == self._unknown).any():
+            return found
+        for text in decoded:
+            lost = self._vanished(text) if self._unknown is None else self._unknown_in(text)
+            found += LostText(
+                documents=bool(lost), characters=sum(map(len, lost)), such_as=(*lost[:EXAMPLES],)
+            )
+        return found
+
+    def _unknown_in(self, text: str) -> list[str]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        places = np.flatnonzero(np.array(encoding.ids) == self._unknown).tolist()
+        return [text[slice(*encoding.offsets[place])] for place in places]
+
+    def _vanished(self, text: str) -> list[str]:
+        for character in set(text) - self._lost.keys():
+            self._lost[character] = self._vanishes(character)
+        lost = {character for character in set(text) if self._lost[character]}
+        return [character for character in text if character in lost] if lost else []
+
+    def _vanishes(self, character: str) -> bool:
+        """Return True if a character has no token, or only some of its bytes have."""
+        normalizer = self._tokenizer.normalizer
+        if normalizer is not None and not normalizer.normalize_str(character).strip():
+            return False  # the tokenizer removes it on purpose
+        tokens = self._tokenizer.encode(character, add_special_tokens=False).tokens
+        if self._byte_level and normalizer is None:
+            return sum(map(len, tokens)) < len(character.encode())
+        return not tokens and not character.isspace()
+
+
+def check_lost(lost: LostText | None, where: object) -> None:
+    """Raise InputError if a tokenizer, that of `where`, loses more than MOST of the text."""
+    if lost is not None and lost.characters > MOST * lost.of:
+        raise InputError(
+            f"the tokenizer has no tokens for {lost.characters / lost.of:.0%} of the text",
+            where=where,
+            why=lost.describe(),
+            next="use a tokenizer that was made for such text, or one with a token for each byte: "
+            "tokenizer.type=bpe trains one",
+        )
