@@ -20,7 +20,7 @@ from dtt.base.reading import read_json
 from dtt.checkpoint import store
 from dtt.config.init import HF
 from dtt.data.conversations.template import resolve_template, special_tokens_beside
-from dtt.data.text.side_files import CHANGES_IDS, CONFIG, MAP, read_object
+from dtt.data.text.side_files import CHANGES_IDS, CONFIG, MAP, object_beside
 from dtt.data.text.tokenizer import open_tokenizer
 from dtt.hf.chat_format import MAX_CONFIG_BYTES, eos_token_ids, read_config
 from dtt.hf.model_source import find_model
@@ -78,7 +78,7 @@ class Released:
             template = resolve_template("tokenizer", folder / TOKENIZER)
         except InputError:
             template = None
-        settings = read_object(folder / MAP) | read_object(folder / CONFIG)
+        settings = object_beside(folder / MAP) | object_beside(folder / CONFIG)
         special = special_tokens_beside(folder / TOKENIZER)
         model = folder / SENTENCEPIECE
         return cls(

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,13 @@ from dtt.base.errors import ConfigError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine
 from dtt.data.conversations.control_text import ControlText, StandInTokenizer, without_marks
-from dtt.data.conversations.conversation_tokens import ConversationTokens, EncodedText, Ids
+from dtt.data.conversations.conversation_tokens import (
+    ConversationTokens,
+    EncodedText,
+    Ids,
+    in_units,
+    overlap,
+)
 from dtt.data.conversations.loss_mask import (
     PROBES,
     AnswerSpan,
@@ -304,19 +310,17 @@ class ChatEncoder:
         if isinstance(encoded, RefusedRow):
             raise encoded
         ids = encoded.ids
-        if self._lost.possible:
-            text = self._without_special(rendered.text)
-            self.lost += self._lost.count([text], ids) or LostText()
+        self.lost += self._lost.in_conversation(rendered.text, ids) or LostText()
         mask = np.zeros(len(ids), bool)
         if rendered.all_trained:
             mask[:] = True
         for one in rendered.answers:
-            answer = _in_units(one, rendered.text, encoded.text)
+            answer = in_units(one, rendered.text, encoded.text)
             first, last = self._targets(answer, encoded)
             mask[first:last] = True
         for one in rendered.excluded:
-            answer = _in_units(one, rendered.text, encoded.text)
-            first, last = _overlap(encoded, answer)
+            answer = in_units(one, rendered.text, encoded.text)
+            first, last = overlap(encoded, answer)
             mask[first:last] = False
         if rendered.written is not None:
             expected = [self._tokenizer.token_to_id(token) for _, token in rendered.written]
@@ -335,18 +339,11 @@ class ChatEncoder:
             ids, mask = np.append(ids, np.uint32(self.stop_tokens[0])), np.append(mask, True)
         return EncodedConversation(ids, mask, tuple(one.method for one in rendered.answers))
 
-<<<<<<< HEAD
     def _is_ended(self, encoded: EncodedText) -> bool:
         """Return True if nothing but white space follows the last special token."""
         special = np.flatnonzero(self._is_special[encoded.ids])
         after = int(encoded.ends[special[-1]]) if len(special) else 0
         return not encoded.text[after:].strip()
-=======
-    def _without_special(self, text: str) -> bytes:
-        for token in self._special.values():
-            text = text.replace(token, "")
-        return text.encode()
->>>>>>> 75c37dd (Count the characters that a tokenizer has no token for; refuse texts that it cannot encode one by one)
 
     def _targets(self, answer: AnswerSpan, encoded: EncodedText) -> tuple[int, int]:
         """Return the range of the tokens of an answer, up to and including its stop token.
@@ -357,7 +354,7 @@ class ChatEncoder:
         if answer.method == MaskMethod.OMITTED:
             return 0, 0
         ids, text, starts, _ = encoded
-        first, last = _overlap(encoded, answer)
+        first, last = overlap(encoded, answer)
         end = last
         stops = []
         while end > first:
@@ -437,19 +434,3 @@ def _check_marks(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise RefusedRow("it contains half of a character (a lone surrogate)") from None
-
-
-def _in_units(answer: AnswerSpan, text: str, encoded: str | bytes) -> AnswerSpan:
-    """Return a span in the units of `encoded`: bytes of UTF-8, or characters."""
-    if isinstance(encoded, str) or len(encoded) == len(text):
-        return answer
-    start = len(text[: answer.start].encode())
-    end = start + len(text[answer.start : answer.end].encode())
-    return replace(answer, start=start, end=end)
-
-
-def _overlap(encoded: EncodedText, answer: AnswerSpan) -> tuple[int, int]:
-    """Return the range of the tokens that overlap an answer."""
-    first = int(encoded.ends.searchsorted(answer.start, side="right"))
-    last = int(encoded.starts.searchsorted(answer.end, side="left"))
-    return first, last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from dtt.config.data import Engine
+from dtt.data.conversations.loss_mask import AnswerSpan
 from dtt.data.conversations.rows import RefusedRow
 from dtt.data.text.encoder import EngineChoice
 from dtt.data.text.encoding_errors import Unencodable, encoding
@@ -168,6 +170,22 @@ class ConversationTokens(EngineChoice):
             found.append(_in_characters(one, text) if self._composes else one)
             first = last + 1
         return found
+
+
+def in_units(answer: AnswerSpan, text: str, encoded: str | bytes) -> AnswerSpan:
+    """Return a span in the units of `encoded`: bytes of UTF-8, or characters."""
+    if isinstance(encoded, str) or len(encoded) == len(text):
+        return answer
+    start = len(text[: answer.start].encode())
+    end = start + len(text[answer.start : answer.end].encode())
+    return replace(answer, start=start, end=end)
+
+
+def overlap(encoded: EncodedText, answer: AnswerSpan) -> tuple[int, int]:
+    """Return the range of the tokens that overlap an answer."""
+    first = int(encoded.ends.searchsorted(answer.start, side="right"))
+    last = int(encoded.starts.searchsorted(answer.end, side="left"))
+    return first, last
 
 
 def _in_characters(one: EncodedText, text: str) -> EncodedText:

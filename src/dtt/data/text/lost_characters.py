@@ -42,9 +42,11 @@ class LostCharacters:
             self._unknown = tokenizer.token_to_id(model["unk_token"])
         # Without an unknown token, BPE drops characters, and all others raise an error.
         raises = self._unknown is None and not is_bpe
-        self.possible = not raises and not (
-            (is_bpe or is_unigram) and has_bytes and alphabet <= names
-        )
+        complete = (is_bpe or is_unigram) and has_bytes and alphabet <= names
+        self.possible = not raises and not complete
+        """False if no character can be lost."""
+        added = facts.get("added_tokens") or ()
+        self._special = [token["content"] for token in added if token["special"]]
         self._lost: dict[str, bool] = {}
         """Whether each character that was met is lost, without an unknown token."""
 
@@ -62,6 +64,12 @@ class LostCharacters:
                 documents=bool(lost), characters=sum(map(len, lost)), such_as=(*lost[:EXAMPLES],)
             )
         return found
+
+    def in_conversation(self, text: str, ids: npt.NDArray[Any]) -> LostText | None:
+        """Return what is lost of a rendered conversation, apart from its special tokens."""
+        for token in self._special if self.possible else ():
+            text = text.replace(token, "")
+        return self.count([text.encode()], ids)
 
     def _unknown_in(self, text: str) -> list[str]:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
