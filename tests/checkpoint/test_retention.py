@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from pathlib import Path
 
 import pytest
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ConfigError
 from dtt.checkpoint import retention, store
 from dtt.config.train import CheckpointConfig
 
@@ -96,3 +99,38 @@ def test_the_loss_of_a_step_that_was_evaluated_after_its_save_counts(folder: Pat
     metrics = JobDir(folder.parent).metrics
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert retention.eval_losses(JobDir(folder.parent)) == {5: 1.0, 10: 0.5, 12: 0.2}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> JobDir:
+    """A job with checkpoints of steps 5 and 10; the adapter of another one needs step 5."""
+    job, adapter = JobDir(tmp_path / "base"), JobDir(tmp_path / "adapter")
+    for step in (5, 10):
+        store.folder_of(job.checkpoints, step).mkdir(parents=True)
+    adapter.root.mkdir()
+    adapter.config.touch()
+    retention.note_dependent(store.folder_of(job.checkpoints, 5), adapter.root)
+    return job
+
+
+def test_checkpoints_that_adapters_need_stay_as_long_as_these(base: JobDir, tmp_path: Path) -> None:
+    rules = CheckpointConfig(keep_last=1)
+    assert retention.prune(base.checkpoints, rules) == []
+    with pytest.raises(ConfigError, match=r"adapter needs the weights of step 5(.|\n)*dtt job rm"):
+        retention.check_dependents(base, after=4)
+    retention.check_dependents(base, after=5)
+    shutil.rmtree(tmp_path / "adapter")
+    retention.check_dependents(base)
+    assert retention.prune(base.checkpoints, rules) == [5]
+
+
+def test_a_job_of_others_cannot_be_told_and_damaged_records_do_not_matter(
+    base: JobDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    (base.dependents / "step-000010-x.json").write_text("{")
+    assert retention.dependents(base.checkpoints).keys() == {5}
+    shutil.rmtree(base.dependents)
+    base.dependents.touch()  # no folder, as for somebody who may not write there
+    with caplog.at_level(logging.WARNING, "dtt"):
+        retention.note_dependent(store.folder_of(base.checkpoints, 5), base.root)
+    assert "may delete it" in caplog.text

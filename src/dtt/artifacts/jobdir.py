@@ -85,6 +85,8 @@ class JobDir:
     """Settings of the released model that the job started from, which its export carries over."""
     sentencepiece = _Below("tokenizer.model")
     """The SentencePiece model of that tokenizer, if the release has one."""
+    dependents = _Below("dependents")
+    """Folder of records of other jobs whose adapters need a checkpoint of this one."""
     checkpoints = _Below("checkpoints")
     """Folder of the checkpoints."""
     reference = _Below("reference")

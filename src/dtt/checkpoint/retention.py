@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.files import remove
-from dtt.base.reading import fits, read_json, read_records, retrying, tolerant
+from dtt.base.errors import ConfigError
+from dtt.base.files import remove, write_atomically
+from dtt.base.log import log
+from dtt.base.reading import fits, read_json, read_record, read_records, retrying, tolerant
 from dtt.checkpoint import store
 from dtt.config.train import CheckpointConfig
 
@@ -21,13 +25,13 @@ def kept(
 
     `losses` are the validation losses by step, as `eval_losses` returns them.
 
-    The rules always keep the newest checkpoint. `diverged` is the step before the latest
-    divergence, or None if there was none: weights after it may already have been diverging, so the
-    newest checkpoint from before is kept, too.
+    The rules always keep the newest checkpoint, and those that adapters of other jobs need.
+    `diverged` is the step before the latest divergence, or None if there was none: weights after it
+    may already have been diverging, so the newest checkpoint from before is kept, too.
     """
     steps = store.steps(folder)
     # The newest one is among them, as keep_last is at least 1.
-    keep = set(steps[-rules.keep_last :])
+    keep = set(steps[-rules.keep_last :]) | dependents(folder).keys()
     if rules.keep_every:
         # Step 0 is a multiple of every number, but nothing was trained by then.
         keep |= {step for step in steps if step and step % rules.keep_every == 0}
@@ -52,6 +56,60 @@ def eval_losses(job: JobDir) -> dict[int, float]:
     measured = {"loss": float}  # null, if it is not finite
     losses |= {r["step"]: r["loss"] for r in records if r["kind"] == "eval" and fits(r, measured)}
     return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+
+
+def note_dependent(checkpoint: Path, job: Path) -> None:
+    """Record beside `checkpoint` that the adapter of `job` needs its weights.
+
+    Logs a warning if its job belongs to somebody else who may not be written to.
+    """
+    path = str(job.resolve())
+    record = {"job": path, "step": int(checkpoint.name.removeprefix(store.PREFIX))}
+    # One record for each job and step: a job may be trained anew from another step.
+    name = f"{checkpoint.name}-{hashlib.sha256(path.encode()).hexdigest()[:16]}.json"
+    try:
+        folder = JobDir(checkpoint.parents[1]).dependents
+        write_atomically(folder / name, json.dumps(record) + "\n")
+    except OSError as error:
+        log.warning(
+            "the retention of %s does not know that this job needs %s, and may delete it: %s; "
+            "copy that job, or ask its owner to set checkpoint.keep_every",
+            checkpoint.parents[1],
+            checkpoint.name,
+            error.strerror,
+        )
+
+
+def dependents(folder: Path) -> dict[int, list[str]]:
+    """Return the jobs whose adapters need a checkpoint in `folder`, by its step.
+
+    Jobs that do not exist any more are left out, and so are damaged records.
+    """
+    found: dict[int, list[str]] = {}
+    for path in sorted(JobDir(folder.parent).dependents.glob("*.json")):
+        record = read_record(path, {"job": str, "step": int})
+        if record is not None and _may_exist(JobDir(Path(record["job"]))):
+            found.setdefault(record["step"], []).append(record["job"])
+    return found
+
+
+def check_dependents(job: JobDir, *, after: int = -1) -> None:
+    """Raise ConfigError if adapters need checkpoints of `job` of steps after `after`."""
+    needed = {step: jobs for step, jobs in dependents(job.checkpoints).items() if step > after}
+    if needed:
+        step, jobs = min(needed.items())
+        raise ConfigError(
+            f"the adapter of {jobs[0]} needs the weights of step {step} of {job.root}",
+            why="a checkpoint of an adapter does not contain the frozen weights",
+            next=f"delete the adapter first, if its export is all you need: dtt job rm {jobs[0]}",
+        )
+
+
+def _may_exist(job: JobDir) -> bool:
+    try:
+        return job.exists
+    except OSError:  # a folder of somebody else that may not be read
+        return True
 
 
 def eval_loss(path: Path) -> float:

@@ -185,6 +185,9 @@ def rm(path: Path, *, yes: bool) -> None:
             why="the results of a sweep need all of its trials",
             next=f"rm -r {job.root.parent} deletes the sweep; check dtt sweep status first",
         )
+    from dtt.checkpoint.retention import check_dependents  # slow to import
+
+    check_dependents(job)
     (status,) = job_state.examine([job])
     status.check_idle()
     if status.state is State.UNKNOWN:

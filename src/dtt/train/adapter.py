@@ -7,6 +7,7 @@ from pathlib import Path
 from dtt.artifacts.manifests import Reference
 from dtt.base import host_memory
 from dtt.base.log import log
+from dtt.checkpoint import retention
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.adapter import LoraConfig
 from dtt.config.init import HF
@@ -35,6 +36,8 @@ def restore_base(resume: Checkpoint, model: Decoder, world: World, *, average: b
     # Rank 0 hashes the weights for all: they may have hundreds of gigabytes.
     if world.first:
         base_weights(resume, average=average)
+        if not (Path(reference.folder) / "config.json").is_file():  # no Hugging Face model
+            retention.note_dependent(Path(reference.folder), resume.path.parents[1])
     world.barrier()
     # Not from `init.from`: it may name the newest checkpoint of a job, which is another one by now.
     weights = base_weights(resume, average=average, check=False)
@@ -42,13 +45,18 @@ def restore_base(resume: Checkpoint, model: Decoder, world: World, *, average: b
     return reference
 
 
-def base_reference(source: str | None, checkpoint: Checkpoint | None, world: World) -> Reference:
-    """Return the reference to the weights of `source`, the same on all ranks.
+def base_reference(
+    source: str | None, checkpoint: Checkpoint | None, world: World, job: Path
+) -> Reference:
+    """Return the reference of `job` to the weights of `source`, the same on all ranks.
 
-    They came from `checkpoint`, or, if it is None, from a Hugging Face folder.
+    They came from `checkpoint`, whose retention then keeps it, or, if it is None, from a Hugging
+    Face folder.
     """
     assert source is not None, "the configuration was checked"
     if checkpoint is not None:
+        if world.first:
+            retention.note_dependent(checkpoint.path, job)
         return checkpoint.reference()
     folder = find_model(source.removeprefix(HF)) if world.first else None
     found = world.from_first(None if folder is None else hf_reference(folder))

@@ -241,7 +241,7 @@ def initial_weights(
     # Only here: it imports what reads Hugging Face folders, half a second of CPU time.
     from dtt.train.adapter import base_reference
 
-    return start, base_reference(source, start, inputs.world)
+    return start, base_reference(source, start, inputs.world, inputs.attempt.job.root)
 
 
 def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:

@@ -366,6 +366,7 @@ def choose_checkpoint(this: Attempt, from_step: int | None) -> Checkpoint | None
         return store.newest(folder, check_position)
     checkpoint = store.at_step(folder, from_step)
     check_position(checkpoint)
+    retention.check_dependents(this.job, after=from_step)  # later ones are renamed
     return checkpoint
 
 
