@@ -115,6 +115,7 @@ BAD = {
     "gold: 2": ["gold: is not the index of a choice"],
     "prompt: '{{goal}}'\nchoices: ['{a', 'b}']": ["not Jinja", "brace without a partner"],
     "prompt: '{a!eval}{a.__class__()}{}'": ["conversions are", "{a.__class__()} is not a field"],
+    "map: {answre: {a: b}}": ["map.answre: is a field that no prompt, choice or answer has"],
     "gold_is: label": ["labels: belongs to gold_is: label"],
     "until: ['x']\nextract: '('": ["until: does not apply", "extract: does not apply",
                                    "extract: is not a regular expression"],
