@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dtt.track.wandb import WandbTracker
 
 SECONDS_BETWEEN_SCANS = 1.0
-"""Seconds between scans for new checkpoints; each scan lists one folder."""
+"""Seconds between scans for new checkpoints; each scan lists two folders."""
 SECONDS_BETWEEN_QUERIES = 30.0
 """Seconds between questions to Slurm about the job."""
 SECONDS_UNKNOWN = 3600.0
@@ -53,9 +53,9 @@ NOT_A_FAILURE = (ConfigError, EnvironmentUnfit, StorageError, Preempted, OSError
 """Errors that say nothing about a checkpoint: they end the watch, and it can be started again."""
 
 CONTINUES = (
-    State.NEW, State.UNSENT, State.QUEUED, State.RUNNING, State.STOPPING, State.SUSPENDED,
+    *(State.NEW, State.UNSENT, State.QUEUED, State.RUNNING, State.STOPPING, State.SUSPENDED),
     State.UNKNOWN,
-)  # fmt: skip
+)
 """States in which a job may still save checkpoints."""
 
 
@@ -271,8 +271,7 @@ class Watch:
     """Steps whose evaluation has ended, by state."""
     _seen: dict[int, int] = field(default_factory=dict)
     """Inode of the checkpoint folder of each step that was scanned."""
-    _listed: set[str] = field(default_factory=set)
-    """Names of the folders of results that were looked into."""
+    _listed: set[str] = field(default_factory=set)  # folders of results that were looked into
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _asked: float = -SECONDS_BETWEEN_QUERIES
     _sign_of_life: float = field(default_factory=time.monotonic)
@@ -289,8 +288,8 @@ class Watch:
                 if over and not self.waiting:
                     self._listed.clear()  # another watch may have added links to any step
                     self.scan()
-                    if not self.waiting:
-                        break
+                if over and not self.waiting:
+                    break
                 if self.stop_wanted():
                     raise Preempted(
                         f"stopped while {len(self.waiting)} checkpoints of {self.job.root} wait",
@@ -339,11 +338,8 @@ class Watch:
                 self._seen[step], self.waiting[step] = inode, one
 
     def _checkpoints(self) -> Iterator[tuple[int, Path, int]]:
-        """Yield the step, the folder and the inode of each checkpoint; those of the job come last.
-
-        Of the folders of results, of which a long job has thousands, only those are looked into
-        that were not there at the scan before: the thread scans every second.
-        """
+        """Yield the step, folder and inode of each checkpoint; those of the job come last."""
+        # A long job has thousands of folders of results.
         new = {entry.name for entry in _entries(self.job.evals)} - self._listed
         self._listed |= new
         folders = (f for name in new for f in (self.job.evals / name).glob(f"{LINKS}*"))
@@ -440,11 +436,7 @@ class Watch:
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder, of which each knows its inode; none without the folder."""
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
+    return list(os.scandir(folder)) if folder.is_dir() else []
 
 
 def _breaks_gpu(error: Exception) -> bool:
