@@ -102,7 +102,9 @@ def run(
 
 def _compare(cfg: RunConfig, price: float | None, *, as_json: bool) -> None:
     """Print a line for each GPU in GPUS: the run is for GPUs, and nothing says for which."""
-    found = {name: facts(make_estimate(cfg, gpu, price)) for name, gpu in gpus.GPUS.items()}
+    # Without remedies, whose search takes longer than all estimates.
+    estimates = {n: make_estimate(cfg, gpu, price, remedy=False) for n, gpu in gpus.GPUS.items()}
+    found = {name: facts(one) for name, one in estimates.items()}
     if as_json:
         print(json.dumps({"gpus": found}, indent=1))
         return
@@ -186,6 +188,8 @@ def make_estimate(
     device: gpus.Gpu,
     price: float | None,
     expected_size: int | None = None,
+    *,
+    remedy: bool = True,
 ) -> Estimate:
     """Return the estimate of a run on GPUs of one kind, with a remedy if it does not fit into them.
 
@@ -200,7 +204,9 @@ def make_estimate(
         case = replace(case, steps=min(steps, within))
         step = step_of(case)
     estimate = Estimate(case, by_rank(case), step, run_of(case, step), None, price)
-    return estimate if estimate.fits else replace(estimate, change=advice.remedy(case))
+    if estimate.fits or not remedy:
+        return estimate
+    return replace(estimate, change=advice.remedy(case))
 
 
 def missing_configuration() -> ConfigError:
