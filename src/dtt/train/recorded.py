@@ -24,8 +24,10 @@ def position_of(checkpoint: Checkpoint, job: JobDir, cfg: RunConfig) -> Position
     position = Position.from_json(checkpoint.position())
     found: dict[str, list[Any]] = defaultdict(list)
     for action, kind in KINDS.items():
-        of_step = (r for r in jsonl.read(job.metrics, kind) if r["step"] == position.step)
+        of_step = [r for r in jsonl.read(job.metrics, kind) if r["step"] == position.step]
         found[action] = [record.get("task") for record in of_step]
+        if kind == "eval" and of_step:
+            position.eval_loss = of_step[-1]["loss"]
     if found["tasks"] and {task.name for task in load_tasks(cfg.eval.tasks)} > {*found["tasks"]}:
         found["tasks"] = []  # it was killed between two of them
     position.done |= {action: position.step for action, records in found.items() if records}
