@@ -59,8 +59,32 @@ NULLS = ("null", "Null", "NULL", "~")
 STR, INT, NULL, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null", "merge"))
 
 
+LARGEST_NODE = 100_000
+"""Maximum number of values in a file; ten lines of aliases can stand for billions."""
+
+
 class _Loader(yaml.SafeLoader):
     """A loader of YAML 1.1 as PyYAML reads it, except that `3e-4` is a number, as `1_000` is."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._sizes: dict[int, int] = {}
+        """Nodes below each node, with those of aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return a node; MarkedYAMLError if aliases multiply it to more than LARGEST_NODE nodes."""
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        if node is None:
+            return None
+        if id(node) not in self._sizes:  # else it is an alias
+            below = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [part for one in below for part in (one if isinstance(one, tuple) else (one,))]
+            self._sizes[id(node)] = 1 + sum(self._sizes.get(id(one), 1) for one in parts)
+        if self._sizes[id(node)] > LARGEST_NODE:
+            why = f"its aliases (*) repeat more than {LARGEST_NODE:,} values"
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=mark)
+        return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         r"""Return a node; JSON escapes a character beyond 16 bits as two, such as \ud83d\ude00."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.shard_files import files_of
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.base.malloc import keep
@@ -163,7 +164,8 @@ def _kind(cfg: RunConfig) -> DocumentKind:
 def _facts(out: Path, result: Tokenized) -> dict[str, object]:
     manifest = result.manifest
     splits = {split: manifest.counts(split) for split in ("train", "validation")}
-    files = [path for s in manifest.shards for path in out.glob(f"{s.stem}.*")]
+    # From the manifest: a listing of the folder for each shard would take days for 100,000 of them.
+    files = [f for s in manifest.shards for f in files_of(out / s.stem, s, manifest.dtype)]
     return {
         "tokens": str(out),
         "already_done": not result.units,
@@ -186,7 +188,7 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
         "empty_documents": manifest.empty_documents,
         "blank_documents": manifest.blank_documents,
         "lost_bytes": manifest.lost_bytes,
-        "file_bytes": sum(path.stat().st_size for path in files),
+        "file_bytes": sum(file.bytes for file in files),
         "engine": result.engine,
         "seconds": round(result.seconds, 3),
         "mb_per_second": round(result.text_bytes / 1e6 / result.seconds, 3)
