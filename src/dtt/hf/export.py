@@ -51,13 +51,7 @@ def run(
     repository to upload the folder to, `revision` a branch of it; a new repository is created
     `private` if asked.
     """
-    if adapter and (given := [o for o in overrides if o.startswith(WHOLE)]):
-        raise ConfigError(
-            f"{given[0]} does not apply to an adapter, which is one file in fp32",
-            next="omit it, or omit --adapter to export the merged model",
-        )
-    if revision is not None and upload is None:
-        raise ConfigError("--revision is a branch of the repository that --upload names")
+    _check_options(overrides, upload, revision, adapter=adapter)
     checkpoints, step = store.parse(source)
     job = checkpoints.parent
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
@@ -69,10 +63,9 @@ def run(
     checkpoint = find_checkpoint(checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     part = read_adapter(cfg, checkpoint, average=ema) if adapter else None
-    base = None if part is None else part.base
-    options = cfg.export.model_dump(
-        include={"license"} if adapter else {"license", "max_shard_size"}
-    )
+    base = part.base if part else None
+    kept = {"license"} if adapter else {"license", "max_shard_size"}
+    options = cfg.export.model_dump(include=kept)
     origin = publish.Origin(cfg.name, checkpoint.step, identity, ema, base, options)
     dtype = "fp32" if adapter else cfg.export.dtype
     publish.already_done(folder, origin, dtype)  # before a repository is created
@@ -172,6 +165,19 @@ def _evaluation(job: JobDir, step: int) -> Record | None:
     """Return the last recorded evaluation up to `step`, or None."""
     evaluations = (r for r in jsonl.read(job.metrics, "eval") if r["step"] <= step)
     return max(evaluations, key=lambda record: int(record["step"]), default=None)
+
+
+def _check_options(
+    overrides: Sequence[str], upload: str | None, revision: str | None, *, adapter: bool
+) -> None:
+    """Raise ConfigError for options that the others leave nothing to do for."""
+    if adapter and (given := [o for o in overrides if o.startswith(WHOLE)]):
+        raise ConfigError(
+            f"{given[0]} does not apply to an adapter, which is one file in fp32",
+            next="omit it, or omit --adapter to export the merged model",
+        )
+    if revision is not None and upload is None:
+        raise ConfigError("--revision is a branch of the repository that --upload names")
 
 
 def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:

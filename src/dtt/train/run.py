@@ -273,6 +273,16 @@ def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
     return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
+def warn_of_early_end(cfg: RunConfig, dataset: Dataset) -> None:
+    """Log that the data ends before the last step, if it does."""
+    if dataset.steps < cfg.train.steps:
+        log.warning(
+            "the run ends at step %d instead of %d, when the data is exhausted",
+            dataset.steps,
+            cfg.train.steps,
+        )
+
+
 def train(start: Start, this: Attempt, world: World) -> None:
     """Build the trainer, resume from a checkpoint if there is one, and run to the end.
 
@@ -308,12 +318,7 @@ def train(start: Start, this: Attempt, world: World) -> None:
             if resume is None and (adopted := describe_adopted(start.resolved)):
                 log.info("%s", adopted)
             log.info("%s", plan.describe(world))
-            if dataset.steps < cfg.train.steps:
-                log.warning(
-                    "the run ends at step %d instead of %d, when the data is exhausted",
-                    dataset.steps,
-                    cfg.train.steps,
-                )
+            warn_of_early_end(cfg, dataset)
             write_provenance(job)
         with ExitStack() as stack:
             stack.enter_context(exhaustion_explained(cfg, job, world))

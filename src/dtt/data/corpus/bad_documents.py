@@ -52,13 +52,13 @@ class BadDocuments:
         for key in keys:
             _count(self.unread, key, OTHER_KEYS)
 
-    def guard(self, where: Callable[[], str]) -> Guard:
+    def guard(self, where: Callable[[], str]) -> RowGuard:
         """Return a context that turns any exception raised inside into an unusable document.
 
         Files of others raise what nobody has thought of: dates before the year 1, keys that are not
         text, templates that recurse. One such row must cost itself, never the run.
         """
-        return Guard(self, where)
+        return RowGuard(self, where)
 
     def add(
         self, where: Callable[[], str], why: str, *, lost_bytes: int = 0, count: int = 1
@@ -93,7 +93,7 @@ def _count(counter: Counter[str], name: str, other: str, count: int = 1) -> None
     counter[name if known else other] += count
 
 
-class Guard:
+class RowGuard:
     """A context that records what is raised inside as an unusable document at `where`."""
 
     __slots__ = ("_bad", "_where")

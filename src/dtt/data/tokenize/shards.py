@@ -88,9 +88,8 @@ def encode_units(
                 text_bytes += counts.bytes
                 shards.lost += part.lost or LostText()
                 behind.do(shards.append, split, part, counts)
+            shards.count_empty(contents)
             advance(sum(map(len, contents)))
-            shards.empty += contents.count(b"")
-            shards.blank += sum(map(bytes.isspace, contents))
     return text_bytes
 
 
@@ -143,6 +142,11 @@ class _UnitShards:
         self._counts = dict.fromkeys(splits, SplitCounts())
         self.empty = self.blank = 0
         self.lost = LostText()
+
+    def count_empty(self, contents: list[bytes]) -> None:
+        """Count the documents of a batch that have no text, or only white space."""
+        self.empty += contents.count(b"")
+        self.blank += sum(map(bytes.isspace, contents))
 
     def append(self, split: Split, part: EncodedPart, counts: SplitCounts) -> None:
         self._writers[split].append(part.ids, part.lengths, part.mask)
