@@ -76,7 +76,6 @@ def trained(corpus: Path) -> Path:
         "doctor",
         "data inspect book.jsonl",
         "mup coord-check -c quickstart",
-        "bench laptop",
     ],
 )
 def test_a_command_says_that_it_loads_libraries_before_it_does(
