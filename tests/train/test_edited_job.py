@@ -47,6 +47,12 @@ def test_a_key_that_may_change_can_be_edited(job: JobDir) -> None:
     assert find_job(None, ["jobs/t"], ())[0].config.train.log_every == 20
 
 
+def test_a_copy_of_a_job_may_have_a_name_of_its_own(job: JobDir) -> None:
+    job.root.rename("jobs/copy")
+    edit(JobDir(Path("jobs/copy")), "name: t ", "name: copy ")
+    assert find_job(None, ["jobs/copy"], ())[0].config.name == "copy"
+
+
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "{}\n"])
 def test_an_empty_configuration_is_refused_by_name(job: JobDir, text: str) -> None:
     job.config.write_text(text)

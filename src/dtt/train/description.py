@@ -45,7 +45,9 @@ def check_edited(job: JobDir, allow_change: Sequence[str]) -> None:
     if copy is None:  # the job of an earlier version
         return
     edited = changes_on_resume(resolve(env={}, job_config=copy).config, load_job(job.root))
-    refused = [key for key in edited if key not in with_both_lengths(allow_change)]
+    # A copy of a job has a folder and a name of its own, which nothing that is trained depends on.
+    allowed = {"name", *with_both_lengths(allow_change)}
+    refused = [key for key in edited if key not in allowed]
     if refused:
         raise ConfigError(
             f"{job.config} was edited: another {', '.join(refused)} than the job has trained with",
