@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from multiprocessing import connection, process
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from support.running import TIMEOUT, Done, Dtt
 class ForkedRun:
     """The ranks of one command. They get the variables that torchrun would set."""
 
-    def __init__(self, dtt: Dtt, arguments: tuple[object, ...], ranks: int) -> None:
-        """Start `dtt ARGUMENTS` in the folder of `dtt`."""
+    def __init__(
+        self, dtt: Dtt, arguments: tuple[object, ...], ranks: int, last: Sequence[str] = ()
+    ) -> None:
+        """Start `dtt ARGUMENTS` in the folder of `dtt`; the last rank also gets those in `last`."""
         self._arguments = list(map(str, arguments))
         self._said = tempfile.TemporaryDirectory()
         (Path(self._said.name) / "in").touch()
@@ -32,10 +35,9 @@ class ForkedRun:
             env = rank_variables(rank, ranks, self._store.port) if self._store else {}
             around = forked.surroundings(dtt.folder, env)
             files = (Path(self._said.name, kind) for kind in ("in", f"out{rank}", f"err{rank}"))
+            given = [*self._arguments, *(last if rank == ranks - 1 else ())]
             # A daemon ends with pytest, should a test fail before its end.
-            started = forked.CONTEXT.Process(
-                target=_run, args=(self._arguments, around, *files), daemon=True
-            )
+            started = forked.CONTEXT.Process(target=_run, args=(given, around, *files), daemon=True)
             started.start()
             self._ranks.append(started)
 
@@ -84,9 +86,9 @@ class ForkedRun:
         return "".join(file.read_text("utf-8") for file in files if file.exists())
 
 
-def start(dtt: Dtt, *arguments: object, ranks: int = 1) -> ForkedRun:
-    """Start `dtt ARGUMENTS` on `ranks` ranks."""
-    return ForkedRun(dtt, arguments, ranks)
+def start(dtt: Dtt, *arguments: object, ranks: int = 1, last: Sequence[str] = ()) -> ForkedRun:
+    """Start `dtt ARGUMENTS` on `ranks` ranks; the last one also gets the arguments in `last`."""
+    return ForkedRun(dtt, arguments, ranks, last)
 
 
 def run(dtt: Dtt, *arguments: object, ranks: int) -> Done:

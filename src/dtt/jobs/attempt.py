@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from dtt.artifacts.jobdir import JobDir
@@ -13,6 +14,7 @@ from dtt.base.errors import DttError, ExitCode, PeerLost
 from dtt.base.files import exclusive
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
+from dtt.base.rendezvous import launch_name
 from dtt.base.secrets import redacted
 from dtt.jobs.clock import Clock
 from dtt.jobs.goodput import goodput
@@ -20,6 +22,8 @@ from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stop import Requests
 from dtt.mesh.process import in_words
 
+MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+"""Variables that are the same on all ranks of a launch."""
 SECONDS_FOR_RANK_0 = 60
 """Seconds after which another rank reports its own error, if rank 0 has not ended with it."""
 
@@ -38,22 +42,44 @@ def after_rank_0(ranks: Ranks, requests: Requests) -> Iterator[None]:
     """Let rank 0 report an error that all ranks raise.
 
     A launcher ends all ranks as soon as one has ended, and rank 0 may still be importing. The other
-    ranks therefore wait up to `SECONDS_FOR_RANK_0` before they raise.
+    ranks therefore wait up to `SECONDS_FOR_RANK_0` before they raise. If rank 0 has passed the
+    checks and begun the attempt, the error is this rank's own: it raises at once, and writes
+    `exit.json`, because rank 0 only learns that a rank has ended.
     """
     try:
         yield
     # Each rank that notices is right, and rank 0 may be the one that is gone.
     except PeerLost:  # not raised by all ranks: report it on the rank that detects it first
         raise
-    except DttError as error:
+    except (DttError, OSError) as error:
         # The signal thread needs it: a stop during the wait should still report the refusal.
-        requests.refusal = error
-        until = time.monotonic() + SECONDS_FOR_RANK_0
-        while not ranks.first and time.monotonic() < until:
+        refusal = in_words(error) if isinstance(error, OSError) else error
+        requests.refusal = refusal
+        until, begun = time.monotonic() + SECONDS_FOR_RANK_0, None
+        while not ranks.first and begun is None and time.monotonic() < until:
             if requests.reason:  # SIGTERM from the launcher: rank 0 has reported the error
-                raise SystemExit(error.exit_code) from None
-            time.sleep(0.05)
+                raise SystemExit(refusal.exit_code) from None
+            # Slowly: the looks of a thousand ranks should not load the file server.
+            time.sleep(0.2)
+            begun = None if requests.job is None else _begun(requests.job)
+        if begun is not None and requests.job is not None:
+            with suppress(OSError):  # the error itself is what must be reported
+                requests.job.end_attempt(refusal.exit_code, str(refusal), ranks.rank, attempt=begun)
         raise
+
+
+def _launch() -> str:
+    """Return a name of the launch that all its ranks share, and later launches rarely have."""
+    return "-".join([launch_name(os.environ), *(os.environ.get(name, "") for name in MEETING)])
+
+
+def _begun(job: JobDir) -> int | None:
+    """Return the number of the attempt that rank 0 of this launch has announced, if it has."""
+    number = job.attempt()
+    with suppress(OSError):
+        if (job.attempt_dir(number) / "launch").read_text() == _launch():
+            return number
+    return None
 
 
 @dataclass
@@ -69,6 +95,11 @@ class Attempt:
     """The clock of the attempt, on rank 0 only."""
     start: PhaseTimer = field(default_factory=PhaseTimer)
     """Timer of the phases before the first step."""
+
+    def announce(self) -> None:
+        """Let ranks that fail before they know the number find it, by the name of the launch."""
+        with suppress(OSError):  # a full disk is for the checkpoints to report
+            (self.job.attempt_dir(self.number) / "launch").write_text(_launch())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -65,7 +66,7 @@ class Requests:
         """Install the signal handlers."""
         self.reason = ""
         """Signal, or author, of the stop request; empty without one."""
-        self._job: JobDir | None = None
+        self.job: JobDir | None = None
         self._checked = 0.0
         """Time of the last check of the trigger files."""
         self.failing = False
@@ -73,6 +74,8 @@ class Requests:
         self.refusal: DttError | None = None
         """Error that prevents this rank from starting. Rank 0 reports it for all ranks, and the
         launcher ends the others."""
+        self.explain: Callable[[PeerLost], PeerLost] = lambda error: error
+        """Function that names the rank that was lost, once the attempt has a number."""
         self._wakeup: int | None = None
         """Write end of a pipe that receives the number of every signal, during start-up."""
         for number in STOP_SIGNALS:
@@ -117,11 +120,13 @@ class Requests:
                 if number[0] in STOP_SIGNALS and self._wakeup is not None:
                     name = signal.Signals(number[0]).name
                     error = self.refusal or _ended_early(name, ranks)
+                    if isinstance(error, PeerLost):
+                        error = self.explain(error)
                     launcher.end(error, silent=not ranks.first)
 
     def watch(self, job: JobDir) -> None:
         """Also check the trigger files of `job`: `control/stop`, `save` and `profile`."""
-        self._job = job
+        self.job = job
 
     def agreed(
         self,
@@ -147,7 +152,7 @@ class Requests:
                 self.reason, world.agree(world.rank if self.reason else 0)
             )
         if request is Request.PROFILE:
-            profile_kind = world.from_first(_lines(self._job, "profile")[1:] or [""])[0]
+            profile_kind = world.from_first(_lines(self.job, "profile")[1:] or [""])[0]
         if world.first and request in (Request.PROFILE, Request.SAVE, Request.STOP):
             self._acknowledge(request, step)
         return Agreed(request, end, bool(any_uncompiled), profile_kind)
@@ -165,7 +170,7 @@ class Requests:
 
     def stop_asked_here(self) -> bool:
         """Return True if this rank has to stop, by a request or an error; asks no other rank."""
-        requested = bool(self.reason) or (self._job is not None and self._job.stop.exists())
+        requested = bool(self.reason) or (self.job is not None and self.job.stop.exists())
         return requested or self.failing
 
     def _own_request(self, world: World) -> Request:
@@ -174,35 +179,35 @@ class Requests:
         # A monotonic clock, as the interval must not depend on the wall clock.
         now = time.monotonic()
         # Rank 0 alone looks at the files: a thousand ranks would load the file server in each step.
-        if not world.first or self._job is None or now - self._checked < SECONDS_BETWEEN_CHECKS:
+        if not world.first or self.job is None or now - self._checked < SECONDS_BETWEEN_CHECKS:
             return Request.NONE
         self._checked = now
         # The most urgent trigger first.
-        if self._job.stop.exists():
-            self.reason = _lines(self._job, "stop")[0]
+        if self.job.stop.exists():
+            self.reason = _lines(self.job, "stop")[0]
             return Request.STOP
-        if self._job.save.exists():
+        if self.job.save.exists():
             return Request.SAVE
-        return Request.PROFILE if self._job.profile.exists() else Request.NONE
+        return Request.PROFILE if self.job.profile.exists() else Request.NONE
 
     def _acknowledge(self, request: Request, step: int) -> None:
         """Log the request and acknowledge it in a file; remove the trigger of a save or profile."""
-        if self._job is None:
+        if self.job is None:
             return
         name = request.name.lower()
-        by = self.reason or _lines(self._job, name)[0]
+        by = self.reason or _lines(self.job, name)[0]
         log.info("asked to %s by %s, after step %d", name, by, step)
         record = {"request": name, "by": by, "step": step, "time": time.time()}
         try:
             with waiting_for_space(None):  # the steps must not wait for this file
-                write_atomically(self._job.acknowledged, json.dumps(record) + "\n")
+                write_atomically(self.job.acknowledged, json.dumps(record) + "\n")
         except OSError as error:
             log.warning("the request could not be acknowledged: %s", error)
         # A stop stays until all is saved: see `forget`.
         if request == Request.SAVE:
-            _remove_trigger(self._job.save)
+            _remove_trigger(self.job.save)
         if request == Request.PROFILE:
-            _remove_trigger(self._job.profile)
+            _remove_trigger(self.job.profile)
 
     def forget(self, world: World) -> None:
         """Remove the trigger files, once all is saved: they are not meant for the next attempt.
@@ -210,10 +215,10 @@ class Requests:
         If `control/stop` was written in the meantime, its author becomes the author of the stop: a
         user who does so overrides a job script, after whose request the job would continue.
         """
-        if world.first and self._job is not None:
-            if self.reason and self._job.stop.exists():
-                self.reason = _lines(self._job, "stop")[0]
-            for trigger in (self._job.stop, self._job.save, self._job.profile):
+        if world.first and self.job is not None:
+            if self.reason and self.job.stop.exists():
+                self.reason = _lines(self.job, "stop")[0]
+            for trigger in (self.job.stop, self.job.save, self.job.profile):
                 _remove_trigger(trigger)
 
 

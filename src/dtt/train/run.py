@@ -92,12 +92,12 @@ def run(
                 resolved, job, branched = branch.find(
                     branch_of, config, arguments, allow_change, from_step
                 )
+            requests.watch(job)
             of_stage = _stage_of(config, arguments, stage, resolved, job)
             if of_stage is not None and ranks.first:
                 report_shadowed([of_stage], arguments)
             start = prepare(resolved, job, ranks, from_step, branched, laps, of_stage)
             start = replace(start, instrument=instrument)
-        requests.watch(job)
         start_attempt(start, ranks, requests)
     finally:
         requests.defer()
@@ -129,6 +129,8 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             attempt(job, ranks, requests, timed=cfg.train.timed, start=start.startup) as this,
             lost_rank_named(this),
         ):
+            if ranks.first:
+                this.announce()
             # Inside, every rank that fails for the same reason as rank 0 stays silent.
             with after_rank_0(ranks, requests):
                 # Rank 0 may wait for space for days; the watchdog ends runs that hang.

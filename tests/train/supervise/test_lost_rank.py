@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import forked_runs
 from support.running import Dtt, wait_until
 
 from dtt.artifacts.jobdir import JobDir
@@ -39,6 +40,32 @@ def test_a_killed_rank_is_named_by_the_other_in_the_message_and_in_exit_json(
     record = json.loads((job / "attempts/1/exit.json").read_text())
     assert (record["code"], record["rank"], record["node"]) == (78, 1, HERE)
     assert record["reason"].startswith(f"rank 1 on {HERE} was killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "code", "reason"),
+    [
+        ("data.tokens=missing", ExitCode.INPUT_MISSING, "no token files there"),
+        (
+            "optim.groups=[{match: absent.*, optimizer: adamw}]",
+            ExitCode.USAGE,
+            "no parameter has a name that matches 'absent.*'",
+        ),
+    ],
+    ids=["before the process group", "while the model is built"],
+)
+def test_an_error_of_one_rank_is_told_by_it_and_is_the_reason_of_the_attempt(
+    dtt: Dtt, tiny: Settings, mistake: str, code: ExitCode, reason: str
+) -> None:
+    done = forked_runs.start(dtt, "train", *tiny(), ranks=2, last=[mistake]).wait()
+    assert f"dtt: {reason}\n  where:" in done.stderr
+    assert f"dtt: rank 1 on {HERE} has ended" in done.stderr
+    assert f"why:   {reason}" in done.stderr
+    assert "another" not in done.stderr
+    record = json.loads((dtt.folder / "jobs/t/attempts/1/exit.json").read_text())
+    assert (record["code"], record["rank"], done.returncode) == (code, 1, code)
+    assert record["reason"].startswith(reason)
 
 
 @pytest.fixture

@@ -31,11 +31,16 @@ def lost_rank_named(this: Attempt) -> Iterator[None]:
     """Name the rank that broke a collective by ending, in the error and so in `exit.json`."""
     from dtt.mesh import dist  # imports torch
 
+    def explain(error: PeerLost) -> PeerLost:
+        return explained(error, this.job, this.number)
+
+    # Before the first step torchrun may end this rank before a collective fails.
+    this.requests.explain = explain
     try:
         with dist.lost_peers_reported():
             yield
     except PeerLost as error:
-        raise explained(error, this.job, this.number) from None
+        raise explain(error) from None
 
 
 def explained(error: PeerLost, job: JobDir, attempt: int) -> PeerLost:
