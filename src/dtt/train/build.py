@@ -142,6 +142,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         malloc.keep()
     assembled = assemble(cfg, plan, world)
     reader = BatchReader.of(cfg, assembled.layout.index(*DATA), plan.sizes.data, world.device)
+    reader = reader.checking(world.rank, world.size)
     # After parallelisation, so that each rank fills its shards only.
     start, base = initial_weights(inputs, assembled, reader)
     startup.end_phase("model")

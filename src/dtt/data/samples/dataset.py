@@ -113,12 +113,12 @@ class Dataset:
     def read(self, samples: Samples) -> Rows:
         """Return the samples, one per row in the given order; see `Source.read`."""
         parts = [
-            (source.read(numbers), where) for source, numbers, where in self._by_source(samples)
+            (source.read(numbers), where) for source, numbers, where in self.by_source(samples)
         ]
         # The usual case of one source costs no copy.
         return parts[0][0] if len(parts) == 1 else _merged(parts)
 
-    def _by_source(
+    def by_source(
         self, samples: Samples
     ) -> Iterator[tuple[Source, Samples, npt.NDArray[np.bool_]]]:
         """Yield each source in `samples`, its sample numbers, and a mask of their indices."""
@@ -129,7 +129,7 @@ class Dataset:
 
     def counts(self, samples: Samples) -> Counts:
         """Return the sizes of these samples; see `Source.counts`."""
-        return Counts.sum(source.counts(numbers) for source, numbers, _ in self._by_source(samples))
+        return Counts.sum(source.counts(numbers) for source, numbers, _ in self.by_source(samples))
 
     def origin(self, sample: int) -> tuple[Source, list[DocumentSpan]]:
         """Return the source of a sample and the documents in it, in order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -19,6 +19,9 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.protocol import Rows, Samples
+from dtt.data.samples.shard_check import ShardCheck
+from dtt.data.samples.token_shards import Shard
+from dtt.data.samples.token_source import TokenSource
 
 
 class SampleReader(Protocol):
@@ -76,11 +79,17 @@ class BatchReader:
     micro_batch: int
     """Samples per forward pass."""
     device: torch.device
+    check: ShardCheck | None = None
+    """Check of the token files that are read; None: they are not checked."""
 
     @classmethod
     def of(cls, cfg: RunConfig, rank: int, size: int, device: torch.device) -> Self:
         """Return the reader of a rank in the run that `cfg` describes."""
         return cls(rank, size, cfg.train.micro_batch, device)
+
+    def checking(self, rank: int, size: int) -> Self:
+        """Return this reader with a check of token files, which `size` ranks share."""
+        return replace(self, check=ShardCheck(rank, size))
 
     def read(
         self, source: SampleReader, samples: Samples, seq_len: int | None = None
@@ -90,6 +99,9 @@ class BatchReader:
         Rows have `seq_len` tokens, which must divide the length of a sample; None is the full
         length.
         """
+        if self.check is not None:
+            # The samples of all ranks: the one that checks a shard need not be one that reads it.
+            self.check.reads(_shards(source, samples))
         # Every size-th sample: neither the number of ranks nor the micro-batch changes the samples
         # of a step.
         local_samples = samples[self.rank :: self.size]
@@ -137,6 +149,15 @@ class BatchReader:
             # Pinned memory makes the copy asynchronous; the stream orders it before the step.
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
+
+
+def _shards(source: SampleReader, samples: Samples) -> Iterator[Shard]:
+    """Yield the shards that contain these samples."""
+    if isinstance(source, TokenSource):
+        yield from source.shards_of(samples)
+    elif isinstance(source, Dataset):
+        for part, numbers, _ in source.by_source(samples):
+            yield from _shards(part, numbers)
 
 
 def training_batches(dataset: Dataset, reader: BatchReader, first_step: int) -> Batches:

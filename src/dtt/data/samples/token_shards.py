@@ -15,7 +15,7 @@ In folders that dtt did not write, a file whose name contains the word `val`, `v
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +39,7 @@ from dtt.data.samples.raw_tokens import (
     refusal,
 )
 from dtt.data.token_file import TokenFile, Tokens, bin_path, idx_path, mask_path
+from dtt.data.tokenize.markers import changed_files
 
 HELD_OUT = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 SCAN_TOKENS = 2**24
@@ -142,6 +143,8 @@ class Shard:
     format: Format = "dtt"
     mask: Path | None = None
     """File with the loss mask, one byte per token; None if every token is a target."""
+    to_verify: Callable[[], Iterable[tuple[Path, str]]] = tuple
+    """Function that returns the files to verify, each with its sha256; none if it is unknown."""
 
     @property
     def id_bytes(self) -> int:
@@ -315,6 +318,7 @@ def _named(folder: Path, dtype: str, record: TokenShard) -> Shard:
         record.idx_sha256 + (f" {masked}" if masked else ""),
         lambda: TokenFile(path.with_suffix("")),
         mask=mask_path(path.with_suffix("")) if masked else None,
+        to_verify=lambda: changed_files(folder, path.with_suffix(""), record),
     )
 
 

@@ -130,6 +130,10 @@ class TokenSource:
         """See Source."""
         return self._shuffle.order(first, count)
 
+    def shards_of(self, samples: Samples) -> list[Shard]:
+        """Return the shards that contain these samples."""
+        return [self.files.shards[i] for i in np.unique(self._layout.pieces(samples).shard)]
+
     def read(self, samples: Samples) -> Rows:
         """See Source. Raises DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)

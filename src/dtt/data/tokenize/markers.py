@@ -89,6 +89,18 @@ def hashed_files(stem: Path, shard: TokenShard) -> Iterator[tuple[Path, str]]:
         yield mask_path(stem), shard.mask_sha256
 
 
+def changed_files(out: Path, stem: Path, shard: TokenShard) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a shard that may have changed since they were last hashed.
+
+    Each comes with the sha256 that it must have.
+    """
+    unit = shard.stem.rpartition("-")[2]
+    known = last_hashed(out, int(unit)) if unit.isdecimal() else {}
+    for path, sha256 in hashed_files(stem, shard):
+        if not facts(out, [path]).items() <= known.items():
+            yield path, sha256
+
+
 def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
     """Return the marker of a unit, or None if the unit was not finished for `key`.
 
