@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,70 @@ def test_no_loader_may_run_the_code_of_a_folder() -> None:
                     named.add((path.name, called.lineno, called.col_offset, called.id))
     assert len(safe) >= 5
     assert {one[3] for one in named - safe} <= {"peft.PeftModel.from_pretrained"}
+
+
+def calls(names: set[str]) -> Iterator[tuple[str, ast.Call, list[ast.AST]]]:
+    """Yield the calls of the source that end with one of `names`, with what encloses them."""
+
+    def within(node: ast.AST, around: list[ast.AST]) -> Iterator[tuple[ast.Call, list[ast.AST]]]:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
+            yield node, around
+        for child in ast.iter_child_nodes(node):
+            yield from within(child, [*around, node])
+
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node, around in within(ast.parse(path.read_text()), []):
+            yield str(path.relative_to(SOURCE)), node, around
+
+
+UNBOUNDED = {
+    # Files of the machine, of the interpreter and of dtt's own package.
+    "artifacts/jobdir.py", "base/host_memory.py", "base/launcher.py", "data/corpus/stdlib.py",
+    "data/corpus/stdlib_chat.py", "estimate/measurement.py", "jobs/phase_timer.py",
+    "jobs/slurm/job_script.py", "jobs/slurm/submissions.py", "launch/sweep/local_trials.py",
+    "mesh/environment.py", "report/page.py",
+    # The temporary files of a process, or of its own children.
+    "verify/differences.py", "verify/forked_ranks.py",
+    # Runs without dtt's packages, in the job of its owner.
+    "jobs/slurm/supervisor/tolerant_io.py",
+    # Chat templates, whose sha256 is compared or which the user names.
+    "data/conversations/row_encoder.py", "data/conversations/template.py",
+    "data/inspect/conversation_report.py", "data/samples/compatibility.py", "hf/chat_format.py",
+    # Written by this process just before, or looked at only after their names and kinds fit.
+    "base/files.py", "data/inspect/mixture_folder.py", "launch/submission.py",
+}  # fmt: skip
+"""Modules that read files whole by themselves."""
+
+
+def test_small_files_of_others_are_read_within_bounds() -> None:
+    """A FIFO would be waited for, and a file of 20 GB read: `dtt.base.reading` refuses both."""
+    readers = {"read_text", "read_bytes", "from_file"}
+    found = {
+        where
+        for where, call, _ in calls(readers | {"load"})
+        if ast.unparse(call.func) in {"json.load", "yaml.load", "tomllib.load"}
+        or (isinstance(call.func, ast.Attribute) and call.func.attr in readers)
+    }
+    text = {"config/source.py"}  # `yaml.load` of a text
+    assert found - UNBOUNDED - text == set()
+
+
+ENCODED_BEFORE = {"data/text/lost_characters.py", "data/text/side_files.py"}
+"""Modules that encode texts which were encoded before, and texts of their own."""
+
+
+def test_texts_of_others_are_encoded_within_the_guard() -> None:
+    """Else one text ends the process with a panic of Rust; see `dtt.data.text.encoding_errors`."""
+    unguarded = [
+        f"{where}:{call.lineno}"
+        for where, call, around in calls({"encode_batch", "encode_batch_fast", "encode"})
+        if any(option.arg == "add_special_tokens" for option in call.keywords)
+        and not any(
+            "encoding(" in ast.unparse(one.items[0]) for one in around if isinstance(one, ast.With)
+        )
+        and not (isinstance(call.args[0], ast.Constant) or ast.unparse(call.args[0]) == "TEXT")
+    ]
+    assert [place for place in unguarded if place.rpartition(":")[0] not in ENCODED_BEFORE] == []
 
 
 def test_a_wheel_carries_the_shipped_configs_and_the_type_marker(wheel: Path) -> None:

@@ -15,7 +15,7 @@ from support.tiny_job import (
     write_data,
     write_job,
 )
-from tokenizers import processors
+from tokenizers import Regex, pre_tokenizers, processors
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.generate import run as generate
@@ -257,3 +257,17 @@ def test_a_source_without_a_model_is_refused(job: Path, source: str, message: st
     assert job.is_dir()
     with pytest.raises(InputError, match=message):
         run_generate(source, "x")
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_named(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its pattern takes too many steps for this text, for which `tokenizers` panics."""
+    tokenizer = make_tokenizer()
+    costly = pre_tokenizers.Split(Regex("(a+)+$|((a|a)*)*b"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([costly, tokenizer.pre_tokenizer])
+    write_data(job, tokenizer)
+    with pytest.raises(InputError, match="cannot encode a text") as error:
+        run_generate(job, "a" * 60 + "c")
+    assert "its pattern failed" in (error.value.why or "")
+    assert "panicked" not in capfd.readouterr().err

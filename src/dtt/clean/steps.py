@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dtt.artifacts.manifest import Record
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import named, sha256_file
+from dtt.base.reading import read_small
 from dtt.data.corpus.selection import VERSION
 
 Content = bytes | npt.NDArray[Any]
@@ -181,8 +182,8 @@ class Steps:
 
 def _marker(path: Path) -> StepMarker | None:
     try:
-        return StepMarker.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):  # also another user's, which may be unreadable
+        return StepMarker.model_validate_json(read_small(path))
+    except (OSError, ValueError):  # also another user's, which may be unreadable
         return None
 
 

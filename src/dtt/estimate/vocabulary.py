@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.log import log
+from dtt.base.reading import read_whole
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import open_dataset
@@ -51,4 +52,4 @@ def _tokenizer_size(cfg: RunConfig) -> int:
             return size
         case GivenTokenizerConfig():
             path = find_tokenizer(cfg.tokenizer)
-            return Encoder(path.read_bytes(), None, path).vocab_size
+            return Encoder(read_whole(path), None, path).vocab_size

@@ -224,15 +224,17 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
     document, or else the end-of-document token.
 
     Raises ConfigError if the ids leave no room for a continuation, or if the prompt is empty and
-    the model has no end-of-document token.
+    the model has no end-of-document token; Unencodable if the tokenizer cannot encode it.
     """
+    from dtt.data.text.encoding_errors import encoding
     from dtt.data.text.tokenizer import most_characters
 
     context = trained.arch.max_seq_len
     long = len(text) > most_characters(tokenizer, context)  # before it takes seconds to encode it
     # A batch, because `encode` alone keeps the lock of Python: all others would wait.
-    [encoding] = tokenizer.encode_batch(["" if long else text], add_special_tokens=True)
-    ids: list[int] = encoding.ids
+    with encoding(trained.tokenizer):
+        [encoded] = tokenizer.encode_batch(["" if long else text], add_special_tokens=True)
+    ids: list[int] = encoded.ids
     if long or len(ids) >= context:
         size = f"{len(text)} characters" if long else f"{len(ids)} tokens"
         raise ConfigError(

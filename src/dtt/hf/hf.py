@@ -18,6 +18,7 @@ from torch import Tensor
 from dtt.artifacts.manifest import FileRecord
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ExportManifest
 from dtt.base.files import sha256_file
+from dtt.base.reading import read_whole
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
 from dtt.hf import verify
 from dtt.hf.chat_format import ChatFormat
@@ -184,7 +185,7 @@ def _write_tokenizer(
     assert trained.end_of_document is not None, "the data manifest of a job has one"
     tokenizer = open_tokenizer(trained.tokenizer)
     end = str(tokenizer.id_to_token(trained.end_of_document))
-    content = json.loads(trained.tokenizer.read_bytes())
+    content = json.loads(read_whole(trained.tokenizer))
     content |= {"truncation": None, "padding": None}
     processor, begin = content.get("post_processor"), trained.begin_of_document
     if processor is not None and processor["type"] != "ByteLevel":  # ByteLevel adds no tokens

@@ -16,7 +16,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import InputError
 from dtt.base.files import write_atomically
 from dtt.base.log import log
-from dtt.base.reading import read_json
+from dtt.base.reading import read_json, read_whole
 from dtt.checkpoint import store
 from dtt.config.init import HF
 from dtt.data.conversations.template import resolve_template, special_tokens_beside
@@ -133,7 +133,7 @@ def keep(source: str, job: JobDir, tokenizer: Path) -> None:
     if not _same_tokens(theirs, tokenizer):
         found = found.without_tokens()
     if found.sentencepiece is not None:
-        write_atomically(job.sentencepiece, found.sentencepiece.read_bytes())
+        write_atomically(job.sentencepiece, read_whole(found.sentencepiece))
     facts = asdict(replace(found, sentencepiece=None))
     write_atomically(job.released, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 

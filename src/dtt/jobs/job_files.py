@@ -240,8 +240,8 @@ def _claim(job: JobDir) -> str | None:
 
 def _decision(job: JobDir) -> str:
     try:
-        return first_line(job.decision.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
+        return first_line(read_small(job.decision).decode(errors="replace"))
+    except (OSError, ValueError):
         return ""
 
 

@@ -41,12 +41,12 @@ def conversations(cfg: RunConfig, home: Path) -> list[dict[str, Any]]:
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:
-    from tokenizers import Tokenizer
+    from dtt.data.text.tokenizer import open_tokenizer  # slow to import
 
     files = open_files(folder, "train", raw_dtype="uint16", end_of_document=None)
     if not files.are_conversations:
         return []
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer = open_tokenizer(folder / TOKENIZER)
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False))

@@ -401,28 +401,29 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     first conversation of the held-out ones. In a run on text, it continues `train.sample_prompt`,
     or the first words of a held-out document.
     """
+    from dtt.data.text.encoding_errors import encoding
     from dtt.data.text.tokenizer import add_in_front, open_tokenizer
     from dtt.evaluate.answers import first_prompts
     from dtt.evaluate.validation import Sampler, first_words
 
-    train, chat, stops = cfg.train, dataset.manifest.chat, dataset.manifest.until_ids
+    train, facts = cfg.train, dataset.manifest
     if train.sample_tokens == 0:
         return None
-    tokenizer, end = open_tokenizer(dataset.tokenizer), dataset.manifest.end_of_document
-    add_in_front(tokenizer, dataset.manifest.begin_of_document)
+    tokenizer = add_in_front(open_tokenizer(dataset.tokenizer), facts.begin_of_document)
     held_out = [source for source in dataset.validation if source is not None]
-    if chat is None:
+    if facts.chat is None:
         # On-the-fly text has no beginning to go back to.
         read = held_out or (dataset.sources if cfg.data.reads_token_files else ())
-        text = train.sample_prompt or first_words(read, tokenizer, end)
-        encoded = tokenizer.encode(text, add_special_tokens=True).ids
-        return Sampler(train, tokenizer, encoded or [end], text, stops, cfg.seed)
+        text = train.sample_prompt or first_words(read, tokenizer, facts.end_of_document)
+        with encoding(dataset.tokenizer):
+            ids = tokenizer.encode(text, add_special_tokens=True).ids or [facts.end_of_document]
+        return Sampler(train, tokenizer, ids, text, facts.until_ids, cfg.seed)
     if train.sample_prompt:
         prompt = chat_prompt(cfg, dataset)
     else:
-        prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [end])
+        prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [facts.end_of_document])
     shown = tokenizer.decode(prompt, skip_special_tokens=False)
-    return Sampler(train, tokenizer, prompt, shown, stops, cfg.seed)
+    return Sampler(train, tokenizer, prompt, shown, facts.until_ids, cfg.seed)
 
 
 def chat_prompt(cfg: RunConfig, dataset: Dataset) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError
 from dtt.base.files import append, write_atomically
+from dtt.base.reading import read_whole
 from dtt.base.secrets import redacted
 from dtt.config import explain
 from dtt.config.load import changes_on_resume, load_job, resolve
@@ -64,7 +65,7 @@ def copy_data_files(job: JobDir, dataset: Dataset) -> None:
     With them, the model can be used without the token files.
     """
     compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
-    write_atomically(job.tokenizer, dataset.tokenizer.read_bytes())
+    write_atomically(job.tokenizer, read_whole(dataset.tokenizer))
     if dataset.chat_template is not None:
         write_atomically(job.chat_template, dataset.chat_template)
     write_atomically(job.root / dataset.manifest.filename, dataset.manifest.dump())

@@ -15,6 +15,7 @@ from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import in_size
 from dtt.base.log import log
+from dtt.base.reading import read_whole
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
@@ -145,8 +146,8 @@ def untrained_tokens(source: str, tokenizer: Path) -> dict[int, str]:
     from dtt.data.text.encoder import Encoder
     from dtt.data.text.tokenizer import open_tokenizer
 
-    text, trained = template.read_bytes().decode(), marks_of_documents(source)
-    end = Encoder(tokenizer.read_bytes(), None, tokenizer).end_of_document
+    text, trained = read_whole(template).decode(), marks_of_documents(source)
+    end = Encoder(read_whole(tokenizer), None, tokenizer).end_of_document
     added = open_tokenizer(tokenizer).get_added_tokens_decoder()
     return {
         i: token.content
@@ -183,11 +184,11 @@ def trained_on_conversations(source: str) -> bool:
     had conversations, or the weights from which it started itself.
     """
     from dtt.checkpoint import store
+    from dtt.data.text.side_files import CONFIG, object_beside
 
     if source.startswith(HF):
         folder = find_model(source.removeprefix(HF))
-        config = folder / "tokenizer_config.json"
-        named = config.is_file() and "chat_template" in config.read_text(encoding="utf-8")
+        named = "chat_template" in object_beside(folder / CONFIG)
         return named or (folder / CHAT_TEMPLATE).is_file()
     root = store.parse(source)[0].parent
     try:

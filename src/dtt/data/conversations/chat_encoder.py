@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 
 from dtt.artifacts.manifests import ChatFacts, LostText
 from dtt.base.errors import ConfigError
@@ -37,6 +37,7 @@ from dtt.data.conversations.rows import Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import MARKS
 from dtt.data.conversations.template import ChatTemplate
 from dtt.data.text.encoder import find_end_of_document, vocabulary_size
+from dtt.data.text.encoding_errors import Unencodable, encoding
 from dtt.data.text.lost_characters import LostCharacters
 from dtt.data.text.tokenizer import exact_tokenizer
 
@@ -204,7 +205,7 @@ class ChatEncoder:
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation with the generation prompt.
 
-        Raises RefusedRow if the template refuses it.
+        Raises RefusedRow if the template refuses it, or the tokenizer cannot encode it.
         """
         # Through the same render as training, so that the model sees the ids it was trained on.
         text = self.template.render(conversation, add_generation_prompt=True)
@@ -215,8 +216,7 @@ class ChatEncoder:
             written = self._written(text, suspicious, prompt=True)
         if written is not None:
             return list(self._as_text(text, written).ids)
-        # A batch, because `encode` alone keeps the lock of Python: other answers would wait.
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return list(self._encoded(self._tokenizer, text).ids)
 
     def _suspicious(self, conversation: Conversation) -> Conversation | None:
         """Return a conversation with marks at its special-token strings; None if there are none."""
@@ -252,8 +252,15 @@ class ChatEncoder:
         """Encode a text in which only the special tokens at the given positions are special."""
         if self._stand_in is None:
             self._stand_in = StandInTokenizer(self._content, self._control.tokens, self._where)
-        tokenizer = self._stand_in.tokenizer
-        return tokenizer.encode(self._stand_in.text(text, written), add_special_tokens=False)
+        return self._encoded(self._stand_in.tokenizer, self._stand_in.text(text, written))
+
+    def _encoded(self, tokenizer: Tokenizer, text: str) -> Encoding:
+        try:
+            with encoding(self._where):
+                # A batch: `encode` alone keeps the lock of Python, and other answers would wait.
+                return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        except Unencodable as error:
+            raise RefusedRow(f"the tokenizer cannot encode it: {error.why}") from None
 
     def _samples(self, conversation: Conversation) -> list[tuple[Conversation, list[int]]]:
         """Return conversations, each with the indices of the answers to train on."""
@@ -299,10 +306,13 @@ class ChatEncoder:
             last if is_trained and last["role"] == "assistant" else None,
         )
 
-    def _text_located(self, rendered: _Rendered) -> EncodedText:
+    def _text_located(self, rendered: _Rendered) -> EncodedText | RefusedRow:
         assert rendered.written is not None
-        encoding = self._as_text(rendered.text, rendered.written)
-        return self.tokens.located(rendered.text, encoding)
+        try:
+            encoded = self._as_text(rendered.text, rendered.written)
+        except RefusedRow as refused:
+            return refused
+        return self.tokens.located(rendered.text, encoded)
 
     def _finish(
         self, rendered: _Rendered, encoded: EncodedText | RefusedRow

@@ -16,6 +16,7 @@ import numpy as np
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, LostText
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
+from dtt.base.reading import read_whole
 from dtt.config.chat import ChatConfig
 from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
@@ -105,7 +106,7 @@ class Conversations:
         assert isinstance(tokenizer, GivenTokenizerConfig)
         template = path.with_name(CHAT_TEMPLATE).read_bytes().decode()
         chat = ChatEncoder(
-            path.read_bytes(),
+            read_whole(path),
             self._cfg,
             tokenizer.path,
             template,

@@ -17,6 +17,7 @@ from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest, SourceFacts, To
 from dtt.artifacts.token_folders import MatchedSource, token_sources
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file
+from dtt.base.reading import read_whole
 from dtt.config.data import (
     ChatDataConfig,
     PreferenceDataConfig,
@@ -441,7 +442,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
     token.
     """
     try:
-        encoder = Encoder(path.read_bytes(), None, path)
+        encoder = Encoder(read_whole(path), None, path)
     except FileNotFoundError:
         raise InputError(
             "there is no tokenizer", where=path.absolute(), next="data.tokenizer=FILE"

@@ -32,7 +32,7 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import log
-from dtt.base.reading import fits
+from dtt.base.reading import fits, read_whole
 from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -72,7 +72,7 @@ def open_text(cfg: RunConfig) -> Opened:
     assert isinstance(cfg.tokenizer, GivenTokenizerConfig)  # RunConfig validates this
     documents = Documents(Corpus(cfg.corpus_dir, read_corpus(cfg), clean=cfg.clean))
     path = find_tokenizer(cfg.tokenizer)
-    content, end = path.read_bytes(), cfg.tokenizer.end_of_document
+    content, end = read_whole(path), cfg.tokenizer.end_of_document
     # Exports and resumes of such a job would use other ids than training did.
     if tokenizer_content(path) != content:
         raise ConfigError(

@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
+from dtt.base.reading import read_whole
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.data.text.side_files import tokenizer_content
 
@@ -108,7 +109,6 @@ def open_tokenizer(path: Path) -> Tokenizer:
     Raises InputError if the file is missing, DamagedError if it is not a tokenizer.json.
     """
     try:
-        parse_tokenizer(path.read_bytes(), path)
         return exact_tokenizer(tokenizer_content(path), path)
     except FileNotFoundError:
         raise InputError("the tokenizer is missing", where=path) from None
@@ -199,7 +199,7 @@ def token_bytes(path: Path, vocab_size: int, end_of_document: int) -> npt.NDArra
     counts as one space, even where the tokenizer added one before the first word. Returns None for
     other tokenizers, because their tokens do not show how much text was between them.
     """
-    facts = json.loads(path.read_bytes())
+    facts = json.loads(read_whole(path))
     parts = [*sections(facts.get("decoder")), *sections(facts.get("pre_tokenizer"))]
     byte_level = any(part["type"] == "ByteLevel" for part in parts)
     spaces = any(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.manifests import ChatFacts, LostText
+from dtt.base.reading import read_whole
 from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import some_text
@@ -140,7 +141,7 @@ class PlainText:
         self, tokenizer: TokenizerConfig, path: Path, key_parts: dict[str, Any]
     ) -> TextUnitEncoder:
         """See DocumentKind."""
-        content = path.read_bytes()
+        content = read_whole(path)
         if isinstance(tokenizer, GivenTokenizerConfig):
             end, where = tokenizer.end_of_document, tokenizer.path
             return TextUnitEncoder(Encoder(content, end, where, self._engine, tokenizer.bos))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from dtt.artifacts.manifests import TokensManifest
 from dtt.artifacts.shard_files import shard_stem
 from dtt.base.errors import InputError
+from dtt.data.text.encoding_errors import encoding
 from dtt.data.text.tokenizer import open_tokenizer
 from dtt.data.token_file import TokenFile
 
@@ -31,7 +32,8 @@ def compare(out: Path, other: Path) -> tuple[int, int, int]:
         text = ours.decode(ids[:-1].tolist(), skip_special_tokens=False)
         text_bytes += len(text.encode())
         tokens += len(ids)
-        other_tokens += len(theirs.encode(text, add_special_tokens=False).ids) + 1
+        with encoding(other):
+            other_tokens += len(theirs.encode(text, add_special_tokens=False).ids) + 1
         if text_bytes >= ENOUGH_BYTES:
             break
     return text_bytes, tokens, other_tokens

@@ -8,12 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dtt.artifacts.manifest import Record, fingerprint
 from dtt.artifacts.manifests import LostText, TokenShard, TokensManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import write_atomically
+from dtt.base.reading import LARGE, read_json, read_small
 from dtt.base.safe_names import checked_name
 from dtt.data.token_file import bin_path, idx_path, mask_path
 
@@ -107,11 +108,11 @@ def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
     Neither the shards nor what is removed from the unit are checked.
     """
     try:
-        marker = UnitMarker.model_validate_json(marker_path(out, unit).read_bytes())
+        marker = UnitMarker.model_validate_json(read_small(marker_path(out, unit), LARGE))
         for shard in marker.shards:
             # A marker is read from a folder that others can write to: its names must stay in it.
             checked_name(shard.stem, marker_path(out, unit))
-    except (FileNotFoundError, ValidationError, DamagedError):
+    except (FileNotFoundError, ValueError, DamagedError):
         return None
     return marker if marker.key == key else None
 
@@ -144,10 +145,9 @@ def remember_hashed(out: Path, unit: int, facts: Facts) -> None:
 
 def last_hashed(out: Path, unit: int) -> Facts:
     """Return what `remember_hashed` recorded for a unit; empty if the record is missing."""
-    noted: Any = None
     with suppress(OSError, ValueError):
-        noted = json.loads(_seen_path(out, unit).read_bytes())
-    return noted if isinstance(noted, dict) else {}
+        return read_json(_seen_path(out, unit))
+    return {}
 
 
 def _seen_path(out: Path, unit: int) -> Path:

@@ -7,10 +7,9 @@ from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from dtt.base.errors import ConfigError
 from dtt.base.files import exclusive, write_atomically
+from dtt.base.reading import read_small
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.selection import content_key
@@ -79,6 +78,6 @@ def share_tokenizer(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> None:
 
 def _read(out: Path) -> Identity | None:
     try:
-        return Identity.model_validate_json((out / WORK / "identity.json").read_bytes())
-    except (FileNotFoundError, ValidationError):
+        return Identity.model_validate_json(read_small(out / WORK / "identity.json"))
+    except (FileNotFoundError, ValueError):
         return None

@@ -10,13 +10,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file, write_atomically
 from dtt.base.log import log, progress
+from dtt.base.reading import read_small
 from dtt.base.rendezvous import RENDEZVOUS
 from dtt.config.clean import CleanConfig
 from dtt.config.data import (
@@ -329,8 +328,8 @@ def read_identity(out: Path) -> Identity | None:
             removed=None if manifest.selection is None else manifest.selection.content,
         )
     try:
-        return Identity.model_validate_json(_identity_path(out).read_bytes())
-    except (FileNotFoundError, ValidationError):
+        return Identity.model_validate_json(read_small(_identity_path(out)))
+    except (FileNotFoundError, ValueError):
         return None
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.data.text.encoding_errors import encoding
 from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.prompts import Question
 
@@ -174,15 +175,17 @@ class QuestionEncoder:
 
     def _encoded(self, texts: list[str]) -> list[Ids]:
         """Return the ids of texts, each with the BOS in front unless its text begins with it."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with encoding("the tokenizer"):
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         bos, written = tuple(self._bos), self._bos_text
         return [
-            tuple(encoding.ids) if written and text.startswith(written) else (*bos, *encoding.ids)
-            for text, encoding in zip(texts, encodings, strict=True)
+            tuple(one.ids) if written and text.startswith(written) else (*bos, *one.ids)
+            for text, one in zip(texts, encodings, strict=True)
         ]
 
     def _encode_plain(self, text: str) -> Ids:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        with encoding("the tokenizer"):
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _prefix_token(self) -> int:
         """Return the token that stands for an empty context."""
@@ -218,9 +221,9 @@ def _no_first_token() -> ConfigError:
 
 def _added_in_front(tokenizer: Tokenizer) -> list[int]:
     """Return the special tokens that the tokenizer itself adds in front of a text."""
-    encoding = tokenizer.encode("a", add_special_tokens=True)
+    encoded = tokenizer.encode("a", add_special_tokens=True)
     added = []
-    for id, special in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
+    for id, special in zip(encoded.ids, encoded.special_tokens_mask, strict=True):
         if not special:
             break
         added.append(id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import launcher
 from dtt.base.errors import ExitCode, PeerLost
+from dtt.base.reading import read_json
 from dtt.jobs.attempt import Attempt
 
 PATIENCE = 3.0
@@ -69,7 +69,7 @@ def _places(job: JobDir, attempt: int) -> list[dict[str, Any]]:
     places = []
     for path in sorted((job.attempt_dir(attempt) / "ranks").glob("*.json")):
         with suppress(OSError, ValueError):
-            places.append(json.loads(path.read_bytes()))
+            places.append(read_json(path))
     return places
 
 
