@@ -490,7 +490,7 @@ RELEASE = (
             MISSING, ("no description of the data in jobs/small", "dtt train"),
             gone("jobs/small/data.json")),
     Mistake("an export of a job that lost a file", "dtt export jobs/small", DAMAGED,
-            ("is incomplete", "rm -r exports/small"), gone("exports/small/model.safetensors")),
+            ("is incomplete", "move exports/small away"), gone("exports/small/model.safetensors")),
     Mistake("generate from nothing", "dtt generate nowhere -p one", MISSING,
             ("no model in nowhere", "exports/")),
     Mistake("a prompt that is too long", f"dtt generate exports/small -p '{'one ' * 40}'", USAGE,
