@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +69,10 @@ def reports(job: JobDir) -> dict[int, dict[str, Any]]:
 # ---- two real ranks, which exchange something in each step ---------------------------------------
 
 
-def steps(world: World, folder: Path, stuck: Callable[[], object]) -> None:
+def steps(world: World, folder: Path, stuck: Callable[[], object], **limits: float) -> None:
     """Train for three steps; in the fourth, rank 1 gets stuck and the other waits for it."""
-    with watch(JobDir(folder), world.ranks) as dog, dog.phase("step"):
+    with watch(JobDir(folder), world.ranks, **limits) as dog, dog.phase("step"):
+        dog.before_end = (folder / f"settled-{world.rank}").touch
         for step in range(1, 100):
             if step == 4 and world.rank == 1:
                 stuck()
@@ -82,7 +85,9 @@ def load_for_ever(world: World, folder: Path) -> None:
 
 
 def freeze(world: World, folder: Path) -> None:
-    steps(world, folder, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+    # No patience is needed: the kernel tells that this rank will not report.
+    steps(world, folder, stop, patience=math.inf)
 
 
 def test_a_rank_that_never_gets_its_data_is_named_with_the_line_it_is_in(job: JobDir) -> None:
@@ -99,6 +104,7 @@ def test_a_rank_that_never_gets_its_data_is_named_with_the_line_it_is_in(job: Jo
     assert (one["step"], one["phase"]) == (3, "step")
     for rank in ("00000", "00001"):
         stacks = (job.attempt_dir(1) / f"stacks/rank-{rank}.txt").read_text()
+        assert (job.root / f"settled-{int(rank)}").exists()
         assert "in _watch" in stacks  # the watchdog's own thread …
         assert "in steps" in stacks  # … and the main one
 
@@ -118,6 +124,7 @@ def test_a_frozen_rank_is_reported_because_it_is_silent(job: JobDir) -> None:
     assert (record["code"], record["rank"]) == (78, 1)
     assert f"rank 1 ({record['node']}) is silent: frozen, or gone" in record["reason"]
     assert reports(job).keys() == {0}
+    assert not (job.root / "settled-0").exists(), "it waited for a save that cannot end"
 
 
 def sample_alone(world: World, folder: Path) -> None:

@@ -25,9 +25,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.base import launcher
 from dtt.base.errors import DttError, ExitCode
 from dtt.base.files import write_atomically
 from dtt.base.log import log
@@ -240,8 +241,8 @@ class Watchdog:
         elif moved:
             self._withdraw()
             self._forget()
-        # All reports, or patience: a frozen node never writes one.
-        elif self._all_reported() or time.monotonic() - self._alarmed > self._patience:
+        # A frozen node never writes a report, and its ranks are given up after `patience`.
+        elif self._rest_is_deaf() or time.monotonic() - self._alarmed > self._patience:
             self._end()
 
     def _count(self, elapsed: float) -> bool:
@@ -286,8 +287,21 @@ class Watchdog:
         )
         write_atomically(self._stack(rank, "json"), json.dumps(asdict(report)) + "\n")
 
-    def _all_reported(self) -> bool:
-        return all(self._stack(rank, "json").exists() for rank in range(self._ranks.size))
+    def _silent(self) -> list[int]:
+        """Return the ranks without a report."""
+        return [rank for rank in range(self._ranks.size) if not self._stack(rank, "json").exists()]
+
+    def _rest_is_deaf(self) -> bool:
+        """Return True if no report can follow: all are here, or the rest are stopped on this node.
+
+        The kernel tells that of a process at once; a report of another node may still be on its way
+        through the file system.
+        """
+        here = socket.gethostname()
+        return all(
+            (place := self._where(rank))["node"] == here and launcher.stopped(place["pid"])
+            for rank in self._silent()
+        )
 
     def _end(self) -> None:
         """End this process.
@@ -319,13 +333,18 @@ class Watchdog:
                 time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one ends
             ending = self._job.exit_record(self._attempt)
             code = ExitCode.BUG if ending is None else ExitCode(ending["code"])
-        self.before_end()
+        # A save in progress needs every rank: without one it can only run into its time limit.
+        if not self._silent():
+            self.before_end()
         # Not sys.exit: the main thread is stuck, and this is another thread.
         os._exit(code)
 
     def _node(self, rank: int) -> str:
-        place = read_record(self._place(rank), {"node": str})
-        return str(place["node"]) if place is not None else "unknown"
+        return str(self._where(rank)["node"])
+
+    def _where(self, rank: int) -> dict[str, Any]:
+        place = read_record(self._place(rank), {"node": str, "pid": int})
+        return {"node": "unknown", "pid": 0} if place is None else place
 
     def _place(self, rank: int) -> Path:
         return self._places / f"{rank:05d}.json"
