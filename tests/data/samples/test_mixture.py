@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtt.data.samples.mixture import LONGEST_PATTERN, Mixture, OnExhausted, Weights, shares
+from dtt.data.samples import mixture as module
+from dtt.data.samples.mixture import (
+    LONGEST_PATTERN,
+    Mixture,
+    OnExhausted,
+    Pattern,
+    Weights,
+    pattern,
+    shares,
+)
 
 DECIMALS = st.integers(1, 300).map(lambda n: Fraction(n, 100))
 SOME_WEIGHTS = st.lists(DECIMALS, min_size=1, max_size=6).map(tuple)
@@ -184,3 +195,79 @@ def test_the_order_of_sources_is_the_same_in_every_version() -> None:
     """A golden value: to change it is to change what every resumed job is trained on."""
     sources, _ = mixture([9, 9, 9], weights(0.5, 0.3, 0.2)).places(0, 12)
     assert "".join(map(str, sources.tolist())) == "010201010201"
+
+
+def exact_shares(given: Weights) -> tuple[int, ...]:
+    """Shares by exact fractions, without rounding."""
+    parts = [weight / sum(given) for weight in given]
+    period = lcm(*(part.denominator for part in parts))
+    return tuple(int(part * period) for part in parts)
+
+
+def order_by_definition(sizes: list[int], given: Weights, samples: int) -> list[tuple[int, int]]:
+    """(source, place) of all positions, sample by sample: a source that is used up leaves."""
+    found: list[tuple[int, int]] = []
+    taken = [0] * len(sizes)
+    while len(found) < samples:
+        alive = zip(given, taken, sizes, strict=True)
+        left = tuple(weight if used < size else Fraction(0) for weight, used, size in alive)
+        if not any(left):
+            break
+        counts = exact_shares(left)
+        period, done = sum(counts), [0] * len(counts)
+        for slot in range(samples):
+            # Earliest deadline first, among the sources that have reached their ideal position.
+            ready = [
+                (-(-(done[i] + 1) * period // n), i)
+                for i, n in enumerate(counts)
+                if n and done[i] * period // n <= slot
+            ]
+            _, source = min(ready)
+            found.append((source, taken[source]))
+            done[source] += 1
+            taken[source] += 1
+            if taken[source] == sizes[source] or len(found) == samples:
+                break
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=SIZES, data=st.data())
+def test_the_order_is_that_of_its_definition(sizes: list[int], data: st.DataObject) -> None:
+    given = data.draw(st.lists(DECIMALS, min_size=len(sizes), max_size=len(sizes)).map(tuple))
+    mixed = mixture(sizes, given, "renormalise", samples=data.draw(st.integers(1, 200)))
+    assert order(mixed) == order_by_definition(sizes, given, mixed.end)
+
+
+def test_the_work_of_a_plan_grows_with_the_samples_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sources that are exhausted one after the other give a phase each, mostly a short one."""
+    counted: list[int] = []
+    slots = module._slots
+
+    def counting(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        for slot in slots(counts):
+            counted.append(1)
+            yield slot
+
+    monkeypatch.setattr(module, "_slots", counting)
+    for sources in (40, 160):
+        counted.clear()
+        pattern.cache_clear()
+        given = tuple(Fraction(1000 + 7 * i) for i in range(sources))
+        sizes = [20 + (37 * i) % 101 for i in range(sources)]
+        mixed = mixture(sizes, given, "renormalise", samples=10**9)
+        assert len(mixed.phases) > sources // 2
+        assert mixed.end == sum(sizes)
+        # Twice, as the computed part of a pattern doubles; and 64 slots at least in each phase.
+        assert len(counted) <= 2 * mixed.end + 64 * len(mixed.phases)
+    pattern.cache_clear()
+
+
+def test_a_pattern_that_grows_is_the_same_as_at_once() -> None:
+    counts = (3, 500, 77, 0, 1)
+    grown, whole = Pattern(counts), Pattern(counts)
+    for slots in (1, 7, 8, 64, 200, sum(counts)):
+        for part, expected in zip(grown.first(slots), whole.first(sum(counts)), strict=True):
+            assert np.array_equal(part[:slots], expected[:slots])

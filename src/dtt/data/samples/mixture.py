@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -38,46 +40,74 @@ def shares(weights: Weights) -> tuple[int, ...]:
     Otherwise they are rounded by the largest-remainder method to LONGEST_PATTERN samples in total,
     and every source with a positive weight has at least one.
     """
-    total = sum(weights)
-    # Exact fractions: with floats, the least common multiple of the denominators would be huge.
-    exact = [weight / total for weight in weights]
-    length = math.lcm(*(share.denominator for share in exact))
-    if length <= LONGEST_PATTERN:
-        return tuple(int(share * length) for share in exact)
-    ideal = [share * LONGEST_PATTERN for share in exact]
+    # Exact integers: with floats, the common denominator would be huge; fractions are 30 times as
+    # slow, and a run may have a phase for each of hundreds of sources.
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    parts = [weight.numerator * (scale // weight.denominator) for weight in weights]
+    total, common = sum(parts), math.gcd(*parts)
+    if total // common <= LONGEST_PATTERN:
+        return tuple(part // common for part in parts)
     # At least one sample: a source that the user named must not vanish through rounding.
-    counts = [max(1, math.floor(x)) if x else 0 for x in ideal]
+    counts = [max(1, part * LONGEST_PATTERN // total) if part else 0 for part in parts]
     missing = LONGEST_PATTERN - sum(counts)
-    for source in sorted(range(len(counts)), key=lambda i: counts[i] - ideal[i])[: max(0, missing)]:
+    excess = [
+        count * total - part * LONGEST_PATTERN for count, part in zip(counts, parts, strict=True)
+    ]
+    for source in sorted(range(len(counts)), key=excess.__getitem__)[: max(0, missing)]:
         counts[source] += 1
     # More were given out than there are: the largest share can spare them best.
     counts[counts.index(max(counts))] += min(0, missing)
     return tuple(counts)
 
 
-@dataclass(frozen=True)
 class Pattern:
-    """One period of the repeating order of sources in a phase."""
+    """One period of the repeating order of sources in a phase, computed as far as it is used.
 
-    counts: Ints
-    """[sources]: samples of each source in the period."""
-    sources: Ints
-    """[period]: source of each sample."""
-    ranks: Ints
-    """[period]: number of earlier samples of the same source in the period."""
+    A phase may end long before its pattern does: with hundreds of sources that are exhausted one
+    after the other, complete patterns would take most of the time. Threads may share a pattern.
+    """
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        """Take the samples of each source in the period."""
+        self.counts: Ints = np.array(counts)
+        """[sources]: samples of each source in the period."""
+        self.period = sum(counts)
+        self._slots = _slots(counts)
+        self._order = np.empty((0, 2), dtype=np.int32)
+        self._lock = threading.Lock()
+
+    def first(self, slots: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return the source of each of the first slots, and its earlier samples in the period.
+
+        There may be more than `slots` of them, which is at most the period.
+        """
+        with self._lock:
+            have = len(self._order)
+            if slots > have:
+                # At least twice as many, so that growing takes linear time.
+                more = islice(self._slots, max(slots, 2 * have) - have)
+                added = np.fromiter(more, dtype=np.dtype((np.int32, 2)))
+                self._order = np.concatenate([self._order, added])
+            return self._order[:, 0], self._order[:, 1]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def pattern(counts: tuple[int, ...]) -> Pattern:
-    """Return an order in which every prefix has each source's share to within one sample.
+    """Return the pattern in which each source has its `counts` of samples in a period."""
+    return Pattern(counts)
 
-    `counts` are the samples of each source in the period. The order is Tijdeman's chairman
-    assignment (1980) as in Pfair scheduling (Baruah et al. 1996): in a period of P samples, sample
-    i (from 0) of a source with n samples may be placed in slot floor(i P / n) or later, and must be
-    placed before slot ceil((i + 1) P / n). Earliest-deadline-first scheduling meets all deadlines.
+
+def _slots(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield (source, its earlier samples) in an order in which every prefix holds each share.
+
+    Each source has its share of a prefix to within one sample. `counts` are the samples of each
+    source in the period. The order is Tijdeman's chairman assignment (1980) as in Pfair scheduling
+    (Baruah et al. 1996): in a period of P samples, sample i (from 0) of a source with n samples may
+    be placed in slot floor(i P / n) or later, and must be placed before slot ceil((i + 1) P / n).
+    Earliest-deadline-first scheduling meets all deadlines.
     """
     period = sum(counts)
-    sources, ranks, done = [], [], [0] * len(counts)
+    done = [0] * len(counts)
     # Heap of (release slot, source): sources whose next sample may not be placed yet.
     waiting = [(0, source) for source, count in enumerate(counts) if count]
     ready: list[tuple[int, int]] = []
@@ -89,13 +119,11 @@ def pattern(counts: tuple[int, ...]) -> Pattern:
             deadline = -(-(done[source] + 1) * period // counts[source])
             heapq.heappush(ready, (deadline, source))
         _, source = heapq.heappop(ready)
-        sources.append(source)
-        ranks.append(done[source])
+        yield source, done[source]
         done[source] += 1
         # Released when its ideal position is reached; this bounds the lead of a source, as the
         # deadline bounds its lag.
         heapq.heappush(waiting, (done[source] * period // counts[source], source))
-    return Pattern(np.array(counts), np.array(sources), np.array(ranks))
 
 
 @dataclass(frozen=True)
@@ -107,14 +135,24 @@ class Phase:
     consumed: Ints
     """[sources]: samples of each source before the phase."""
     weights: Weights
-    pattern: Pattern
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each source in a period of the pattern."""
+        return shares(self.weights)
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the phase, which is not kept: hundreds of them would take 100s of MB."""
+        return pattern(self.shares)
 
     def counts(self, position: int) -> Ints:
         """Return [sources]: samples of each source before `position`, which is in this phase."""
-        periods, slot = divmod(position - self.first, len(self.pattern.sources))
+        order = self.pattern
+        periods, slot = divmod(position - self.first, order.period)
         # At most one period is counted, so the cost does not grow with the position.
-        part = np.bincount(self.pattern.sources[:slot], minlength=len(self.consumed))
-        return self.consumed + periods * self.pattern.counts + part
+        part = np.bincount(order.first(slot)[0][:slot], minlength=len(self.consumed))
+        return self.consumed + periods * order.counts + part
 
     def after(self, source: int, count: int) -> int | None:
         """Return the number of samples of the run after which `source` has had `count` of them.
@@ -122,12 +160,38 @@ class Phase:
         `count` must exceed the samples of the source before the phase. The phase is assumed never
         to end. Returns None if the source has no share in the phase.
         """
-        share = int(self.pattern.counts[source])
+        order, share = self.pattern, self.shares[source]
         if share == 0:
             return None
         periods, rank = divmod(count - int(self.consumed[source]) - 1, share)
-        slot = int(np.flatnonzero(self.pattern.sources == source)[rank])
-        return self.first + periods * len(self.pattern.sources) + slot + 1
+        deadline = -(-(rank + 1) * order.period // share)
+        slot = int(np.flatnonzero(order.first(deadline)[0] == source)[rank])
+        return self.first + periods * order.period + slot + 1
+
+    def first_exhausted(self, sizes: Ints, stop: int) -> tuple[int, int] | None:
+        """Return the source that first completes its epoch, and the position at which it does.
+
+        Return None if no source does up to position `stop`. Sources whose samples are used up have
+        no share in the phase.
+        """
+        order = self.pattern
+        share = order.counts
+        periods, ranks = np.divmod(sizes - self.consumed - 1, np.maximum(share, 1))
+        # A slot is less than a period, so the number of periods decides first.
+        least = int(periods[share > 0].min())
+        wanted = np.where((share > 0) & (periods == least), ranks, -1)
+        start = self.first + least * order.period
+        last = min(stop - start, order.period)
+        seen, slots = 0, min(last, 64)
+        while seen < last:
+            sources, earlier = (part[seen:last] for part in order.first(slots))
+            found = np.flatnonzero(wanted[sources] == earlier)
+            if len(found):
+                slot = seen + int(found[0])
+                return int(sources[found[0]]), start + slot + 1
+            seen += len(sources)
+            slots = min(last, 2 * seen)
+        return None
 
 
 class Mixture:
@@ -156,7 +220,8 @@ class Mixture:
     def _plan(self, weights: list[tuple[int, Weights]]) -> list[Phase]:
         phases: list[Phase] = []
         gone: set[int] = set()  # exhausted sources, which are not repeated
-        first, consumed = 0, np.zeros(len(self.sizes), dtype=np.int64)
+        sizes = np.array(self.sizes, dtype=np.int64)
+        first, consumed = 0, np.zeros_like(sizes)
         while first < self.end:
             # The last change at or before this position holds.
             given = next(w for start, w in reversed(weights) if start <= first)
@@ -164,28 +229,20 @@ class Mixture:
             if not any(left):
                 self.end = first
                 break
-            phase = Phase(first, consumed, left, pattern(shares(left)))
+            phase = Phase(first, consumed, left)
             phases.append(phase)
-            ends = self._ends(phase)
-            changes = [start for start, _ in weights if start > first]
             # The nearest event ends the phase: a change of weights, an exhausted source, or the
             # end.
-            first = min([self.end, *changes, *ends.values()])
-            gone |= {source for source, end in ends.items() if end == first}
+            first = min([self.end, *(start for start, _ in weights if start > first)])
+            if self.on_exhausted != "repeat":
+                ended = phase.first_exhausted(sizes, first)
+                if ended is not None:
+                    source, first = ended
+                    gone.add(source)
             if gone and self.on_exhausted == "stop":
                 self.end = first
             consumed = phase.counts(first)
         return phases
-
-    def _ends(self, phase: Phase) -> dict[int, int]:
-        """Return the position at which each source of `phase` is exhausted; {} if sources repeat.
-
-        Assumes that `phase` does not end before.
-        """
-        if self.on_exhausted == "repeat":
-            return {}
-        ends = ((source, phase.after(source, size)) for source, size in enumerate(self.sizes))
-        return {source: end for source, end in ends if end is not None}
 
     def places(self, first: int, count: int) -> tuple[Ints, Ints]:
         """Return, for positions first … first + count - 1, the source and the position in it.
@@ -200,13 +257,15 @@ class Mixture:
             phase, following = self.phases[number], self._firsts[number + 1 : number + 2]
             here = min([count - filled, *(start - first - filled for start in following)])
             index = np.arange(here) + (first + filled - phase.first)
-            periods, slots = np.divmod(index, len(phase.pattern.sources))
+            order = phase.pattern
+            periods, slots = np.divmod(index, order.period)
+            of_slot, earlier = order.first(int(slots.max()) + 1)
             rows = slice(filled, filled + here)
-            sources[rows] = phase.pattern.sources[slots]
+            sources[rows] = of_slot[slots]
             places[rows] = (
                 phase.consumed[sources[rows]]
-                + periods * phase.pattern.counts[sources[rows]]
-                + phase.pattern.ranks[slots]
+                + periods * order.counts[sources[rows]]
+                + earlier[slots]
             )
             filled += here
         return sources, places
@@ -222,21 +281,22 @@ class Mixture:
         """
         found = []
         for phase in self.phases:
-            total, period = sum(phase.weights), len(phase.pattern.sources)
+            total, period = sum(phase.weights), sum(phase.shares)
             for source, weight in enumerate(phase.weights):
                 asked = weight / total
-                taken = Fraction(int(phase.pattern.counts[source]), period)
+                taken = Fraction(phase.shares[source], period)
                 if abs(taken - asked) > MOVED * asked:
                     found.append((source, phase, asked, taken))
         return found
 
     def exhausted_after(self, source: int) -> int | None:
         """Return the samples of the run after which `source` completes its first epoch, or None."""
-        for phase, end in zip(self.phases, [*self._firsts[1:], self.end], strict=True):
-            position = phase.after(source, self.sizes[source])
-            if position is not None and position <= end:
-                return position
-        return None
+        size = self.sizes[source]
+        # The last phase that starts before the source has had all of its samples: earlier ones end
+        # before, and their patterns need not be computed.
+        before = bisect_left(self.phases, size, key=lambda phase: int(phase.consumed[source])) - 1
+        position = self.phases[before].after(source, size) if self.phases else None
+        return None if position is None or position > self.end else position
 
     def _phase(self, position: int) -> Phase:
         return self.phases[bisect_right(self._firsts, position) - 1]
