@@ -20,6 +20,8 @@ from support.running import Dtt
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ExitCode
+from dtt.config.load import resolve
+from dtt.launch import checks
 
 SLOW = {"torch", "numpy", "pyarrow", "datasets", "transformers", "wandb"}
 
@@ -195,6 +197,21 @@ def test_processes_that_share_their_samples_count_once(dtt: Dtt, tiny: Settings)
     )
     done = dtt("submit", "train", *settings, "--dry-run", "--json")
     assert json.loads(done.stdout)["job_id"] is None  # nothing refused it
+
+
+def test_only_the_batches_that_are_left_must_fit_the_processes(
+    tiny: Settings, tmp_path: Path
+) -> None:
+    cfg = resolve(
+        None,
+        tiny(launch__nodes=4, train__batch_schedule="{type: doubling, start: 64, every: 3}"),
+        env={},
+    ).config
+    job = JobDir(tmp_path)
+    [found] = checks.batch_problems("train", cfg, job)
+    assert "the batch of step 1, 2 sequences, cannot be divided" in str(found)
+    (job.checkpoints / "step-000003").mkdir(parents=True)
+    assert not list(checks.batch_problems("train", cfg, job))
 
 
 @pytest.mark.slow
@@ -432,6 +449,8 @@ def test_stages_are_submitted_as_one_job(dtt: Dtt, tiny: Settings, slurm: dict[s
     assert not (dtt.folder / "jobs").exists()
     other = (*settings, "stages.midtrain.launch.nodes=2")
     assert "different `launch` sections" in dtt("submit", "train", *other, expect=2, **slurm).stderr
+    odd = (*settings, "launch.nodes=2", "stages.midtrain.train.global_batch_tokens=96")
+    assert "batch of 3 sequences cannot" in dtt("submit", "train", *odd, expect=2, **slurm).stderr
 
     assert "submitted  17" in dtt("submit", "train", *settings, **slurm).stdout
     assert (dtt.folder / "calls").read_text() == f"{dtt.folder} --parsable jobs/s/slurm.sh\n"

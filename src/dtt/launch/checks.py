@@ -40,11 +40,12 @@ BYTES_PER_PARAMETER = 12
 
 def raise_all(problems: list[DttError]) -> None:
     """Raise a single problem as it is, several as one ConfigError; return if there are none."""
-    if len(problems) == 1:
+    different = dict.fromkeys(map(str, problems))  # several stages may have the same one
+    if len(different) == 1:
         raise problems[0]
     if problems:
-        listed = "\n".join(str(problem) for problem in problems)
-        raise ConfigError(Message(f"{len(problems)} problems, nothing was submitted\n{listed}"))
+        listed = "\n".join(different)
+        raise ConfigError(Message(f"{len(different)} problems, nothing was submitted\n{listed}"))
 
 
 def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
@@ -161,7 +162,7 @@ def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
     try:
         sizes = parallel.resolve(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
         arch = families.get(cfg.model.family).architecture(cfg.model, vocab_size, cfg.train.seq_len)
-    except ConfigError:  # `_process_problems` and `_check_model` report it
+    except ConfigError:  # `batch_problems` and `_check_model` report it
         return
     check_mesh(sizes, arch, cfg.train)
     check_stages(cfg.parallel, arch)
@@ -198,17 +199,34 @@ def launch_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
     yield from _setup_problems(cfg.launch)
 
 
+def batch_problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
+    """Yield a problem if the training processes cannot divide a batch that is left to train."""
+    each, nodes = _processes_per_node(command, cfg), cfg.launch.nodes
+    processes = each if command == "pipeline" else each * nodes
+    done = max(store.steps(job.checkpoints), default=0)
+    yield from caught(
+        lambda: compatibility.check_batches(
+            cfg.train, parallel.resolve(cfg.parallel, processes), done
+        )
+    )
+
+
+def _processes_per_node(command: str, cfg: RunConfig) -> int:
+    """Return the number of training processes per node; `dtt pipeline` uses one node."""
+    if command != "pipeline":
+        return cfg.launch.processes
+    return (
+        cfg.pipeline.train_processes or (cfg.launch.gpus if cfg.train.device != "cpu" else 1) or 1
+    )
+
+
 def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
-    """Yield a problem if training processes lack a GPU each or cannot divide the batch."""
+    """Yield a problem if training processes lack a GPU each."""
     launch, device = cfg.launch, cfg.train.device
     gpus = launch.gpus if device != "cpu" else 0
-    key, each, nodes = "launch.processes_per_node", launch.processes, launch.nodes
-    if command == "pipeline":  # starts the processes itself, on one node
-        key, nodes = "pipeline.train_processes", 1
-        each = cfg.pipeline.train_processes or gpus or 1
-    yield from caught(
-        lambda: compatibility.check_batches(cfg.train, parallel.resolve(cfg.parallel, nodes * each))
-    )
+    of_pipeline = command == "pipeline"
+    key = "pipeline.train_processes" if of_pipeline else "launch.processes_per_node"
+    each = _processes_per_node(command, cfg)
     if gpus and each > gpus:
         yield ConfigError(
             f"{each} processes per node, but {gpus} GPUs",

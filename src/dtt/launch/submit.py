@@ -317,6 +317,7 @@ def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
         )
     yield from checks.launch_problems(command, cfg)
     if command in ("train", "pipeline"):  # other commands save no checkpoints
+        yield from checks.batch_problems(command, cfg, trained)
         yield from checks.time_problems(trained, cfg.launch)
     if not dry_run:
         yield from checks.sbatch_problems()
@@ -332,6 +333,7 @@ def _stage_problems(submission: Submission, *, dry_run: bool) -> Iterator[DttErr
         if stage is not stages[0]:  # its weights are those of the previous stage, which is not done
             cfg = cfg.model_copy(update={"init": InitConfig()})
         yield from checks.problems(command, cfg, stage.job)
+        yield from checks.batch_problems(command, cfg, stage.job)
     yield from checks.launch_problems(command, submission.config)
     yield from checks.time_problems(stages[0].job, submission.config.launch)
     if not dry_run:

@@ -234,6 +234,7 @@ def _problems(trial: Trial, local: int | None) -> Iterator[DttError]:
     yield from checks.problems("train", config, JobDir(config.job_dir))
     if local is None:
         yield from checks.launch_problems("train", config)
+        yield from checks.batch_problems("train", config, JobDir(config.job_dir))
         yield from checks.time_problems(JobDir(config.job_dir), config.launch)
 
 
