@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from support.ranks import on_ranks
@@ -50,3 +52,15 @@ def test_of_two_ranks_both_are_named() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_equal_replicas_and_what_one_rank_alone_holds_pass(ranks: int) -> None:
     assert on_ranks(ranks, said, "w0", ranks) == [""] * ranks
+
+
+def exchanges(world: World) -> int:
+    """The number of exchanges of a check."""
+    with mock.patch.object(World, "gather", autospec=True, side_effect=World.gather) as gather:
+        assert not said(world, "w0", world.size)
+    return gather.call_count
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 0), (2, 1)])
+def test_a_check_is_one_exchange_and_none_of_a_rank_alone(ranks: int, expected: int) -> None:
+    assert on_ranks(ranks, exchanges) == [expected] * ranks

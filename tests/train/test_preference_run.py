@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import forked_runs
 from support.preference_pairs import prepare, settings
 from support.running import Dtt
 from torch import Tensor
@@ -107,6 +108,18 @@ def test_a_killed_run_resumes_to_the_same_bits(dtt: Dtt) -> None:
     theirs = weights(dtt.folder / "jobs/one", 8)
     for name, value in weights(dtt.folder / "jobs/t", 8).items():
         assert value.equal(theirs[name]), name
+
+
+@pytest.mark.slow
+def test_a_pipeline_computes_the_same_and_resumes_to_the_same_bits(dtt: Dtt) -> None:
+    layout = {"parallel__pipeline": 2, "parallel__replicate": 1}
+    forked_runs.run(dtt, "train", *settings(**layout), ranks=2)
+    job = dtt.folder / "jobs/t"
+    assert_same_run(dtt.folder / "jobs/one", job)
+    expected = weights(job, 8)
+    forked_runs.run(dtt, "train", "jobs/t", "--from-step", 4, ranks=2)
+    for name, value in weights(job, 8).items():
+        assert value.equal(expected[name]), name
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
