@@ -6,7 +6,9 @@ import csv
 import gzip
 import io
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from dtt.data.corpus import units
+from dtt.data.corpus import formats, units
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.parquet import read_span
-from dtt.data.corpus.units import Span
+from dtt.data.corpus.units import Corpus, Span
+from dtt.mesh.comm import Serial
 
 TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
 
@@ -144,3 +147,47 @@ def test_a_batch_of_parquet_rows_is_bounded_however_often_a_dictionary_is_used(
     assert sum(map(len, read)) == footer.num_rows
     assert max(sizes) < 3 * 2**18
     assert len(sizes) < footer.num_rows
+
+
+class RankThread(Serial):
+    """One of several ranks, which are threads of this process."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(shared)
+        self._shared, self._barrier = shared, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self._shared[self.rank] = value
+        self._barrier.wait()
+        return list(self._shared)
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_a_file_is_opened_once_by_one_rank_if_its_name_allows_an_array(
+    corpora: Any, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    arrays = {f"array{i}.json": json.dumps([{"text": t} for t in TEXTS]) for i in range(count)}
+    contents = {name: text.encode() for name, text in arrays.items()}
+    contents |= {f"lines{i}.jsonl": jsonl(TEXTS) for i in range(count)}
+    contents |= {f"packed{i}.json.gz": gzip.compress(jsonl(TEXTS)) for i in range(count)}
+    expected = corpora.make(contents)
+    opened: list[str] = []
+    open_stream = formats.open_stream
+
+    def counting(path: Path) -> io.BufferedReader:
+        opened.append(path.name)
+        return open_stream(path)
+
+    monkeypatch.setattr(formats, "open_stream", counting)
+    size = 2
+    shared, barrier = [None] * size, threading.Barrier(size)
+
+    def divided(rank: int) -> tuple[int, list[units.Unit]]:
+        corpus = Corpus(expected.folder, comm=RankThread(rank, shared, barrier))
+        return corpus.unit_bytes(), corpus.units(4096)
+
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(divided, range(size)))
+    assert found == [(expected.unit_bytes(), expected.units(4096))] * size
+    assert len(opened) == len(arrays)
+    assert {Path(name).suffix for name in opened} == {".json"}

@@ -276,7 +276,7 @@ def test_a_corpus_without_documents_is_reported_before_a_tokenizer_is_trained(
 def test_units_are_distributed_evenly() -> None:
     units = [Unit(i, (Span(0, i, i + 1, size),)) for i, size in enumerate([9, 1, 5, 3, 8, 2, 7])]
     plan = WorkPlan(Identity(key_parts={}, tokenizer_sha256=""), units, units, complete=False)
-    shares = [plan.units_of(rank, 3) for rank in range(3)]
+    shares = plan.shares(3)
     assert sorted(u.index for units_of in shares for u in units_of) == list(range(7))
     loads = [sum(unit.text_bytes for unit in units_of) for units_of in shares]
     assert max(loads) - min(loads) <= 2

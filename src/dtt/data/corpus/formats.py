@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from dtt.data.corpus.bad_documents import raise_if_refused
 from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
-from dtt.data.corpus.json_array import is_array_file
+from dtt.data.corpus.json_array import is_array, may_be_array
 
 FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
 
@@ -70,9 +70,11 @@ def open_stream(path: Path) -> io.BufferedReader:
 
 def starts_with_array(path: Path) -> bool:
     """Return True if a file contains one JSON array; False if it cannot be read."""
+    if not may_be_array(path):  # most files; opening them all takes minutes on a file server
+        return False
     try:
         with open_stream(path) as stream:
-            return is_array_file(path, stream)
+            return is_array(stream)
     except OSError as error:
         raise_if_refused(error)
         return False

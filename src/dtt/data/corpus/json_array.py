@@ -31,13 +31,13 @@ class Element(NamedTuple):
     value: Any
 
 
-def is_array_file(path: Path, stream: io.BufferedReader) -> bool:
-    """Return True if `path` is a .json file (maybe compressed) that starts with an array.
+def may_be_array(path: Path) -> bool:
+    """Return True if `path` is a .json file, maybe compressed, by its name."""
+    return ".json" in [suffix.lower() for suffix in path.suffixes[-2:]]
 
-    `stream` has the decompressed content; its position does not change.
-    """
-    if ".json" not in [suffix.lower() for suffix in path.suffixes[-2:]]:
-        return False
+
+def is_array(stream: io.BufferedReader) -> bool:
+    """Return True if a stream of text starts with a JSON array; its position does not change."""
     start = stream.peek().removeprefix(codecs.BOM_UTF8).lstrip()
     return start.startswith(b"[")
 

@@ -29,7 +29,7 @@ from dtt.data.corpus.formats import (
     open_stream,
     read_line,
 )
-from dtt.data.corpus.json_array import elements, is_array_file
+from dtt.data.corpus.json_array import elements, is_array, may_be_array
 from dtt.data.corpus.parquet import rows_at_once
 
 TEXT_COLUMNS = ("text", "content", "document", "body")
@@ -300,7 +300,7 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any]]:
     Others are skipped here; the reader of documents reports them.
     """
     with open_stream(path) as stream:
-        if is_array_file(path, stream):
+        if may_be_array(path) and is_array(stream):
             with suppress(ValueError):  # what comes before the damage can be used
                 for element in islice(elements(stream, MAX_DOCUMENT_BYTES), FIRST_LINES):
                     if isinstance(element.value, dict):

@@ -88,10 +88,15 @@ class Corpus:
         comm = comm or Serial()
         files = range(len(self.manifest.files))
         shares = comm.gather([self._look(file) for file in files[comm.rank :: comm.size]])
-        self._row_groups = [shares[file % comm.size][file // comm.size] for file in files]
+        looked = [shares[file % comm.size][file // comm.size] for file in files]
+        self._row_groups = [row_groups for row_groups, _ in looked]
+        self._is_array = [is_array for _, is_array in looked]
 
-    def _look(self, file: int) -> list[int]:
-        """Check a file; return the bytes of text per row group (empty unless it is Parquet)."""
+    def _look(self, file: int) -> tuple[list[int], bool]:
+        """Check a file; return the bytes of text per row group, and True for a JSON array.
+
+        There are row groups only in Parquet files. Arrays in compressed files are not looked for.
+        """
         path = self.path(file)
         if self.manifest.files[file].path in self._below:
             checked_file(self.manifest.files[file].path, self.folder / CorpusManifest.filename)
@@ -106,7 +111,9 @@ class Corpus:
                 why=f"it had {expected} bytes, now {found}",
                 next=again,
             )
-        return self._text_bytes(path) if self.manifest.file_format == "parquet" else []
+        kind = self.manifest.file_format
+        is_array = kind == "jsonl" and not is_compressed(path) and starts_with_array(path)
+        return self._text_bytes(path) if kind == "parquet" else [], is_array
 
     def _text_bytes(self, path: Path) -> list[int]:
         try:
@@ -182,7 +189,7 @@ class Corpus:
             elif (
                 self.manifest.file_format == "csv"
                 or self.manifest.txt_documents == "file"
-                or (self.manifest.file_format == "jsonl" and starts_with_array(self.path(file)))
+                or self._is_array[file]
             ):
                 yield Span(file, 0, record.bytes, record.bytes)
             else:

@@ -93,7 +93,7 @@ def tokenize(
         place = local_folder(cfg, out)
         _check_space(out, place, plan, encoder, comm)
         start = time.monotonic()
-        units = plan.units_of(comm.rank, comm.size)
+        units = plan.shares(comm.size)[comm.rank]
         # Of rank 0 alone: all ranks have about as much to do.
         with progress("tokenizing", sum(u.text_bytes for u in units), shown=first) as advance:
             encoded = encode_units(
@@ -144,7 +144,8 @@ def _check_space(
     beside = [rank for rank, disk in enumerate(disks) if disk == mine]
     # One rank per disk checks for all that write there: each alone would find enough space.
     if comm.rank == beside[0]:
-        units = [unit for rank in beside for unit in plan.units_of(rank, comm.size)]
+        shares = plan.shares(comm.size)
+        units = [unit for rank in beside for unit in shares[rank]]
         token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize + encoder.has_mask
         needed = sum(unit.text_bytes for unit in units) / BYTES_PER_TOKEN * token_bytes
         check_space(place, int(needed), "the token files")

@@ -54,8 +54,8 @@ class WorkPlan:
     complete: bool
     """True if the manifest exists and everything that it names is complete."""
 
-    def units_of(self, rank: int, size: int) -> list[Unit]:
-        """Return the units of one rank.
+    def shares(self, size: int) -> list[list[Unit]]:
+        """Return the units of each of `size` ranks.
 
         Units are assigned in decreasing order of size, each to the rank with the least work so far.
         """
@@ -65,7 +65,7 @@ class WorkPlan:
             load, least = loads[0]
             shares[least].append(unit)
             heapq.heapreplace(loads, (load + unit.text_bytes, least))
-        return shares[rank]
+        return shares
 
 
 @dataclass(frozen=True)
