@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from support.chat_shapes import NAMED, answer, hostile_rows, templates, user, with_tokens
-from tokenizers import Tokenizer
+from support.tiny_job import make_tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder
@@ -120,3 +121,19 @@ def test_a_token_in_the_vocabulary_of_the_model_is_not_made_of_text(shared: Path
     assert bos not in sample.ids.tolist()
     plain = ours.encode(parse_row({"messages": [user("x"), answer("y")]}))[0]
     assert sample.ids[0] == plain.ids[0]
+
+
+@pytest.mark.parametrize("text", ["a" * 60 + "c", "<|im_end|>" + "a" * 60 + "c"])
+def test_a_row_that_the_tokenizer_cannot_encode_is_refused(text: str) -> None:
+    """Its pattern takes too many steps for it, for which `tokenizers` panics."""
+    tokenizer = make_tokenizer("<|im_start|>", "<|im_end|>")
+    costly = pre_tokenizers.Split(Regex("(a+)+$|((a|a)*)*b"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([costly, tokenizer.pre_tokenizer])
+    ours = ChatEncoder(tokenizer.to_str().encode(), ChatConfig(), "tokenizer.json", CHATML, {})
+    usual, odd = (Conversation((user(one), answer("yes"))) for one in ("there", text))
+    good, refused = ours.encode_batch([usual, odd])
+    assert not isinstance(good, RefusedRow)
+    assert isinstance(refused, RefusedRow)
+    assert "its pattern failed" in refused.why
+    with pytest.raises(RefusedRow, match="its pattern failed"):
+        ours.prompt_ids(Conversation((user(text),)))
