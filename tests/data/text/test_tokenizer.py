@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from dtt.base.errors import InputError
+from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.data.corpus.document_sampling import held_out, tokenizer_sample
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import (
     PATTERNS,
     given_tokenizer,
+    open_tokenizer,
     token_bytes,
     train_tokenizer,
 )
+from dtt.data.tokenize import markers
+from dtt.data.tokenize.work_plan import read_identity
 
 TEXTS = [f"def function_{i}(x):\n    return {i} * x + {i * i}\n" for i in range(200)]
 
@@ -177,3 +180,17 @@ def test_the_bytes_of_a_unigram_vocabulary_with_byte_fallback(tmp_path: Path) ->
     tokenizer.add_tokens(["über"])
     sizes = sizes_of(tokenizer.to_str().encode(), tmp_path, end=4)
     assert sizes.tolist()[:6] == [0, 2, 2, 1, 0, 5]
+
+
+def test_a_pipe_is_neither_a_tokenizer_nor_a_marker(tmp_path: Path) -> None:
+    """Reading one would wait for a writer."""
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DamagedError, match="cannot be read"):
+        open_tokenizer(tmp_path / "tokenizer.json")
+    marker = markers.marker_path(tmp_path, 0)
+    marker.parent.mkdir(parents=True)
+    for path in (marker, marker.with_suffix(".seen"), marker.with_name("identity.json")):
+        os.mkfifo(path)
+    assert markers.read_marker(tmp_path, 0, "key") is None
+    assert markers.last_hashed(tmp_path, 0) == {}
+    assert read_identity(tmp_path) is None
