@@ -328,7 +328,9 @@ def _base(shrinking: _Shrinking, values: Values) -> RunConfig | None:
         "init": {},
         "data": {"type": "tokens", "tokens": "tokens"},
         "schedule": {"type": "wsd", "warmup": 0, "decay": 1},
-        "train": values["train"] | {"steps": 1, "micro_batch": SEQUENCES, "context_schedule": []},
+        "train": values["train"]
+        | {"steps": 1, "micro_batch": SEQUENCES}
+        | {"context_schedule": [], "batch_schedule": {"type": "constant"}},
     }
     if init.average:
         base["train"]["ema_decay"] = 0.5
