@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dtt.config.base import Length
 from dtt.config.load import resolve, shipped_configs, stage_names
 from dtt.config.run import RunConfig
 from dtt.verify import fuzz
@@ -75,9 +76,10 @@ def test_a_limit_clips_and_phases_fall_into_the_steps() -> None:
     )  # fmt: skip
     small = shrink(cfg).run
     assert small.train.clip_norm == CLIP_NORM
-    assert (small.schedule.warmup, small.schedule.decay) == (2, 2)  # type: ignore[union-attr]
+    two = Length(2)
+    assert (small.schedule.warmup, small.schedule.decay) == (two, two)  # type: ignore[union-attr]
     assert small.train.ema_decay == "0.999 from 1 blend 0.6"
-    assert small.train.context_schedule == ((0, SEQ_LEN // 2), (1, SEQ_LEN))
+    assert small.train.context_schedule == ((Length(0), SEQ_LEN // 2), (Length(1), SEQ_LEN))
     assert small.optim.lr >= 1e-3
     assert shrink(config("train.clip_norm=null")).run.train.clip_norm is None
 
