@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import ChatFacts, DataManifest, ExportManifest
 from dtt.base.errors import DamagedError, InputError
-from dtt.base.reading import read_json
+from dtt.base.reading import read_json, read_whole
 from dtt.config.chat import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.template import resolve_template, special_tokens_beside
@@ -57,7 +57,7 @@ def job_chat_format(job: JobDir, cfg: ChatConfig) -> ChatFormat | None:
         return None
     path = job.chat_template
     try:
-        content = path.read_bytes()
+        content = read_whole(path)
     except FileNotFoundError:
         content = b""
     if sha256(content).hexdigest() != facts.template_sha256:

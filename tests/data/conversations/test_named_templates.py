@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,18 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from dtt.base.errors import InputError
+from dtt.base.errors import DamagedError, InputError
 from dtt.config.chat import ChatConfig
 from dtt.config.data import GivenTokenizerConfig
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.row_encoder import Conversations
-from dtt.data.conversations.template import CHATML, ChatTemplate, either, resolve_template
+from dtt.data.conversations.template import (
+    CHATML,
+    ChatTemplate,
+    either,
+    resolve_template,
+    special_tokens_beside,
+)
 
 DEFAULT = "{% for m in messages %}\n{{ m.role }}: {{ m.content }}\n  {% endfor %}\nend\n"
 TOOL_USE = "  \n{% if tools %}\n TOOLS {{ tools | tojson }}\n{% endif %}\n" + DEFAULT + "  "
@@ -106,6 +113,40 @@ def test_the_tokenizers_own_template_is_the_default_where_it_has_one(folder: Pat
     assert kind.key_parts(tokenizer, before) == before
     assert kind.files() == {"chat_template.jinja": CHATML}
     assert named.key_parts(tokenizer) == before
+
+
+@pytest.mark.parametrize("name", ["chat_template", "additional_chat_templates/tool_use", "own"])
+def test_a_template_that_is_no_small_regular_file_is_refused_by_name(
+    folder: Path, name: str
+) -> None:
+    as_files(folder, {"default": DEFAULT, "tool_use": TOOL_USE})
+    path = folder / f"{name}.jinja"
+    kinds: dict[str, Callable[[], object]] = {
+        "not a regular file": lambda: path.symlink_to("/dev/zero"),
+        "it is not a regular": lambda: os.mkfifo(path),
+        "more than": lambda: (path.touch(), os.truncate(path, 2**30)),
+        "it is a directory": path.mkdir,
+        "No such file": lambda: path.symlink_to(folder / "nothing"),
+        "not UTF-8": lambda: path.write_bytes(b"\xff"),
+    }
+    for why, make in kinds.items():
+        path.unlink(missing_ok=True) if not path.is_dir() else path.rmdir()
+        make()
+        with pytest.raises(InputError) as error:
+            resolve_template(str(path) if name == "own" else None, folder / "tokenizer.json")
+        assert why in str(error.value)
+        assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
+def test_a_file_beside_a_tokenizer_that_is_no_regular_file_is_refused_by_name(
+    folder: Path, name: str
+) -> None:
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        with pytest.raises(DamagedError, match=name):
+            special_tokens_beside(folder / "tokenizer.json")
 
 
 # ---- the date ------------------------------------------------------------------------------------

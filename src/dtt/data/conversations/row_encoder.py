@@ -104,7 +104,7 @@ class Conversations:
     ) -> ConversationEncoder:
         """See DocumentKind."""
         assert isinstance(tokenizer, GivenTokenizerConfig)
-        template = path.with_name(CHAT_TEMPLATE).read_bytes().decode()
+        template = read_whole(path.with_name(CHAT_TEMPLATE)).decode()
         chat = ChatEncoder(
             read_whole(path),
             self._cfg,

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.base.reading import read_small
 from dtt.data.conversations.render_limits import TooCostly, memory_limit
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import STATE, RenderState, Sandbox
@@ -281,15 +282,20 @@ def resolve_template(name: str | None, tokenizer: Path) -> str:
                 next="chat.template=chatml, or the path of a Jinja file",
             )
         return text
-    path = Path(name).expanduser()
+    return _template_in(Path(name).expanduser())
+
+
+def _template_in(path: Path) -> str:
+    """Return the text of a Jinja file; InputError names one that cannot be read."""
     try:
-        return path.read_bytes().decode()  # read_text would change line ends
-    except (OSError, UnicodeDecodeError) as error:
+        return read_small(path).decode()  # read_text would change line ends
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(
             "the chat template cannot be read",
             where=path.absolute(),
-            why=error.strerror if isinstance(error, OSError) else "it is not UTF-8",
-            next="chat.template=chatml, tokenizer, or the path of a Jinja file",
+            why="it is not UTF-8" if isinstance(error, UnicodeDecodeError) else why,
+            next="chat.template=chatml, or the path of another Jinja file",
         ) from None
 
 
@@ -300,9 +306,9 @@ def _own_template(folder: Path) -> str | None:
     tokenizer_config.json, and rows with tools are rendered by `tool_use` if there is one.
     """
     own, others = folder / "chat_template.jinja", (folder / TEMPLATE_FOLDER).glob("*.jinja")
-    named = {path.stem: path.read_bytes().decode() for path in others}
-    if own.is_file():
-        named["default"] = own.read_bytes().decode()
+    named = {path.stem: _template_in(path) for path in others}
+    if own.exists() or own.is_symlink():  # also a pipe or a broken link, which is refused
+        named["default"] = _template_in(own)
     if not named:
         value = object_beside(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(value, list):

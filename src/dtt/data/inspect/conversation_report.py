@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, TokensManifest
+from dtt.base.reading import read_whole
 from dtt.data.inspect.report import DocumentSample, spread
 from dtt.data.memory_map import map_file
 from dtt.data.samples.packed_conversations import read_mask
@@ -156,7 +157,7 @@ class ConversationReport:
         if not path.is_file():
             return False
         template = ChatTemplate(
-            path.read_bytes().decode(), self._chat.special_tokens, self._chat.kwargs
+            read_whole(path).decode(), self._chat.special_tokens, self._chat.kwargs
         )
         try:
             first, both = (template.render(Conversation(PROBE[:n])) for n in (2, 4))

@@ -24,6 +24,7 @@ from dtt.artifacts.shard_files import files_of, shard_stem
 from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
+from dtt.base.reading import read_whole
 from dtt.base.safe_names import checked_file
 from dtt.config.parallel import Sizes
 from dtt.config.resolved import Resolved
@@ -270,7 +271,7 @@ def read_template(path: Path, sha256: str) -> str:
     Raises InputError if it is missing, DamagedError if it is not the one with this sha256.
     """
     try:
-        content = path.read_bytes()
+        content = read_whole(path)
     except FileNotFoundError:
         raise InputError(
             "the chat template is missing", where=path, next="run dtt tokenize again"
