@@ -108,6 +108,8 @@ def test_partitions_and_runs_of_keys_change_nothing(
 ) -> None:
     expected = fresh(corpus)
     monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 900)
+    monkeypatch.setattr(partitions, "GATHERED_BYTES", 3 * 900 * unit_pass.ENTRY.itemsize)
+    monkeypatch.setattr(partitions, "GATHERED_ROWS", 50)
     monkeypatch.setattr(unit_pass, "RUN_ENTRIES", 5000)
     monkeypatch.setattr(unit_pass, "BATCH_BYTES", 30_000)
     assert result_bytes(corpus.clean()) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dtt.base.errors import InUse
 from dtt.base.files import exclusive
 from dtt.clean import partitions, passes
 from dtt.clean.passes import Part
+from dtt.clean.steps import Steps
 from dtt.data.corpus import units
 
 TEXTS = planted(200, seed=5)
@@ -40,6 +42,28 @@ def test_few_files_are_open_at_a_time(corpus: CleanedCorpus) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(list(folder.glob(".work/exact-*.json"))) == 2
     assert len(list(folder.glob(".work/unit-*.json"))) >= 40
+
+
+def test_four_times_the_units_and_partitions_open_four_times_the_files(
+    tmp_path: Path, corpus: CleanedCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    array = Steps.array
+
+    def counted(self: Steps, name: str, ending: str, dtype: object) -> object:
+        opened.append(ending)
+        return array(self, name, ending, dtype)
+
+    monkeypatch.setattr(Steps, "array", counted)
+    corpus.clean(NEAR)
+    many = Counter(opened)
+    opened.clear()
+    quarter = TEXTS[: len(TEXTS) // 4]
+    files = {f"{i:03d}.jsonl": json_lines(quarter[i : i + 5]) for i in range(0, len(quarter), 5)}
+    CleanedCorpus(tmp_path / "quarter", files).clean(NEAR)
+    few = Counter(opened)
+    for ending in ("exact", "keys", "pairs", "earlier"):
+        assert 0 < many[ending] <= 6 * few[ending], ending  # the sizes of units differ
 
 
 def test_parts_and_the_whole_command_do_not_meet(corpus: CleanedCorpus) -> None:

@@ -14,7 +14,7 @@ from dtt.base.files import write_atomically
 from dtt.base.log import log
 from dtt.clean.contamination import MAX_DOCUMENTS, TaskNgrams
 from dtt.clean.document_order import DocumentOrder, DocumentSet
-from dtt.clean.partitions import exact_partitions, pairs_of_unit
+from dtt.clean.partitions import Pairs, exact_partitions, pairs_of_units
 from dtt.clean.removals import RemovedRow, decode, encode
 from dtt.clean.steps import Steps
 from dtt.clean.verified_pairs import SCORED
@@ -38,7 +38,7 @@ class Decisions:
 
     def __init__(self, order: DocumentOrder, steps: Steps, tasks: TaskNgrams | None) -> None:
         """Prepare for the units of `order`, whose pairs are finished steps."""
-        self._order, self._steps, self._partitions = order, steps, exact_partitions(order)
+        self._order, self._steps = order, steps
         self._tasks = tasks
         self._with_ngram = np.zeros(0 if tasks is None else len(tasks), np.int64)
         """Number of documents of the corpus that contain each n-gram of the tasks."""
@@ -49,16 +49,16 @@ class Decisions:
         """Documents that stay although they share n-grams with tasks, and these questions."""
         self._removed = DocumentSet(order)
         self._copied = DocumentSet(order)
-        for partition in range(self._partitions):
+        for partition in range(exact_partitions(order)):
             self._copied.add(steps.array(f"exact-{partition:05d}", "earlier", np.uint64))
         self._near: dict[int, tuple[int, float]] = {}
         """Twin and similarity of removed documents that have exact copies: those of the copies."""
 
-    def unit(self, place: int, *, near: bool) -> list[RemovedRow]:
-        """Return the removed documents of the next unit, sorted."""
+    def unit(self, place: int, exact: Pairs, *, near: bool) -> list[RemovedRow]:
+        """Return the removed documents of the next unit, sorted; `exact` are its exact copies."""
         steps = self._steps
         filtered = decode(steps.path(self._order.units[place].step, "filtered"))
-        copies = dict(pairs_of_unit(steps, "exact", self._partitions, place).tolist())
+        copies = dict(exact.tolist())
         similar: dict[int, list[tuple[int, float]]] = {}
         if near:
             pairs = steps.array(f"verified-{place:05d}", "pairs", SCORED)
@@ -128,9 +128,10 @@ def write_units(
     """Write the file of each unit of the corpus; return what the manifest says of them."""
     decisions = Decisions(order, steps, tasks)
     units, rules = [], Counter[str]()
-    for place in range(order.own, len(order.units)):
+    places = range(order.own, len(order.units))
+    for place, exact in pairs_of_units(order, steps, "exact", exact_partitions(order), places):
         placed = order.units[place]
-        rows = decisions.unit(place, near=near)
+        rows = decisions.unit(place, exact, near=near)
         path = out / removals_name(placed.unit.index)
         digest = None
         rules.update(row.rule for row in rows if row.reason == "rules")

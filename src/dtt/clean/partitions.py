@@ -7,21 +7,28 @@ number follows from the number of keys, never from the number of ranks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dtt.clean.document_order import DocumentOrder, DocumentSet
+from dtt.clean.document_order import UNIT_BITS, DocumentOrder, DocumentSet
 from dtt.clean.shingles import U64
 from dtt.clean.steps import Steps, inputs_key
-from dtt.clean.unit_pass import ENTRY, EXACT
+from dtt.clean.unit_pass import ENTRY, EXACT, Entries
 
 PARTITION_ENTRIES = 2**20
 """Average number of keys of a partition. One takes 60 to 500 bytes for each, the more the more
 documents share keys: up to 0.5 GB. Equal keys are in one partition, however many there are: ten
 million copies of a document take 1 GB."""
+GATHERED_BYTES = 2**28
+"""Keys of several partitions that a rank takes from the units at once: each unit is opened for 21
+partitions of band keys at a time, or 12 of exact keys."""
+GATHERED_ROWS = 2**23
+"""Pairs of several units that a rank takes from the partitions at once; sorting takes 0.4 GB."""
 FIRST_FEW = 8
 """Number of earlier documents of a group with the same band key with which each one is compared, so
 that a group of n documents makes at most 8 n pairs, not n². Exact copies do not count."""
@@ -45,15 +52,35 @@ def _partitions(entries: int) -> int:
     return max(1, -(-entries // PARTITION_ENTRIES))
 
 
-def exact_groups(order: DocumentOrder, steps: Steps, partition: int, partitions: int) -> None:
-    """Write the documents whose text equals an earlier one's, and the first one of each group."""
-    found, numbers = [np.empty(0, EXACT)], [np.empty(0, np.uint64)]
-    for place, unit in enumerate(order.units):
-        entries = steps.array(unit.step, "exact", EXACT)
-        found.append(entries[_slice(entries["high"], partition, partitions)].copy())
-        numbers.append(order.numbers(place, found[-1]["document"]))
-    high, low = (np.concatenate([some[half] for some in found]) for half in ("high", "low"))
-    number = np.concatenate(numbers)
+def partition_groups(entry: np.dtype[Any], partitions: int, ranks: int) -> list[range]:
+    """Return groups of partitions that one rank does in one pass over the units.
+
+    The result does not depend on the groups. They save opens: with one partition a group, there
+    would be 88 million for a corpus of 1 TB.
+    """
+    most = max(1, GATHERED_BYTES // (PARTITION_ENTRIES * entry.itemsize))
+    size = min(most, -(-partitions // ranks))
+    return [range(i, min(i + size, partitions)) for i in range(0, partitions, size)]
+
+
+def exact_groups(order: DocumentOrder, steps: Steps, group: range, partitions: int) -> None:
+    """Write the documents whose text equals an earlier one's, and the first one of each group.
+
+    Does so for each partition of `group`.
+    """
+
+    def runs(_: int, entries: Entries) -> list[int]:
+        return [len(entries)]
+
+    blocks = _Blocks(order, steps, "exact", EXACT, group, partitions, runs)
+    for partition in group:
+        _exact_groups(order, steps, partition, *blocks.of(partition))
+
+
+def _exact_groups(
+    order: DocumentOrder, steps: Steps, partition: int, entries: Entries, number: U64
+) -> None:
+    high, low = (np.ascontiguousarray(entries[half]) for half in ("high", "low"))
     name, key = f"exact-{partition:05d}", inputs_key([order.own], high, low, number)
     if steps.done(name, key):
         return
@@ -67,19 +94,27 @@ def exact_groups(order: DocumentOrder, steps: Steps, partition: int, partitions:
 
 
 def candidate_pairs(
-    order: DocumentOrder,
-    steps: Steps,
-    copies: DocumentSet,
-    partition: int,
-    partitions: int,
+    order: DocumentOrder, steps: Steps, copies: DocumentSet, group: range, partitions: int
 ) -> None:
-    """Write pairs of documents with a common band key; leave out exact copies of earlier ones."""
-    found = list(_band_entries(order, steps, partition, partitions))
-    keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in found)])
-    number = np.concatenate([np.empty(0, np.uint64), *(number for _, number in found)])
-    found.clear()
-    kept = ~copies.contains(number)
-    keys, number = keys[kept], number[kept]
+    """Write pairs of documents with a common band key; leave out exact copies of earlier ones.
+
+    Does so for each partition of `group`.
+    """
+
+    def runs(place: int, _: Entries) -> list[int]:
+        found: list[int] = order.facts[place]["runs"]
+        return found
+
+    blocks = _Blocks(order, steps, "keys", ENTRY, group, partitions, runs)
+    for partition in group:
+        entries, number = blocks.of(partition)
+        kept = ~copies.contains(number)
+        _candidate_pairs(order, steps, partition, entries["key"][kept], number[kept])
+
+
+def _candidate_pairs(
+    order: DocumentOrder, steps: Steps, partition: int, keys: U64, number: U64
+) -> None:
     name, key = f"pairs-{partition:05d}", inputs_key([order.own, FIRST_FEW], keys, number)
     if steps.done(name, key):
         return
@@ -98,31 +133,51 @@ def candidate_pairs(
     _write_pairs(steps, name, key, np.concatenate(laters), np.concatenate(earliers))
 
 
-def _band_entries(
-    order: DocumentOrder, steps: Steps, partition: int, partitions: int
-) -> Iterator[tuple[U64, U64]]:
-    for place, unit in enumerate(order.units):
-        entries = steps.array(unit.step, "keys", ENTRY)
-        first = 0
-        for length in order.facts[place]["runs"]:
-            run = entries[first : first + length]
-            part = run[_slice(run["key"], partition, partitions)]
-            yield part["key"].copy(), order.numbers(place, part["document"])
-            first += length
+class _Blocks:
+    """The entries of a group of partitions: of each sorted run, those of all its partitions."""
+
+    def __init__(
+        self,
+        order: DocumentOrder,
+        steps: Steps,
+        ending: str,
+        dtype: np.dtype[Any],
+        group: range,
+        partitions: int,
+        runs: Callable[[int, Entries], list[int]],
+    ) -> None:
+        """Open each unit once; `runs` returns the lengths of the sorted runs of a unit."""
+        self._order, self._first, self._empty = order, group.start, np.empty(0, dtype)
+        self._blocks: list[tuple[int, Entries, list[int]]] = []
+        """Place of the unit, the entries, and where each partition starts and ends in them."""
+        field = str((dtype.names or ())[0])
+        lows = [-(-(i << 32) // partitions) << 32 for i in range(group.start, group.stop + 1)]
+        for place, unit in enumerate(order.units):
+            entries = steps.array(unit.step, ending, dtype)
+            first = 0
+            for length in runs(place, entries):
+                run = entries[first : first + length]
+                keys = run[field]  # sorted by their upper 32 bits
+                # Not np.searchsorted, which copies all keys that lie between other numbers.
+                edges = [bisect_left(keys, low, key=int) for low in lows]
+                # A copy, as a view keeps its file open, and a process may open about 1,000.
+                block = run[edges[0] : edges[-1]].copy()
+                self._blocks.append((place, block, [edge - edges[0] for edge in edges]))
+                first += length
+
+    def of(self, partition: int) -> tuple[Entries, U64]:
+        """Return the entries of a partition, in the order of units, and their documents."""
+        at = partition - self._first
+        found = [(n, block[edges[at] : edges[at + 1]]) for n, block, edges in self._blocks]
+        numbers = [self._order.numbers(n, part["document"]) for n, part in found]
+        entries = np.concatenate([self._empty, *(part for _, part in found)])
+        return entries, np.concatenate([np.empty(0, np.uint64), *numbers])
 
 
-def _slice(keys: U64, partition: int, partitions: int) -> slice:
-    """Return where the keys of a partition are among keys sorted by their upper 32 bits.
-
-    Callers copy the slice: a view keeps its file open, and a process may open about 1,000.
-    """
-    low, high = (-(-(i << 32) // partitions) << 32 for i in (partition, partition + 1))
-    # Not np.searchsorted, which copies all keys that lie between other numbers.
-    return slice(bisect_left(keys, low, key=int), bisect_left(keys, high, key=int))
-
-
-def _unique(pairs: Pairs) -> Pairs:
-    """Return the different pairs, sorted."""
+def _unique(pairs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the different pairs, or documents, sorted."""
+    if pairs.dtype != PAIR:
+        return np.unique(pairs)
     pairs = pairs[np.lexsort((pairs["earlier"], pairs["later"]))]
     return pairs[np.append(True, pairs[1:] != pairs[:-1])] if len(pairs) else pairs
 
@@ -134,23 +189,60 @@ def _write_pairs(steps: Steps, name: str, key: str, later: U64, earlier: U64) ->
     steps.write(name, key, {"pairs": [_unique(pairs)], "earlier": [np.unique(earlier)]})
 
 
-def pairs_of_unit(steps: Steps, kind: str, partitions: int, place: int) -> Pairs:
-    """Return the different pairs whose later document is in the unit at a place, sorted."""
-    found = [np.empty(0, PAIR)]
-    for partition in range(partitions):
-        pairs = steps.array(f"{kind}-{partition:05d}", "pairs", PAIR)
-        found.append(pairs[_of_unit(pairs["later"], place)].copy())
-    return _unique(np.concatenate(found))
+def pairs_of_units(
+    order: DocumentOrder, steps: Steps, kind: str, partitions: int, places: Sequence[int]
+) -> Iterator[tuple[int, Pairs]]:
+    """Yield each place with the different pairs whose later document is in its unit, sorted."""
+    files = [(f"{kind}-{partition:05d}", "pairs") for partition in range(partitions)]
+    yield from _of_units(order, steps, files, PAIR, places)
 
 
-def documents_in_pairs(steps: Steps, partitions: int, place: int) -> U64:
-    """Return the documents of the unit at a place that are in a candidate pair, ascending."""
-    found = [pairs_of_unit(steps, "pairs", partitions, place)["later"]]
-    for partition in range(partitions):
-        numbers = steps.array(f"pairs-{partition:05d}", "earlier", np.uint64)
-        found.append(numbers[_of_unit(numbers, place)].copy())
-    return np.unique(np.concatenate(found))
+def documents_in_pairs(
+    order: DocumentOrder, steps: Steps, partitions: int, places: Sequence[int]
+) -> Iterator[tuple[int, U64]]:
+    """Yield each place with the documents of its unit in a candidate pair, ascending."""
+    files = [(f"pairs-{partition:05d}", "earlier") for partition in range(partitions)]
+    earlier = _of_units(order, steps, files, np.dtype(np.uint64), places)
+    laters = pairs_of_units(order, steps, "pairs", partitions, places)
+    for (place, pairs), (_, numbers) in zip(laters, earlier, strict=True):
+        yield place, np.unique(np.concatenate([pairs["later"], numbers]))
 
 
-def _of_unit(numbers: U64, place: int) -> slice:
-    return slice(*(bisect_left(numbers, edge << 32, key=int) for edge in (place, place + 1)))
+def _of_units(
+    order: DocumentOrder,
+    steps: Steps,
+    files: Sequence[tuple[str, str]],
+    dtype: np.dtype[Any],
+    places: Sequence[int],
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Yield each place with the different rows of its unit in all files, sorted.
+
+    Each file is opened once to count rows, and once for as many units as have GATHERED_ROWS.
+    """
+    units = len(order.units)
+
+    def rows() -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
+        for name, ending in files:
+            found = steps.array(name, ending, dtype)
+            yield found, (_numbers(found) >> UNIT_BITS).astype(np.int64)
+
+    counts = np.zeros(units, np.int64)
+    for _, place_of in rows():
+        counts += np.bincount(place_of, minlength=units)
+    before = np.cumsum(counts[list(places)]) - counts[list(places)]
+    for _, group in groupby(zip(places, before // GATHERED_ROWS, strict=True), itemgetter(1)):
+        some = [place for place, _ in group]
+        wanted = np.isin(np.arange(units), some)
+        found = [np.empty(0, dtype), *(all_rows[wanted[of]] for all_rows, of in rows())]
+        sorted_rows = _unique(np.concatenate(found))
+        found.clear()
+        numbers = np.ascontiguousarray(_numbers(sorted_rows))
+        for place in some:
+            edges = np.array([place, place + 1], np.uint64) << UNIT_BITS
+            yield place, sorted_rows[slice(*np.searchsorted(numbers, edges).tolist())]
+
+
+def _numbers(rows: npt.NDArray[Any]) -> U64:
+    """Return the document whose unit a row belongs to."""
+    numbers: U64 = rows["later"] if rows.dtype == PAIR else rows
+    return numbers

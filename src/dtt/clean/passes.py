@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -22,12 +22,15 @@ from dtt.clean.partitions import (
     PAIR,
     band_partitions,
     candidate_pairs,
+    documents_in_pairs,
     exact_groups,
     exact_partitions,
+    pairs_of_units,
+    partition_groups,
 )
 from dtt.clean.selection_page import FILENAME, write_page
 from dtt.clean.steps import Steps
-from dtt.clean.unit_pass import PlacedUnit, columns_of, pass_one, unit_key
+from dtt.clean.unit_pass import ENTRY, EXACT, PlacedUnit, columns_of, pass_one, unit_key
 from dtt.clean.verified_pairs import shingle_sets, units_to_compare, verified_pairs
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
@@ -238,14 +241,10 @@ def _pass_one(
 
 def _find_pairs(section: CleanConfig, order: DocumentOrder, steps: Steps, comm: Comm) -> None:
     """Do passes 2 and 3, apart from the steps whose inputs another selection had, too."""
-
-    def share(work: Callable[[int], None], numbers: Sequence[int]) -> None:
-        for number in numbers[comm.rank :: comm.size]:
-            work(number)
-        comm.barrier()
-
     exact = exact_partitions(order)
-    share(lambda i: exact_groups(order, steps, i, exact), range(exact))
+    for group in partition_groups(EXACT, exact, comm.size)[comm.rank :: comm.size]:
+        exact_groups(order, steps, group, exact)
+    comm.barrier()
     near = section.near
     if near is None:
         return
@@ -253,15 +252,23 @@ def _find_pairs(section: CleanConfig, order: DocumentOrder, steps: Steps, comm: 
     for partition in range(exact):
         copies.add(steps.array(f"exact-{partition:05d}", "pairs", PAIR)["later"])
     bands, units = band_partitions(order), range(len(order.units))
-    share(lambda i: candidate_pairs(order, steps, copies, i, bands), range(bands))
+    for group in partition_groups(ENTRY, bands, comm.size)[comm.rank :: comm.size]:
+        candidate_pairs(order, steps, copies, group, bands)
+    comm.barrier()
     mine = units[comm.rank :: comm.size]
-    needed = {i: units_to_compare(order, steps, near, i, bands) for i in mine}
+    needed = {
+        place: units_to_compare(order, steps, near, place, pairs)
+        for place, pairs in pairs_of_units(order, steps, "pairs", bands, mine)
+    }
     # All ranks must divide the same units among themselves.
     everywhere = comm.gather(sorted({place for some in needed.values() for place in some or ()}))
-    share(lambda i: shingle_sets(order, steps, near, i, bands), sorted(set(chain(*everywhere))))
-    for place, some in needed.items():
-        if some is not None:
-            verified_pairs(order, steps, near, place, bands)
+    compared = sorted(set(chain(*everywhere)))[comm.rank :: comm.size]
+    for place, documents in documents_in_pairs(order, steps, bands, compared):
+        shingle_sets(order, steps, near, place, documents)
+    comm.barrier()
+    changed = [place for place, some in needed.items() if some is not None]
+    for place, pairs in pairs_of_units(order, steps, "pairs", bands, changed):
+        verified_pairs(order, steps, near, place, pairs)
     comm.barrier()
 
 

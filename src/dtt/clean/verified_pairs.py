@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
 from dtt.clean.document_order import IN_UNIT, UNIT_BITS, DocumentOrder
-from dtt.clean.partitions import PAIR, Pairs, documents_in_pairs, pairs_of_unit
+from dtt.clean.partitions import PAIR, Pairs
 from dtt.clean.shingles import U64, Int, shingles
 from dtt.clean.steps import Content, Steps, inputs_key
 from dtt.config.clean import NearConfig
@@ -41,26 +41,24 @@ class ShingleSets(NamedTuple):
 
 
 def units_to_compare(
-    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
+    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, pairs: Pairs
 ) -> list[int] | None:
     """Return the places of the units whose shingle sets `verified_pairs` needs for a unit.
 
+    `pairs` are the candidate pairs of the unit.
     None if its pairs are verified, here or in another selection of the corpus.
     """
-    key, pairs = _candidates(order, steps, near, place, partitions)
+    key = _pairs_key(order, steps, near, pairs)
     if steps.done(f"verified-{place:05d}", key):
         return None
     places: list[int] = np.unique(pairs.view(np.uint64) >> UNIT_BITS).tolist()
     return places
 
 
-def _candidates(
-    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
-) -> tuple[str, Pairs]:
-    """Return the key of `verified_pairs` for a unit, and its candidate pairs."""
-    pairs = pairs_of_unit(steps, "pairs", partitions, place)
+def _pairs_key(order: DocumentOrder, steps: Steps, near: NearConfig, pairs: Pairs) -> str:
+    """Return the key of `verified_pairs` for candidate pairs."""
     texts = _text_hashes(order, steps, np.unique(pairs.view(np.uint64)))
-    return inputs_key([near.threshold, near.shingle], pairs, texts), pairs
+    return inputs_key([near.threshold, near.shingle], pairs, texts)
 
 
 def _text_hashes(order: DocumentOrder, steps: Steps, numbers: U64) -> npt.NDArray[Any]:
@@ -74,10 +72,9 @@ def _text_hashes(order: DocumentOrder, steps: Steps, numbers: U64) -> npt.NDArra
 
 
 def shingle_sets(
-    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
+    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, numbers: U64
 ) -> None:
     """Read a unit again and write the shingle sets of its documents in candidate pairs."""
-    numbers = documents_in_pairs(steps, partitions, place)
     name, texts = f"shingles-{place:05d}", _text_hashes(order, steps, numbers)
     key = inputs_key([near.shingle], numbers, texts)
     if steps.done(name, key):
@@ -126,7 +123,7 @@ def _texts(order: DocumentOrder, steps: Steps, place: int, wanted: Int) -> Itera
 
 
 def verified_pairs(
-    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, partitions: int
+    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, pairs: Pairs
 ) -> None:
     """Write the pairs of a unit whose Jaccard similarity reaches the threshold, and its value."""
 
@@ -136,7 +133,6 @@ def verified_pairs(
         endings = {"in-pairs": np.int64, "ends": np.int64, "hashes": np.uint64}
         return ShingleSets(*(steps.array(name, e, dtype) for e, dtype in endings.items()))
 
-    key, pairs = _candidates(order, steps, near, place, partitions)
     verified = [np.empty(0, SCORED)]
     batch: list[tuple[int, int, U64, U64]] = []
     size = 0
@@ -160,6 +156,7 @@ def verified_pairs(
             size = 0
     if batch:
         compare()
+    key = _pairs_key(order, steps, near, pairs)
     steps.write(f"verified-{place:05d}", key, {"pairs": [np.concatenate(verified)]})
 
 
