@@ -14,7 +14,7 @@ from dtt.config.key_types import Key
 from dtt.config.load import changes_on_resume, resolve, shipped_configs, stage_names
 from dtt.config.merging import merge
 from dtt.config.optim import AdamWConfig, AdamWSettings, MuonConfig
-from dtt.config.source import Leaf
+from dtt.config.source import Leaf, read_file
 
 SHIPPED = sorted(
     p for p in shipped_configs().rglob("*.yaml") if p.parent.name not in ("sweeps", "tasks")
@@ -186,6 +186,14 @@ def test_a_file_that_is_not_a_configuration_is_reported_with_its_line(
     run.write_text(text)
     with pytest.raises(ConfigError, match=why):
         resolve(run, env={})
+
+
+@pytest.mark.parametrize("text", ["a.b: 1\na:\n", "a:\na.b: 1\n"])
+def test_an_empty_section_sets_nothing_wherever_it_stands(tmp_path: Path, text: str) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(text)
+    _, layer = read_file(run, explain.key_types())
+    assert {key: leaf.value for key, leaf in layer.items()} == {("a", "b"): 1}
 
 
 def test_an_unknown_config_name_names_the_nearest() -> None:

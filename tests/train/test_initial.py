@@ -192,6 +192,8 @@ def test_the_tokenizer_of_another_job_is_compared_too(
         assert "21 of 21 tensors" in caplog.text
         assert "other text" not in caplog.text
         assert "differs:" not in caplog.text
+        initialise_from(str(job), Decoder(arch), None, world)  # of synthetic data
+        assert "other text" not in caplog.text
         initialise_from(str(job), Decoder(arch), tokens / "tokenizer.json", world)
     assert "300 of the 300 token ids of the data decode to other text" in caplog.text
 

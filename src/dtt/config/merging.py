@@ -59,11 +59,13 @@ def _drop_below(layer: Layer, prefix: Key) -> None:
 
 
 def nested(layer: Layer) -> dict[str, Any]:
-    """Return the values of a layer as nested dicts."""
+    """Return the values of a layer as nested dicts; keys below a list, `stages`, replace it."""
     root: dict[str, Any] = {}
     for key, leaf in layer.items():
         inner = root
         for name in key[:-1]:
-            inner = inner.setdefault(name, {})
+            if not isinstance(inner.get(name), dict):
+                inner[name] = {}
+            inner = inner[name]
         inner[key[-1]] = leaf.value
     return root

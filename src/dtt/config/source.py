@@ -302,16 +302,18 @@ def _construct(node: yaml.Node) -> Any:
 def _set(layer: Layer, key: Key, leaf: Leaf) -> None:
     """Add a value of a file; raise ConfigError if an earlier line sets its key, or one above it.
 
-    A section whose value is null has lines that are all commented out, and sets nothing. Keys
-    `stages.NAME.KEY` are not below the list `stages`.
+    A section whose value is null has lines that are all commented out, and sets nothing: it is left
+    out if other lines set keys below it. Keys `stages.NAME.KEY` are not below the list `stages`.
     """
-    for other, first in layer.items():
-        length = min(len(other), len(key))
-        apart = len(other) != len(key) and (
-            None in (leaf.value, first.value) or STAGES in (key, other)
-        )
-        if other[:length] == key[:length] and not apart:
-            raise _twice(key[:length], leaf.origin, first.origin)
+    for other, first in [*layer.items()]:
+        short, long = sorted((key, other), key=len)
+        if long[: len(short)] != short or (key != other and short == STAGES):
+            continue
+        if short == long or (leaf if short == key else first).value is not None:
+            raise _twice(short, leaf.origin, first.origin)
+        if short == key:
+            return
+        del layer[other]
     layer[key] = leaf
 
 

@@ -212,7 +212,9 @@ def initial_weights(
     from dtt.model.init import initialize
 
     cfg, source, start = inputs.cfg, inputs.source, None
-    model, data = assembled.model, (inputs.dataset.tokenizer, inputs.world)
+    # The ids of synthetic data stand for no text, and its tokenizer only gives them names.
+    tokenizer = None if cfg.data.type == "synthetic" else inputs.dataset.tokenizer
+    model, data = assembled.model, (tokenizer, inputs.world)
     adapted = isinstance(cfg.adapter, LoraConfig)
     reference = cfg.objective.reference if isinstance(cfg.objective, DpoConfig) else None
     if inputs.resume is not None:

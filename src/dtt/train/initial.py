@@ -38,7 +38,7 @@ OTHER_SCALING = "the scaling multipliers differ"
 
 
 def initialise_from(
-    source: str, model: Decoder, tokenizer: Path, world: World, *, average: bool = False
+    source: str, model: Decoder, tokenizer: Path | None, world: World, *, average: bool = False
 ) -> Checkpoint | None:
     """Initialise `model` from `source`, the value of `init.from`; return the checkpoint, if any.
 
@@ -49,14 +49,15 @@ def initialise_from(
     Warns if another job's architecture differs, or if ids of `tokenizer` (that of the data) stood
     for different text in the source. These are not errors, because more layers, renamed special
     tokens, or the body of a model for another vocabulary may be intended. The validation loss
-    before the first step shows the effect.
+    before the first step shows the effect. `tokenizer` is None for data whose ids stand for no
+    text: they add no token, and nothing is compared.
 
     For conversations, tokens that only they contain start from the mean of the others, if the
     source was not trained on conversations; see `new_tokens`. The frozen weights below an
     adapter must all be in the source, with the same shapes.
     """
     from dtt.checkpoint import store
-    from dtt.train.warm_start import EMBED, take_weights
+    from dtt.train.warm_start import EMBED, NewTokens, take_weights
 
     state: Mapping[str, FullTensor]
     checkpoint: Checkpoint | None = None
@@ -83,12 +84,14 @@ def initialise_from(
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
         differences = difference(model.arch, arch)
     rows = state[EMBED].shape[0]
-    new = world.from_first(new_tokens(source, tokenizer, theirs, rows) if world.first else None)
-    assert new is not None
+    new = None
+    if world.first and tokenizer is not None:
+        new = new_tokens(source, tokenizer, theirs, rows)
+    new = world.from_first(new) or NewTokens()
     log.info("%s", take_weights(model, state, str(where), new))
     if differences:
         log.warning("the architecture of %s differs: %s", where, differences)
-    if world.first:
+    if world.first and tokenizer is not None:
         warn_of_other_vocabulary(tokenizer, theirs)
     return checkpoint
 

@@ -161,6 +161,10 @@ def test_a_mistake_is_reported_with_its_line_beside_all_others(lines: str, tmp_p
         ("<<: {a: 1}", "merge keys"),
         ("", "data: field required"),
         ("a: 1\na.b: 2\ntype: cloze", "a appears twice"),
+        ("a: 1\na.b: null\ntype: cloze", "a appears twice"),
+        ("{'': null, '.': null}", "data: field required"),
+        ("data: null\ndata.hub: 3", r"\n  default  type: field required"),
+        ("stages: [{name: a}]\nstages.a.b: 1", "data: field required"),
     ],
 )
 def test_yaml_that_is_not_a_plain_small_mapping_is_refused(

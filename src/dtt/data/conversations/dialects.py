@@ -144,11 +144,12 @@ class _Row:
         Raises RefusedRow if one of TEXTS has other text than the conversations of the row.
         """
         unread = [key for key in self._values if key not in self._read]
-        texts = [key for key in unread if key in TEXTS and _is_filled(self._values[key])]
+        texts = {key: [*_strings(self._values[key])] for key in unread if key in TEXTS}
+        texts = {key: strings for key, strings in texts.items() if strings}
         if texts:
             known = {*_strings([[one.messages, one.segments] for one in conversations])}
-            for key in texts:
-                if not all(_is_repeated(text, known) for text in _strings(self._values[key])):
+            for key, strings in texts.items():
+                if not all(_is_repeated(text, known) for text in strings):
                     raise RefusedRow(
                         f"{key} is not part of the conversation and would be lost: write it into "
                         "a message, or remove the key"
