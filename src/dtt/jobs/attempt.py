@@ -14,6 +14,7 @@ from dtt.base.errors import DttError, ExitCode, PeerLost
 from dtt.base.files import exclusive
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
+from dtt.base.reading import read_text
 from dtt.base.rendezvous import launch_name
 from dtt.base.secrets import redacted
 from dtt.jobs.clock import Clock
@@ -76,10 +77,7 @@ def _launch() -> str:
 def _begun(job: JobDir) -> int | None:
     """Return the number of the attempt that rank 0 of this launch has announced, if it has."""
     number = job.attempt()
-    with suppress(OSError):
-        if (job.attempt_dir(number) / "launch").read_text() == _launch():
-            return number
-    return None
+    return number if read_text(job.attempt_dir(number) / "launch") == _launch() else None
 
 
 @dataclass

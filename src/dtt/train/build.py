@@ -408,7 +408,7 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     from dtt.evaluate.answers import first_prompts
     from dtt.evaluate.validation import Sampler, first_words
 
-    train, facts = cfg.train, dataset.manifest
+    train, facts, text = cfg.train, dataset.manifest, cfg.train.sample_prompt
     if train.sample_tokens == 0:
         return None
     tokenizer = add_in_front(open_tokenizer(dataset.tokenizer), facts.begin_of_document)
@@ -416,15 +416,14 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     if facts.chat is None:
         # On-the-fly text has no beginning to go back to.
         read = held_out or (dataset.sources if cfg.data.reads_token_files else ())
-        text = train.sample_prompt or first_words(read, tokenizer, facts.end_of_document)
+        text = text or first_words(read, tokenizer, facts.end_of_document)
         with encoding(dataset.tokenizer):
-            ids = tokenizer.encode(text, add_special_tokens=True).ids or [facts.end_of_document]
-        return Sampler(train, tokenizer, ids, text, facts.until_ids, cfg.seed)
-    if train.sample_prompt:
+            prompt = tokenizer.encode(text, add_special_tokens=True).ids or [facts.end_of_document]
+    elif text:
         prompt = chat_prompt(cfg, dataset)
     else:
         prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [facts.end_of_document])
-    shown = tokenizer.decode(prompt, skip_special_tokens=False)
+    shown = text if facts.chat is None else tokenizer.decode(prompt, skip_special_tokens=False)
     return Sampler(train, tokenizer, prompt, shown, facts.until_ids, cfg.seed)
 
 
