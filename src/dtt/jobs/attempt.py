@@ -96,6 +96,8 @@ class Attempt:
 
     def announce(self) -> None:
         """Let ranks that fail before they know the number find it, by the name of the launch."""
+        if not self.number:  # another rank than 0
+            return
         with suppress(OSError):  # a full disk is for the checkpoints to report
             (self.job.attempt_dir(self.number) / "launch").write_text(_launch())
 

@@ -312,9 +312,8 @@ def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
     errors = list(checks.problems(command, cfg, trained))
     yield from errors
     if command == "train" and not errors and trained.newest_checkpoint_name() is None:
-        yield from checks.caught(
-            lambda: compatibility.check_vocabulary(submission.resolved, trained)
-        )
+        check = compatibility.check_vocabulary
+        yield from checks.caught(lambda: check(submission.resolved, trained))
     yield from checks.launch_problems(command, cfg)
     if command in ("train", "pipeline"):  # other commands save no checkpoints
         yield from checks.batch_problems(command, cfg, trained)
@@ -328,8 +327,7 @@ def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
 def _stage_problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
     """Yield every error that would make a stage fail at its start."""
     command, stages = submission.command, submission.stages
-    for stage in stages:
-        cfg = stage.config
+    for stage, cfg in [(stage, stage.config) for stage in stages]:
         if stage is not stages[0]:  # its weights are those of the previous stage, which is not done
             cfg = cfg.model_copy(update={"init": InitConfig()})
         yield from checks.problems(command, cfg, stage.job)

@@ -129,8 +129,6 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             attempt(job, ranks, requests, timed=cfg.train.timed, start=start.startup) as this,
             lost_rank_named(this),
         ):
-            if ranks.first:
-                this.announce()
             # Inside, every rank that fails for the same reason as rank 0 stays silent.
             with after_rank_0(ranks, requests):
                 # Rank 0 may wait for space for days; the watchdog ends runs that hang.
