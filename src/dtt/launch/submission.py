@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import dtt
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DttError
 from dtt.base.files import write_atomically
 from dtt.config import explain
+from dtt.config.load import shipped_configs
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.jobs.slurm import job_script
@@ -77,3 +79,28 @@ def configurations(submission: Submission) -> dict[Path, str]:
         return {stage.job.config: explain.show(stage.resolved) for stage in submission.stages}
     text = submission.text or explain.show(submission.resolved)
     return {submission.job.config: text}
+
+
+@contextmanager
+def code_copied(folder: Path) -> Iterator[None]:
+    """Copy dtt's own code into `folder`, so that a job with this PYTHONPATH runs the copy.
+
+    Restore the previous copy, which the attempts so far have run, if Slurm rejects the job.
+    """
+    ignored, before = shutil.ignore_patterns("__pycache__"), folder.with_name(".code.before")
+    shutil.rmtree(before, ignore_errors=True)
+    if folder.exists():
+        folder.rename(before)
+    shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)
+    shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)
+    try:
+        yield
+    except job_script.Unanswered:  # the job may be queued and needs it
+        raise
+    except DttError:
+        shutil.rmtree(folder)
+        if before.exists():
+            before.rename(folder)
+        raise
+    finally:
+        shutil.rmtree(before, ignore_errors=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import dtt
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DttError
@@ -19,7 +17,7 @@ from dtt.base.terminal import Verbatim
 from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import InitConfig
-from dtt.config.load import find, load_job, resolve, shipped_configs, stage_names
+from dtt.config.load import find, load_job, resolve, stage_names
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer, Leaf, is_config
@@ -32,7 +30,7 @@ from dtt.jobs.job_paths import enter
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
-from dtt.launch.submission import Submission, configurations, restored
+from dtt.launch.submission import Submission, code_copied, configurations, restored
 from dtt.train.initial import model_of
 from dtt.train.run import find_job, find_stages
 
@@ -405,7 +403,7 @@ def submit(submission: Submission, known: int, *, copy_code: bool, send: bool = 
     job = submission.job
     folders = {job.root, *(path.parent for path in configurations(submission))}
     new = [folder for folder in folders if not folder.exists()]
-    code = _code_copied(job.root / "code") if copy_code else nullcontext()
+    code = code_copied(job.root / "code") if copy_code else nullcontext()
     with exclusive(job.root, "dtt train or dtt submit"):
         # Another terminal may have submitted it while this one waited for an answer.
         if _recorded(job) != known:
@@ -423,28 +421,3 @@ def submit(submission: Submission, known: int, *, copy_code: bool, send: bool = 
 def _recorded(job: JobDir) -> int:
     """Return the size of the record of submissions, which grows with each of them."""
     return job.submissions.stat().st_size if job.submissions.is_file() else 0
-
-
-@contextmanager
-def _code_copied(folder: Path) -> Iterator[None]:
-    """Copy dtt's own code into `folder`, so that a job with this PYTHONPATH runs the copy.
-
-    Restore the previous copy, which the attempts so far have run, if Slurm rejects the job.
-    """
-    ignored, before = shutil.ignore_patterns("__pycache__"), folder.with_name(".code.before")
-    shutil.rmtree(before, ignore_errors=True)
-    if folder.exists():
-        folder.rename(before)
-    shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)
-    shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)
-    try:
-        yield
-    except job_script.Unanswered:  # the job may be queued and needs it
-        raise
-    except DttError:
-        shutil.rmtree(folder)
-        if before.exists():
-            before.rename(folder)
-        raise
-    finally:
-        shutil.rmtree(before, ignore_errors=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError
 from dtt.base.files import append, write_atomically
+from dtt.base.log import log
 from dtt.base.reading import read_whole
 from dtt.base.secrets import redacted
 from dtt.config import explain
@@ -56,6 +57,15 @@ def check_edited(job: JobDir, allow_change: Sequence[str]) -> None:
             why="changing them on resume would change what is trained",
             next=f"cp {shlex.quote(str(copy))} {shlex.quote(str(job.config))}, or use "
             + " ".join(f"--allow-change {key}" for key in refused),
+        )
+
+
+def warn_of_early_end(dataset: Dataset, steps: int) -> None:
+    """Log that the data ends before the last of `steps`, if it does."""
+    if dataset.steps < steps:
+        reached = dataset.steps
+        log.warning(
+            "the run ends at step %d instead of %d, when the data is exhausted", reached, steps
         )
 
 

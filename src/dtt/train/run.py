@@ -35,7 +35,12 @@ from dtt.report import run as report
 from dtt.track import summary
 from dtt.train import garbage
 from dtt.train.build import build
-from dtt.train.description import check_edited, write_description, write_provenance
+from dtt.train.description import (
+    check_edited,
+    warn_of_early_end,
+    write_description,
+    write_provenance,
+)
 from dtt.train.initial import describe_adopted, model_of
 from dtt.train.start import Instrument, Start, prepare, recorded_refusal, unchanged
 from dtt.train.supervise.lost_rank import lost_rank_named
@@ -273,16 +278,6 @@ def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
     return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
-def warn_of_early_end(cfg: RunConfig, dataset: Dataset) -> None:
-    """Log that the data ends before the last step, if it does."""
-    if dataset.steps < cfg.train.steps:
-        log.warning(
-            "the run ends at step %d instead of %d, when the data is exhausted",
-            dataset.steps,
-            cfg.train.steps,
-        )
-
-
 def train(start: Start, this: Attempt, world: World) -> None:
     """Build the trainer, resume from a checkpoint if there is one, and run to the end.
 
@@ -318,7 +313,7 @@ def train(start: Start, this: Attempt, world: World) -> None:
             if resume is None and (adopted := describe_adopted(start.resolved)):
                 log.info("%s", adopted)
             log.info("%s", plan.describe(world))
-            warn_of_early_end(cfg, dataset)
+            warn_of_early_end(dataset, cfg.train.steps)
             write_provenance(job)
         with ExitStack() as stack:
             stack.enter_context(exhaustion_explained(cfg, job, world))
