@@ -8,15 +8,41 @@ from itertools import chain, islice, zip_longest
 
 import numpy as np
 
-from dtt.base.errors import Diverged
+from dtt.base.errors import ConfigError, Diverged
 from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
+from dtt.config.run import RunConfig
+from dtt.data.conversations.dialects import parse_prompt
+from dtt.data.conversations.rows import RefusedRow
+from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.protocol import Source
 from dtt.data.samples.token_source import TokenSource
 from dtt.evaluate.tasks.scorer import Generator
+from dtt.hf.chat_format import ChatFormat
 from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.parallel.pipelining import Pipeline
+
+
+def chat_prompt(cfg: RunConfig, dataset: Dataset) -> list[int]:
+    """Return the ids of `train.sample_prompt` as the message of a user, up to the answer.
+
+    Raises ConfigError if the chat template refuses such a conversation.
+    """
+    facts, template = dataset.manifest.chat, dataset.chat_template
+    assert facts is not None, "the data has conversations"
+    assert template is not None, "the data has conversations"
+    chat_format = ChatFormat(template, "chat.template", facts, dataset.tokenizer)
+    try:
+        prompt = parse_prompt({"prompt": cfg.train.sample_prompt})
+        return chat_format.encoder().prompt_ids(prompt)
+    except RefusedRow as refused:
+        raise ConfigError(
+            "the chat template rejects train.sample_prompt",
+            where="train.sample_prompt",
+            why=refused.why,
+            next='train.sample_prompt="": samples answer a held-out conversation',
+        ) from None
 
 
 def first_prompts(sources: Sequence[Source], count: int) -> list[list[int]]:

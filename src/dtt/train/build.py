@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, assert_never
 from dtt import __version__
 from dtt.artifacts.manifest import fingerprint
 from dtt.base import malloc
-from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
@@ -405,7 +404,7 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     """
     from dtt.data.text.encoding_errors import encoding
     from dtt.data.text.tokenizer import add_in_front, open_tokenizer
-    from dtt.evaluate.answers import first_prompts
+    from dtt.evaluate.answers import chat_prompt, first_prompts
     from dtt.evaluate.validation import Sampler, first_words
 
     train, facts, text = cfg.train, dataset.manifest, cfg.train.sample_prompt
@@ -425,28 +424,3 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
         prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [facts.end_of_document])
     shown = text if facts.chat is None else tokenizer.decode(prompt, skip_special_tokens=False)
     return Sampler(train, tokenizer, prompt, shown, facts.until_ids, cfg.seed)
-
-
-def chat_prompt(cfg: RunConfig, dataset: Dataset) -> list[int]:
-    """Return the ids of `train.sample_prompt` as the message of a user, up to the answer.
-
-    Raises ConfigError if the chat template refuses such a conversation.
-    """
-    from dtt.data.conversations.dialects import parse_prompt
-    from dtt.data.conversations.rows import RefusedRow
-    from dtt.hf.chat_format import ChatFormat
-
-    facts, template = dataset.manifest.chat, dataset.chat_template
-    assert facts is not None, "the data has conversations"
-    assert template is not None, "the data has conversations"
-    chat_format = ChatFormat(template, "chat.template", facts, dataset.tokenizer)
-    try:
-        prompt = parse_prompt({"prompt": cfg.train.sample_prompt})
-        return chat_format.encoder().prompt_ids(prompt)
-    except RefusedRow as refused:
-        raise ConfigError(
-            "the chat template rejects train.sample_prompt",
-            where="train.sample_prompt",
-            why=refused.why,
-            next='train.sample_prompt="": samples answer a held-out conversation',
-        ) from None
