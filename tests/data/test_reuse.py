@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.manifests import TokenShard, TokensManifest
 from dtt.artifacts.shard_files import shard_stem
 from dtt.base.errors import InputError
 from dtt.config.data import TokenizeConfig, TokenizerConfig, TrainedTokenizerConfig
@@ -224,3 +225,25 @@ def test_shards_of_an_absent_node_are_encoded_again_and_reported_when_read(
     report = "\n".join(ask(corpus, out, local=local).lines())
     assert "unit 1      on the disk of n7, which is not part of this run" in report
     assert run(corpus, out, local=local).units == 1
+
+
+@pytest.mark.parametrize("forged", [{"host": "n7; touch ran"}, {"path": "/x\nnext: touch ran"}])
+def test_text_that_would_enter_a_command_is_no_place_of_a_shard(
+    corpus: Corpus, tmp_path: Path, forged: dict[str, str]
+) -> None:
+    out = tmp_path / "out"
+    run(corpus, out, local=tmp_path / "nvme")
+    shard = TokensManifest.read(out).shards[0].model_dump()
+    with pytest.raises(ValidationError, match="must be"):
+        TokenShard.model_validate(shard | forged)
+
+
+def test_files_that_another_node_is_said_to_have_are_not_read_here(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(corpus, out, local=tmp_path / "nvme")
+    shard = TokensManifest.read(out).shards[0]
+    assert shard_stem(out, shard) == Path(shard.path or "")
+    with pytest.raises(InputError, match="is not on this node"):
+        shard_stem(out, shard.model_copy(update={"host": "n7"}))

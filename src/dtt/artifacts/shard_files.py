@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,13 +21,15 @@ def shard_stem(folder: Path, shard: TokenShard) -> Path:
     if shard.path is None or stem.with_name(f"{stem.name}.idx").exists():
         return stem
     local = Path(shard.path)
-    if local.with_name(f"{local.name}.idx").exists():
+    # Only what this node has written itself: the manifest of a stranger names any path.
+    here = shard.host == socket.gethostname() and local.name == stem.name
+    if here and local.with_name(f"{local.name}.idx").exists():
         return local
     raise InputError(
         "a token file is not on this node",
         where=f"{shard.host}:{shard.path}.bin",
         why=f"`dtt tokenize` left it on the disk of {shard.host}",
-        next=f"rsync -a '{shard.host}:{shard.path}.*' {folder}/",
+        next=f"rsync -a {shlex.quote(f'{shard.host}:{shard.path}.*')} {shlex.quote(f'{folder}/')}",
     )
 
 

@@ -145,3 +145,19 @@ def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert np.array_equal(source.read(order).ids, expected)
     assert [source.origin(sample) for sample in order.tolist()] == places
     assert len(list(Path("/dev/fd").iterdir())) - before <= 6
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["with an index", "of ids alone"])
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "not ended"])
+def test_documents_that_do_not_end_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, index: bool, ended: bool
+) -> None:
+    documents = [document if ended else document[:-1] for document in random_documents(50, 20)]
+    if index:
+        write_pair(tmp_path / "pile", [document for document in documents if document])
+    else:
+        ids = np.array([i for document in documents for i in document], dtype="<u2")
+        ids.tofile(tmp_path / "pile.bin")
+    path = tmp_path / ("pile" if index else "pile.bin")
+    opened(path, vocab_size=60_000, end_of_document=END)
+    assert ("do not" in caplog.text and f"id {END}" in caplog.text) != ended

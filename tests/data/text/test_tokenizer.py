@@ -125,8 +125,17 @@ def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     for path in missing(tmp_path):
         with pytest.raises(InputError, match="no tokenizer at"):
             given_tokenizer(GivenTokenizerConfig(path=path))
-    with pytest.raises(InputError, match=r"there is a tokenizer\.model"):
+    with pytest.raises(InputError, match=r"there is a tokenizer\.model(.|\n)*save_pretrained"):
         given_tokenizer(GivenTokenizerConfig(path=str(tmp_path)))
+
+
+def test_a_folder_that_is_there_is_not_taken_for_a_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tok").mkdir()
+    with pytest.raises(InputError, match=r"no tokenizer at tok\n.*tok/tokenizer\.json"):
+        given_tokenizer(GivenTokenizerConfig(path="tok"))
 
 
 def sizes_of(content: bytes, folder: Path, end: int = 0) -> Any:

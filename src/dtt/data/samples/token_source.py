@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
+from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples.packed import bins
@@ -27,6 +28,9 @@ from dtt.data.samples.token_shards import (
     open_files,
     spans_in,
 )
+
+LOOKED_AT, LOOKED_AT_IDS = 1000, 2**20
+"""Number of documents, or of ids without an index, in which the token that ends them must occur."""
 
 
 def open_tokens(
@@ -56,12 +60,44 @@ def open_tokens(
         end_of_document=end_of_document,
         vocab_size=vocab_size,
     )
+    if files.manifest is None and split == "train" and end_of_document is not None:
+        warn_of_missing_ends(files, end_of_document)
     if files.manifest is not None:
         vocab_size, end_of_document = files.manifest.vocab_size, files.manifest.end_of_document
     elif files.has_index:
         end_of_document = None  # the index stores the boundaries
     options |= {"vocab_size": vocab_size, "end_of_document": end_of_document}
     return TokenSource(cfg.label, files, key=f"{seed}/{cfg.label}", **options)
+
+
+def warn_of_missing_ends(files: TokenFiles, end_of_document: int) -> None:
+    """Log a warning if most documents of another program's files lack the token that ends them.
+
+    Without it, a model trains on the documents as on one text and never learns to stop. Looks at
+    the first documents, or at the first ids of files without an index.
+    """
+    shard = next(iter(files.shards), None)
+    if shard is None or not shard.tokens:
+        return
+    ids = np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.tokens,))
+    if files.has_index:
+        # A document ends where the next one starts; empty ones do not count.
+        starts = shard.documents().starts(0, LOOKED_AT + 1)
+        ends = np.unique(np.append(starts[starts > 0], shard.tokens))[:LOOKED_AT]
+        found, looked = int((ids[ends - 1] == end_of_document).sum()), len(ends)
+        what = f"{looked - found:,} of the first {looked:,} documents do not end with id"
+        remedy = "data.mask_documents=true keeps them apart all the same"
+    else:
+        found, looked = int((ids[:LOOKED_AT_IDS] == end_of_document).sum()), 1
+        what = f"the first {min(shard.tokens, LOOKED_AT_IDS):,} ids do not have id"
+        remedy = "write it behind each document, or dtt tokenize the text"
+    if 2 * found < looked:
+        log.warning(
+            "%s: %s %d, the end-of-document token: documents are trained as one text, and the "
+            "model does not learn to end one. If another token ends them, name the tokenizer of "
+            "the files in data.tokenizer; else %s",
+            files.path, what, end_of_document, remedy,
+        )  # fmt: skip
 
 
 class TokenSource:

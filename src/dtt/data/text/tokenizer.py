@@ -81,11 +81,12 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
     is fetched together with the files next to it. Raises InputError if there is none.
     """
     path = Path(cfg.path).expanduser()
-    if path.is_dir():
+    folder = path.is_dir()
+    if folder:
         path /= "tokenizer.json"
     if path.is_file():
         return path
-    if _is_hub_id(cfg.path):
+    if not folder and _is_hub_id(cfg.path):
         from dtt.data.corpus.hub import fetch_tokenizer  # slow to import
 
         return fetch_tokenizer(cfg.path, cfg.revision)
@@ -93,9 +94,12 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
         f"no tokenizer at {cfg.path}",
         where=path.absolute(),
         why="there is a tokenizer.model, but dtt reads the Hugging Face format: tokenizer.json"
-        if (path.parent / "tokenizer.model").is_file()
+        if (sentencepiece := (path.parent / "tokenizer.model").is_file())
         else None,
-        next="specify a tokenizer.json, a folder that contains one, or a model on the Hub",
+        next="in Python, transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW) "
+        "converts it; then use NEW"
+        if sentencepiece
+        else "specify a tokenizer.json, a folder that contains one, or a model on the Hub",
     )
 
 
