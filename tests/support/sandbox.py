@@ -150,7 +150,8 @@ def make(folder: Path, hub: LoopbackHub, pages: str) -> None:
         for other in (path for paths in folders for path in paths[:-1] if path != trained):
             kept = (other / "config.yaml").read_bytes()
             shutil.copytree(trained, other, dirs_exist_ok=True)
-            (other / "config.yaml").write_bytes(kept)
+            for path in (other / "config.yaml", JobDir(other).trained_config(1)):
+                path.write_bytes(kept)
 
 
 def _preference(number: int) -> dict[str, Any]:

@@ -404,7 +404,8 @@ def test_a_refused_start_leaves_a_finished_job_as_it_was_and_creates_none(
         assert after == before, arguments
     config = (job / "config.yaml").read_text()
     (job / "config.yaml").write_text(re.sub("(?m)^  tokens: .*", "  tokens: nowhere", config))
-    dtt("train", "jobs/t", expect=66)
+    dtt("train", "jobs/t", expect=2)
+    dtt("train", "jobs/t", "--allow-change", "data.tokens", expect=66)
     (job / "config.yaml").write_text(config)
     assert json.loads(dtt("job", "status", "jobs/t", "--json").stdout)["state"] == "done"
     dtt("train", *tiny(name="new"), "data.tokens=nowhere", expect=66)

@@ -176,6 +176,8 @@ def configurations(seed: int, counts: Sequence[int] = (2, 3)) -> Iterator[tuple[
             source.shuffle(chosen)
             for features in chosen:
                 arguments = [a for f in features for a in source.choice(FEATURES[f])]
+                if len({a for a in arguments if a.startswith("model.family=")}) > 1:
+                    continue  # the last one would leave the keys of the others
                 arguments += _layout(source, arguments)
                 try:
                     cfg = resolve(None, arguments, env={}).config

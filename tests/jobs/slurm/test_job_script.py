@@ -722,7 +722,7 @@ def test_a_successor_does_not_continue_a_finished_or_cancelled_job(
     ("command", "ended", "code", "expected", "requeued"),
     [("download", "0", 0, 0, False), ("tokenize", "2", 2, 2, False),
      ("pipeline", "130", 130, 130, False), ("download", "74", 74, 74, True),
-     ("tokenize", "143", 1, 143, True), ("pipeline", "127", 1, 127, True)],
+     ("tokenize", "143", 1, 143, True), ("pipeline", "127", 1, 127, False)],
 )  # fmt: skip
 def test_the_other_commands_have_attempts_and_endings_too(
     command: str, ended: str, code: int, expected: int, requeued: bool, tmp_path: Path, fakes: Path
