@@ -22,7 +22,7 @@ from dtt.mesh.peak_flops import PEAK_FLOPS, measured_flops, peak_by_name, peak_f
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("AMD Instinct MI300X", 1307e12),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", 181e12),
         ("Some Accelerator 9000", None),
         ("", None),
     ],

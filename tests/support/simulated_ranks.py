@@ -206,7 +206,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
         group = layout.group("pipeline")  # created of the mesh's real tensors
         vote = SimpleNamespace(item=lambda: 1)  # all stages know their shapes
         for owner, name, new in (
-            (Mesh, "group", lambda *_: group),
+            (Mesh, "group", lambda *_, **__: group),
             (PipelineStage, "_warmup_forward_vote", lambda *_, **__: None),
             (PipelineStage, "_warmup_backward_result", lambda *_, **__: vote),
         ):

@@ -100,7 +100,7 @@ def test_the_console_shows_how_full_the_steps_are_and_the_answers_that_stop(
     stderr = dtt("train", *settings(chat_tokens, train__sample_prompt="7, two?")).stderr
     assert "% full, " in stderr
     assert "% trained" in stderr
-    assert "% of the answers stop" in stderr
+    assert "% of the greedy answers stop" in stderr
     assert "<|im_start|>user\n    7, two?<|im_end|>\n    <|im_start|>assistant\n" in stderr
 
 
