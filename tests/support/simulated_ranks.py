@@ -207,6 +207,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
         vote = SimpleNamespace(item=lambda: 1)  # all stages know their shapes
         for owner, name, new in (
             (Mesh, "group", lambda *_, **__: group),
+            (Mesh, "gather", lambda _mesh, value, *_: [value]),  # names of other stages
             (PipelineStage, "_warmup_forward_vote", lambda *_, **__: None),
             (PipelineStage, "_warmup_backward_result", lambda *_, **__: vote),
         ):
