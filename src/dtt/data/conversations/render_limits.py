@@ -17,8 +17,11 @@ MAX_STEPS = 1_000_000
 """Maximum number of steps in one render: iterations, calls, and the size of what it computes."""
 MAX_CHARS = 1 << 24
 """Maximum size of a render."""
-MAX_MEMORY = 1 << 29
-"""Maximum bytes of memory that a render takes in addition to what the process has."""
+MAX_MEMORY = 1 << 31
+"""Maximum bytes of memory that a render takes in addition to what the process has.
+
+It is address space, of which each thread that starts meanwhile reserves 128 MB for its heap: with
+512 MB, a few of them ended a render without a fault of its template."""
 CALL = 8
 """RenderSteps of a call of a macro."""
 CHARS, ITEMS = 9, 4
