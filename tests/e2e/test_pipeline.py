@@ -54,7 +54,7 @@ def test_raw_text_becomes_a_model_that_transformers_loads(dtt: Dtt, books: Path)
     again = dtt("pipeline", "-c", "quickstart", "-d", books, "name=books", *SMALL)
     for words in ("already done", "jobs/books is done", "export: already done"):
         assert words in again.stderr
-    assert again.stdout.count("a sample after training") == 1
+    assert again.stdout.count("after training:") == 1
 
     quiet = dtt("pipeline", "-c", "quickstart", "-d", books, "name=books", *SMALL, "--json", "-q")
     reported = json.loads(quiet.stdout)  # what the stages print is not in it
