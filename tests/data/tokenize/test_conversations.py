@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +224,15 @@ def test_what_only_rendering_or_encoding_raises_costs_its_row(
 ) -> None:
     rows = [*ROWS[:5], {**ROWS[5], "tools": DEEP}, *ROWS[6:9]]
     workshop.corpus(jsonl(rows))
-    tokenized = workshop.run(validation_fraction=0.0)
+    # A thread of its own and the usual limit: other tests, or the frames of pytest, must not decide
+    # where Python stops to recurse.
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            tokenized = thread.submit(workshop.run, validation_fraction=0.0).result()
+    finally:
+        sys.setrecursionlimit(before)
     found = workshop.sequences()["train"]
     assert found == encoded(workshop.tokenizer, [*ROWS[:5], *ROWS[6:9]])
     assert tokenized.problems == (f"{workshop.folder / 'rows.jsonl'}:6: nested too deeply",)
