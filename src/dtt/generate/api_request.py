@@ -78,7 +78,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Options:
-    """What a request for a chat and for a continuation have in common."""
+    """The fields that requests for a chat and for a continuation share."""
 
     sampling: Sampling
     stop_texts: tuple[str, ...]

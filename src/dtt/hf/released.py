@@ -1,4 +1,4 @@
-"""What a released model says beside its weights: settings of generation and of its tokenizer.
+"""Settings of generation and of the tokenizer that a release has beside its weights.
 
 A job that starts from released weights keeps them, so that its export carries over what training
 did not change, also when the folder of the release is gone.

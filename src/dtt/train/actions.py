@@ -1,4 +1,4 @@
-"""What a run does after its steps besides training: log, validate, sample, save, and when.
+"""The actions after a step besides training: log, save, validate, tasks, sample.
 
 The loop holds a list of actions and runs those that are due, in the order of the list.
 """

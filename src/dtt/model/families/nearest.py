@@ -1,4 +1,4 @@
-"""What distinguishes models that dtt does not read from the most similar family that it does."""
+"""Differences between models that dtt does not read and the most similar family that it does."""
 
 from __future__ import annotations
 
