@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from pathlib import Path
 from typing import Any
@@ -174,11 +175,19 @@ def test_files_on_a_nodes_own_disk_are_found(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     for suffixed in (bin_path, idx_path):
         suffixed(tmp_path / "t/train-0").rename(suffixed(tmp_path / "disk/x"))
-    there = {"host": "n1", "path": str(tmp_path / "disk/x")}
-    elsewhere = [manifest.shards[0].model_copy(update=there)]
-    text = TokensManifest(**{**dict(manifest), "shards": elsewhere}).dump()
-    (tmp_path / "t/manifest.json").write_text(text)
+
+    def record(host: str) -> None:
+        there = {"host": host, "path": str(tmp_path / "disk/x")}
+        elsewhere = [manifest.shards[0].model_copy(update=there)]
+        text = TokensManifest(**{**dict(manifest), "shards": elsewhere}).dump()
+        (tmp_path / "t/manifest.json").write_text(text)
+
+    record(socket.gethostname())
     assert documents(opened(tmp_path / "t", seq_len=1)) == written
+    # The file exists, but the manifest of another machine may name any path of this one.
+    record("another-node")
+    with pytest.raises(InputError, match="rsync -a 'another-node:"):
+        opened(tmp_path / "t", seq_len=1)
 
 
 def test_a_datatrove_file_must_fit_its_index(tmp_path: Path) -> None:
