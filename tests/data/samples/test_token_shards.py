@@ -174,10 +174,10 @@ def test_files_on_a_nodes_own_disk_are_found(tmp_path: Path) -> None:
     manifest = write_folder(tmp_path / "t", {"train-0": written})
     (tmp_path / "disk").mkdir()
     for suffixed in (bin_path, idx_path):
-        suffixed(tmp_path / "t/train-0").rename(suffixed(tmp_path / "disk/x"))
+        suffixed(tmp_path / "t/train-0").rename(suffixed(tmp_path / "disk/train-0"))
 
     def record(host: str) -> None:
-        there = {"host": host, "path": str(tmp_path / "disk/x")}
+        there = {"host": host, "path": str(tmp_path / "disk/train-0")}
         elsewhere = [manifest.shards[0].model_copy(update=there)]
         text = TokensManifest(**{**dict(manifest), "shards": elsewhere}).dump()
         (tmp_path / "t/manifest.json").write_text(text)
