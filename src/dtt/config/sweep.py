@@ -6,10 +6,10 @@ import difflib
 import math
 import random
 import runpy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cache, reduce
+from decimal import Decimal
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.config import explain, load, source, validation
-from dtt.config.base import Length, Section
+from dtt.config.base import Section
 from dtt.config.key_types import Key, KeyTypes
 from dtt.config.merging import nested
 from dtt.config.resolved import Resolved
@@ -29,7 +29,7 @@ from dtt.config.source import Layer, Leaf
 Number = int | FiniteFloat
 
 TOO_MANY = 10_000
-"""Maximum number of combinations of a sweep, excluded ones included."""
+"""Maximum number of combinations of a sweep."""
 
 Amount = Annotated[int, Field(gt=0, le=TOO_MANY)]
 
@@ -72,12 +72,9 @@ class Values(Section):
             yield "count", f"{self.count} of {len(self.choice)} values cannot be drawn"
         if self.range is not None:
             start, stop, step = self.range
-            steps = (stop - start) / step if step else 0
-            if not 0 < steps <= TOO_MANY:
-                yield (
-                    "range",
-                    f"contains no value, or too many: [start, stop, step] = {[*self.range]}",
-                )
+            if not step or not 0 < (stop - start) / step <= TOO_MANY:
+                why = f"[start, stop, step] = {[*self.range]}"
+                yield "range", f"contains no value, or too many: {why}"
         for name in ("logspace", "loguniform"):
             ends = getattr(self, name)
             if ends is not None and not (ends[0] > 0 and ends[1] > 0):
@@ -86,25 +83,24 @@ class Values(Section):
     def listed(self, rng: random.Random) -> list[Any]:
         """Return all values; random ones are drawn `count` times with `rng`."""
         if self.choice is not None:
-            shuffled = sorted(self.choice, key=lambda _: rng.random())
-            return shuffled[: self.count or len(shuffled)]
+            return sorted(self.choice, key=lambda _: rng.random())[: self.count]
         if self.kind in DRAWN:
             return [self.drawn(rng) for _ in range(self.count or 1)]
         if self.range is not None:
-            start, stop, step = map(_exact, self.range)
+            start, stop, step = map(_decimal, self.range)
             amount = math.ceil((stop - start) / step)
-            return _numbers([start + i * step for i in range(amount)], *self.range)
+            return _numbers([start + i * step for i in range(amount)], self.range)
         if self.linspace is not None:
-            first, last, n = self.linspace
-            start, way = _exact(first), _exact(last) - _exact(first)
-            shares = [Fraction(i, max(n - 1, 1)) for i in range(n)]
-            return _numbers([start + share * way for share in shares], first, last)
+            *ends, n = self.linspace
+            start, stop = map(_decimal, ends)
+            gaps = max(n - 1, 1)
+            return _numbers([start + (stop - start) * i / gaps for i in range(n)], ends)
         if self.logspace is not None:
             first, last, n = self.logspace
             inner = [_between_logs(first, last, i / (n - 1)) for i in range(1, n - 1)]
-            # Round to 12 significant digits, so that exp and log yield 0.001, not 0.00099999….
-            rounded = [float(f"{value:.12g}") for value in inner]
-            return _numbers([_exact(x) for x in (first, *rounded, last)][:n], first, last)
+            # Rounded, because exp and log yield 0.00099999… for 0.001; the ends stay as written.
+            values = [first, *(float(f"{value:.12g}") for value in inner), last]
+            return _numbers([_decimal(value) for value in values[:n]], (first, last))
         return list(self.values or ())
 
     def drawn(self, rng: random.Random) -> Any:
@@ -113,8 +109,7 @@ class Values(Section):
             low, high = self.uniform
             return float(f"{low + (high - low) * rng.random():.6g}")
         if self.loguniform is not None:
-            low, high = self.loguniform
-            return float(f"{_between_logs(low, high, rng.random()):.6g}")
+            return float(f"{_between_logs(*self.loguniform, rng.random()):.6g}")
         values = list(self.choice or self.listed(rng))
         return values[int(rng.random() * len(values))]
 
@@ -128,15 +123,15 @@ def _between_logs(low: float, high: float, way: float) -> float:
     return math.exp(math.log(low) + way * (math.log(high) - math.log(low)))
 
 
-def _exact(number: int | float) -> Fraction:
-    """Return exactly the decimal number that was written, so that 0.1 + 2 · 0.1 is 0.3."""
-    return Fraction(repr(number))
+def _decimal(number: int | float) -> Decimal:
+    """Return the number as it was written: with floats, 0.1 + 2 · 0.1 is 0.30000000000000004."""
+    return Decimal(repr(number))
 
 
-def _numbers(values: list[Fraction], *given: int | float) -> list[int | float]:
+def _numbers(values: list[Decimal], given: Iterable[int | float]) -> list[int | float]:
     """Convert values to integers if they and all given numbers are integers, else to floats."""
     integers = all(isinstance(number, int) for number in given)
-    if integers and all(value.denominator == 1 for value in values):
+    if integers and all(value == int(value) for value in values):
         return [int(value) for value in values]
     return [float(value) for value in values]
 
@@ -161,8 +156,6 @@ class SweepConfig(Section):
     """Random seed of all values that are drawn."""
     seeds: tuple[NonNegativeInt, ...] = ()
     """Values of `seed` with which every combination is trained."""
-    exclude: tuple[dict[str, Any], ...] = ()
-    """Combinations to leave out: keys with a value, or a list of values, that they have in them."""
     max_trials: PositiveInt = 100
     """Maximum number of trials; a sweep with more is refused."""
     metric: str = Field(default="eval.loss", pattern=r"^[a-z]+\.[a-z_]+$")
@@ -191,11 +184,6 @@ class SweepConfig(Section):
             yield "samples", "mode: random needs it, and no other mode takes it"
         if self.seeds and "seed" in self.parameters:
             yield "seeds", "the parameters already contain a seed"
-        for i, excluded in enumerate(self.exclude):
-            if unknown := sorted(excluded.keys() - set(self.keys)):
-                yield f"exclude.{i}", f"{unknown[0]} is not a key of this sweep"
-            elif not excluded:
-                yield f"exclude.{i}", "names no key, and would exclude every combination"
         if not self.seeds and not self.parameters:
             yield "parameters", "nothing varies: add a key here, or some seeds"
 
@@ -206,7 +194,7 @@ class SweepConfig(Section):
 
 
 def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
-    """Return the swept values of each combination, in order, excluded ones included.
+    """Return the swept values of each combination, in order.
 
     Raises ConfigError if there are more than TOO_MANY, or if the lengths do not match with
     `mode: zip`.
@@ -219,6 +207,7 @@ def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
         for key, values in sweep.parameters.items()
     }
     lengths = {key: len(column) for key, column in columns.items()}
+    # zip of no columns yields nothing, but the product of none yields the one row of the base.
     together = sweep.mode != "product" and bool(columns)
     if together and len(set(lengths.values())) > 1:
         raise ConfigError(
@@ -227,18 +216,15 @@ def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
             next="give each key the same number of values, or omit `mode` to try all of them",
         )
     seeds: list[dict[str, Any]] = [{"seed": seed} for seed in sweep.seeds] or [{}]
-    rows = max(lengths.values()) if together else math.prod(lengths.values())
-    if rows * len(seeds) > TOO_MANY:
+    # Counted before they are made: a product may be larger than the memory.
+    number = (max(lengths.values()) if together else math.prod(lengths.values())) * len(seeds)
+    if number > TOO_MANY:
         raise ConfigError(
-            f"{rows * len(seeds):,} combinations are too many",
+            f"{number:,} combinations are too many",
             why=", ".join(f"{n} values of {key}" for key, n in lengths.items()),
         )
-    combine = zip if together else product
-    return [
-        dict(zip(columns, row, strict=True)) | seed
-        for row in combine(*columns.values())
-        for seed in seeds
-    ]
+    rows = (zip if together else product)(*columns.values())
+    return [dict(zip(columns, row, strict=True)) | seed for row in rows for seed in seeds]
 
 
 @dataclass(frozen=True)
@@ -271,22 +257,6 @@ class SweepFile:
         leaf = Leaf([str(profile), *names], "--cluster")
         return replace(self, base={**base, ("extends",): leaf})
 
-    def exclusion(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the first entry of `exclude` that these values match; None if there is none."""
-
-        def comparable(key: str, value: Any) -> Any:
-            # As a length, 1 is a step and 1.0 the whole run.
-            return (type(value), value) if key in _lengths() else value
-
-        def matches(key: str, wanted: Any) -> bool:
-            # A value may itself be a list, such as the betas of AdamW.
-            one_of = [wanted, *(wanted if isinstance(wanted, list) else ())]
-            return comparable(key, values[key]) in [comparable(key, value) for value in one_of]
-
-        return next(
-            (e for e in self.sweep.exclude if all(matches(*one) for one in e.items())), None
-        )
-
 
 def read(path: Path) -> SweepFile:
     """Read a sweep file: YAML, JSON, TOML or Python, or a shipped one by name.
@@ -295,6 +265,13 @@ def read(path: Path) -> SweepFile:
     """
     path = find(path)
     layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
+    for key, leaf in layer.items():
+        if key[0] == "exclude":
+            raise ConfigError(
+                "exclude no longer exists",
+                where=leaf.origin,
+                next="list the combinations with mode: zip, or write the sweep in Python",
+            )
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
     base = {key[1:]: leaf for key, leaf in layer.items() if key[0] == "base" and len(key) > 1}
     values = nested({k: v for k, v in layer.items() if k[0] != "parameters"})
@@ -337,13 +314,6 @@ def _from_text(path: Path) -> Layer:
     if extends:
         raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
     return layer
-
-
-@cache
-def _lengths() -> frozenset[str]:
-    """Return the keys that hold a length of a part of the run."""
-    fields = ((key, cls.model_fields[name]) for key, cls, name in explain.all_fields())
-    return frozenset(".".join(key) for key, field in fields if field.annotation is Length)
 
 
 def _key_types() -> KeyTypes:

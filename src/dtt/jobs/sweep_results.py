@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from statistics import fmean, stdev
 from typing import Any
 
@@ -82,7 +81,11 @@ def _progress(sweep: Sweep, trial: str, status: Status) -> TrialProgress:
     if attempt == 0 and job.stop.exists() and not active:
         state = State.CANCELLED  # before its first attempt
     ending = job.exit_record(attempt) if attempt else None
-    no_failure = active or state in (State.NEW, State.UNSENT, State.DONE, State.CANCELLED)
+    error = None
+    if not active and state not in (State.NEW, State.UNSENT, State.DONE, State.CANCELLED):
+        # Without a record of the end, the status and the last line of the log may tell.
+        texts = [status.detail, *status.log_tail[-1:]]
+        error = first_line(ending["reason"]) if ending else "; ".join(filter(None, texts)) or None
     points = measured(job, sweep.manifest.metric)
     return TrialProgress(
         trial=trial,
@@ -94,16 +97,9 @@ def _progress(sweep: Sweep, trial: str, status: Status) -> TrialProgress:
         step=job.last_step(),
         steps=load_job(job.root).train.steps,
         metric=points[-1][1] if points else None,
-        error=None if no_failure else _error(status, ending),
+        error=error,
         code=ending["code"] if ending else 0,
     )
-
-
-def _error(status: Status, ending: Mapping[str, Any] | None) -> str | None:
-    """Return why the last attempt ended; if unrecorded, the status and the log's last line."""
-    if ending is not None:
-        return first_line(ending["reason"])
-    return "; ".join([text for text in (status.detail, *status.log_tail[-1:]) if text]) or None
 
 
 def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
@@ -118,11 +114,26 @@ def measured(job: JobDir, metric: str) -> list[tuple[int, float]]:
 
 def table(sweep: Sweep) -> list[ResultRow]:
     """Return the rows, best first; rows without a finished trial come last."""
-    done = {one.trial for one in progress(sweep) if one.state == State.DONE}
-    groups: dict[str, list[str]] = {}
-    for trial, record in sweep.manifest.trials.items():
-        groups.setdefault(fingerprint(_without_seed(record.values)), []).append(trial)
-    rows = [_row(sweep, trials, done) for trials in groups.values()]
+    groups: dict[str, list[TrialProgress]] = {}
+    for one in progress(sweep):
+        groups.setdefault(fingerprint(_without_seed(one.values)), []).append(one)
+    rows = []
+    for trials in groups.values():
+        last = {
+            one.trial: one.metric
+            for one in trials
+            if one.state == State.DONE and one.metric is not None
+        }
+        error = stdev(last.values()) / math.sqrt(len(last)) if len(last) > 1 else None
+        rows.append(
+            ResultRow(
+                values=_without_seed(trials[0].values),
+                trials=tuple(one.trial for one in trials),
+                done=tuple(last),
+                mean=fmean(last.values()) if last else None,
+                error=error,
+            )
+        )
     sign = 1 if sweep.manifest.goal == "min" else -1
     return sorted(rows, key=lambda row: math.inf if row.mean is None else sign * row.mean)
 
@@ -131,34 +142,19 @@ def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "seed"}
 
 
-def _row(sweep: Sweep, trials: Sequence[str], done: Set[str]) -> ResultRow:
-    last: dict[str, float] = {}
-    for trial in trials:
-        values = measured(sweep.job(trial), sweep.manifest.metric) if trial in done else []
-        if values:
-            last[trial] = values[-1][1]
-    error = stdev(last.values()) / math.sqrt(len(last)) if len(last) > 1 else None
-    return ResultRow(
-        values=_without_seed(sweep.manifest.trials[trials[0]].values),
-        trials=tuple(trials),
-        done=tuple(last),
-        mean=fmean(last.values()) if last else None,
-        error=error,
-    )
-
-
 def varied(sweep: Sweep) -> list[str]:
     """Return the swept keys except the seed, which are the columns of the results."""
     return [key for key in sweep.manifest.keys if key != "seed"]
 
 
-def cells(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+def cells(values: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
     """Return the values of these keys, each as one line of YAML."""
     return [scalar(values[key]) for key in keys]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def label(values: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """Return the values of these keys in one line: `optim.lr=0.001, model.dim=64`."""
+    return ", ".join(f"{key}={scalar(values[key])}" for key in keys)
 
 
 def against(sweep: Sweep, rows: Sequence[ResultRow], key: str) -> list[Curve]:
@@ -167,38 +163,33 @@ def against(sweep: Sweep, rows: Sequence[ResultRow], key: str) -> list[Curve]:
     Raises InputError if no trial has finished.
     """
     others = [other for other in varied(sweep) if other != key]
-    points = [row for row in rows if row.mean is not None]
+    points = [(_coordinate(row.values[key]), row) for row in rows if row.mean is not None]
     if not points:
         raise InputError(
             f"there is nothing to plot in {sweep.root}",
             why=f"no finished trial has measured {sweep.manifest.metric}",
             next=f"dtt sweep status {sweep.root}",
         )
-    # Within a curve, sort numbers numerically, followed by strings alphabetically.
-    points.sort(
-        key=lambda r: (label(r.values, others), not _is_number(r.values[key]), _order(r, key))
-    )
+    # Numbers come first, because Python does not compare them with text.
+    points.sort(key=lambda point: (isinstance(point[0], str), point[0]))
+    groups: dict[str, list[tuple[float | str, ResultRow]]] = {}
+    for x, row in points:
+        groups.setdefault(label(row.values, others), []).append((x, row))
     return [
         Curve(
             label=name,
-            x=[row.values[key] if _is_number(row.values[key]) else scalar(row.values[key])
-               for row in curve],
-            y=[row.mean for row in curve if row.mean is not None],
-            error=[row.error or 0.0 for row in curve],
+            x=[x for x, _ in group],
+            y=[row.mean for _, row in group if row.mean is not None],
+            error=[row.error or 0.0 for _, row in group],
         )
-        for name, group in groupby(points, key=lambda row: label(row.values, others))
-        if (curve := list(group))
-    ]  # fmt: skip
+        for name, group in sorted(groups.items())
+    ]
 
 
-def label(values: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """Return the values of these keys in one line: `optim.lr=0.001, model.dim=64`."""
-    return ", ".join(f"{key}={cell}" for key, cell in zip(keys, cells(values, keys), strict=True))
-
-
-def _order(row: ResultRow, key: str) -> Any:
-    value = row.values[key]
-    return value if _is_number(value) else scalar(value)
+def _coordinate(value: Any) -> float | str:
+    """Return a value as a coordinate of a plot: a number, or its text on a categorical axis."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if number else scalar(value)
 
 
 def histories(sweep: Sweep, metric: str) -> list[Curve]:
@@ -207,6 +198,6 @@ def histories(sweep: Sweep, metric: str) -> list[Curve]:
     for trial, record in sweep.manifest.trials.items():
         points = measured(sweep.job(trial), metric)
         if points:
-            name = label(record.values, list(record.values))
-            curves.append(Curve(name, [step for step, _ in points], [value for _, value in points]))
+            steps, values = zip(*points, strict=True)
+            curves.append(Curve(label(record.values, record.values), steps, values))
     return curves

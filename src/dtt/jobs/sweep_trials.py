@@ -6,7 +6,7 @@ it sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -118,108 +118,79 @@ class SweepPlan:
         for trial in self.trials:
             text = explain.show(trial.resolved)
             write_atomically(JobDir(trial.resolved.config.job_dir).config, text)
-        existing = _existing_manifest(self.root)
+        sweep = self.file.sweep
         records = {t.id: TrialRecord(values=t.values, folder=t.id) for t in self.trials}
-        manifest = _manifest(self.file, (existing.trials if existing else {}) | records)
+        manifest = SweepManifest(
+            name=sweep.name,
+            source=str(self.file.path),
+            keys=sweep.keys,
+            logarithmic=tuple(k for k, v in sweep.parameters.items() if v.kind in LOGARITHMIC),
+            metric=sweep.metric,
+            goal=sweep.goal,
+            concurrency=sweep.concurrency,
+            trials=_recorded(self.root) | records,
+        )
         write_atomically(self.root / manifest.filename, manifest.dump())
         return Sweep(self.root, manifest)
-
-
-def _manifest(file: SweepFile, trials: dict[str, TrialRecord]) -> SweepManifest:
-    sweep = file.sweep
-    return SweepManifest(
-        name=sweep.name,
-        source=str(file.path),
-        keys=sweep.keys,
-        logarithmic=tuple(k for k, v in sweep.parameters.items() if v.kind in LOGARITHMIC),
-        metric=sweep.metric,
-        goal=sweep.goal,
-        concurrency=sweep.concurrency,
-        trials=trials,
-    )
 
 
 LOGARITHMIC = ("logspace", "loguniform")
 
 
-def _existing_manifest(root: Path) -> SweepManifest | None:
-    """Return the manifest of the sweep that exists in a folder; None if there is none."""
-    return SweepManifest.read(root) if SweepManifest.exists(root) else None
+def _recorded(root: Path) -> dict[str, TrialRecord]:
+    """Return the trials of the sweep in a folder; empty if there is no sweep."""
+    return SweepManifest.read(root).trials if SweepManifest.exists(root) else {}
 
 
 def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = None) -> SweepPlan:
     """Plan the trials of a sweep file, on the cluster of `profile`; writes nothing.
 
-    `model_of` has the same meaning as for `resolve`. A combination is dropped with a reason if it
-    is excluded, its configuration is invalid, or it equals another one. Raises ConfigError
-    if no trial is left, if there are more than `max_trials`, or if the folder contains another
-    sweep.
+    `model_of` has the same meaning as for `resolve`. A combination is dropped with a reason if its
+    configuration is invalid or equals another one. Raises ConfigError if no trial is left, if there
+    are more than `max_trials`, or if the folder contains another sweep.
     """
     file = read(path)
     if profile is not None:
         file = file.on_cluster(profile)
     root = Path("jobs") / file.sweep.name
-    existing = _existing_manifest(root)
-    if JobDir(root).config.exists():
-        raise ConfigError(f"{root} is a job", where=path, next="give the sweep another `name`")
-    if existing and set(existing.keys) != set(file.sweep.keys):
-        raise ConfigError(
-            f"{root} contains a sweep over different keys: {', '.join(existing.keys)}",
-            where=path,
-            next="give this one another `name`",
-        )
-    number = _numbering(existing)
+    _check_folder(root, file)
+    # The id of a trial is a number and a hash of its values; a known trial keeps its id. Numbers go
+    # on after the largest one, not after the number of trials: some were never created.
+    ids = {fingerprint(record.values): id for id, record in _recorded(root).items()}
+    numbers = (id.partition("-")[0] for id in ids.values())
+    free = count(max((int(n) for n in numbers if n.isdecimal()), default=0) + 1)
     trials: dict[str, Trial] = {}
     dropped: list[DroppedCombination] = []
     for values in combinations(file.sweep):
-        if (excluded := file.exclusion(values)) is not None:
-            dropped.append(DroppedCombination(values, f"excluded: {dict(excluded)}"))
-            continue
         try:
             resolved = file.resolve(values, f"{file.sweep.name}/trial", model_of)
         except Mistakes as error:
-            dropped.append(DroppedCombination(values, "; ".join(_messages(error))))
+            whys = (f"{'.'.join(key)}: {why}" for key, why in error.problems)
+            dropped.append(DroppedCombination(values, "; ".join(whys)))
             continue
         same = fingerprint(resolved.config.model_dump(mode="json"))
         if same in trials:
             dropped.append(DroppedCombination(values, f"is identical to {trials[same].id}"))
             continue
-        trial = _named(file, number(values), values, resolved)
-        _check_unchanged(root / trial.id, trial)
-        trials[same] = trial
+        if (key := fingerprint(values)) not in ids:
+            ids[key] = f"{next(free):03d}-{key[:6]}"
+        name = Leaf(f"{file.sweep.name}/{ids[key]}", resolved.origin("name"))
+        checked = load.check(resolved.layer | {("name",): name})
+        trials[same] = Trial(ids[key], values, replace(checked, dropped=resolved.dropped))
+        _check_unchanged(root / ids[key], trials[same])
     _check_number(file.sweep, len(trials), dropped)
     return SweepPlan(file, tuple(trials.values()), tuple(dropped))
 
 
-def _numbering(existing: SweepManifest | None) -> Callable[[Mapping[str, Any]], str]:
-    """Return a function that maps values to a trial's id.
-
-    It is the existing id of a known trial, else the next number and a hash of the values.
-    """
-    known = {fingerprint(t.values): id for id, t in existing.trials.items()} if existing else {}
-    numbers = (id.partition("-")[0] for id in known.values())
-    taken = [int(number) for number in numbers if number.isdecimal()]
-    # Continue after the largest number, not after the number of trials: some were never created.
-    free = count(max(taken, default=0) + 1)
-
-    def number(values: Mapping[str, Any]) -> str:
-        identity = fingerprint(values)
-        if identity not in known:
-            known[identity] = f"{next(free):03d}-{identity[:6]}"
-        return known[identity]
-
-    return number
-
-
-def _named(file: SweepFile, id: str, values: dict[str, Any], resolved: Resolved) -> Trial:
-    """Return the trial, with its name in its configuration."""
-    name = f"{file.sweep.name}/{id}"
-    layer = resolved.layer | {("name",): Leaf(name, resolved.origin("name"))}
-    return Trial(id, values, replace(load.check(layer), dropped=resolved.dropped))
-
-
-def _messages(error: Mistakes) -> Iterator[str]:
-    return (f"{'.'.join(key)}: {why}" for key, why in error.problems)
+def _check_folder(root: Path, file: SweepFile) -> None:
+    """Raise ConfigError if the folder of a sweep holds a job, or a sweep over other keys."""
+    next = "give the sweep another `name`"
+    if JobDir(root).config.exists():
+        raise ConfigError(f"{root} is a job", where=file.path, next=next)
+    keys = SweepManifest.read(root).keys if SweepManifest.exists(root) else file.sweep.keys
+    if set(keys) != set(file.sweep.keys):
+        why = f"{root} contains a sweep over different keys: {', '.join(keys)}"
+        raise ConfigError(why, where=file.path, next=next)
 
 
 def _check_unchanged(folder: Path, trial: Trial) -> None:
@@ -242,12 +213,12 @@ def _check_number(sweep: SweepConfig, number: int, dropped: list[DroppedCombinat
         raise ConfigError(
             f"all {len(dropped)} combinations are dropped",
             why="\n         ".join(reasons),
-            next="fix the base, the parameters or exclude",
+            next="fix the base or the parameters",
         )
     if number > sweep.max_trials:
         raise ConfigError(
             f"{number} trials exceed max_trials = {sweep.max_trials}",
-            next=f"set max_trials: {number}, or reduce them with exclude, zip or random",
+            next=f"set max_trials: {number}, or reduce them with mode: zip or random",
         )
 
 

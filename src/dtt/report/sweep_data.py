@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dtt.jobs import sweep_results as results
-from dtt.jobs.sweep_results import ResultRow
 from dtt.jobs.sweep_trials import Sweep
 from dtt.track.plot import spread
 
@@ -15,36 +14,18 @@ def of_sweep(sweep: Sweep) -> dict[str, Any]:
     """Return the table, best row first, and a plot for each key that varies, as JSON."""
     manifest, keys = sweep.manifest, results.varied(sweep)
     rows = results.table(sweep)
+    plots = []
+    for key in keys if any(row.mean is not None for row in rows) else ():
+        curves = results.against(sweep, rows, key)
+        log_x = key in manifest.logarithmic or spread([curve.x for curve in curves])
+        plots.append({"key": key, "log_x": log_x, "curves": [asdict(curve) for curve in curves]})
     return {
         "metric": manifest.metric,
         "goal": manifest.goal,
         "keys": keys,
         "rows": [
-            {
-                "values": results.cells(row.values, keys),
-                "trials": list(row.trials),
-                "done": len(row.done),
-                "mean": row.mean,
-                "error": row.error,
-            }
+            asdict(row) | {"values": results.cells(row.values, keys), "done": len(row.done)}
             for row in rows
         ],
-        "plots": [_plot(sweep, rows, key) for key in keys] if _has_result(rows) else [],
+        "plots": plots,
     }
-
-
-def _has_result(rows: Sequence[ResultRow]) -> bool:
-    return any(row.mean is not None for row in rows)
-
-
-def _plot(sweep: Sweep, rows: Sequence[ResultRow], key: str) -> dict[str, Any]:
-    found = results.against(sweep, rows, key)
-    return {
-        "key": key,
-        "log_x": key in sweep.manifest.logarithmic or spread([curve.x for curve in found]),
-        "curves": [
-            {"label": curve.label, "x": list(curve.x), "y": list(curve.y),
-             "error": list(curve.error)}
-            for curve in found
-        ],
-    }  # fmt: skip
