@@ -9,9 +9,8 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -26,7 +25,9 @@ from dtt.base.files import exclusive
 from dtt.checkpoint import retention, store
 from dtt.config.train import CheckpointConfig
 from dtt.evaluate import watch as eval_watch
-from dtt.evaluate.states import RETRIES, EvalState, EvaluatedStep, weights_of
+from dtt.evaluate.evaluation import Evaluation
+from dtt.evaluate.states import RETRIES, EvalState, EvaluatedStep
+from dtt.evaluate.tasks.metrics import TaskResult
 from dtt.evaluate.watch import Watch
 from dtt.jobs import job_state
 from dtt.jobs.job_files import JobFiles
@@ -68,11 +69,6 @@ def links(job: JobDir) -> list[Path]:
     return list(job.evals.glob("*/checkpoint-*"))
 
 
-def protected_or_evaluated(job: JobDir, step: int) -> bool:
-    name = f"step-{step:06d}"
-    return any(job.evals.glob(f"{name}/checkpoint-*/{name}")) or sealed(job)[name] > 0
-
-
 def wait_until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 60
     while not true():
@@ -93,39 +89,37 @@ def test_each_checkpoint_of_an_ended_job_is_evaluated_once(dtt: Dtt, job: JobDir
 
 
 def test_what_appears_and_is_deleted_while_another_is_evaluated_is_not_lost(
-    dtt: Dtt, job: JobDir
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock of step 5 is held, so that the watch waits; retention deletes the others."""
-    shutil.rmtree(job.root / "attempts")  # the job has not started
-    rules = CheckpointConfig(keep_last=1)
-    with exclusive(store.folder_of(job.evals, 5), "a test"):
-        process = dtt.start("eval", "jobs/tiny", "--watch", "--tasks", "sums.yaml")
-        for step in range(15, 40, 5):
-            write_checkpoint(job.root, step)
-            wait_until(partial(protected_or_evaluated, job, step), process)
-            retention.prune(job.checkpoints, rules)
-    end(job)
-    done = Dtt.wait(process)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(eval_watch, "SECONDS_BETWEEN_SCANS", 0.01)
+    found = []
+
+    def evaluate(step: int, checkpoint: Path) -> None:
+        store.verify(checkpoint)
+        found.append(step)
+        if step == 5:
+            for new in range(15, 40, 5):
+                write_checkpoint(job.root, new)
+                while new not in watch.waiting:
+                    time.sleep(0.001)
+                retention.prune(job.checkpoints, CheckpointConfig(keep_last=1))
+
+    watch = Scripted(job, evaluate)
+    watch.run()
     assert store.steps(job.checkpoints) == [35]
-    assert sealed(job) == {f"step-{step:06d}": 1 for step in range(5, 40, 5)}
+    assert found == [*range(5, 40, 5)]
+    assert watch.ended == {EvalState.DONE: found}
     assert links(job) == []
 
 
-def test_two_watches_share_the_checkpoints(dtt: Dtt, job: JobDir) -> None:
-    for step in range(15, 60, 5):
-        write_checkpoint(job.root, step)
-    both = [
-        dtt.start("eval", "jobs/tiny", "--watch", "--tasks", "sums.yaml", "--json")
-        for _ in range(2)
-    ]
-    printed: list[int] = []
-    for process in both:
-        done = Dtt.wait(process)
-        assert done.returncode == 0, done.stderr
-        printed += [json.loads(line)["step"] for line in done.stdout.splitlines()]
-    assert sorted(printed) == list(range(5, 60, 5))
-    assert sealed(job) == {f"step-{step:06d}": 1 for step in range(5, 60, 5)}
+def test_a_job_has_one_watch_and_the_next_one_continues(dtt: Dtt, job: JobDir) -> None:
+    with exclusive(job.evals, "a watch", name=".watch.lock"):
+        assert "jobs/tiny/evals is in use" in watch(dtt, expect=78).stderr
+    step_5(job, key="other").protect()
+    shutil.rmtree(store.folder_of(job.checkpoints, 5))
+    watch(dtt)
+    assert sealed(job) == {"step-000005": 1, "step-000010": 1}
+    assert [link.name for link in links(job)] == ["checkpoint-other"]  # its tasks are others
 
 
 def test_a_damaged_checkpoint_is_named_and_the_others_are_evaluated(dtt: Dtt, job: JobDir) -> None:
@@ -206,13 +200,21 @@ def one_file(job: JobDir, step: int) -> Path:
     return store.folder_of(job.evals, step) / "failures.jsonl"
 
 
-def step_5(job: JobDir, *files: Any, key: str = "00000000", batch: int = 8192) -> EvaluatedStep:
-    return EvaluatedStep(job, 5, lambda _: files or [NeverSealed()], key, batch)  # type: ignore[arg-type]
+class Unsealed:
+    """The result file of a task that has no result."""
+
+    def result(self) -> TaskResult | None:
+        return None
+
+
+def step_5(job: JobDir, key: str = "00000000", batch: int = 8192) -> EvaluatedStep:
+    options = {"key": key, "batch_tokens": batch}
+    return EvaluatedStep(job, 5, lambda _: [Unsealed()], options)  # type: ignore[list-item]
 
 
 def test_how_an_evaluation_ended_follows_from_the_files(job: JobDir) -> None:
     one = step_5(job)
-    one.protect(one.saved)
+    one.protect()
     linked = one.linked / store.POSITION
     assert linked.samefile(one.saved / store.POSITION)
     shutil.rmtree(one.saved)
@@ -221,31 +223,13 @@ def test_how_an_evaluation_ended_follows_from_the_files(job: JobDir) -> None:
         assert one.ended() is None
         one.record_failure(next(iter(one._weights())), ValueError("no"))
     assert one.ended() is EvalState.FAILED
+    # A failure does not count with other options.
+    assert step_5(job, batch=1024).ended() is None
+    assert step_5(job, key="other").ended() is None
     one.release()
     assert one.ended() is EvalState.FAILED
     one.failures_file.unlink()
     assert one.ended() is EvalState.GONE
-
-
-def test_a_failure_does_not_count_with_other_options(job: JobDir) -> None:
-    one = step_5(job)
-    one.protect(one.saved)
-    for _ in range(RETRIES + 1):
-        one.record_failure(weights_of(one.saved), ValueError("no memory"))
-    assert one.ended() is EvalState.FAILED
-    assert step_5(job, batch=1024).ended() is None
-    assert step_5(job, key="other").ended() is None
-
-
-def test_a_watch_keeps_the_links_of_another_and_uses_them(job: JobDir) -> None:
-    one, other = step_5(job), step_5(job, key="other")
-    one.protect(one.saved)
-    shutil.rmtree(one.saved)
-    assert other.checkpoint == one.linked
-    other.protect(one.linked)
-    one.release()
-    assert other.checkpoint == other.linked
-    store.verify(other.linked)
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_linked_leaves_no_empty_folder(
@@ -253,23 +237,33 @@ def test_a_checkpoint_that_is_deleted_while_it_is_linked_leaves_no_empty_folder(
 ) -> None:
     one = step_5(job)
     monkeypatch.setattr(Path, "is_file", lambda _: False)  # as after the deletion
-    one.protect(one.saved)
+    one.protect()
     assert not one.linked.exists()
 
 
-def watching(job: JobDir, evaluate: Callable[[int, Path], None], **more: Any) -> Watch:
-    """A watch in this process."""
-    functions: dict[str, Any] = {
-        "open": lambda step: EvaluatedStep(job, step, lambda _: [NeverSealed()], "0", 1),  # type: ignore[list-item]
-        "report": lambda *_: None,
-        "stop_wanted": lambda: False,
-    }
-    return Watch(job, evaluate=evaluate, **functions | more)
+class Scripted(Watch):
+    """A watch in this process; a step is done once `evaluate` has returned for it."""
+
+    options: ClassVar[dict[str, Any]] = {"key": "0", "batch_tokens": 1}  # type: ignore[misc]
+
+    def __init__(
+        self, job: JobDir, evaluate: Callable[[int, Path], object], stop: bool = False
+    ) -> None:
+        super().__init__(job, cast("Evaluation", None), None, lambda: stop)
+        self.scripted, self.done = evaluate, set[int]()
+
+    def evaluate(self, step: int, checkpoint: Path) -> None:
+        self.scripted(step, checkpoint)
+        self.done.add(step)
+
+    def open(self, step: int) -> EvaluatedStep:
+        return EvaluatedStep(self.job, step, lambda _: self.files(step), self.options)
+
+    def files(self, step: int) -> Any:
+        return [] if step in self.done else [Unsealed()]
 
 
-def test_a_scan_looks_only_into_folders_that_are_new(
-    job: JobDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scan_lists_only_the_checkpoints(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, scandir = Counter[int](), os.scandir
 
     def counted(path: Any) -> Any:
@@ -279,20 +273,13 @@ def test_a_scan_looks_only_into_folders_that_are_new(
     for steps in (10, 40):
         for step in range(1000, 1000 + steps):
             (store.folder_of(job.evals, step) / "results").mkdir(parents=True, exist_ok=True)
-        one = watching(job, lambda *_: None)
+        one = Scripted(job, lambda *_: None)
         one.scan()
-        one.scan()  # which finds the folders of its own links
         assert list(one.waiting) == [5, 10]
         with monkeypatch.context() as patch:
             patch.setattr(os, "scandir", counted)
             one.scan()
-    assert counts[10] == counts[40] <= 4
-    # A link that another watch makes in the folder of a new step is found.
-    step_5(job, key="other").protect(step_5(job).saved)
-    late = store.folder_of(job.evals, 5000)
-    shutil.copytree(step_5(job, key="other").linked, late / "checkpoint-x/step-005000")
-    one.scan()
-    assert 5000 in one.waiting
+    assert counts[10] == counts[40] <= 2
 
 
 def test_a_step_whose_result_file_is_in_use_is_not_evaluated_now(job: JobDir) -> None:
@@ -303,7 +290,7 @@ def test_a_step_whose_result_file_is_in_use_is_not_evaluated_now(job: JobDir) ->
         with exclusive(job.evals, "a test", name="x"), exclusive(job.evals, "a test", name="x"):
             pytest.fail("locked twice")
 
-    watch = watching(job, evaluate)
+    watch = Scripted(job, evaluate)
     watch.scan()
     assert not watch.evaluate_next()
     assert tried == [5, 10]
@@ -326,7 +313,7 @@ def test_an_error_of_the_gpu_is_recorded_once_and_ends_the_watch(
         raise error
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    watch = watching(job, evaluate)
+    watch = Scripted(job, evaluate)
     watch.scan()
     if ends:
         with pytest.raises(EnvironmentUnfit, match="illegal memory access"):
@@ -338,7 +325,7 @@ def test_an_error_of_the_gpu_is_recorded_once_and_ends_the_watch(
 
 
 def test_a_stop_request_ends_the_watch_before_the_next_evaluation(job: JobDir) -> None:
-    watch = watching(job, lambda *_: pytest.fail("evaluated"), stop_wanted=lambda: True)
+    watch = Scripted(job, lambda *_: pytest.fail("evaluated"), stop=True)
     with pytest.raises(Preempted, match=r"2 checkpoints of .* wait"):
         watch.run()
 
@@ -358,7 +345,7 @@ def test_a_job_is_over_unless_it_may_continue(
     slurm = None if slurm_state is None else SlurmJob("7", slurm_state, "n1", "", 0.0)
     status = Status(state, "", JobFiles.read(job), slurm, None)
     monkeypatch.setattr(job_state, "examine", lambda _: [status])
-    assert watching(job, lambda *_: None).job_over() is over
+    assert Scripted(job, lambda *_: None).job_over() is over
 
 
 def test_a_job_of_unknown_state_is_over_after_an_hour_without_a_checkpoint(
@@ -366,7 +353,7 @@ def test_a_job_of_unknown_state_is_over_after_an_hour_without_a_checkpoint(
 ) -> None:
     status = Status(State.UNKNOWN, "squeue failed", JobFiles.read(job), None, "squeue failed")
     monkeypatch.setattr(job_state, "examine", lambda _: [status])
-    watch = watching(job, lambda *_: None)
+    watch = Scripted(job, lambda *_: None)
     assert not watch.job_over()
     assert not watch.job_over()
     assert caplog.text.count("squeue failed") == 1
@@ -374,25 +361,6 @@ def test_a_job_of_unknown_state_is_over_after_an_hour_without_a_checkpoint(
     assert watch.job_over()
     watch.scan()  # finds checkpoints
     assert not watch.job_over()
-
-
-def test_watches_of_raw_and_averaged_weights_send_their_results_to_wandb(
-    job: JobDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    config = yaml.safe_load(job.config.read_text()) | {"track": [{"type": "wandb"}]}
-    job.config.write_text(yaml.safe_dump(config))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    with exclusive(job.evals, "a watch", name=".eval.lock"):
-        with eval_watch._tracked(job, ema=False) as raw:
-            assert raw is None
-        with eval_watch._tracked(job, ema=True) as averaged:
-            assert averaged is not None
-
-
-class NeverSealed:
-    def result(self) -> None:
-        return None
 
 
 @pytest.mark.parametrize(
@@ -418,6 +386,6 @@ def test_copies_replace_hard_links_where_these_are_impossible(
 
     monkeypatch.setattr(os, "link", refuse)
     one = step_5(job)
-    one.protect(one.saved)
+    one.protect()
     assert "is copied: hard links are not possible here" in caplog.text
     store.verify(one.linked)

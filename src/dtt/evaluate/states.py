@@ -1,21 +1,20 @@
 """Evaluation of the checkpoints of a job: states, which are derived from files and never stored.
 
+    evals/.watch.lock                               locked by the one watch of the job
     evals/step-000500/hellaswag-0123456789ab.jsonl  results; complete once they are sealed
-    evals/step-000500/.lock                         locked by the process that evaluates this step
     evals/step-000500/failures.jsonl                a line for each evaluation that failed, and why
     evals/step-000500/checkpoint-KEY/step-000500/   hard links of the checkpoint while it waits
 
-KEY stands for the tasks and the options, so watches of other tasks have links of their own.
-`failures.jsonl` may be deleted: the evaluation is then repeated.
+KEY stands for the tasks and the options: the next watch, of other tasks, does not delete the links
+that an interrupted one needs again. `failures.jsonl` may be deleted: the evaluation is then
+repeated.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest
-from dtt.base.errors import DttError, ExitCode, InUse
-from dtt.base.files import append, exclusive, remove, sha256_file
+from dtt.base.errors import DttError, ExitCode
+from dtt.base.files import append, remove, sha256_file
 from dtt.base.log import log
 from dtt.base.reading import read_records
 from dtt.checkpoint import store
 from dtt.evaluate.tasks import result_files
 from dtt.evaluate.tasks.result_files import ResultFile
-from dtt.track import jsonl
 
 RETRIES = 2
 """Number of times that a failed evaluation is repeated."""
@@ -55,10 +53,9 @@ class EvaluatedStep:
     step: int
     files: Callable[[str], Sequence[ResultFile]]
     """Function that returns the result file of each task, for the weights with a hash."""
-    key: str
-    """Hash of what determines the results besides the weights."""
-    batch_tokens: int
-    """Affects no result, but whether there is enough memory: failures with another do not count."""
+    options: dict[str, Any]
+    """What a failure depends on besides the weights: `key`, the hash of what determines results,
+    and `batch_tokens`, which affects whether there is enough memory."""
 
     @property
     def folder(self) -> Path:
@@ -73,7 +70,7 @@ class EvaluatedStep:
     @property
     def linked(self) -> Path:
         """The hard links of the checkpoint, which retention does not delete."""
-        return store.folder_of(self.folder / f"{LINKS}{self.key}", self.step)
+        return store.folder_of(self.folder / f"{LINKS}{self.options['key']}", self.step)
 
     @property
     def failures_file(self) -> Path:
@@ -84,7 +81,7 @@ class EvaluatedStep:
     def checkpoint(self) -> Path | None:
         """The folder to evaluate, unverified; None if the checkpoint was deleted.
 
-        The links of other watches are used if there is nothing else.
+        The links of a watch of other tasks are used if there is nothing else.
         """
         others = sorted(self.folder.glob(f"{LINKS}*/{self.saved.name}"))
         return next((path for path in (self.linked, self.saved, *others) if path.is_dir()), None)
@@ -115,42 +112,27 @@ class EvaluatedStep:
         started = {header["weights"] for header in headers if header}
         return started | {record["weights"] for record in self.failures()}
 
-    @contextmanager
-    def locked(self) -> Iterator[bool]:
-        """Lock the evaluation of this step; yield False if another process holds the lock."""
-        with ExitStack() as stack:
-            free = True
-            try:
-                stack.enter_context(exclusive(self.folder, "dtt eval"))
-            except InUse:
-                free = False
-            yield free
-
-    # ---- protection from retention ---------------------------------------------------------------
-
-    def protect(self, checkpoint: Path) -> None:
-        """Hard-link a folder with the checkpoint, so that it can be evaluated after its deletion.
+    def protect(self) -> None:
+        """Hard-link the checkpoint, so that it can be evaluated after its deletion.
 
         Replaces the links of another checkpoint of the same step, from which training started again
         at an earlier step. Does nothing if the checkpoint is deleted meanwhile.
         """
-        if self.linked.is_dir() and weights_of(self.linked) == weights_of(checkpoint):
+        if self.linked.is_dir() and weights_of(self.linked) == weights_of(self.saved):
             return
-        staging = self.linked.with_name(f".tmp-{secrets.token_hex(4)}")
+        staging = self.linked.with_name(".tmp")  # renamed at the end, so that links are complete
+        remove(staging)
         staging.mkdir(parents=True)
         try:
-            names = [file.name for file in checkpoint.iterdir() if file.is_file()]
+            names = [file.name for file in self.saved.iterdir() if file.is_file()]
             if not names:  # deleted after it was listed
-                raise FileNotFoundError(checkpoint)
-            if not store.link_files(checkpoint, staging, names):
-                log.warning("%s is copied: hard links are not possible here", checkpoint)
+                raise FileNotFoundError(self.saved)
+            if not store.link_files(self.saved, staging, names):
+                log.warning("%s is copied: hard links are not possible here", self.saved)
             remove(self.linked)
             staging.rename(self.linked)
         except FileNotFoundError:
-            log.debug("%s was deleted", checkpoint)
-        except OSError:
-            if not self.linked.is_dir():  # otherwise another process was faster
-                raise
+            log.debug("%s was deleted", self.saved)
         finally:
             remove(staging)
 
@@ -158,30 +140,24 @@ class EvaluatedStep:
         """Delete the hard links."""
         remove(self.linked.parent)
 
-    # ---- failures --------------------------------------------------------------------------------
-
     def failures(self, weights: str | None = None) -> list[dict[str, Any]]:
         """Return the records of evaluations that failed with these options.
 
         With `weights`, return those of the weights with this hash.
         """
         records = read_records(self.failures_file, {"weights": str, "reason": str, "code": int})
-        options = self._options()
         return [
             record
             for record in records
-            if weights in (None, record["weights"]) and options.items() <= record.items()
+            if weights in (None, record["weights"]) and self.options.items() <= record.items()
         ]
-
-    def _options(self) -> dict[str, Any]:
-        return {"key": self.key, "batch_tokens": self.batch_tokens}
 
     def record_failure(self, weights: str, error: Exception) -> None:
         """Record that an evaluation has failed."""
         known = isinstance(error, DttError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         code = error.exit_code if isinstance(error, DttError) else ExitCode.BUG
-        what = {"weights": weights, **self._options()}
+        what = {"weights": weights, **self.options}
         record = {"time": round(time.time()), **what, "code": code, "reason": reason}
         append(self.failures_file, json.dumps(record) + "\n")
 
@@ -192,10 +168,3 @@ def weights_of(checkpoint: Path) -> str:
         return sha256_file(checkpoint / CheckpointManifest.filename)
     except OSError:
         return ""
-
-
-def saved_steps(job: JobDir) -> list[int]:
-    """Return the steps of all checkpoints that exist or have existed, in ascending order."""
-    recorded = {record["step"] for record in jsonl.read(job.metrics, "save")}
-    linked = {step for path in job.evals.glob(f"step-*/{LINKS}*") for step in store.steps(path)}
-    return sorted(recorded | linked | {*store.steps(job.checkpoints)})

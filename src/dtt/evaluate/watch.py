@@ -6,9 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,10 @@ from dtt.base.reading import fits
 from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.config.train import WandbConfig
-from dtt.evaluate import result_table as eval_report
+from dtt.evaluate import result_table
 from dtt.evaluate.evaluation import Evaluation, configured, open_evaluation
 from dtt.evaluate.models import checkpoint_model
-from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, saved_steps, weights_of
+from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, weights_of
 from dtt.hf.model_source import find_chat_format, find_folder
 from dtt.jobs import job_files, job_state
 from dtt.jobs.job_state import State
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dtt.track.wandb import WandbTracker
 
 SECONDS_BETWEEN_SCANS = 1.0
-"""Seconds between scans for new checkpoints; each scan lists two folders."""
+"""Seconds between scans for new checkpoints; each scan lists one folder."""
 SECONDS_BETWEEN_QUERIES = 30.0
 """Seconds between questions to Slurm about the job."""
 SECONDS_UNKNOWN = 3600.0
@@ -72,7 +72,8 @@ def run(
 
     The options are those of `dtt eval`, without `step`. Errors that concern a single
     checkpoint are recorded; the others are evaluated, and the first such error is raised at the
-    end. Raises Preempted on a stop request: the same command continues.
+    end. Raises Preempted on a stop request: the same command continues. Raises InUse if another
+    watch evaluates the job.
     """
     from dtt.jobs.stop import Requests
 
@@ -86,11 +87,11 @@ def run(
     finally:
         requests.defer()
     with ExitStack() as stack:
-        reports = stack.enter_context(_tracked(job, ema=ema))
-        worker = _Worker(job, evaluation, reports, lambda: bool(requests.reason), ema, as_json)
-        watch = Watch(job, worker.open, worker.evaluate, worker.report, worker.stop_wanted)
+        stack.enter_context(exclusive(job.evals, "dtt eval --watch", name=".watch.lock"))
+        tracker = stack.enter_context(_tracked(job, ema=ema))
+        watch = Watch(job, evaluation, tracker, lambda: bool(requests.reason), ema, as_json)
         watch.run()
-    _report_end(job, watch.ended, worker)
+    watch.report_end()
 
 
 def _watched_job(arguments: Sequence[str], ranks: Ranks, step: str | None) -> JobDir:
@@ -116,75 +117,9 @@ def _watched_job(arguments: Sequence[str], ranks: Ranks, step: str | None) -> Jo
     if ranks.size > 1:
         raise ConfigError(
             f"--watch runs in one process, not in {ranks.size}",
-            next="start it once per GPU, without torchrun: several watches share the checkpoints",
+            next="start it without torchrun; torchrun … dtt eval JOB --step all uses several GPUs",
         )
     return JobDir(checkpoints.parent)
-
-
-@dataclass(frozen=True)
-class _Worker:
-    """The functions of a `Watch` that need the tasks and the model."""
-
-    job: JobDir
-    evaluation: Evaluation
-    tracker: WandbTracker | None
-    stop_wanted: Callable[[], bool]
-    ema: bool
-    as_json: bool
-    tokens: dict[int, int] = field(default_factory=dict)
-    """Number of tokens that the weights of a step were trained on."""
-
-    def open(self, step: int) -> EvaluatedStep:
-        """Return the evaluation of a step."""
-        files = partial(self.files, step)
-        return EvaluatedStep(self.job, step, files, self.key, self.evaluation.cfg.batch_tokens)
-
-    @cached_property
-    def key(self) -> str:
-        """Hash of what determines the results besides the weights and the tokenizer."""
-        cfg, chat = self.evaluation.cfg, self.evaluation.chat
-        options = {
-            "tasks": [
-                [data.task.name, data.task.identity(), data.sha256, data.shots]
-                for data in self.evaluation.tasks
-            ],
-            **cfg.model_dump(mode="json", include={"limit", "bos", "keep_samples"}),
-            "chat": None if chat is None else chat.facts.model_dump(),
-            "ema": self.ema,
-        }
-        return fingerprint(options)[:8]
-
-    def files(self, step: int, weights: str) -> list[ResultFile]:
-        """Return the result file of each task for the weights of a step with a hash."""
-        model = checkpoint_model(self.job, step, ema=self.ema)
-        return self.evaluation.files(replace(model, identity=lambda: weights))
-
-    def evaluate(self, step: int, checkpoint: Path) -> None:
-        """Evaluate the checkpoint in a folder, and print the results."""
-        model = checkpoint_model(self.job, step, ema=self.ema, path=checkpoint)
-        results = self.evaluation.run(model, _world(), self.stop_wanted)
-        if results is None:
-            raise Preempted(
-                f"stopped on request while evaluating {model.name}",
-                next=f"dtt eval {self.job.root} --watch continues with the next question",
-            )
-        eval_report.show(model, self.evaluation.files(model), results, as_json=self.as_json)
-
-    def report(self, one: EvaluatedStep, weights: str) -> None:
-        """Send the results of a step to W&B, plotted over the number of tokens."""
-        from dtt.evaluate.tasks.runner import task_record
-
-        if self.tracker is None:
-            return
-        if one.step not in self.tokens:
-            train = jsonl.read(self.job.metrics, "train")
-            whole = (record for record in train if fits(record, {"tokens": int}))
-            self.tokens.update((record["step"], record["tokens"]) for record in whole)
-        for file in one.files(weights):
-            result = file.result()
-            assert result is not None, "the step is done"
-            axes = {"tokens": self.tokens.get(one.step, 0)}
-            self.tracker.log(task_record(one.step, result) | axes)
 
 
 @cache
@@ -197,81 +132,51 @@ def _world() -> Any:
 
 @contextmanager
 def _tracked(job: JobDir, *, ema: bool) -> Iterator[WandbTracker | None]:
-    """Yield the W&B tracker of the results if the job uses W&B, and no other watch has one.
+    """Yield the W&B tracker of the results if the job uses W&B, else None.
 
     It is a run of its own in the group of the job: W&B refuses steps before the newest of a run.
     Every watch sends all results, also those that exist already, so none can be missing.
     """
     cfg = load_job(job.root)
     config = next((one for one in cfg.track if isinstance(one, WandbConfig)), None)
-    with ExitStack() as stack:
-        if config is None:
-            yield None
-            return
-        suffix = "eval-ema" if ema else "eval"
-        try:
-            stack.enter_context(exclusive(job.evals, "dtt eval --watch", name=f".{suffix}.lock"))
-        except InUse:
-            log.info("another watch of %s sends the results to W&B", job.root)
-            yield None
-            return
-        from dtt.track.wandb import WandbTracker
+    if config is None:
+        yield None
+        return
+    from dtt.track.wandb import WandbTracker
 
-        tracker = WandbTracker(
-            config,
-            f"{cfg.name}-{suffix}",
-            f"{job.run_id()}-{suffix}",
-            job.root,
-            cfg.model_dump(mode="json"),
-            group=cfg.name,
-            axis="tokens",
-        )
-        stack.callback(tracker.close)
+    suffix = "eval-ema" if ema else "eval"
+    tracker = WandbTracker(
+        config,
+        f"{cfg.name}-{suffix}",
+        f"{job.run_id()}-{suffix}",
+        job.root,
+        cfg.model_dump(mode="json"),
+        group=cfg.name,
+        axis="tokens",
+    )
+    with closing(tracker):
         yield tracker
-
-
-def _report_end(job: JobDir, ended: dict[EvalState, list[int]], worker: _Worker) -> None:
-    """Log the number of checkpoints by state; raise the error of one that failed, if any."""
-    counts = ", ".join(f"{len(steps)} {state}" for state, steps in sorted(ended.items()))
-    log.info("%s has ended: %s", job.root, counts or "no checkpoints")
-    failed = [worker.open(step) for step in ended.get(EvalState.FAILED, [])]
-    if failed:
-        record = failed[0].failures()[-1]
-        error = DttError(
-            f"{len(failed)} checkpoints of {job.root} could not be evaluated: "
-            f"{', '.join(f'step {one.step}' for one in failed)}",
-            where=failed[0].failures_file,
-            why=record["reason"],
-            next=f"rm {job.evals}/step-*/failures.jsonl, and run the same command to try again",
-        )
-        error.exit_code = ExitCode(record["code"])
-        raise error
 
 
 @dataclass
 class Watch:
     """The evaluation of all checkpoints of a job, until the job has ended.
 
-    A thread protects new checkpoints from retention while the main thread evaluates. Several
-    watches of one job, on one or several machines, share the work: each step is locked while it is
-    evaluated.
+    A thread protects new checkpoints from retention while the main thread evaluates. No other watch
+    works on the job, so only this one changes the hard links.
     """
 
     job: JobDir
-    open: Callable[[int], EvaluatedStep]
-    evaluate: Callable[[int, Path], None]
-    """Function that evaluates the checkpoint of a step in a folder. Raises Preempted if it should
-    stop."""
-    report: Callable[[EvaluatedStep, str], None]
-    """Function called once for each step that is done, whoever evaluated it, with the hash of its
-    weights."""
+    evaluation: Evaluation
+    tracker: WandbTracker | None
     stop_wanted: Callable[[], bool]
+    ema: bool = False
+    as_json: bool = False
     waiting: dict[int, EvaluatedStep] = field(default_factory=dict)
     ended: dict[EvalState, list[int]] = field(default_factory=dict)
     """Steps whose evaluation has ended, by state."""
     _seen: dict[int, int] = field(default_factory=dict)
-    """Inode of the checkpoint folder of each step that was scanned."""
-    _listed: set[str] = field(default_factory=set)  # folders of results that were looked into
+    """Inode of the checkpoint folder of each step that was found; 0 if there are only links."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _asked: float = -SECONDS_BETWEEN_QUERIES
     _sign_of_life: float = field(default_factory=time.monotonic)
@@ -281,13 +186,13 @@ class Watch:
     def run(self) -> None:
         """Evaluate until the job has ended and nothing waits; raise Preempted on a stop request."""
         log.info("watching %s", self.job.root)
+        for folder in self.job.evals.glob(f"step-*/{LINKS}*"):  # of a watch that was interrupted
+            for step in store.steps(folder):
+                self._seen[step], self.waiting[step] = 0, self.open(step)
         with self.protecting():
             while True:
                 over = self.job_over()  # before the scan, which then finds the last checkpoint
                 self.scan()
-                if over and not self.waiting:
-                    self._listed.clear()  # another watch may have added links to any step
-                    self.scan()
                 if over and not self.waiting:
                     break
                 if self.stop_wanted():
@@ -295,15 +200,12 @@ class Watch:
                         f"stopped while {len(self.waiting)} checkpoints of {self.job.root} wait",
                         next=f"dtt eval {self.job.root} --watch",
                     )
-                if self.evaluate_next():
-                    continue
-                time.sleep(SECONDS_BETWEEN_SCANS)
-        for step in saved_steps(self.job):
-            if step not in self._seen:  # its checkpoint was deleted, perhaps after its evaluation
-                one = self.open(step)
-                self.end(one, one.ended() or EvalState.GONE)
-
-    # ---- scans -----------------------------------------------------------------------------------
+                if not self.evaluate_next():
+                    time.sleep(SECONDS_BETWEEN_SCANS)
+        saved = {record["step"] for record in jsonl.read(self.job.metrics, "save")}
+        for step in sorted(saved - self._seen.keys()):  # deleted, perhaps after its evaluation
+            one = self.open(step)
+            self.end(one, one.ended() or EvalState.GONE)
 
     @contextmanager
     def protecting(self) -> Iterator[None]:
@@ -327,33 +229,22 @@ class Watch:
 
     def scan(self) -> None:
         """Find new checkpoints, and protect those that are not evaluated yet from retention."""
+        folder = self.job.checkpoints
         with self._lock:
-            for step, path, inode in self._checkpoints():
-                if self._seen.get(step) == inode:
+            # A long job has many checkpoints: listed once, and only new ones are looked into.
+            listed = list(os.scandir(folder)) if folder.is_dir() else []
+            inodes = {entry.name: entry.inode() for entry in listed}
+            for step in store.steps(folder):
+                inode = inodes.get(store.folder_of(folder, step).name)
+                # None: it appeared just now, and the next scan finds it. Another inode: training
+                # started again at an earlier step, and its weights are others.
+                if inode is None or self._seen.get(step) == inode:
                     continue
                 one = self.open(step)
-                if path != one.linked and one.ended() is None:
-                    one.protect(path)
+                if one.ended() is None:
+                    one.protect()
                 self._sign_of_life = time.monotonic()
                 self._seen[step], self.waiting[step] = inode, one
-
-    def _checkpoints(self) -> Iterator[tuple[int, Path, int]]:
-        """Yield the step, folder and inode of each checkpoint; those of the job come last."""
-        # A long job has thousands of folders of results.
-        new = {entry.name for entry in _entries(self.job.evals)} - self._listed
-        self._listed |= new
-        folders = (f for name in new for f in (self.job.evals / name).glob(f"{LINKS}*"))
-        linked = {step for folder in folders for step in store.steps(folder)}
-        for step in sorted(linked - self._seen.keys()):
-            path = self.open(step).checkpoint
-            if path is not None:
-                with suppress(FileNotFoundError):
-                    yield step, path, path.stat().st_ino
-        inodes = {entry.name: entry.inode() for entry in _entries(self.job.checkpoints)}
-        for step in store.steps(self.job.checkpoints):
-            path = store.folder_of(self.job.checkpoints, step)
-            if path.name in inodes:  # else it appeared just now: the next scan finds it
-                yield step, path, inodes[path.name]
 
     def job_over(self) -> bool:
         """Return True if the job will save no more checkpoints."""
@@ -374,26 +265,45 @@ class Watch:
             return False  # its Slurm job may still start it again
         return state not in CONTINUES and not status.alive and not status.queued
 
-    # ---- evaluation ------------------------------------------------------------------------------
+    def open(self, step: int) -> EvaluatedStep:
+        """Return the evaluation of a step."""
+
+        def files(weights: str) -> Sequence[ResultFile]:
+            model = checkpoint_model(self.job, step, ema=self.ema)
+            return self.evaluation.files(replace(model, identity=lambda: weights))
+
+        return EvaluatedStep(self.job, step, files, self.options)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The options that tell failures and links of one watch from those of others."""
+        cfg, chat = self.evaluation.cfg, self.evaluation.chat
+        what = {
+            "tasks": [
+                [data.task.name, data.task.identity(), data.sha256, data.shots]
+                for data in self.evaluation.tasks
+            ],
+            **cfg.model_dump(mode="json", include={"limit", "bos", "keep_samples"}),
+            "chat": None if chat is None else chat.facts.model_dump(),
+            "ema": self.ema,
+        }
+        return {"key": fingerprint(what)[:8], "batch_tokens": cfg.batch_tokens}
 
     def evaluate_next(self) -> bool:
         """Evaluate one waiting checkpoint; return False if none waits or others evaluate them."""
         with self._lock:
             waiting = list(self.waiting.values())
         for one in sorted(waiting, key=lambda one: (len(one.failures()), one.step)):
-            with one.locked() as free:
-                if not free:
+            state = one.ended()
+            if state is None:
+                try:
+                    self.try_to_evaluate(one)
+                except InUse:  # `dtt eval JOB@STEP` writes one of its result files
                     continue
                 state = one.ended()
-                if state is None:
-                    try:
-                        self.try_to_evaluate(one)
-                    except InUse:  # another process writes one of its result files
-                        continue
-                    state = one.ended()
-                if state is not None:
-                    self.end(one, state)
-                return True
+            if state is not None:
+                self.end(one, state)
+            return True
         return False
 
     def try_to_evaluate(self, one: EvaluatedStep) -> None:
@@ -418,6 +328,18 @@ class Watch:
                     next=f"dtt eval {self.job.root} --watch continues in a new process",
                 ) from error
 
+    def evaluate(self, step: int, checkpoint: Path) -> None:
+        """Evaluate the checkpoint in a folder, and print the results."""
+        model = checkpoint_model(self.job, step, ema=self.ema, path=checkpoint)
+        results = self.evaluation.run(model, _world(), self.stop_wanted)
+        if results is None:
+            raise Preempted(
+                f"stopped on request while evaluating {model.name}",
+                next=f"dtt eval {self.job.root} --watch continues with the next question",
+            )
+        files = self.evaluation.files(model)
+        result_table.show(model, files, results, as_json=self.as_json)
+
     def end(self, one: EvaluatedStep, state: EvalState) -> None:
         """Note that nothing is left to do for a checkpoint."""
         with self._lock:
@@ -433,10 +355,44 @@ class Watch:
         ):
             one.release()
 
+    @cached_property
+    def tokens(self) -> dict[int, int]:
+        """Number of tokens that the weights of each step were trained on."""
+        train = jsonl.read(self.job.metrics, "train")
+        whole = (record for record in train if fits(record, {"tokens": int}))
+        return {record["step"]: record["tokens"] for record in whole}
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, of which each knows its inode; none without the folder."""
-    return list(os.scandir(folder)) if folder.is_dir() else []
+    def report(self, one: EvaluatedStep, weights: str) -> None:
+        """Send the results of a step that is done to W&B, plotted over the number of tokens."""
+        from dtt.evaluate.tasks.runner import task_record
+
+        if self.tracker is None:
+            return
+        if one.step not in self.tokens:
+            del self.tokens  # trained since they were read
+        for file in one.files(weights):
+            result = file.result()
+            assert result is not None, "the step is done"
+            axes = {"tokens": self.tokens.get(one.step, 0)}
+            self.tracker.log(task_record(one.step, result) | axes)
+
+    def report_end(self) -> None:
+        """Log the number of checkpoints by state; raise the error of one that failed, if any."""
+        job = self.job
+        counts = ", ".join(f"{len(steps)} {state}" for state, steps in sorted(self.ended.items()))
+        log.info("%s has ended: %s", job.root, counts or "no checkpoints")
+        failed = [self.open(step) for step in self.ended.get(EvalState.FAILED, [])]
+        if failed:
+            record = failed[0].failures()[-1]
+            error = DttError(
+                f"{len(failed)} checkpoints of {job.root} could not be evaluated: "
+                f"{', '.join(f'step {one.step}' for one in failed)}",
+                where=failed[0].failures_file,
+                why=record["reason"],
+                next=f"rm {job.evals}/step-*/failures.jsonl, and run the same command to try again",
+            )
+            error.exit_code = ExitCode(record["code"])
+            raise error
 
 
 def _breaks_gpu(error: Exception) -> bool:
