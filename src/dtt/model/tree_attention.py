@@ -1,8 +1,9 @@
-"""Attention over trees of tokens: sequences that share beginnings, which are computed once.
+"""Attention over trees of tokens: sequences that share a beginning, which is computed once.
 
-The nodes of all trees are packed in preorder into one sequence without padding. A token attends to
-its ancestors and to the earlier tokens of its own node: to key k from query q if k <= q < end[k],
-where end[k] is the end of the subtree of k's node.
+A tree is a prefix and branches. All trees are packed into one sequence without padding, each prefix
+before its branches. A token attends to the prefix of its tree and to the earlier tokens of its own
+branch: to key k from query q if k <= q < end[k], where end[k] is the end of the tree for a token of
+a prefix, and else the end of its branch.
 
 Shapes: T packed tokens, H query heads, G key/value heads, K head_dim, t and s tokens of a tile.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,26 +24,13 @@ from dtt.model.sdpa import AttentionFn, sdpa
 
 TILE = 512
 """Tokens up to which a tree is one tile on a CPU. A tile also computes the masked scores between
-branches; more tiles copy the keys and values of ancestors more often."""
-
-
-@dataclass(frozen=True)
-class TokenTree:
-    """Tokens, followed by branches that do not attend to each other."""
-
-    tokens: Sequence[int]
-    branches: Sequence[TokenTree] = ()
-
-    @property
-    def size(self) -> int:
-        """Number of tokens, with those of all branches."""
-        return len(self.tokens) + sum(branch.size for branch in self.branches)
+branches; more tiles copy the keys and values of the prefix more often."""
 
 
 class TreeTile(NamedTuple):
-    """Queries that are computed together: all of `own`, with the keys of `ancestors` and `own`."""
+    """Queries that are computed together: all of `own`, with the keys of `prefix` and `own`."""
 
-    ancestors: tuple[range, ...]
+    prefix: range
     own: range
     linear: bool
     """True if `own` has no branches."""
@@ -55,30 +42,27 @@ class PackedTrees:
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    """Position of each token in its sequence: branches continue from their parent."""
+    """Position of each token in its sequence: branches continue from their prefix."""
     ends: list[int] = field(default_factory=list)
-    """Index after the last token of the subtree of each token's node."""
+    """Index after the last token that attends to each token."""
     tiles: list[TreeTile] = field(default_factory=list)
 
-    def add(self, tree: TokenTree, ancestors: tuple[range, ...] = ()) -> None:
-        """Append a tree whose ancestors are packed already."""
-        start = len(self.tokens)
-        if tree.size <= TILE or not tree.branches:
-            self._append(tree, sum(map(len, ancestors)))
-            own = range(start, len(self.tokens))
-            if own:
-                self.tiles.append(TreeTile(ancestors, own, linear=not tree.branches))
-            return
-        # A large tree: its root is a tile without a mask, and each branch a tree of its own with
-        # one more ancestor. A question with many options is computed option by option.
-        own = self._append(TokenTree(tree.tokens), sum(map(len, ancestors)))
-        if own:
-            self.tiles.append(TreeTile(ancestors, own, linear=True))
-            ancestors = (*ancestors, own)
-        for branch in tree.branches:
-            self.add(branch, ancestors)
-        # Known only now, after all branches: tokens of the root are visible to the whole subtree.
-        self.ends[own.start : own.stop] = [len(self.tokens)] * len(own)
+    def add(self, prefix: Sequence[int], branches: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Append a tree; return the indices of the tokens of the sequence of each branch."""
+        root = self._append(prefix, 0)
+        parts = [self._append(branch, len(root)) for branch in branches]
+        whole = range(root.start, len(self.tokens))
+        # Known only now: tokens of the prefix are visible to all branches.
+        self.ends[root.start : root.stop] = [whole.stop] * len(root)
+        linear = sum(map(bool, parts)) <= 1
+        if linear or len(whole) <= TILE:
+            tiles = [TreeTile(range(0), whole, linear)]
+        else:
+            # The prefix needs no mask. A question with many options is computed option by option.
+            tiles = [TreeTile(range(0), root, linear=True)]
+            tiles += [TreeTile(root, part, linear=True) for part in parts]
+        self.tiles += [tile for tile in tiles if tile.own]
+        return [[*root, *part] for part in parts]
 
     def pad(self, multiple: int) -> None:
         """Append tokens that belong to no tree, up to a multiple of `multiple` tokens, at least 1.
@@ -87,19 +71,15 @@ class PackedTrees:
         """
         start = len(self.tokens)
         length = -(-max(start, 1) // multiple) * multiple
-        if length > start:
-            self.add(TokenTree([0] * (length - start)))
-            self.positions[start:] = [0] * (length - start)
+        self.add([0] * (length - start), ())
+        self.positions[start:] = [0] * (length - start)
 
-    def _append(self, tree: TokenTree, position: int) -> range:
-        """Append the tokens of a tree; return the range of those of its root."""
-        own = range(len(self.tokens), len(self.tokens) + len(tree.tokens))
-        self.tokens += tree.tokens
+    def _append(self, tokens: Sequence[int], position: int) -> range:
+        """Append tokens from a position on; return the range of their indices."""
+        own = range(len(self.tokens), len(self.tokens) + len(tokens))
+        self.tokens += tokens
         self.positions += range(position, position + len(own))
         self.ends += [own.stop] * len(own)
-        for branch in tree.branches:
-            self._append(branch, position + len(own))
-        self.ends[own.start : own.stop] = [len(self.tokens)] * len(own)
         return own
 
 
@@ -143,10 +123,10 @@ def _mask_mod(ends_T: Tensor, positions_T: Tensor, window: int | None) -> Callab
 def _mask(tile: TreeTile, ends_T: Tensor, positions_T: Tensor, window: int | None) -> Tensor | None:
     """Return the mask [t, s] of a tile, True where a query sees a key; None if it needs none."""
     # Plain causal attention: the kernel skips the masked half itself.
-    if tile.linear and not tile.ancestors:
+    if tile.linear and not tile.prefix:
         return None
     q_t1 = torch.tensor(tile.own)[:, None]
-    k_s = torch.tensor(list(chain(*tile.ancestors, tile.own)))
+    k_s = torch.tensor([*tile.prefix, *tile.own])
     # The rule ignores sequence and head, so any tensor stands for them.
     return _mask_mod(ends_T, positions_T, window)(q_t1, q_t1, q_t1, k_s)
 
@@ -168,8 +148,8 @@ class TreeAttention:
         for tile, mask_ts in zip(self.tiles, self.masks, strict=True):
             own = slice(tile.own.start, tile.own.stop)
             q, k, v = (x[:, :, own] for x in (q_1HTK, k_1GTK, v_1GTK))
-            if tile.ancestors:
-                places = [slice(r.start, r.stop) for r in (*tile.ancestors, tile.own)]
+            if tile.prefix:
+                places = [slice(r.start, r.stop) for r in (tile.prefix, tile.own)]
                 k, v = (torch.cat([x[:, :, p] for p in places], 2) for x in (k_1GTK, v_1GTK))
             if mask_ts is not None:
                 out = sdpa(q, k, v, (), scale=self.scale, attn_mask=mask_ts)

@@ -13,7 +13,6 @@ from dtt.base.errors import Diverged
 from dtt.base.ranks import Ranks
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
-from dtt.evaluate.tasks import option_trees
 from dtt.evaluate.tasks.option_trees import tree_batches
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.tasks.scorer import Generator, Scorer
@@ -123,16 +122,14 @@ def test_scores_are_those_of_plain_forward_passes_at_any_batch_size(family: str)
         assert_equal(score(model, world, asked, tokens), expected)
 
 
-def test_what_options_and_questions_share_is_computed_once() -> None:
-    context, shots = (1, 2, 3, 4), tuple(range(50))
+def test_what_options_share_is_computed_once() -> None:
+    context = (1, 2, 3, 4)
     alone = [Option(context, (5, 6, 7)), Option(context, (8, 9)), Option(context, (8,))]
     (batch,) = tree_batches([alone], 1000)
     assert batch.size == 4 + 2 + 1 + 0
-    several = [[Option((*shots, i, 3), (i, 4)), Option((*shots, i, 3), (5,))] for i in range(7)]
-    (batch,) = tree_batches(several, 1000)
-    assert batch.size == 50 + 7 * 3
-    first, second = tree_batches(several, 50 + 4 * 3)
-    assert (first.size, second.size) == (50 + 4 * 3, 50 + 3 * 3)
+    assert [batch.size for batch in tree_batches([alone] * 5, 14)] == [14, 14, 7]
+    # A question that exceeds a batch is divided by options.
+    assert [batch.size for batch in tree_batches([alone], 6)] == [4 + 2, 4 + 1]
 
 
 def test_batches_have_at_most_the_given_tokens_and_all_options_once() -> None:
@@ -146,17 +143,6 @@ def test_batches_have_at_most_the_given_tokens_and_all_options_once() -> None:
             assert batch.size <= tokens or len(row) == 1
         scored = sum(len(batch.scored) for batch in batches)
         assert scored == sum(len(one.continuation) for options in asked for one in options)
-
-
-def test_scores_are_the_same_without_the_reuse_of_common_prompts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, world, asked = make("gemma3"), start(Ranks(), "cpu"), questions()
-    reused, size = score(model, world, asked), sum(b.size for b in tree_batches(asked, 100))
-    monkeypatch.setattr(option_trees, "SHARED", 1000)
-    assert sum(b.size for b in tree_batches(asked, 100)) > size
-    assert reused is not None
-    assert_equal(score(model, world, asked), reused)
 
 
 def on_replicas(world: World, family: str) -> Scores | None:

@@ -18,7 +18,7 @@ from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch, generate_uncached
-from dtt.model.tree_attention import PackedTrees, make_tree_attention_fns
+from dtt.model.tree_attention import make_tree_attention_fns
 from dtt.parallel.apply import autocast
 from dtt.parallel.pipelining import Pipeline
 
@@ -94,9 +94,7 @@ class Scorer:
     def _token_scores(self, batch: TreeBatch) -> list[tuple[float, float]]:
         """Return the log-likelihood of each scored token, and 1.0 if it is the most likely one."""
         device = self.world.device
-        packed = PackedTrees()
-        for tree in batch.trees:
-            packed.add(tree)
+        packed = batch.packed
         packed.pad(self.multiple * (GPU_MULTIPLE if device.type == "cuda" else 1))
         candidates = Counter[int]()
         rows, columns = [], []
