@@ -69,13 +69,6 @@ def test_sampling_with_cache_equals_sampling_without(model: Decoder) -> None:
     assert list(cached) == draw(torch.Generator().manual_seed(1))
 
 
-def test_it_stops_before_the_stop_token(model: Decoder) -> None:
-    tokens = list(generate(model, PROMPT, max_new_tokens=12, temperature=0))
-    stop = tokens[-1]
-    stopped = generate(model, PROMPT, max_new_tokens=12, temperature=0, stop_ids=[stop])
-    assert list(stopped) == tokens[: tokens.index(stop)]
-
-
 def test_it_stops_when_the_context_is_full(model: Decoder) -> None:
     tokens = list(generate(model, PROMPT, max_new_tokens=1000, temperature=0))
     assert len(PROMPT) + len(tokens) == model.arch.max_seq_len
@@ -123,7 +116,7 @@ class CountingDecoder(Decoder):
 def test_successive_prompts_give_what_each_gives_alone_and_compute_only_new_tokens(
     model: Decoder, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PrefixCachedGenerator, "CHUNK", chunk)
+    monkeypatch.setattr("dtt.model.generate.CHUNK", chunk)
     options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0, "top_k": None, "top_p": 1.0}
     counting = CountingDecoder(model.arch)
     counting.load_state_dict(model.state_dict())
@@ -170,11 +163,17 @@ def test_generation_continues_after_an_interruption_at_any_forward_pass(model: D
             assert list(answer) == expected
 
 
-def in_a_batch(model: Decoder, seed: int | None, **options: Any) -> list[list[int]]:
+def in_a_batch(
+    model: Decoder, seed: int | None, stop: int | None = None, **options: Any
+) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in PROMPTS]
     generators = [None if seed is None else torch.Generator().manual_seed(seed) for _ in PROMPTS]
-    for row, token in generate_batch(model, PROMPTS, generators=generators, **options):
+    ended = set[int]()
+    options |= {"generators": generators, "ended": ended}
+    for row, token in generate_batch(model, PROMPTS, **options):
         answers[row].append(token)
+        if token == stop:
+            ended.add(row)
     return answers
 
 
@@ -211,8 +210,8 @@ def test_each_prompt_of_a_batch_ends_by_itself(model: Decoder) -> None:
     whole = in_a_batch(model, None, max_new_tokens=100, temperature=0)
     assert [len(a) + len(p) for a, p in zip(whole, PROMPTS, strict=True)] == 4 * [24]
     stop = whole[1][5]
-    stopped = in_a_batch(model, None, max_new_tokens=100, temperature=0, stop_ids=[stop])
-    expected = [a[: a.index(stop)] if stop in a else a for a in whole]
+    stopped = in_a_batch(model, None, max_new_tokens=100, temperature=0, stop=stop)
+    expected = [a[: a.index(stop) + 1] if stop in a else a for a in whole]
     assert stopped == expected
     assert len(stopped[1]) < len(whole[1])
 

@@ -127,7 +127,6 @@ def generated(world: World, length: int) -> tuple[list[int], list[int]]:
         "max_new_tokens": length,
         "temperature": 1.0,
         "top_p": 0.9,
-        "stop_ids": (),
     }
     module, multiple, agreed = shared(model, layout), layout.granularity, world.from_first
     together = generate_uncached(

@@ -210,7 +210,6 @@ class Sampler:
             "max_new_tokens": self.config.sample_tokens,
             "temperature": SAMPLE_TEMPERATURE,
             "top_p": 0.95,
-            "stop_ids": self.stop_tokens,
             # The step is in the seed: the sample does not depend on how often a run was resumed.
             "generator": torch.Generator(device).manual_seed((self.seed + step) % 2**63),
         }
@@ -219,21 +218,20 @@ class Sampler:
         else:
             context = model.arch.max_seq_len
             tokens = generate_uncached(*together, context, self.prompt, **how)
+        reply = Continuation(self.tokenizer, list(self.prompt), self.stop_tokens)
         # Every token has a different shape, and each would be compiled.
         with torch.compiler.set_stance("force_eager"):
             try:
-                ids = list(tokens)
+                text = "".join(reply.stream(tokens))
             except Diverged as error:  # the guard decides what to do about it, on all ranks
                 log.warning("no sample: %s", error)
-                ids = []
-        reply = Continuation(self.tokenizer, list(self.prompt))
-        text = self.shown + "".join(map(reply.add, ids)) + reply.end()
+                text = ""
         return {
             "kind": "sample",
             "step": step,
             "temperature": SAMPLE_TEMPERATURE,
             "prompt": self.shown,
-            "text": text,
+            "text": self.shown + text,
         }
 
 

@@ -191,20 +191,8 @@ def generated(
     generator: PrefixCachedGenerator | GeneratorPool, prompt_ids: list[int], sampling: Sampling
 ) -> Generator[int]:
     """Yield the tokens that continue a prompt."""
-    import torch
-
-    from dtt.generate.run import prompt_seed
-
-    return generator.generate(
-        prompt_ids,
-        max_new_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        generator=torch.Generator(generator.device).manual_seed(
-            prompt_seed(sampling.seed, prompt_ids)
-        ),
-    )
+    own = sampling.generator(generator.device, prompt_ids)
+    return generator.generate(prompt_ids, generator=own, **sampling.options)
 
 
 def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:

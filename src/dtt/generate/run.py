@@ -18,6 +18,7 @@ from dtt.base.terminal import Verbatim
 from dtt.hf.model_source import find_folder, load_model, on_device
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
 
     from dtt.data.text.continuation import Continuation
@@ -41,6 +42,25 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     seed: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `dtt.model.generate` that are the same for all prompts."""
+        names = ("temperature", "top_k", "top_p")
+        return {"max_new_tokens": self.max_tokens} | {name: getattr(self, name) for name in names}
+
+    def generator(self, device: torch.device, ids: list[int]) -> torch.Generator:
+        """Return the random generator of a prompt; its seed is random without `seed`.
+
+        It depends on `seed` and the prompt's ids only, so a prompt gets the same draws in any
+        batch, and different prompts get different ones.
+        """
+        import torch
+
+        seed = randbits(63)
+        if self.seed is not None:
+            seed = int.from_bytes(hashlib.sha256(f"{self.seed}:{ids}".encode()).digest()[:7])
+        return torch.Generator(device).manual_seed(seed)
 
 
 def choose_sampling(
@@ -140,26 +160,12 @@ def run(
 
 def _texts(model: Decoder, replies: Sequence[Continuation], sampling: Sampling) -> Iterator[str]:
     """Generate a batch of replies; yield each text as it is appended to one of them."""
-    import torch
-
     from dtt.model.generate import generate_batch
 
     ended = set[int]()
-    tokens = generate_batch(
-        model,
-        [reply.prompt_ids for reply in replies],
-        max_new_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        generators=[
-            torch.Generator(model.embed.weight.device).manual_seed(
-                prompt_seed(sampling.seed, reply.prompt_ids)
-            )
-            for reply in replies
-        ],
-        ended=ended,
-    )
+    prompts, device = [reply.prompt_ids for reply in replies], model.embed.weight.device
+    generators = [sampling.generator(device, ids) for ids in prompts]
+    tokens = generate_batch(model, prompts, generators=generators, ended=ended, **sampling.options)
     for row, token in tokens:
         yield replies[row].add(token)
         if replies[row].stopped:
@@ -255,14 +261,3 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
             why="the model has no end-of-document token with which to start a new document",
         )
     return [trained.end_of_document]
-
-
-def prompt_seed(seed: int | None, ids: list[int]) -> int:
-    """Return the seed of the random generator of a prompt; a random one if `seed` is None.
-
-    It depends on `seed` and the prompt's ids only, so a prompt gets the same draws in any batch,
-    and different prompts get different ones.
-    """
-    if seed is None:
-        return randbits(63)
-    return int.from_bytes(hashlib.sha256(f"{seed}:{ids}".encode()).digest()[:7])

@@ -6,7 +6,7 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -18,30 +18,21 @@ from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.kv_cache import KVCache
 
+CHUNK = 1024
+"""Number of tokens that are prefilled at once behind cached ones, to bound their mask."""
+
 
 def generate(
     model: Decoder,
     prompt_ids: Sequence[int],
     *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    stop_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
-) -> Iterator[int]:
+    **options: Any,
+) -> Generator[int]:
     """Yield the tokens that continue a prompt; see `generate_batch`."""
-    for _, token in generate_batch(
-        model,
-        [prompt_ids],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_ids=stop_ids,
-        generators=[generator],
-    ):
-        yield token
+    with closing(generate_batch(model, [prompt_ids], generators=[generator], **options)) as tokens:
+        for _, token in tokens:
+            yield token
 
 
 @torch.inference_mode()
@@ -53,27 +44,27 @@ def generate_batch(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    stop_ids: Collection[int] = (),
     generators: Sequence[torch.Generator | None],
     ended: Collection[int] = (),
-) -> Iterator[tuple[int, int]]:
+    cache: KVCache | None = None,
+) -> Generator[tuple[int, int]]:
     """Yield (index of the prompt, token) for each new token, as it is sampled.
 
     Prompts have at least one token. Each is continued independently of the others: until it has
-    `max_new_tokens`, until one of `stop_ids` (which is not yielded), until the caller adds its
-    index to `ended`, or until it fills the model's context (`max_seq_len`). `draw` describes how a
-    token is chosen. Meanwhile the model is in eval mode.
+    `max_new_tokens`, until the caller adds its index to `ended`, as at a stop token, or until it
+    fills the model's context (`max_seq_len`). `draw` describes how a token is chosen. Meanwhile the
+    model is in eval mode. A `cache` for all prompts may contain their beginnings.
     """
     # The context includes the prompt. A learned position table has no row beyond it.
     texts, arch, weight = [list(prompt) for prompt in prompts], model.arch, model.embed.weight
     remaining = [min(max_new_tokens, arch.max_seq_len - len(text)) for text in texts]
     active = [i for i in range(len(texts)) if remaining[i] > 0]
     capacity = max((len(texts[i]) + remaining[i] for i in active), default=0)
-    cache = KVCache(arch, len(active), capacity, weight.device, weight.dtype)
+    cache = cache or KVCache(arch, len(active), capacity, weight.device, weight.dtype)
     was_training = model.training
     model.eval()
     try:
-        logits_BV = _one_by_one(model, cache, [texts[i] for i in active]) if active else weight
+        logits_BV = _prefill(model, cache, [texts[i] for i in active]) if active else weight
         while active:
             drawn_B = draw(logits_BV, temperature, top_k, top_p, [generators[i] for i in active])
             read = _start_reading(drawn_B)
@@ -87,8 +78,6 @@ def generate_batch(
             for row, (i, token) in enumerate(zip(active, read(), strict=True)):
                 if token == NOT_FINITE:
                     raise _diverged(logits_BV[row])
-                if token in stop_ids:
-                    continue
                 # The consumer may abandon the iterator here: hence `finally`.
                 yield i, token
                 texts[i].append(token)
@@ -96,13 +85,15 @@ def generate_batch(
                 if remaining[i] > 0 and i not in ended:
                     going.append(row)
             active = [active[row] for row in going]
-            if active and following_BV is None and _become_long(arch, cache):
-                cache.keep(going)
-                logits_BV = _one_by_one(model, cache, [texts[i] for i in active])
-            elif active and following_BV is None:
-                logits_BV = _decode(model, cache, drawn_B, going)
-            elif following_BV is not None:
+            if not active:
+                return  # and leave the rows of a caller's cache
+            if following_BV is not None:
                 logits_BV = _keep(following_BV, cache, [rows.index(row) for row in going])
+            elif _become_long(arch, cache):
+                cache.keep(going)
+                logits_BV = _prefill(model, cache, [texts[i] for i in active])
+            else:
+                logits_BV = _decode(model, cache, drawn_B, going)
     finally:
         model.train(was_training)
 
@@ -113,11 +104,9 @@ class PrefixCachedGenerator:
     The turns of a conversation are such prompts: each begins with the previous prompt and answer.
     """
 
-    CHUNK = 1024
-    """Number of tokens that are prefilled at once behind cached ones, to bound their mask."""
-
     def __init__(self, model: Decoder) -> None:
         """Generate with `model`, which stays in evaluation mode."""
+        # Several threads may share the model, so no one of them may change its mode.
         self.model = model.eval()
         weight = model.embed.weight
         self.cache = KVCache(model.arch, 1, 0, weight.device, weight.dtype)
@@ -132,9 +121,8 @@ class PrefixCachedGenerator:
 
     def cached_prefix(self, prompt_ids: Sequence[int]) -> int:
         """Return the number of cached tokens of a prompt; the last token is always computed."""
-        if self.model.arch.is_long(len(self.cached_ids)) != self.model.arch.is_long(
-            len(prompt_ids)
-        ):
+        is_long = self.model.arch.is_long
+        if is_long(len(self.cached_ids)) != is_long(len(prompt_ids)):
             return 0  # the cached keys of long texts are rotated differently
         pairs = zip(self.cached_ids, prompt_ids[:-1], strict=False)
         return next(
@@ -142,61 +130,28 @@ class PrefixCachedGenerator:
             min(len(self.cached_ids), len(prompt_ids) - 1),
         )
 
-    @torch.inference_mode()
     def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-        generator: torch.Generator,
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, **options: Any
     ) -> Generator[int]:
-        """Yield the tokens that continue a prompt; see `generate_batch` for the options.
+        """Yield the tokens that continue a prompt; see `generate` for the options.
 
-        The iterator ends with `max_new_tokens` tokens or at the end of the context. The caller ends
-        it at a stop token by not asking for the next one.
+        The caller ends the iterator at a stop token by not asking for the next one.
         """
-        remaining = min(max_new_tokens, self.model.arch.max_seq_len - len(prompt_ids))
-        self._reserve(len(prompt_ids) + remaining)
         kept = self.cached_prefix(prompt_ids)
+        capacity = min(len(prompt_ids) + max_new_tokens, self.model.arch.max_seq_len)
+        if capacity > self.cache.memory.shape[4]:
+            self.cache.reserve(capacity)
         # Shortening the length is enough: what lies behind it is overwritten, and masked until
         # then.
         self.cached_ids, self.cache.lengths = self.cached_ids[:kept], [kept]
-        new = prompt_ids[kept:]
-        # A prompt without cached tokens needs no mask, at any length. Behind cached ones it needs a
-        # mask [CHUNK, S].
-        first = new if kept == 0 else new[: self.CHUNK]
-        logits_V = self._append(first)
-        for start in range(len(first), len(new), self.CHUNK):
-            logits_V = self._append(new[start : start + self.CHUNK])
-        while remaining > 0:
-            token = sample(logits_V, temperature, top_k, top_p, generator)
-            yield token
-            remaining -= 1
-            # Nobody asks for the token after the last one, so its forward pass is saved.
-            if remaining > 0:
-                logits_V = self._append([token])
-
-    def _append(self, tokens: Sequence[int]) -> Tensor:
-        """Compute the tokens behind the cached ones; return the logits [V] of the next token."""
-        if self.model.arch.becomes_long(len(self.cached_ids), len(tokens)):
-            # All keys change with the length of the text, so none of the cached ones can be used.
-            tokens = [*self.cached_ids, *tokens]
-            self.cached_ids, self.cache.lengths = [], [0]
-        tokens_1T = torch.tensor([tokens], device=self.cache.device)
-        logits_V: Tensor = self.model(tokens_1T, cache=self.cache)[0, -1]
-        self.cached_ids += tokens
-        return logits_V
-
-    def _reserve(self, capacity: int) -> None:
-        """Make room for `capacity` tokens; at least double the memory if there is none."""
-        current = self.cache.memory.shape[4]
-        if capacity > current:
-            # Doubling copies each cached token a constant number of times on average, however many
-            # turns follow.
-            self.cache.reserve(min(max(capacity, 2 * current), self.model.arch.max_seq_len))
+        computed = list(prompt_ids[kept:])
+        options |= {"max_new_tokens": max_new_tokens, "cache": self.cache}
+        with closing(generate(self.model, prompt_ids, **options)) as tokens:
+            for token in tokens:
+                # A token is drawn when all before it are computed.
+                self.cached_ids += computed
+                computed = [token]
+                yield token
 
 
 class GeneratorPool:
@@ -243,7 +198,6 @@ def generate_uncached(
     max_new_tokens: int,
     temperature: float,
     top_p: float,
-    stop_ids: Collection[int],
     generator: torch.Generator,
 ) -> Generator[int]:
     """Yield the tokens that continue a prompt, for a model that is sharded over several ranks.
@@ -267,19 +221,17 @@ def generate_uncached(
             # All ranks must call this in the same iteration: it is a collective, and so is the
             # forward pass.
             token = broadcast(sample(logits, temperature, None, top_p, generator))
-            if token in stop_ids:
-                return
             yield token
             ids.append(token)
     finally:
         module.train(was_training)
 
 
-def _one_by_one(model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]]) -> Tensor:
+def _prefill(model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]]) -> Tensor:
     """Compute what the cache lacks of each row's text; return the logits [B, V] of the next tokens.
 
-    So no prompt needs padding. A text of LongRoPE that becomes long is computed again, because its
-    cached keys change.
+    One by one, so that no prompt needs padding. A text of LongRoPE that becomes long is computed
+    again, because its cached keys change.
     """
     logits = []
     for row, text in enumerate(texts):
@@ -287,8 +239,12 @@ def _one_by_one(model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]]) 
         one = cache.row(row)
         if model.arch.becomes_long(one.lengths[0], len(text) - one.lengths[0]):
             one.lengths = [0]
-        new = torch.tensor([text[one.lengths[0] :]], device=cache.device)
-        logits.append(model(new, cache=one)[0, -1])
+        # A prompt without cached tokens needs no mask, at any length. Behind cached ones it needs a
+        # mask [CHUNK, S].
+        size = CHUNK if one.lengths[0] else len(text)
+        parts = [text[i : i + size] for i in range(one.lengths[0], len(text), size)]
+        passes = [model(torch.tensor([part], device=cache.device), cache=one) for part in parts]
+        logits.append(passes[-1][0, -1])
         cache.lengths[row] = one.lengths[0]
     return torch.stack(logits)
 

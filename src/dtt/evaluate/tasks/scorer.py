@@ -160,7 +160,10 @@ class Generator:
                     own = [prompts[i] for i in batch]
                     ended = set[int]()
                     try:
-                        for i, token in self._tokens(own, max_new_tokens, until_ids, ended):
+                        for i, token in self._tokens(own, max_new_tokens, ended):
+                            if token in until_ids:
+                                ended.add(i)
+                                continue
                             found[i].append(token)
                             if complete(batch[i], token):
                                 ended.add(i)
@@ -191,7 +194,6 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        until_ids: Collection[int],
         ended: Collection[int],
     ) -> Iterator[tuple[int, int]]:
         """Yield (index of the prompt, token) for each new token of prompts not in `ended`."""
@@ -202,7 +204,6 @@ class Generator:
                 prompts,
                 max_new_tokens=max_new_tokens,
                 temperature=0,
-                stop_ids=until_ids,
                 generators=[None] * len(prompts),
                 ended=ended,
             )
@@ -216,7 +217,6 @@ class Generator:
             max_new_tokens=max_new_tokens,
             temperature=0,
             top_p=1.0,
-            stop_ids=until_ids,
             generator=torch.Generator(self.world.device),
         )
         with closing(tokens):
