@@ -17,8 +17,9 @@ from dtt.base.terminal import protect_output  # noqa: E402
 from dtt.cli.app import cli  # noqa: E402
 
 # Imported to define their commands, in the order in which `dtt --help` lists them.
-from dtt.cli import pipeline, generate, eval, report, submit, checks, job  # noqa: E402, F401  # isort: skip
-from dtt.cli import ckpt, wandb, data, sweep, mup, config  # noqa: E402, F401  # isort: skip
+from dtt.cli import download, clean, tokenize, train, export, pipeline  # noqa: E402, F401  # isort: skip
+from dtt.cli import generate, chat, eval, report, submit, doctor, plan, verify  # noqa: E402, F401  # isort: skip
+from dtt.cli import job, ckpt, wandb, data, sweep, mup, config  # noqa: E402, F401  # isort: skip
 
 
 def main() -> None:

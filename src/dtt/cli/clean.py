@@ -1,0 +1,46 @@
+"""The command `dtt clean`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, examples, resolve
+from dtt.mesh.process import command, leave
+
+
+@cli.command(
+    epilog=examples(
+        "dtt clean -c run.yaml clean.near.threshold=0.8",
+        "mpirun -n 8 dtt clean -c run.yaml",
+        "dtt clean -c run.yaml --part 3/16    # an independent job, before the line above",
+    )
+)
+def clean(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Only read the part I of N, counted from 0, as a job of its own."
+        ),
+    ] = None,
+    stage: Stage = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose the documents to train on: no duplicates, and none that a filter removes.
+
+    Reads data/corpus/<dataset>/, writes a folder selection-* there; the corpus is not changed. The
+    output does not depend on the number of processes. The same command resumes after an
+    interruption.
+    """
+    with command("the finished units are kept; run the same command to continue"):
+        from dtt.clean import run as clean
+
+        cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
+        clean.run(cfg, part=part, as_json=json)
+    leave()

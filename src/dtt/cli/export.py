@@ -1,0 +1,64 @@
+"""The command `dtt export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Checkpoint, Ema, Json, Overrides, Quiet, examples
+from dtt.mesh.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt export jobs/run",
+        "dtt export jobs/run@500 --upload org/name --private",
+        "dtt export jobs/run@500 --upload org/name --revision step-500",
+    )
+)
+def export(
+    source: Checkpoint,
+    overrides: Overrides = None,
+    ema: Ema = False,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Export only the adapter, in the format of PEFT."),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write to.")] = None,
+    upload: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Also upload to this Hub repository.")
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BRANCH", help="Branch of that repository, created if absent; default: main."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create a new Hub repository as private.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Export a checkpoint to a Hugging Face folder and verify it with transformers.
+
+    Reads jobs/<name>/checkpoints/, writes exports/<name>/. Replaces an earlier export of the same
+    job once the new one is verified.
+    """
+    with command("the checkpoint is unchanged; run the same command to export it"):
+        from dtt.hf import export
+
+        export.run(
+            source,
+            overrides or [],
+            ema=ema,
+            adapter=adapter,
+            out=out,
+            upload=upload,
+            revision=revision,
+            private=private,
+            as_json=json,
+        )

@@ -1,0 +1,60 @@
+"""The command `dtt plan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, examples, resolve
+from dtt.mesh.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt plan -c run.yaml",
+        "dtt plan -c run.yaml --gpu H100 --price 2.5 launch.nodes=8 launch.gpus_per_node=8",
+        "dtt plan -c run.yaml --gpu cpu --probe     # compare with three measured steps",
+    )
+)
+def plan(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="GPU model, such as H100 or A100-40, or cpu; default: the type in "
+            "launch.gpus_per_node, or that of this machine; without either, GPUs are compared."
+        ),
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Price of a device hour.")] = None,
+    stage: Stage = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Train three steps here and print the error.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Estimate the memory, time, communication, disk space and cost of a run.
+
+    Reads the configuration, and the sizes of the token files if they exist. Needs no GPU. Prints a
+    line for each stage of training, if the configuration describes several, and their sum.
+    """
+    with command():
+        from dtt.config.load import stage_names
+        from dtt.estimate import plan as body
+        from dtt.train.initial import model_of
+
+        if config is None and dataset is None and not overrides:
+            raise body.missing_configuration()
+        options = {"download.dataset": dataset}
+        names = stage_names(config, overrides or []) if stage is None else ()
+        found = [
+            resolve(config, overrides, options, model_of=model_of, stage=name)
+            for name in names or (stage,)
+        ]
+        if names:
+            body.run_stages(found, gpu, price, probe=probe, as_json=json)
+        else:
+            body.run(found[0], gpu, price, probe=probe, as_json=json)

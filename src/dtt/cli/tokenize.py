@@ -1,0 +1,52 @@
+"""The command `dtt tokenize`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, examples, resolve
+from dtt.mesh.process import command, leave
+
+
+@cli.command(
+    epilog=examples(
+        "dtt tokenize -c run.yaml",
+        "mpirun -n 8 dtt tokenize -c run.yaml",
+        "srun -N 4 -n 64 dtt tokenize -c run.yaml    # no MPI needed",
+        "dtt tokenize -c run.yaml --dry-run          # print what would be reused",
+    )
+)
+def tokenize(
+    overrides: Overrides = None,
+    config: Config = None,
+    dataset: Dataset = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace token files made from other text or with other settings."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be reused and why; write nothing.")
+    ] = False,
+    stage: Stage = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert documents to token files, with a given or a newly trained tokenizer.
+
+    Reads data/corpus/<dataset>/, writes data/tokens/<dataset>-<tokenizer>/. The output does not
+    depend on the number of processes. The same command resumes after an interruption.
+    """
+    with command("the finished units are kept; run the same command to continue"):
+        from dtt.data.tokenize import run as tokenize
+
+        cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
+        if dry_run:
+            tokenize.explain(cfg, as_json=json)
+        else:
+            tokenize.run(cfg, overwrite=overwrite, as_json=json)
+    leave()

@@ -1,0 +1,59 @@
+"""The command `dtt train`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Config, Json, Quiet, Stage, examples
+from dtt.mesh.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt train -c run.yaml",
+        "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
+        "dtt train jobs/run              # resume a job; so does the first line",
+        "dtt train --branch jobs/run@3000 schedule.decay=500    # new job: anneal from step 3000",
+        "touch jobs/run/control/stop     # save and stop; control/save only saves",
+    )
+)
+def train(
+    job_or_overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[JOB] [KEY=VALUE]…", help="Job directory to resume; config keys."),
+    ] = None,
+    config: Config = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(help="On resume, allow this key to change what is trained; repeatable."),
+    ] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Resume from this checkpoint; newer ones are renamed, not deleted."
+        ),
+    ] = None,
+    branch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB@STEP",
+            help="Branch a new job from this step, with another schedule.* or length.",
+        ),
+    ] = None,
+    stage: Stage = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model, or resume a job.
+
+    Reads data/tokens/<name>/, writes jobs/<name>/. After SIGTERM or Ctrl-C it saves and exits with
+    75. torchrun exits with 1 after any failure; attempts/<n>/exit.json in the job has the code.
+    """
+    with command("the saved checkpoints are kept; run the same command to resume"):
+        from dtt.train import run as train
+
+        options = config, job_or_overrides or [], allow_change or [], from_step, branch
+        train.run(*options, stage=stage, as_json=json)

@@ -1,0 +1,56 @@
+"""The command `dtt verify`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dtt.cli.app import cli
+from dtt.cli.options import Config, Json, Overrides, Stage, examples, resolve
+from dtt.mesh.process import command
+
+
+@cli.command(
+    epilog=examples(
+        "dtt verify -c run.yaml",
+        "dtt verify --fuzz 1 --minutes 60    # random configurations",
+    )
+)
+def verify(
+    overrides: Overrides = None,
+    config: Config = None,
+    stage: Stage = None,
+    fuzz: Annotated[
+        int | None,
+        typer.Option(metavar="SEED", min=0, help="Verify random configurations instead."),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Duration of --fuzz.")] = 1.0,
+    device: Annotated[
+        str,
+        typer.Option(help="cpu: in fp64; cuda: in the precision of the run, on this node's GPUs."),
+    ] = "cpu",
+    json: Json = False,
+) -> None:
+    """Check that every layout of a run computes what one process computes.
+
+    Shrinks the configuration, runs each layout in processes on this machine, and compares data,
+    losses, gradients, norms, updates, replicas, resumes and the export. Needs no data and no GPU.
+    Exits with 1 if something differs, and names the features that it takes.
+    """
+    with command():
+        from dtt.config.load import stage_names
+        from dtt.train.initial import model_of
+        from dtt.verify import run as body
+
+        if fuzz is not None:
+            body.fuzz(fuzz, minutes, as_json=json)
+            return
+        if config is None and not overrides:
+            raise body.missing_configuration()
+        names = stage_names(config, overrides or []) if stage is None else ()
+        found = [
+            (name or config or "run", resolve(config, overrides, {}, model_of=model_of, stage=name))
+            for name in names or (stage,)
+        ]
+        body.run(found, device, as_json=json)
