@@ -165,7 +165,7 @@ def test_a_redraw_keeps_the_sample_the_axis_and_the_cursor(
         expect(page.locator(".tiles")).to_contain_text("220 of 400", timeout=LIVE_MS)
         assert page.locator("#samples output").inner_text() == "step 50"
         assert page.is_checked("input[name=axis][value=tokens]")
-        assert page.locator(".hair").first.is_visible()
+        assert page.locator(".u-cursor-x").first.is_visible()
 
 
 def test_a_page_follows_a_job_that_resumes_from_an_earlier_step(

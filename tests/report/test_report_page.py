@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page
 from support.browser import OpenPage
 from support.hostile_jobs import HOSTILE, write_hostile_job, write_hostile_sweep
 from support.planted_secrets import ENVIRONMENT, SECRETS, write_job_with_secrets
@@ -191,7 +191,7 @@ def test_lines_of_a_chart_differ_in_color_and_in_dashes(tmp_path: Path, chromium
 
 
 @pytest.mark.slow
-def test_a_logarithmic_axis_and_zoom_work_beside_a_run_that_has_not_started(
+def test_zoom_works_beside_a_run_that_has_not_started(
     tmp_path: Path, chromium: Browser
 ) -> None:
     one = write_finished_job(tmp_path)
@@ -200,10 +200,8 @@ def test_a_logarithmic_axis_and_zoom_work_beside_a_run_that_has_not_started(
     with OpenPage(chromium, tmp_path / "page.html") as opened:
         page = opened.page
         page.check("input[name=axis][value=tokens]")
-        page.check("input[name=log]")
         page.mouse.move(0, 0)  # where no chart can scroll under the mouse and move the cursor
         chart = page.locator(CHART.format("Training loss"))
-        assert colored(chart, 0.08, 0.2, 0, 0.95) > 20  # from the left edge on
         chart.locator(".plot").focus()
         for key in ("Home", "+", "+"):
             page.keyboard.press(key)
@@ -277,22 +275,6 @@ def test_the_page_can_be_used_with_the_keyboard_alone(jobs: Path, chromium: Brow
         focus("#samples input[type=range]")
         page.keyboard.press("Home")
         assert page.locator("#samples output").inner_text() == "step 0"
-
-
-@pytest.mark.slow
-def test_charts_that_are_drawn_later_leave_the_cursor_of_the_keyboard_where_it_is(
-    jobs: Path, chromium: Browser
-) -> None:
-    with OpenPage(chromium, jobs / "both.html") as opened:
-        page = opened.page
-        page.mouse.move(0, 0)  # where no chart can scroll under the mouse and move the cursor
-        page.check("input[name=log]")  # all charts are built again, those out of view later
-        chart = page.locator(CHART.format("Training loss"))
-        chart.locator(".plot").press("Home")
-        expect(chart.locator(".readout")).to_contain_text("6.971")
-        expect(page.locator(".plot:not(:has(canvas))")).to_have_count(0)
-        page.wait_for_timeout(200)  # longer than a frame, after which a cursor would have moved
-        assert "6.971" in chart.locator(".readout").inner_text()
 
 
 def test_the_slider_shows_the_sample_of_each_step(jobs: Path, chromium: Browser) -> None:

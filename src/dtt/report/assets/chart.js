@@ -1,6 +1,8 @@
 // A chart of lines over one axis: uPlot draws the axes, and this file the lines with their bands.
 
 const HEIGHT = { wide: 320, normal: 230, small: 190 };
+const MOVES = ["mousemove", "mouseleave"];
+const KEYS = "Arrow keys move the cursor, + and - zoom, Escape shows everything.";
 
 /** Read a CSS variable, as a canvas needs it. */
 function css(name) {
@@ -10,8 +12,10 @@ function css(name) {
 const resolved = (color) => (color.startsWith("var(") ? css(color.slice(4, -1)) : color);
 
 /**
- * A line is { label, color, dash, x, mean, min, max, error, points }. `x` and the others are arrays
- * of one length; `error` is half the height of an error bar; `points` marks every point.
+ * A chart of lines, each { label, color, dash, x, mean, min, max, error, points }. `x` and the
+ * others are arrays of one length; `error` is half the height of an error bar; `points` marks
+ * every point. uPlot draws axes, cursor and selection; `draw` draws the lines, because uPlot would
+ * copy all lines to the positions of all: 100 runs over time have 20,000 positions, each its own.
  */
 class Chart {
   /** `spec` is { title, unit, format, size, lines(), x: view, ticks, marks() }. */
@@ -22,7 +26,7 @@ class Chart {
       class: "plot",
       tabindex: 0,
       role: "group",
-      "aria-label": this.description(),
+      "aria-label": `${this.title}. ${KEYS}`,
       onkeydown: (event) => this.key(event),
       // Screen readers speak the values of the chart that has the focus, not of all at once.
       onfocus: () => this.readout.setAttribute("aria-live", "polite"),
@@ -33,6 +37,7 @@ class Chart {
       { class: "values", ontoggle: () => this.listValues() },
       el("summary", null, "Values"),
     );
+    const notes = [this.unit, this.note].filter(Boolean);
     this.figure = el(
       "figure",
       { class: `chart ${this.size}` },
@@ -40,8 +45,7 @@ class Chart {
         "figcaption",
         null,
         el("h3", null, this.title),
-        this.unit && el("span", { class: "unit" }, this.unit),
-        this.note && el("span", { class: "unit" }, this.note),
+        notes.map((note) => el("span", { class: "unit" }, note)),
       ),
       this.readout,
       this.host,
@@ -49,21 +53,11 @@ class Chart {
     );
   }
 
-  description() {
-    return `${this.title}. Arrow keys move the cursor, + and - zoom, Escape shows everything.`;
-  }
-
-  /** Take the current lines; draw them at once if the chart is in view, else soon. */
-  update({ rebuild = false } = {}) {
+  /** Take and draw the current lines. */
+  update() {
     this.drawn = this.lines().filter((line) => line.x.length);
-    if (this.values.open) this.listValues();
-    if (rebuild) this.plot = this.plot?.destroy();
-    paintSoon(this);
-  }
-
-  /** Draw the lines; `update` has taken them. */
-  paint() {
-    if (!this.plot) this.build();
+    this.listValues();
+    this.plot ??= this.build();
     const [left, right] = this.x.range();
     const [low, high] = this.yRange(left, right);
     this.plot.batch(() => {
@@ -71,60 +65,48 @@ class Chart {
       this.plot.setScale("y", { min: low, max: high });
     });
     this.plot.redraw(false);
-    this.showAt(this.x.pointed ?? null);
+    this.showAt(this.pointed());
   }
 
   /** Create the plot, whose place in the page has a width by now. */
   build() {
-    const [text, line, font] = [css("--muted"), css("--line"), `12px ${css("--sans")}`];
-    const axis = {
-      stroke: text,
-      font,
-      grid: { stroke: line, width: 1 },
-      ticks: { stroke: line, width: 1, size: 4 },
-    };
-    const width = Math.max(200, this.host.clientWidth);
-    this.plot = new uPlot(
+    // Functions, because the colors change with the theme.
+    const line = { stroke: () => css("--line"), width: 1 };
+    const axis = (size, space, values) => ({
+      stroke: () => css("--muted"),
+      font: `12px ${css("--sans")}`,
+      grid: line,
+      ticks: { ...line, size: 4 },
+      size,
+      space,
+      values: (u, at) => at.map((value) => (value === null ? null : values(value))),
+    });
+    const below = axis(34, 70, (value) => this.tick(value));
+    if (this.ticks) below.splits = () => this.ticks.map((_, i) => i);
+    const range = (u, low, high) => [low, high]; // uPlot would widen it to round numbers
+    return new uPlot(
       {
-        width,
-        height: HEIGHT[this.size],
+        ...this.room(),
         legend: { show: false },
         padding: [10, 22, 0, 0],
         cursor: {
-          x: false,
           y: false,
           points: { show: false },
           drag: { x: true, y: false, setScale: false },
-          bind: {
-            dblclick: () => () => {
-              this.x.zoom(null);
-              return null;
-            },
-          },
+          // Of the events of one chart, the others follow the cursor alone: a zoom reaches them
+          // through the view.
+          sync: { key: this.x.cursor, filters: { pub: (event) => MOVES.includes(event) } },
+          bind: { dblclick: () => () => this.x.zoom(null) },
         },
         scales: {
-          x: { time: false, auto: false, range: exactly, distr: this.x.log ? 3 : 1 },
-          y: { auto: false, range: exactly },
+          x: { time: false, auto: false, range, distr: this.x.log ? 3 : 1 },
+          y: { auto: false, range },
         },
-        series: [{}, { stroke: text, points: { show: false } }],
-        axes: [
-          {
-            ...axis,
-            size: 34,
-            space: 70,
-            values: (u, at) => at.map((v) => this.tick(v)),
-            ...(this.ticks ? { splits: () => this.ticks.map((_, i) => i) } : {}),
-          },
-          {
-            ...axis,
-            size: 62,
-            space: 32,
-            values: (u, at) => at.map((v) => (v === null ? null : this.format(v))),
-          },
-        ],
+        series: [{}, { stroke: "black" }], // without a series, uPlot draws no axis of y
+        axes: [below, axis(62, 32, this.format)],
         hooks: {
           draw: [(u) => this.draw(u)],
-          setCursor: [(u) => this.follow(u)],
+          setCursor: [() => this.showAt(this.pointed())],
           setSelect: [(u) => this.select(u)],
         },
       },
@@ -134,18 +116,14 @@ class Chart {
       ],
       this.host,
     );
-    this.hair = el("div", { class: "hair", hidden: true });
-    this.plot.over.append(this.hair);
+  }
+
+  room() {
+    return { width: Math.max(200, this.host.clientWidth), height: HEIGHT[this.size] };
   }
 
   tick(value) {
-    if (value === null) return null;
     return this.ticks ? (this.ticks[value] ?? null) : this.x.format(value);
-  }
-
-  resize() {
-    if (this.plot)
-      this.plot.setSize({ width: Math.max(200, this.host.clientWidth), height: HEIGHT[this.size] });
   }
 
   /**
@@ -177,127 +155,111 @@ class Chart {
 
   draw(u) {
     const { ctx, bbox } = u;
-    const { x, y } = u.scales;
-    const toX = scale(x, bbox.left, bbox.width);
-    const toY = (value) =>
-      bbox.top + bbox.height - ((value - y.min) / (y.max - y.min)) * bbox.height;
     ctx.save();
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
-    const ratio = devicePixelRatio;
-    for (const { at, color } of this.marks()) vertical(ctx, toX(at), bbox, css(color), ratio);
-    for (const line of this.drawn) this.drawLine(ctx, line, toX, toY, ratio, y.max, bbox);
+    ctx.lineJoin = "round";
+    for (const { at, color } of this.marks()) {
+      const x = u.valToPos(at, "x", true);
+      const ends = [bbox.top, bbox.top + bbox.height];
+      stroke(ctx, pathThrough([x, x], ends), { color: css(color), dash: [3, 3] });
+    }
+    for (const line of this.drawn) this.drawLine(u, line);
     ctx.restore();
   }
 
-  drawLine(ctx, line, toX, toY, ratio, top, bbox) {
+  drawLine(u, line) {
+    const { ctx, bbox } = u;
     const color = resolved(line.color);
-    const xs = line.x.map(toX);
-    ctx.strokeStyle = color;
+    const xs = line.x.map((value) => u.valToPos(value, "x", true));
+    const ys = (values) => values.map((value) => u.valToPos(value, "y", true));
+    const mean = ys(line.mean);
     ctx.fillStyle = color;
-    ctx.lineJoin = "round";
-    if (line.max) drawBand(ctx, line, xs, toY, ratio);
-    if (line.smooth) {
-      ctx.globalAlpha = 0.4;
-      ctx.lineWidth = ratio;
-      ctx.stroke(pathThrough(xs, line.mean.map(toY)));
-      ctx.globalAlpha = 1;
+    if (line.max) {
+      const [top, bottom] = [ys(line.max), ys(line.min)];
+      const band = pathThrough([...xs, ...[...xs].reverse()], [...top, ...bottom.reverse()]);
+      ctx.globalAlpha = 0.28;
+      ctx.fill(band);
+      // A spike of one bucket is narrower than a pixel: only its outline is visible.
+      stroke(ctx, band, { color, alpha: 0.5 });
     }
-    ctx.lineWidth = (line.width ?? 1.75) * ratio;
-    ctx.setLineDash((line.dash ?? []).map((length) => length * ratio));
-    ctx.stroke(pathThrough(xs, (line.smooth ?? line.mean).map(toY)));
-    ctx.setLineDash([]);
-    const all = line.points || xs.length === 1;
-    xs.forEach((x, k) => {
-      if (line.error?.[k])
-        errorBar(
-          ctx,
-          x,
-          toY(line.mean[k] - line.error[k]),
-          toY(line.mean[k] + line.error[k]),
-          ratio,
-        );
-      if (all) dot(ctx, x, toY(line.mean[k]), 3.2 * ratio);
-      if ((line.max ?? line.mean)[k] > top) triangle(ctx, x, bbox.top + 2 * ratio, 5 * ratio);
+    const thick = { color, width: line.width ?? 1.75, dash: line.dash };
+    if (line.smooth) stroke(ctx, pathThrough(xs, mean), { color, alpha: 0.4 });
+    stroke(ctx, pathThrough(xs, line.smooth ? ys(line.smooth) : mean), thick);
+    line.error?.forEach((error, k) => {
+      const ends = ys([line.mean[k] - error, line.mean[k] + error]);
+      if (error) stroke(ctx, pathThrough([xs[k], xs[k]], ends), { color, width: 1.25 });
     });
-  }
-
-  /** Follow the mouse. A plot also calls this when it is drawn, which moves no cursor. */
-  follow(u) {
-    const hovered = u.cursor.left >= 0;
-    if (hovered) this.x.point(u.posToVal(u.cursor.left, "x"));
-    else if (this.hovered) this.x.point(null);
-    this.hovered = hovered;
+    const all = line.points || xs.length === 1;
+    const outside = u.scales.y.max;
+    xs.forEach((x, k) => {
+      if (all) dot(ctx, x, mean[k], 3.2 * devicePixelRatio);
+      if ((line.max ?? line.mean)[k] > outside) triangle(ctx, x, bbox.top, 5 * devicePixelRatio);
+    });
   }
 
   select(u) {
     const { left, width } = u.select;
     if (width < 4) return;
-    const [from, to] = [u.posToVal(left, "x"), u.posToVal(left + width, "x")];
+    const range = [u.posToVal(left, "x"), u.posToVal(left + width, "x")];
     u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    this.x.zoom([from, to]);
+    this.x.zoom(range);
+  }
+
+  /** Return the position of the cursor on the axis of x; null if it is outside. */
+  pointed() {
+    const left = this.plot?.cursor.left ?? -1;
+    return left < 0 ? null : this.plot.posToVal(left, "x");
   }
 
   /** Show the values at a position; null shows the last ones. */
   showAt(position) {
-    if (!this.plot || waiting.has(this)) return;
-    this.hair.hidden = position === null;
-    if (position !== null) {
-      this.hair.style.setProperty(
-        "transform",
-        `translateX(${this.plot.valToPos(position, "x")}px)`,
-      );
-    }
+    // Without a cursor, the bar of controls names the runs.
+    const shown = this.quiet && position === null ? [] : this.drawn;
     const [, right] = this.x.range();
-    if (this.quiet && position === null) {
-      // the bar of controls names the runs
-      this.readout.replaceChildren();
-      return;
-    }
     this.readout.replaceChildren(
-      ...this.drawn.map((line) => {
+      ...shown.map((line) => {
         const k =
           position === null ? Math.max(0, lastUpTo(line.x, right)) : nearest(line.x, position);
-        const band =
-          line.max && line.max[k] > line.min[k]
-            ? ` (${this.format(line.min[k])} to ${this.format(line.max[k])})`
-            : "";
-        const error = line.error?.[k] ? ` ± ${this.format(line.error[k])}` : "";
+        const band = line.max?.[k] > line.min?.[k];
+        const range = band ? ` (${this.format(line.min[k])} to ${this.format(line.max[k])})` : "";
         return el(
           "span",
           null,
           swatch(line.color, line.dash),
           line.label && el("span", null, line.label),
           el("b", null, this.format(line.mean[k])),
-          error || band,
+          line.error?.[k] ? ` ± ${this.format(line.error[k])}` : range,
         );
       }),
     );
   }
 
+  /** Move the cursor of all charts, or zoom around it, in pixels of this one. */
   key(event) {
-    const linear = (at) => scaled(this.x, at);
-    const [left, right] = this.x.range().map(linear);
-    const step = (right - left) / (event.shiftKey ? 10 : 100);
-    const at = Math.min(right, Math.max(left, linear(this.x.pointed ?? this.x.range()[1])));
-    const position = (value) => (this.x.log ? 10 ** value : value);
-    const point = (value) => this.x.point(position(Math.min(right, Math.max(left, value))));
-    const zoom = (factor) =>
-      this.x.zoom([at - (at - left) * factor, at + (right - at) * factor].map(position));
+    const { plot } = this;
+    const width = plot.over.clientWidth;
+    const step = width / (event.shiftKey ? 10 : 100);
+    const at = plot.cursor.left < 0 ? width : plot.cursor.left;
+    const point = (left) =>
+      plot.setCursor({ left: Math.min(width, Math.max(0, left)), top: 0 }, true, true);
+    const zoom = (factor) => {
+      const ends = [at - at * factor, at + (width - at) * factor];
+      this.x.zoom(ends.map((pixel) => plot.posToVal(pixel, "x")));
+    };
     const moves = {
       ArrowLeft: () => point(at - step),
       ArrowRight: () => point(at + step),
-      Home: () => point(left),
-      End: () => point(right),
+      Home: () => point(0),
+      End: () => point(width),
       "+": () => zoom(0.5),
       "-": () => zoom(2),
       Escape: () => this.x.zoom(null),
     };
-    const move = moves[event.key];
-    if (!move) return;
+    if (!Object.hasOwn(moves, event.key)) return;
     event.preventDefault();
-    move();
+    moves[event.key]();
   }
 
   /** Fill the table of values: up to twelve of those in view, evenly spread. */
@@ -305,9 +267,8 @@ class Chart {
     if (!this.values.open || !this.drawn) return;
     const [left, right] = this.x.range();
     const rows = this.drawn.flatMap((line) => {
-      const first = lastUpTo(line.x, left) + (line.x[lastUpTo(line.x, left)] === left ? 0 : 1);
-      const last = lastUpTo(line.x, right);
-      return spread(first, last, 12).map((k) => [
+      const first = line.x.findIndex((at) => at >= left);
+      return spread(first < 0 ? line.x.length : first, lastUpTo(line.x, right), 12).map((k) => [
         line.label || this.title,
         this.tick(line.x[k]),
         this.format(line.mean[k]),
@@ -324,62 +285,20 @@ class Chart {
   }
 }
 
-const waiting = new Set();
-let painting = null;
-
-/** Draw a chart in view at once, and others one by one: a long page reacts at once. */
-function paintSoon(chart) {
-  const { top, bottom } = chart.host.getBoundingClientRect();
-  if (bottom > 0 && top < innerHeight) {
-    waiting.delete(chart);
-    chart.paint();
-  } else waiting.add(chart);
-  painting ??= setTimeout(paintNext);
-}
-
-function paintNext() {
-  const [chart] = waiting;
-  waiting.delete(chart);
-  chart?.paint();
-  painting = waiting.size ? setTimeout(paintNext) : null;
-}
-
-/** Draw all charts that still wait, as paper needs them. */
-function paintAll() {
-  for (const chart of waiting) chart.paint();
-  waiting.clear();
-}
-
 function pathThrough(xs, ys) {
   const path = new Path2D();
-  xs.forEach((x, k) => (k ? path.lineTo(x, ys[k]) : path.moveTo(x, ys[k])));
+  xs.forEach((x, k) => path.lineTo(x, ys[k])); // the first one moves there
   return path;
 }
 
-/**
- * Draw the band from minimum to maximum: one rectangle for each column of pixels, so that a spike
- * is visible however narrow it is. Rectangles are also much faster than a long outline.
- */
-function drawBand(ctx, { min, max }, xs, toY, ratio) {
-  const columns = [];
-  let [left, low, high] = [xs[0], Infinity, -Infinity];
-  xs.forEach((x, k) => {
-    [low, high] = [Math.min(low, min[k]), Math.max(high, max[k])];
-    const right = k + 1 < xs.length ? (x + xs[k + 1]) / 2 : x;
-    if (right - left < 1 && k + 1 < xs.length) return;
-    const [from, to] = [Math.round(left), Math.round(right)];
-    columns.push({ from, width: Math.max(1, to - from), top: toY(high), bottom: toY(low) });
-    [left, low, high] = [right, Infinity, -Infinity];
-  });
-  columns.forEach(({ from, width, top, bottom }, k) => {
-    const [before, after] = [columns[k - 1], columns[k + 1]];
-    const far = 12 * ratio;
-    const above = (other) => other && other.top - top > far;
-    const below = (other) => other && bottom - other.bottom > far;
-    const spike = (above(before) && above(after)) || (below(before) && below(after));
-    ctx.globalAlpha = spike ? 0.8 : 0.28;
-    ctx.fillRect(from, top, width, Math.max(ratio, bottom - top));
-  });
+/** Stroke a path; width and dashes are in CSS pixels, as a canvas has more on a fine screen. */
+function stroke(ctx, path, { color, width = 1, dash = [], alpha = 1 }) {
+  ctx.strokeStyle = color;
+  ctx.globalAlpha = alpha;
+  ctx.lineWidth = width * devicePixelRatio;
+  ctx.setLineDash(dash.map((length) => length * devicePixelRatio));
+  ctx.stroke(path);
+  ctx.setLineDash([]);
   ctx.globalAlpha = 1;
 }
 
@@ -390,45 +309,9 @@ function spread(first, last, most) {
   return Array.from({ length: Math.max(0, number) }, (_, i) => Math.round(first + i * step));
 }
 
-/** A range for uPlot that it does not widen to round numbers. */
-const exactly = (u, low, high) => [low, high];
-
-/** Return a function from values to pixels. */
-function scale({ min, max, distr }, start, length) {
-  const f = distr === 3 ? Math.log10 : (value) => value;
-  const [low, factor] = [f(min), length / (f(max) - f(min))];
-  return (value) => start + (f(value) - low) * factor;
-}
-
 function nearest(sorted, value) {
-  const k = lastUpTo(sorted, value);
-  if (k < 0) return 0;
-  return k + 1 < sorted.length && sorted[k + 1] - value < value - sorted[k] ? k + 1 : k;
-}
-
-function vertical(ctx, x, { top, height }, color, ratio) {
-  ctx.strokeStyle = color;
-  ctx.lineWidth = ratio;
-  ctx.setLineDash([3 * ratio, 3 * ratio]);
-  ctx.beginPath();
-  ctx.moveTo(x, top);
-  ctx.lineTo(x, top + height);
-  ctx.stroke();
-  ctx.setLineDash([]);
-}
-
-function errorBar(ctx, x, low, high, ratio) {
-  ctx.lineWidth = 1.25 * ratio;
-  ctx.beginPath();
-  for (const [fromX, fromY, toX, toY] of [
-    [x, low, x, high],
-    [x - 3 * ratio, low, x + 3 * ratio, low],
-    [x - 3 * ratio, high, x + 3 * ratio, high],
-  ]) {
-    ctx.moveTo(fromX, fromY);
-    ctx.lineTo(toX, toY);
-  }
-  ctx.stroke();
+  const k = Math.max(0, lastUpTo(sorted, value));
+  return sorted[k + 1] - value < value - sorted[k] ? k + 1 : k;
 }
 
 function dot(ctx, x, y, radius) {
@@ -438,11 +321,10 @@ function dot(ctx, x, y, radius) {
 }
 
 /** Mark a value above the plot. */
-function triangle(ctx, x, y, size) {
+function triangle(ctx, x, top, size) {
   ctx.beginPath();
-  ctx.moveTo(x, y);
-  ctx.lineTo(x - size, y + 1.6 * size);
-  ctx.lineTo(x + size, y + 1.6 * size);
-  ctx.closePath();
+  ctx.moveTo(x, top);
+  ctx.lineTo(x - size, top + 1.6 * size);
+  ctx.lineTo(x + size, top + 1.6 * size);
   ctx.fill();
 }

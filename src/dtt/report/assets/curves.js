@@ -3,14 +3,15 @@
 const SMOOTHING = [0, 5, 20, 100];
 
 /**
- * Charts of the metrics of training: title, unit, and lines [metric, label, style]. Several runs
- * get a chart for each line if there are titles for them in `apart`.
+ * Charts of the metrics of training: title, unit, and lines [metric, label, style]. `inner` is the
+ * start of the names of lines, such as those of all layers. Several runs get a chart for each line
+ * if there are titles for them in `apart`.
  */
 const GROUPS = [
-  [
-    "curves",
-    "Curves",
-    [
+  {
+    id: "curves",
+    title: "Curves",
+    charts: [
       {
         title: "Loss",
         unit: "nats per token",
@@ -24,21 +25,8 @@ const GROUPS = [
       },
       { title: "Validation, bits per byte", lines: [["eval/bits_per_byte", "", "points"]] },
       { title: "Validation loss by source", unit: "nats per token", inner: "eval/losses/" },
-      {
-        title: "Reward margin",
-        lines: [
-          ["train/reward_margin", "training"],
-          ["eval/reward_margin", "validation", "points"],
-        ],
-      },
-      {
-        title: "Reward accuracy",
-        format: percent,
-        lines: [
-          ["train/reward_accuracy", "training"],
-          ["eval/reward_accuracy", "validation", "points"],
-        ],
-      },
+      { title: "Reward margin", lines: trainAndEval("reward_margin") },
+      { title: "Reward accuracy", format: percent, lines: trainAndEval("reward_accuracy") },
       {
         title: "Log-probability of answers",
         unit: "nats",
@@ -53,98 +41,65 @@ const GROUPS = [
         lines: [["eval/answer_stop_rate", "", "points"]],
       },
     ],
-  ],
-  [
-    "optimization",
-    "Learning rate and gradients",
-    [
+  },
+  {
+    id: "optimization",
+    title: "Learning rate and gradients",
+    charts: [
       { title: "Learning rate", lines: [["train/lr", ""]], fromZero: true },
       { title: "Gradient norm", unit: "before clipping", lines: [["train/grad_norm", ""]] },
     ],
-  ],
-  [
-    "experts",
-    "Load of experts",
-    [
-      {
-        title: "Largest load by layer",
-        unit: "above the mean",
-        format: percent,
-        inner: "train/expert_violation/",
-      },
-      {
-        title: "Entropy of the load by layer",
-        unit: "of an even one",
-        format: percent,
-        inner: "train/expert_entropy/",
-      },
-      {
-        title: "Experts without tokens by layer",
-        format: percent,
-        inner: "train/expert_idle/",
-      },
+  },
+  {
+    id: "experts",
+    title: "Load of experts",
+    charts: [
+      ofLayers("Largest load by layer", "above the mean", "violation"),
+      ofLayers("Entropy of the load by layer", "of an even one", "entropy"),
+      ofLayers("Experts without tokens by layer", null, "idle"),
       { title: "Balance loss", lines: [["train/balance_loss", ""]] },
       { title: "Router z-loss", lines: [["train/router_z_loss", ""]] },
     ],
-  ],
-  [
-    "speed",
-    "Speed and memory",
-    [
-      {
-        title: "Tokens per second",
-        format: si,
-        lines: [["perf/tokens_per_second", ""]],
-        fromZero: true,
-      },
-      {
-        title: "Model FLOPs utilization",
+  },
+  {
+    id: "speed",
+    title: "Speed and memory",
+    charts: [
+      perf("Tokens per second", "tokens_per_second", { format: si }),
+      perf("Model FLOPs utilization", "mfu", { format: percent }),
+      perf("Share of matrix-product speed", "matmul_share", {
         format: percent,
-        lines: [["perf/mfu", ""]],
-        fromZero: true,
-      },
-      {
-        title: "Share of matrix-product speed",
-        format: percent,
-        lines: [["perf/matmul_share", ""]],
-        fromZero: true,
         unless: "perf/mfu",
-      },
-      {
-        title: "Peak memory",
-        unit: "GB per device",
-        lines: [["perf/memory_gb", ""]],
-        fromZero: true,
-      },
+      }),
+      perf("Peak memory", "memory_gb", { unit: "GB per device" }),
     ],
-  ],
+  },
 ];
+
+function trainAndEval(name) {
+  return [
+    [`train/${name}`, "training"],
+    [`eval/${name}`, "validation", "points"],
+  ];
+}
+
+function ofLayers(title, unit, name) {
+  return { title, unit, format: percent, inner: `train/expert_${name}/` };
+}
+
+function perf(title, name, rest) {
+  return { title, lines: [[`perf/${name}`, ""]], fromZero: true, ...rest };
+}
 
 /** The axis that all charts of training share: its quantity, zoom, smoothing and cursor. */
 class View {
   constructor(runs) {
-    Object.assign(this, {
-      runs,
-      axis: "steps",
-      log: false,
-      window: 0,
-      zoomed: null,
-      pointed: null,
-      charts: [],
-      listeners: [],
-    });
-    this.forget();
+    const cursor = "view"; // the group of charts in which uPlot moves the cursor
+    Object.assign(this, { runs, cursor, axis: "steps", window: 0, zoomed: null, charts: [] });
   }
 
   get shown() {
     return this.runs.filter((run) => run.shown);
-  }
-
-  /** Forget positions, which depend on the axis and on the records of the runs. */
-  forget() {
-    this.positions = new Map();
-    this.full = null;
-    this.least = null;
   }
 
   format(value) {
@@ -155,87 +110,45 @@ class View {
     return AXES[this.axis].label;
   }
 
-  /** The position of a step on the axis; on a logarithmic one, zero is drawn at the left edge. */
+  /** The position of a step on the axis. */
   x(run, step) {
-    const at = AXES[this.axis].of(run, step);
-    return this.log ? Math.max(at, this.smallest()) : at;
+    return AXES[this.axis].of(run, step);
   }
 
   /** Return the middle of each bucket of a curve on the axis. */
-  xs(run, curve) {
-    if (!this.positions.has(curve)) {
-      const middle = (curve.width - 1) / 2;
-      const at = curve.at.map((bucket) =>
-        this.x(run, Math.min(bucket * curve.width + middle, run.step)),
-      );
-      this.positions.set(curve, at);
-    }
-    return this.positions.get(curve);
+  xs(run, { at, width }) {
+    const middle = (width - 1) / 2;
+    return at.map((bucket) => this.x(run, Math.min(bucket * width + middle, run.step)));
   }
 
-  /** The position of the first step of any run, at which a logarithmic axis starts. */
-  smallest() {
-    if (this.least === null) {
-      const { of } = AXES[this.axis];
-      const firsts = this.shown.map((run) => of(run, Math.min(1, run.step ?? 1)));
-      const positive = firsts.filter((at) => at > 0 && Number.isFinite(at));
-      this.least = positive.length ? Math.min(...positive) : 1;
-    }
-    return this.least;
+  full() {
+    const ends = this.shown.map((run) => this.x(run, run.step ?? 0));
+    return [0, Math.max(1, ...ends.filter(Number.isFinite))];
   }
 
   range() {
-    if (this.zoomed) return this.zoomed;
-    if (!this.full) {
-      const ends = this.shown.map((run) => this.x(run, run.step ?? 0)).filter(Number.isFinite);
-      const least = this.log ? this.smallest() : 0;
-      const most = Math.max(this.log ? 2 * least : 1, ...ends);
-      this.full = [least, this.log ? 1.05 * most : most];
-    }
-    return this.full;
+    return this.zoomed ?? this.full();
   }
 
+  /** Show a range of the axis; null shows all of it. */
   zoom(range) {
-    const was = this.zoomed;
-    this.zoomed = null;
-    if (range) {
-      const [low, high] = this.range();
-      const close = 1e-9 * high; // logarithms do not come back exactly
-      const left = range[0] < low + close ? low : range[0];
-      const right = range[1] > high - close ? high : range[1];
-      const share =
-        (scaled(this, right) - scaled(this, left)) / (scaled(this, high) - scaled(this, low));
-      this.zoomed = share > 1e-6 && (left > low || right < high) ? [left, right] : null;
-    }
-    if (was || this.zoomed) this.update();
-  }
-
-  /** Move the cursor of all charts. */
-  point(position) {
-    if (this.pointed === position) return;
-    this.pointed = position;
-    if (this.waiting) return;
-    this.waiting = true;
-    requestAnimationFrame(() => {
-      this.waiting = false;
-      for (const chart of this.charts) chart.showAt(this.pointed);
-    });
+    const [low, high] = this.full();
+    const [left, right] = range ? [Math.max(low, range[0]), Math.min(high, range[1])] : [low, high];
+    const share = (right - left) / (high - low);
+    // Below a millionth, neighbouring positions are the same pixels of the canvas.
+    this.zoomed = share > 1e-6 && share < 1 ? [left, right] : null;
+    this.update();
   }
 
   set(name, value) {
+    if (name === "axis") this.zoomed = null;
     this[name] = value;
-    if (name === "axis" || name === "log") {
-      this.zoomed = null;
-      this.pointed = null;
-    }
-    this.update({ rebuild: name === "log" });
+    this.update();
   }
 
-  update({ rebuild = false } = {}) {
-    this.forget();
-    for (const run of this.runs) run.place();
-    for (const chart of this.charts) chart.update({ rebuild });
-    for (const listener of this.listeners) listener();
+  update() {
+    this.everything.hidden = !this.zoomed;
+    for (const chart of this.charts) chart.update();
   }
 
   /** Return the lines of a metric, the i-th of its chart: one for each shown run that has it. */
@@ -261,11 +174,6 @@ class View {
   }
 }
 
-/** A position in the units in which a view is linear. */
-function scaled(view, at) {
-  return view.log ? Math.log10(at) : at;
-}
-
 /** The mean over a window of points around each point. */
 function smoothed(values, window) {
   const sums = [0];
@@ -282,16 +190,11 @@ function chartsOf(view, specs) {
   return specs
     .flatMap((spec) => separated(view, spec))
     .filter(({ lines, unless }) => lines.some(([name]) => known(name)) && !known(unless))
-    .map(
-      (spec) =>
-        new Chart({
-          ...spec,
-          x: view,
-          quiet: view.runs.length > 1,
-          lines: () => spec.lines.flatMap((line, i) => view.lines(line, i)),
-          ...(spec.size === "wide" && view.runs.length === 1 ? events(view) : {}),
-        }),
-    );
+    .map((spec) => {
+      const lines = () => spec.lines.flatMap((line, i) => view.lines(line, i));
+      const marks = spec.size === "wide" && view.runs.length === 1 ? events(view) : {};
+      return new Chart({ ...spec, x: view, quiet: view.runs.length > 1, lines, ...marks });
+    });
 }
 
 /** Several runs get a chart for each metric, because colors and dashes tell the runs apart. */
@@ -339,67 +242,35 @@ function controls(view) {
       name === "steps" ||
       (trained.length && (name !== "flops" || trained.every((run) => run.flops_per_token))),
   );
-  const everything = el(
+  view.everything = el(
     "button",
     { type: "button", hidden: !view.zoomed, onclick: () => view.zoom(null) },
     "Show everything",
   );
-  view.listeners.push(() => {
-    everything.hidden = !view.zoomed;
-  });
+  const choice = (type, name, value, checked, onchange, ...label) =>
+    el("label", null, el("input", { type, name, value, checked, onchange }), label);
   const radio = ([name, { label }]) =>
-    el(
-      "label",
-      null,
-      el("input", {
-        type: "radio",
-        name: "axis",
-        value: name,
-        checked: name === view.axis,
-        onchange: () => view.set("axis", name),
-      }),
-      label,
-    );
+    choice("radio", "axis", name, name === view.axis, () => view.set("axis", name), label);
   const smoothing = el(
     "select",
     { onchange: (event) => view.set("window", Number(event.target.value)) },
     SMOOTHING.map((n) => el("option", { value: String(n) }, n ? `± ${n} points` : "off")),
   );
   smoothing.value = String(view.window);
-  const toggle = (run) =>
-    el(
-      "label",
-      { class: "run" },
-      el("input", {
-        type: "checkbox",
-        name: "run",
-        value: run.name,
-        checked: run.shown,
-        onchange: (event) => {
-          run.shown = event.target.checked;
-          view.update();
-        },
-      }),
-      swatch(run.color, run.dash),
-      el("span", null, run.label),
-    );
+  const toggle = (run) => {
+    const show = (event) => {
+      run.shown = event.target.checked;
+      view.update();
+    };
+    const label = [swatch(run.color, run.dash), el("span", null, run.label)];
+    return choice("checkbox", "run", run.name, run.shown, show, label);
+  };
   return el(
     "div",
     { class: "controls" },
     possible.length > 1 && el("fieldset", null, el("legend", null, "Axis"), possible.map(radio)),
-    el(
-      "label",
-      null,
-      el("input", {
-        type: "checkbox",
-        name: "log",
-        checked: view.log,
-        onchange: (event) => view.set("log", event.target.checked),
-      }),
-      "logarithmic",
-    ),
     el("label", null, "Smoothing ", smoothing),
-    everything,
+    view.everything,
     view.runs.length > 1 &&
       el("fieldset", { class: "runs" }, el("legend", null, "Runs"), view.runs.map(toggle)),
   );

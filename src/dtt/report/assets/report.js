@@ -48,8 +48,8 @@ class ReportPage {
     this.bar = liveBar(data);
     this.draw();
     const charts = (action) => this.charts.forEach(action);
-    new ResizeObserver(() => charts((chart) => chart.resize())).observe(page);
-    onThemeChange(() => charts((chart) => chart.update({ rebuild: true })));
+    new ResizeObserver(() => charts((chart) => chart.plot?.setSize(chart.room()))).observe(page);
+    onThemeChange(() => charts((chart) => chart.update()));
     if (data.live) poll(`report.json${location.search}`, (fresh) => this.take(fresh));
   }
 
@@ -75,10 +75,10 @@ class ReportPage {
   draw() {
     const { data, runs, view } = this;
     this.contents = runs.map((run) => run.contents).join();
+    for (const chart of this.charts ?? []) chart.plot?.destroy(); // else they follow the cursor
     this.charts = [];
-    view.listeners = [];
-    const [curves, ...others] = GROUPS.map(([id, title, specs]) =>
-      section(id, title, grid(this, chartsOf(view, specs))),
+    const [curves, ...others] = GROUPS.map(({ id, title, charts }) =>
+      section(id, title, grid(this, chartsOf(view, charts))),
     );
     this.scores = el("div", null, taskTable(runs));
     const ofTasks = grid(this, taskCharts(view));
@@ -148,7 +148,6 @@ function onThemeChange(redraw) {
   const paper = (on) => () => {
     document.documentElement.classList.toggle("paper", on);
     redraw();
-    paintAll();
   };
   addEventListener("beforeprint", paper(true));
   addEventListener("afterprint", paper(false));

@@ -139,7 +139,7 @@ const chosen = new Map();
 
 /** A choice of one run, for sections that show one at a time; a section keeps it when redrawn. */
 function perRun(id, runs, draw) {
-  if (runs.length === 1) return draw(runs[0]);
+  if (runs.length < 2) return runs.map(draw);
   const host = el("div");
   const show = (index) => {
     chosen.set(id, index);

@@ -5,7 +5,6 @@ const sliders = new Map();
 /** A slider over the samples; it stays where the reader put it, and else shows the newest. */
 function sampleSection(runs) {
   const some = runs.filter((run) => run.samples?.items.length);
-  if (!some.length) return null;
   const draw = (run) => {
     const { items, total } = run.samples;
     const text = el("blockquote", { tabindex: 0, "aria-label": "Sample" });
@@ -39,7 +38,6 @@ function sampleSection(runs) {
 
 function mixtureSection(runs) {
   const some = runs.filter((run) => run.mixture?.length);
-  if (!some.length) return null;
   return section(
     "mixture",
     "Data",
@@ -73,11 +71,12 @@ function meter(share) {
   );
 }
 
+const parentOf = ({ parent }) => `${parent.path}@${parent.step}`;
+
 function checkpointSection(runs) {
   const some = runs.filter(
     (run) => run.checkpoints && (run.checkpoints.items.length || run.parent || run.branches.length),
   );
-  if (!some.length) return null;
   return section(
     "checkpoints",
     "Checkpoints and branches",
@@ -95,13 +94,7 @@ function checkpointSection(runs) {
       const gone = run.branches.filter((branch) => !items.some((c) => c.step === branch.step));
       return [
         run.parent &&
-          el(
-            "p",
-            null,
-            "This run is a branch of ",
-            el("code", null, `${run.parent.path}@${run.parent.step}`),
-            ".",
-          ),
+          el("p", null, "This run is a branch of ", el("code", null, parentOf(run)), "."),
         el(
           "p",
           null,
@@ -122,19 +115,15 @@ function checkpointSection(runs) {
             ],
             rows,
           ),
-        gone.map((branch) =>
-          el(
-            "p",
-            null,
-            "Branch ",
-            el("code", null, branch.path),
-            ` from step ${count(branch.step)}.`,
-          ),
+        gone.map(({ path, step }) =>
+          el("p", null, "Branch ", el("code", null, path), ` from step ${count(step)}.`),
         ),
       ];
     }),
   );
 }
+
+const keyCell = (key) => el("th", { scope: "row" }, el("code", null, key));
 
 function configurationSection(data, runs) {
   const content = [];
@@ -144,7 +133,7 @@ function configurationSection(data, runs) {
         "Keys that differ between runs",
         ["Key", ...runs.map((run) => run.label)],
         data.differences.map(({ key, values }) => [
-          el("th", { scope: "row" }, el("code", null, key)),
+          keyCell(key),
           ...values.map((value) => (value === null ? "–" : el("code", null, value))),
         ]),
       ),
@@ -157,10 +146,7 @@ function configurationSection(data, runs) {
         table(
           `Keys of ${run.name} that differ from their defaults`,
           ["Key", "Value"],
-          run.configuration.map(([key, value]) => [
-            el("th", { scope: "row" }, el("code", null, key)),
-            el("code", null, value),
-          ]),
+          run.configuration.map(([key, value]) => [keyCell(key), el("code", null, value)]),
         ),
         run.configuration_text &&
           el(
@@ -181,7 +167,6 @@ function configurationSection(data, runs) {
 
 function guardSection(runs) {
   const some = runs.filter((run) => run.guard.total || run.guard.lost.length);
-  if (!some.length) return null;
   return section(
     "anomalies",
     "Skipped steps and anomalies",
@@ -216,17 +201,12 @@ function guardSection(runs) {
 
 function conversationSection(runs) {
   const some = runs.filter((run) => run.conversations?.length);
-  if (!some.length) return null;
+  const marked = el("mark", null, "marked and underlined");
+  const key = el("p", null, "The loss counts ", marked, " tokens; the rest is context.");
   return section(
     "conversations",
     "Conversations and their targets",
-    el(
-      "p",
-      null,
-      "The loss counts ",
-      el("mark", null, "marked and underlined"),
-      " tokens; the rest is context.",
-    ),
+    some.length && key,
     perRun("conversations", some, (run) =>
       run.conversations.map((one, i) =>
         el(

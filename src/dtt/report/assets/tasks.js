@@ -75,7 +75,7 @@ function taskTable(runs) {
 }
 
 /** A view of a chart with its own x axis, as in the plots of a sweep. */
-function ownAxis(key, { curves, log_x: log }, update) {
+function ownAxis(key, { curves, log_x: log }) {
   const words = curves.some((curve) => curve.x.some((x) => typeof x !== "number"));
   const labels = words ? [...new Set(curves.flatMap((curve) => curve.x.map(String)))] : null;
   const all = words ? labels.map((_, i) => i) : curves.flatMap((curve) => curve.x);
@@ -91,19 +91,14 @@ function ownAxis(key, { curves, log_x: log }, update) {
     range: () => (logarithmic ? [low / margin, high * margin] : [low - margin, high + margin]),
     format: num,
     name: () => key,
-    pointed: null,
     zoom: () => {},
-    point(position) {
-      this.pointed = position;
-      update(position);
-    },
   };
 }
 
 function sweepCharts({ plots, metric }) {
   return plots.map((plot) => {
-    const x = ownAxis(plot.key, plot, (position) => chart.showAt(position));
-    const chart = new Chart({
+    const x = ownAxis(plot.key, plot);
+    return new Chart({
       title: plot.key,
       unit: metric,
       size: "small",
@@ -120,7 +115,6 @@ function sweepCharts({ plots, metric }) {
           error: curve.error.length ? curve.error : null,
         })),
     });
-    return chart;
   });
 }
 

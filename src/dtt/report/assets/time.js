@@ -199,11 +199,7 @@ function attemptTable(run) {
 }
 
 function attemptSection(runs) {
-  if (!runs.some((run) => run.clock.attempts.length)) return null;
-  return section(
-    "attempts",
-    "Attempts and interruptions",
-    timeline(runs),
-    perRun("attempts", runs, attemptTable),
-  );
+  const title = "Attempts and interruptions";
+  const some = runs.filter((run) => run.clock.attempts.length);
+  return section("attempts", title, timeline(runs), perRun("attempts", some, attemptTable));
 }
