@@ -54,13 +54,13 @@ def test_ls_lists_checkpoints_with_their_loss(dtt: Dtt) -> None:
 
 
 def test_verify_reports_damage_and_exits_with_65(dtt: Dtt) -> None:
-    assert dtt("ckpt", "verify", "jobs/t").stdout.count("verified") == 3
+    assert dtt("ckpt", "ls", "jobs/t", "--verify").stdout.count("verified") == 3
     os.truncate(dtt.folder / "jobs/t/checkpoints/step-000008/state-00000.safetensors", 100)
-    reported = dtt("ckpt", "verify", "jobs/t", expect=65)
+    reported = dtt("ckpt", "ls", "jobs/t", "--verify", expect=65)
     assert "state-00000.safetensors has 100 bytes" in reported.stdout
     assert "1 of 3 checkpoints" in reported.stderr
-    dtt("ckpt", "verify", "jobs/t@12")
-    assert "there are: 4, 8, 12" in dtt("ckpt", "verify", "jobs/t@5", expect=66).stderr
+    dtt("ckpt", "ls", "jobs/t@12", "--verify")
+    assert "there are: 4, 8, 12" in dtt("ckpt", "ls", "jobs/t@5", "--verify", expect=66).stderr
 
 
 def test_prune_follows_the_rules_but_keeps_the_newest_verified_checkpoint(dtt: Dtt) -> None:

@@ -97,7 +97,7 @@ def test_the_reference_has_every_key_of_every_type() -> None:
 
 
 def test_the_schema_accepts_the_shipped_keys(dtt: Dtt) -> None:
-    schema: dict[str, Any] = json.loads(dtt("config", "schema").stdout)
+    schema: dict[str, Any] = json.loads(dtt("config", "explain", "--schema").stdout)
     for path in (
         p
         for p in (ROOT / "configs").rglob("*.yaml")

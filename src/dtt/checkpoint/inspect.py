@@ -18,15 +18,27 @@ from dtt.checkpoint import retention, store
 from dtt.config.load import load_job, resolve
 
 
-def ls(job: Path, *, as_json: bool) -> None:
-    """Print one line per checkpoint, oldest first; read the manifests without verifying files."""
-    load_job(job)
-    folder = JobDir(job).checkpoints
-    losses = retention.eval_losses(JobDir(job))
-    steps = {store.folder_of(folder, step): losses.get(step) for step in store.steps(folder)}
-    checkpoints = [_facts(path, loss) for path, loss in steps.items()]
-    superseded = sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))
-    checkpoints += [_facts(path, None) for path in superseded]
+def _named(source: str) -> tuple[Path, list[int], bool]:
+    """Return the folder of the checkpoints of `JOB` or `JOB@STEP`, the steps, and True for all."""
+    folder, step = store.parse(source)
+    load_job(folder.parent)
+    steps = store.steps(folder)
+    if step is not None and step not in steps:
+        store.at_step(folder, step)  # raises InputError with the existing steps
+    return folder, steps if step is None else [step], step is None
+
+
+def ls(source: str, *, as_json: bool) -> None:
+    """Print one line per checkpoint, oldest first; read the manifests without verifying files.
+
+    `source` is `JOB` or `JOB@STEP`.
+    """
+    folder, steps, every = _named(source)
+    losses = retention.eval_losses(JobDir(folder.parent))
+    checkpoints = [_facts(store.folder_of(folder, step), losses.get(step)) for step in steps]
+    if every:
+        superseded = sorted(folder.glob(f"{store.SUPERSEDED_PREFIX}*"))
+        checkpoints += [_facts(path, None) for path in superseded]
     if as_json:
         print(json.dumps(checkpoints, indent=1))
         return
@@ -68,13 +80,9 @@ def verify(source: str, *, as_json: bool) -> None:
     `source` is `JOB` or `JOB@STEP`. Raises DamagedError, after printing the results, if any file
     differs.
     """
-    folder, step = store.parse(source)
-    load_job(folder.parent)
-    steps = store.steps(folder)
-    if step is not None and step not in steps:
-        store.at_step(folder, step)  # raises InputError with the existing steps
+    folder, steps, _ = _named(source)
     results = []
-    for one in steps if step is None else [step]:
+    for one in steps:
         problem = None
         try:
             store.verify(store.folder_of(folder, one))

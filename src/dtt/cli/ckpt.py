@@ -15,33 +15,24 @@ ckpt_cli = Commands(help="Manage the checkpoints of a job.")
 cli.add_typer(ckpt_cli, name="ckpt")
 
 
-@ckpt_cli.command("ls")
-def ckpt_ls(job: Job, json: Json = False) -> None:
-    """List checkpoints, oldest first.
-
-    Reads the manifests only.
-    """
-    with command():
-        from dtt.checkpoint import inspect as ckpt
-
-        ckpt.ls(job, as_json=json)
-
-
-@ckpt_cli.command("verify")
-def ckpt_verify(
+@ckpt_cli.command("ls", epilog=examples("dtt ckpt ls jobs/run", "dtt ckpt ls jobs/run --verify"))
+def ckpt_ls(
     source: Annotated[
         str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default: all of the job.")
     ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Verify every file against the manifests.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Verify checkpoints against their manifests.
+    """List checkpoints, oldest first.
 
-    Reads every file. Exits with 65 if a checkpoint is damaged.
+    Reads the manifests only. With --verify, exits with 65 if a checkpoint is damaged.
     """
     with command():
         from dtt.checkpoint import inspect as ckpt
 
-        ckpt.verify(source, as_json=json)
+        (ckpt.verify if verify else ckpt.ls)(source, as_json=json)
 
 
 @ckpt_cli.command(

@@ -7,12 +7,18 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Overrides, Stage
+from dtt.cli.options import Config, Dataset, Overrides, Stage, resolve_each
 from dtt.cli.parser import Commands
 from dtt.mesh.process import command
 
 config_cli = Commands(help="Inspect the configuration.")
 cli.add_typer(config_cli, name="config")
+
+STAGES = """\
+stages
+  Stages of training, in order: a list of sections, each with a name and any keys of this
+  configuration, which overlay the common part. The job of a stage is NAME/STAGE; it starts from the
+  final checkpoint of the previous stage. `stages.STAGE.KEY=VALUE` sets a key of one stage."""
 
 
 @config_cli.command()
@@ -27,9 +33,13 @@ def show(
     Prints every stage of a configuration with stages of training, or the one that --stage names.
     """
     with command():
-        from dtt.cli import config_text as body
+        from dtt.base.terminal import Verbatim
+        from dtt.config import explain as keys
 
-        body.show(config, overrides or [], dataset, stage)
+        found = resolve_each(config, overrides, {"download.dataset": dataset}, stage=stage)
+        stages = list(found.values())
+        one = stage in found  # or a configuration without stages
+        print(Verbatim(keys.show(stages[0]) if one else keys.show_stages(stages)), end="")
 
 
 @config_cli.command()
@@ -39,18 +49,50 @@ def explain(
     ] = "",
     config: Config = None,
     stage: Stage = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of a file, for use in editors.")
+    ] = False,
 ) -> None:
-    """Describe a key: its meaning, type and value."""
+    """Describe a key: its meaning, type and value, in the first stage if there are several."""
     with command():
-        from dtt.cli import config_text as body
+        from dtt.base.errors import ConfigError
+        from dtt.config import explain as keys
+        from dtt.config.load import resolve, stage_names
 
-        body.explain(key, config, stage)
+        if schema:
+            _print_schema()
+            return
+        names = stage_names(config) if stage is None else ()
+        resolved = resolve(config, stage=names[0] if names else stage)
+        if key.split(".")[0] == "stages":
+            print(STAGES)
+            return
+        text = keys.explain(key, resolved.config, resolved.layer)
+        if text is None:
+            close = keys.nearest(key)
+            raise ConfigError(
+                f"no key {key!r}",
+                next=f"dtt config explain {close}" if close else "dtt config explain",
+            )
+        print(text)
+        if names:
+            print(f"  stage    {names[0]}; --stage NAME shows the value in another")
 
 
-@config_cli.command()
-def schema() -> None:
-    """Print the JSON schema of a config file, for use in editors."""
-    with command():
-        from dtt.cli import config_text as body
+def _print_schema() -> None:
+    import json
 
-        body.schema()
+    from dtt.config.run import RunConfig
+
+    schema = RunConfig.model_json_schema()
+    name = {"type": "string"}
+    schema["properties"]["extends"] = {
+        "description": "Configs that this one overrides: relative paths or shipped names.",
+        "anyOf": [name, {"type": "array", "items": name}],
+    }
+    schema["properties"]["stages"] = {
+        "description": " ".join(STAGES.split()[1:]),
+        "type": "array",
+        "items": {"type": "object", "required": ["name"]},
+    }
+    print(json.dumps(schema, indent=1))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dtt.config.load import ModelOf
+    from dtt.config.resolved import Resolved
     from dtt.config.run import RunConfig
 
 
@@ -134,7 +134,6 @@ def resolve(
     overrides: list[str] | None,
     options: Mapping[str, object],
     *,
-    model_of: ModelOf | None = None,
     stage: str | None = None,
 ) -> RunConfig:
     """Return the configuration, or that of one `stage` of it.
@@ -144,4 +143,27 @@ def resolve(
     from dtt.config import load
 
     named = {key: value for key, value in options.items() if value is not None}
-    return load.resolve(config, overrides or [], named, model_of=model_of, stage=stage).config
+    return load.resolve(config, overrides or [], named, stage=stage).config
+
+
+def resolve_each(
+    config: str | None,
+    overrides: list[str] | None,
+    options: Mapping[str, object],
+    *,
+    stage: str | None = None,
+) -> dict[str | None, Resolved]:
+    """Return the configurations of all stages by name, or that of one `stage`, as `resolve`.
+
+    Without stages, the name is None. Reads the `model` section of released weights (`init.from`).
+    """
+    from dtt.config import load
+    from dtt.train.initial import model_of
+
+    given = overrides or []
+    named = {key: value for key, value in options.items() if value is not None}
+    names = load.stage_names(config, given) if stage is None else ()
+    return {
+        name: load.resolve(config, given, named, model_of=model_of, stage=name)
+        for name in names or (stage,)
+    }

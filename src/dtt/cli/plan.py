@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, examples, resolve
+from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, examples, resolve_each
 from dtt.mesh.process import command
 
 
@@ -42,19 +42,14 @@ def plan(
     line for each stage of training, if the configuration describes several, and their sum.
     """
     with command():
-        from dtt.config.load import stage_names
         from dtt.estimate import plan as body
-        from dtt.train.initial import model_of
 
         if config is None and dataset is None and not overrides:
             raise body.missing_configuration()
         options = {"download.dataset": dataset}
-        names = stage_names(config, overrides or []) if stage is None else ()
-        found = [
-            resolve(config, overrides, options, model_of=model_of, stage=name)
-            for name in names or (stage,)
-        ]
-        if names:
-            body.run_stages(found, gpu, price, probe=probe, as_json=json)
+        found = resolve_each(config, overrides, options, stage=stage)
+        configs = [resolved.config for resolved in found.values()]
+        if stage in found:  # one stage, or a configuration without stages
+            body.run(configs[0], gpu, price, probe=probe, as_json=json)
         else:
-            body.run(found[0], gpu, price, probe=probe, as_json=json)
+            body.run_stages(configs, gpu, price, probe=probe, as_json=json)

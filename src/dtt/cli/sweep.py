@@ -103,22 +103,19 @@ def sweep_retry(
 def sweep_results(
     name: SweepName,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    plot: Annotated[
+        bool,
+        typer.Option(
+            "--plot", help="Write PNG files instead: the metric over each key, and all curves."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Print the metric of each combination, best first: mean and standard error over seeds."""
-    with command():
-        from dtt.launch.sweep import run as sweep
+    """Print the metric of each combination, best first: mean and standard error over seeds.
 
-        sweep.results(name, as_csv=csv, as_json=json)
-
-
-@sweep_cli.command(name="plot")
-def sweep_plot(name: SweepName) -> None:
-    """Plot the metric against each key, and the curves of all trials.
-
-    Reads metrics.jsonl of the trials, writes PNG files to jobs/<sweep>/plots/.
+    Reads metrics.jsonl of the trials. With --plot, writes to jobs/<sweep>/plots/.
     """
     with command():
         from dtt.launch.sweep import run as sweep
 
-        sweep.plot(name)
+        sweep.results(name, as_csv=csv, as_plots=plot, as_json=json)

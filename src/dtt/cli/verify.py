@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Overrides, Stage, examples, resolve
+from dtt.cli.options import Config, Json, Overrides, Stage, examples, resolve_each
 from dtt.mesh.process import command
 
 
@@ -39,8 +39,6 @@ def verify(
     Exits with 1 if something differs, and names the features that it takes.
     """
     with command():
-        from dtt.config.load import stage_names
-        from dtt.train.initial import model_of
         from dtt.verify import run as body
 
         if fuzz is not None:
@@ -48,9 +46,6 @@ def verify(
             return
         if config is None and not overrides:
             raise body.missing_configuration()
-        names = stage_names(config, overrides or []) if stage is None else ()
-        found = [
-            (name or config or "run", resolve(config, overrides, {}, model_of=model_of, stage=name))
-            for name in names or (stage,)
-        ]
-        body.run(found, device, as_json=json)
+        found = resolve_each(config, overrides, {}, stage=stage)
+        named = [(name or config or "run", each.config) for name, each in found.items()]
+        body.run(named, device, as_json=json)

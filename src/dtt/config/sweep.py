@@ -34,7 +34,7 @@ TOO_MANY = 10_000
 Amount = Annotated[int, Field(gt=0, le=TOO_MANY)]
 
 
-class Values(Section):
+class SweptValues(Section):
     """The values of one key. A plain list is short for `values`."""
 
     values: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
@@ -115,7 +115,7 @@ class Values(Section):
 
 
 DRAWN = ("choice", "uniform", "loguniform")
-KINDS = tuple(name for name in Values.model_fields if name != "count")
+KINDS = tuple(name for name in SweptValues.model_fields if name != "count")
 
 
 def _between_logs(low: float, high: float, way: float) -> float:
@@ -145,7 +145,7 @@ class SweepConfig(Section):
     """Configuration below every trial: a config file, a shipped config by name, or the keys."""
     overrides: tuple[str, ...] = ()
     """Settings `key=value` that override the base in every trial."""
-    parameters: dict[str, Values] = Field(default={})
+    parameters: dict[str, SweptValues] = Field(default={})
     """Dotted keys and the values of each."""
     mode: Literal["product", "zip", "random"] = "product"
     """Combination of values: `product`: every combination; `zip`: the first values together, then
@@ -155,7 +155,7 @@ class SweepConfig(Section):
     draw_seed: NonNegativeInt = 0
     """Random seed of all values that are drawn."""
     seeds: tuple[NonNegativeInt, ...] = ()
-    """Values of `seed` with which every combination is trained."""
+    """SweptValues of `seed` with which every combination is trained."""
     max_trials: PositiveInt = 100
     """Maximum number of trials; a sweep with more is refused."""
     metric: str = Field(default="eval.loss", pattern=r"^[a-z]+\.[a-z_]+$")
@@ -351,7 +351,7 @@ def _parameters(layer: Layer) -> Any:
     found: dict[str, dict[str, Any]] = {}
     for key, leaf in layer.items():
         if key[0] == "parameters":
-            worded = len(key) > 2 and key[-1] in Values.model_fields
+            worded = len(key) > 2 and key[-1] in SweptValues.model_fields
             dotted, word = (key[1:-1], key[-1]) if worded else (key[1:], "values")
             found.setdefault(".".join(dotted), {})[word] = leaf.value
     return found

@@ -315,7 +315,7 @@ def evaluate_each(
         raise DamagedError(
             f"{damaged} of {len(models)} checkpoints are damaged",
             why="the lines above report what is wrong with each",
-            next="delete or restore them; `dtt ckpt verify` lists them",
+            next="delete or restore them; `dtt ckpt ls JOB --verify` lists them",
         )
     if not done:
         raise InputError(

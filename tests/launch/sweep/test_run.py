@@ -115,7 +115,7 @@ def test_status_and_results_equal_an_independent_reading_of_the_logs(
         assert (job / "metrics.jsonl").stat() == stat
         assert endings(job) == [0]
 
-    pictures = dtt("sweep", "plot", "jobs/s").stdout.splitlines()
+    pictures = dtt("sweep", "results", "jobs/s", "--plot").stdout.splitlines()
     assert len(pictures) == 4
     for picture in pictures:
         assert (dtt.folder / picture).read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""`dtt sweep submit | status | cancel | retry | results | plot`: run and evaluate sweeps."""
+"""`dtt sweep submit | status | cancel | retry | results`: run and evaluate sweeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dtt.jobs import sweep_results
 from dtt.jobs import sweep_trials as planning
 from dtt.jobs.job_state import State
 from dtt.jobs.slurm import squeue
-from dtt.jobs.sweep_results import TrialProgress
+from dtt.jobs.sweep_results import ResultRow, TrialProgress
 from dtt.jobs.sweep_trials import DroppedCombination, Sweep, SweepPlan, Trial
 from dtt.launch import checks
 from dtt.launch.checks import raise_all
@@ -156,12 +156,15 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     _print_progress(sweep, sweep_results.progress(sweep), as_json=as_json)
 
 
-def results(name: str, *, as_csv: bool, as_json: bool) -> None:
-    """Print the mean metric of each combination over its seeds, best first."""
-    if as_csv and as_json:
-        raise ConfigError("--csv and --json are mutually exclusive")
+def results(name: str, *, as_csv: bool, as_plots: bool, as_json: bool) -> None:
+    """Print the mean metric of each combination over its seeds, best first; or plot it."""
+    if as_csv + as_plots + as_json > 1:
+        raise ConfigError("--csv, --plot and --json are mutually exclusive")
     sweep = planning.find(name)
     rows = sweep_results.table(sweep)
+    if as_plots:
+        _plot(sweep, rows)
+        return
     keys, metric = sweep_results.varied(sweep), sweep.manifest.metric
     if as_json:
         _print_json({"sweep": sweep.manifest.name, "metric": metric, "goal": sweep.manifest.goal,
@@ -185,13 +188,11 @@ def results(name: str, *, as_csv: bool, as_json: bool) -> None:
         print("\n".join(columns([head, *lines])))
 
 
-def plot(name: str) -> None:
+def _plot(sweep: Sweep, rows: Sequence[ResultRow]) -> None:
     """Plot the metric against each varied key and the curves of all trials, as PNG files."""
     from dtt.track import plot as draw
 
-    sweep = planning.find(name)
-    rows, metric = sweep_results.table(sweep), sweep.manifest.metric
-    folder = sweep.root / "plots"
+    metric, folder = sweep.manifest.metric, sweep.root / "plots"
     for one in sweep_results.varied(sweep):
         curves = sweep_results.against(sweep, rows, one)
         figure = draw.figure(
