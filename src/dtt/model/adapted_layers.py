@@ -1,4 +1,4 @@
-"""Which layers an adapter adapts, with which rank and scale; see `dtt.model.lora`."""
+"""Layers that an adapter adapts, with their ranks and scales; see `dtt.model.lora`."""
 
 from __future__ import annotations
 

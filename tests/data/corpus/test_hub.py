@@ -161,7 +161,7 @@ def test_patterns_choose_the_files_that_are_fetched(downloads: Downloads) -> Non
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        ({"dataset": "org/none"}, 66, ["no dataset org/none", "hf auth login"]),
+        ({"dataset": "org/none"}, 66, ["no dataset org/none: neither", "hf auth login"]),
         ({"dataset": "org/gated"}, 66, ["gated", "request access", "hf auth login"]),
         ({"dataset": "org/multi"}, 2, ["subset", "'en', 'de'", "download.name="]),
         ({"dataset": "org/multi", "name": "fr"}, 2, ["'fr' not found", "'en', 'de'"]),
@@ -195,7 +195,7 @@ def test_without_the_hub_a_complete_corpus_is_still_done_and_others_are_reported
     first = downloads("offline", dataset="org/plain")
     for env, word in (
         ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot reach the Hub"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot reach the Hub for a dataset org/plain"),
     ):
         cut_off = Downloads(downloads.hub, downloads.folder, **env)
         assert cut_off("offline", dataset="org/plain") == first
@@ -203,6 +203,7 @@ def test_without_the_hub_a_complete_corpus_is_still_done_and_others_are_reported
         cut_off.close()
         assert answer["code"] == 78
         assert word in answer["error"]
+        assert "no file or folder org/plain" in answer["error"]
 
 
 def test_the_index_of_a_sharded_model_is_fetched_with_its_shards() -> None:

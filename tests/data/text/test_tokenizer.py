@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import DamagedError, EnvironmentUnfit, InputError
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.data.corpus.document_sampling import held_out, tokenizer_sample
+from dtt.data.corpus.hub import MODEL_FILES, fetch_model
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import (
     PATTERNS,
@@ -118,6 +119,7 @@ def missing(tmp_path: Path) -> Iterator[str]:
     yield str(tmp_path / "none.json")
     yield str(tmp_path)
     yield "./folder"
+    yield "hf:org/name"
 
 
 def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
@@ -127,6 +129,24 @@ def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
             given_tokenizer(GivenTokenizerConfig(path=path))
     with pytest.raises(InputError, match=r"there is a tokenizer\.model(.|\n)*save_pretrained"):
         given_tokenizer(GivenTokenizerConfig(path=str(tmp_path)))
+
+
+def test_a_name_that_is_neither_a_path_nor_in_the_cache_is_reported_as_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A path with a typing error looks like a name on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    for fetch in (
+        lambda: given_tokenizer(GivenTokenizerConfig(path="tiny")),
+        lambda: fetch_model("tiny", None, MODEL_FILES),
+    ):
+        with pytest.raises(EnvironmentUnfit) as caught:
+            fetch()
+        for words in (
+            "no model tiny on this machine", "no file or folder tiny", "HF_HUB_OFFLINE is set",
+            "specify an existing file or folder", "ORG/NAME",
+        ):  # fmt: skip
+            assert words in str(caught.value)
 
 
 def test_a_folder_that_is_there_is_not_taken_for_a_model_of_the_hub(

@@ -232,17 +232,18 @@ def _told_apart(repo: str, revision: str | None, kind: str = "dataset") -> Itera
         ) from None
     except (RepositoryNotFoundError, HFValidationError):
         raise InputError(
-            f"there is no {kind} {repo} on the Hub, or it is private",
+            f"there is no {kind} {repo}: neither a local file or folder nor on the Hub",
             where=page,
-            next=f"check the name; for a private one: {sign_in}",
+            next=f"check the name: a path, or ORG/NAME of the Hub; if it is private: {sign_in}",
         ) from None
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         if not constants.is_offline_mode():  # the cache does not have it, and the Hub is away
-            raise _unreachable(error) from None
+            raise _unreachable(repo, kind, error) from None
         raise EnvironmentUnfit(
-            f"{repo} is not on this machine, and access to the Hub is disabled",
-            why="HF_HUB_OFFLINE is set",
-            next="unset HF_HUB_OFFLINE, or specify a local file or folder",
+            f"there is no {kind} {repo} on this machine, and access to the Hub is disabled",
+            why=f"there is no file or folder {repo}, nor a copy in the Hub's cache; "
+            "HF_HUB_OFFLINE is set",
+            next="specify an existing file or folder, or unset HF_HUB_OFFLINE and specify ORG/NAME",
         ) from None
     except HfHubHTTPError as error:
         raise EnvironmentUnfit(
@@ -252,18 +253,19 @@ def _told_apart(repo: str, revision: str | None, kind: str = "dataset") -> Itera
             next="try again later; what has been fetched is kept",
         ) from None
     except (HTTPError, ConnectionError) as error:
-        raise _unreachable(error) from None
+        raise _unreachable(repo, kind, error) from None
     except FileNotFoundError as error:  # EmptyDatasetError, DataFilesNotFoundError
         raise InputError(f"{repo} has no data files", where=page, why=str(error)) from None
     except OSError as error:
         raise StorageError(f"cannot fetch {repo}", why=str(error)) from None
 
 
-def _unreachable(error: Exception) -> EnvironmentUnfit:
+def _unreachable(repo: str, kind: str, error: Exception) -> EnvironmentUnfit:
+    # A local path with a typing error looks like a name on the Hub: say that neither was found.
     return EnvironmentUnfit(
-        "cannot reach the Hub",
+        f"there is no file or folder {repo}, and dtt cannot reach the Hub for a {kind} {repo}",
         where=constants.ENDPOINT,
         why=str(error).splitlines()[0],
-        next="check the network, set HF_ENDPOINT to a mirror, or specify a local file or folder; "
-        "what has been fetched is kept",
+        next="specify an existing file or folder, check the network, or set HF_ENDPOINT to a "
+        "mirror; what has been fetched is kept",
     )

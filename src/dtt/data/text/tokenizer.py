@@ -99,7 +99,8 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
         next="in Python, transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW) "
         "converts it; then use NEW"
         if sentencepiece
-        else "specify a tokenizer.json, a folder that contains one, or a model on the Hub",
+        else "specify a tokenizer.json, a folder that contains one, or a model on the Hub as "
+        "ORG/NAME (without the hf: of init.from)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a model scores: a continuation of a context."""
+"""Options that a model scores: continuations of a context."""
 
 from __future__ import annotations
 

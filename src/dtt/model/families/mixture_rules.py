@@ -1,4 +1,4 @@
-"""What the families with a mixture of experts have in common.
+"""Rules that the families with a mixture of experts share.
 
 Hugging Face folders have three matrices of each expert; transformers joins them while it loads.
 """

@@ -32,7 +32,7 @@ class Ending(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Whether a job continues, and why."""
+    """The decision that a job continues or ends, with its reason."""
 
     again: bool
     code: int  # exit code of this script
