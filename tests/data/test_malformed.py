@@ -227,14 +227,14 @@ def test_a_file_that_shrinks_during_reading_yields_no_wrong_token(
     download(DownloadConfig(dataset=str(tmp_path / "source")), tmp_path / "corpus")
     from dtt.data.tokenize import work_plan
 
-    find = work_plan.find_faults
+    find = work_plan.find_pending
 
     def shrinks(*arguments: object, **options: object) -> object:
         victim = tmp_path / f"source/b.{kind}"
         os.truncate(victim, victim.stat().st_size - 9)
         return find(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(work_plan, "find_faults", shrinks)
+    monkeypatch.setattr(work_plan, "find_pending", shrinks)
     result = run("skip")
     assert result.manifest.skipped_documents == (2 if kind == "jsonl" else 1)
     assert result.manifest.counts("train").documents == len(GOOD) + (2 if kind == "jsonl" else 0)

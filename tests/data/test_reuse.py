@@ -12,12 +12,13 @@ from pydantic import ValidationError
 
 from dtt.artifacts.manifests import TokenShard, TokensManifest
 from dtt.artifacts.shard_files import shard_stem
-from dtt.base.errors import InputError
+from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import TokenizeConfig, TokenizerConfig, TrainedTokenizerConfig
 from dtt.data.corpus.units import Corpus
+from dtt.data.text.unit_encoder import PlainText
 from dtt.data.tokenize import verification
 from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.data.tokenize.dry_run import Reuse, explain
+from dtt.data.tokenize.work_plan import Plan, make_plan
 from dtt.mesh.comm import Serial
 
 BPE = TrainedTokenizerConfig(vocab_size=300)
@@ -40,10 +41,10 @@ def run(corpus: Corpus, out: Path, **options: Any) -> Tokenized:
     return result
 
 
-def ask(corpus: Corpus, out: Path, tokenizer: TokenizerConfig = BPE, **options: Any) -> Reuse:
-    reuse = explain(config(**options), tokenizer, corpus.folder, out, Serial())
-    assert reuse is not None
-    return reuse
+def ask(corpus: Corpus, out: Path, tokenizer: TokenizerConfig = BPE, **options: Any) -> Plan:
+    cfg = config(**options)
+    kind = PlainText(cfg.engine)
+    return make_plan(cfg, tokenizer, corpus.folder, out, Serial(), kind, dry_run=True)
 
 
 def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
@@ -79,86 +80,83 @@ def test_only_files_modified_since_they_were_hashed_are_hashed_again(
     assert hashed == ["train-00001.bin"]
 
 
-def test_losing_the_hash_records_costs_only_time(
+def test_markers_without_the_state_of_files_cost_only_time(
     corpus: Corpus, tmp_path: Path, hashed: list[str]
 ) -> None:
+    """Those of earlier versions, which had a file of its own for it."""
     out = tmp_path / "out"
     shards = len(run(corpus, out).manifest.shards)
-    for path in out.glob(".units/*.seen"):
-        spoilt = {"2": "[]", "3": "{"}.get(path.stem[-1])
-        path.write_text(spoilt) if spoilt else path.unlink()
+    for path in out.glob(".units/0*.json"):
+        marker = json.loads(path.read_text())
+        del marker["files"]
+        path.write_text(json.dumps(marker))
     assert run(corpus, out).units == 0
     assert len(hashed) == 2 * shards
     assert run(corpus, out).units == 0
     assert len(hashed) == 2 * shards
 
 
-def test_explain_reports_what_a_run_would_do_and_changes_nothing(
-    corpus: Corpus, tmp_path: Path
+def test_a_dry_run_finds_what_a_run_would_do_and_changes_nothing(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"
-    nothing = ask(corpus, out)
-    assert "nothing has been created there yet" in "\n".join(nothing.lines())
+    assert set(ask(corpus, out).pending.values()) == {"not made yet"}
     assert not out.exists()
     run(corpus, out)
     before = contents(out)
-    done = list(ask(corpus, out).lines())
-    assert done[-1] == "next        nothing to do"
-    assert [line.split()[1:] for line in done[:3]] == [["as", "before"]] * 3
+    assert ask(corpus, out).complete
     assert contents(out) == before
 
     damaged = out / "train-00001.bin"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + b"\xff")
     (out / "validation-00002.idx").unlink()
+    (out / "tokenizer.json").unlink()
     before = contents(out)
-    report = "\n".join(ask(corpus, out).lines())
-    assert "train-00001.bin is damaged: its sha256" in report
-    assert "validation-00002.idx is missing" in report
-    assert "units that would be created: 2" in report
+    with caplog.at_level("INFO", "dtt"):
+        plan = ask(corpus, out)
+    assert "tokenizer.json is missing or damaged" in caplog.text
+    assert not plan.complete
+    assert "train-00001.bin is damaged: its sha256" in plan.pending.pop(1)
+    assert "validation-00002.idx is missing" in plan.pending.pop(2)
+    assert not plan.pending
     assert contents(out) == before
     assert run(corpus, out).units == 2
     assert damaged.read_bytes() == content
 
 
-def test_explain_names_every_difference(corpus: Corpus, corpora: Any, tmp_path: Path) -> None:
+def test_every_difference_is_refused_by_name_with_or_without_a_dry_run(
+    corpus: Corpus, corpora: Any, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     run(corpus, out)
-    other = ask(corpus, out, TrainedTokenizerConfig(vocab_size=310), validation_fraction=0.2)
-    said = list(other.lines())
-    assert said[0] == "corpus      as before"
-    assert said[1] == "tokenizer   tokenizer.vocab_size is 300 there, 310 now"
-    assert said[2] == "options     tokenize.validation_fraction is 0.1 there, 0.2 now"
-    assert "--overwrite" in said[3]
+    differences = (
+        r"tokenize\.validation_fraction is 0\.1 there, 0\.2 now; "
+        r"tokenizer\.vocab_size is 300 there, 310 now[^$]*--overwrite"
+    )
+    other = TrainedTokenizerConfig(vocab_size=310)
+    with pytest.raises(ConfigError, match=differences):
+        ask(corpus, out, other, validation_fraction=0.2)
+    with pytest.raises(ConfigError, match=differences):
+        tokenize(config(validation_fraction=0.2), other, corpus.folder, out, Serial())
     corpora.folder = tmp_path / "another"
     another = corpora.make({"a.jsonl": b'{"text": "x"}\n' * 2000})
-    assert next(ask(another, out).lines()).startswith("corpus      corpus.sha256 is '")
+    with pytest.raises(ConfigError, match=r"corpus\.sha256 is '"):
+        ask(another, out)
 
 
-def test_a_lost_tokenizer_is_retrained_and_no_unit_is_encoded_again(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    run(corpus, out)
-    content = (out / "tokenizer.json").read_bytes()
-    (out / "tokenizer.json").unlink()
-    assert "tokenizer.json is missing or damaged" in "\n".join(ask(corpus, out).lines())
-    assert run(corpus, out).units == 0
-    assert (out / "tokenizer.json").read_bytes() == content
-
-
+@pytest.mark.parametrize("name", ["tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["{", None], ids=["damaged", "gone"])
-def test_a_lost_manifest_is_rewritten_and_no_unit_is_encoded_again(
-    corpus: Corpus, tmp_path: Path, damage: str | None
+def test_a_lost_file_is_made_again_and_no_unit_is_encoded_again(
+    corpus: Corpus, tmp_path: Path, name: str, damage: str | None
 ) -> None:
-    out = tmp_path / "out"
-    run(corpus, out)
-    manifest = out / "manifest.json"
-    content = manifest.read_text()
-    manifest.write_text(damage) if damage else manifest.unlink()
-    assert list(ask(corpus, out).lines())[-1] == "next        only the manifest is missing"
-    assert run(corpus, out).units == 0
-    assert manifest.read_text() == content
+    run(corpus, tmp_path)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_text(damage) if damage else (tmp_path / name).unlink()
+    plan = ask(corpus, tmp_path)
+    assert (plan.pending, plan.complete) == ({}, False)
+    assert run(corpus, tmp_path).units == 0
+    assert (tmp_path / name).read_bytes() == content
 
 
 # ---- nodes' own disks ----------------------------------------------------------------------------
@@ -218,12 +216,12 @@ def test_shards_of_an_absent_node_are_encoded_again_and_reported_when_read(
     manifest = TokensManifest.read(out)
     with pytest.raises(
         InputError, match=r"rsync -a 'n7:/disk-of-n7/out-\w+/train-0\d+\.\*'"
-    ) as lost:
+    ) as error:
         shard_stem(out, manifest.shards[0])
-    assert "where: n7:/disk-of-n7/out-" in str(lost.value)
+    assert "where: n7:/disk-of-n7/out-" in str(error.value)
     (out / "manifest.json").unlink()
-    report = "\n".join(ask(corpus, out, local=local).lines())
-    assert "unit 1      on the disk of n7, which is not part of this run" in report
+    lost = {1: "on the disk of n7, which is not part of this run"}
+    assert ask(corpus, out, local=local).pending == lost
     assert run(corpus, out, local=local).units == 1
 
 

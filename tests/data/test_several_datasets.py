@@ -56,7 +56,9 @@ def tokenized(project: Dtt, *arguments: str) -> list[dict[str, Any]]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    paths = (p for p in folder.rglob("*") if p.suffix in (".bin", ".idx", ".json"))
+    found = (p for p in folder.rglob("*") if p.suffix in (".bin", ".idx", ".json"))
+    # Markers have the times of files.
+    paths = (p for p in found if p.parent.name != ".units")
     return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
 
 

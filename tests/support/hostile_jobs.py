@@ -147,7 +147,7 @@ def _configuration(texts: Iterator[str]) -> dict[str, Any]:
         "download.split": next(texts), "download.revision": next(texts),
         "download.text_column": next(texts), "download.out": next(texts),
         "tokenizer.special_tokens": [next(texts), "<|endoftext|>"],
-        "tokenize.compare": next(texts), "tokenize.out": next(texts),
+        "tokenize.out": next(texts),
         "train.sample_prompt": next(texts), "eval.tasks": [next(texts), next(texts)],
         "eval.data": next(texts), "export.license": next(texts), "export.out": next(texts),
         "launch.setup": [next(texts)], "launch.environment": {"HOSTILE": next(texts)},

@@ -16,7 +16,7 @@ from dtt.mesh.process import command, leave
         "dtt tokenize -c run.yaml",
         "mpirun -n 8 dtt tokenize -c run.yaml",
         "srun -N 4 -n 64 dtt tokenize -c run.yaml    # no MPI needed",
-        "dtt tokenize -c run.yaml --dry-run          # print what would be reused",
+        "dtt tokenize -c run.yaml --dry-run          # print what would be encoded",
     )
 )
 def tokenize(
@@ -30,7 +30,7 @@ def tokenize(
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be reused and why; write nothing.")
+        bool, typer.Option("--dry-run", help="Print which units would be encoded; write nothing.")
     ] = False,
     stage: Stage = None,
     json: Json = False,
@@ -46,7 +46,7 @@ def tokenize(
 
         cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
         if dry_run:
-            tokenize.explain(cfg, as_json=json)
+            tokenize.dry_run(cfg, as_json=json)
         else:
             tokenize.run(cfg, overwrite=overwrite, as_json=json)
     leave()

@@ -26,7 +26,7 @@ from dtt.data.text.tokenizer import (
     train_tokenizer,
 )
 from dtt.data.tokenize import markers
-from dtt.data.tokenize.work_plan import read_identity
+from dtt.data.tokenize.work_plan import read_key
 
 TEXTS = [f"def function_{i}(x):\n    return {i} * x + {i * i}\n" for i in range(200)]
 
@@ -218,8 +218,7 @@ def test_a_pipe_is_neither_a_tokenizer_nor_a_marker(tmp_path: Path) -> None:
         open_tokenizer(tmp_path / "tokenizer.json")
     marker = markers.marker_path(tmp_path, 0)
     marker.parent.mkdir(parents=True)
-    for path in (marker, marker.with_suffix(".seen"), marker.with_name("identity.json")):
+    for path in (marker, marker.with_name("identity.json")):
         os.mkfifo(path)
     assert markers.read_marker(tmp_path, 0, "key") is None
-    assert markers.last_hashed(tmp_path, 0) == {}
-    assert read_identity(tmp_path) is None
+    assert read_key(tmp_path) is None

@@ -30,8 +30,7 @@ from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus, Span, Unit
 from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.data.tokenize.markers import Identity
-from dtt.data.tokenize.work_plan import WorkPlan
+from dtt.data.tokenize.work_plan import Plan, TokensKey
 from dtt.mesh.comm import Serial
 
 BPE = TrainedTokenizerConfig(vocab_size=300)
@@ -64,11 +63,11 @@ def run(
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """sha256 of each file below `folder`, but not what is known of their times."""
+    """sha256 of each file below `folder`, but markers, which have the times of others."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock" and path.suffix != ".seen"
+        if path.is_file() and path.name != ".lock" and path.parent.name != ".units"
     }
 
 
@@ -273,13 +272,14 @@ def test_a_corpus_without_documents_is_reported_before_a_tokenizer_is_trained(
     assert "training a tokenizer" not in caplog.text
 
 
-def test_units_are_distributed_evenly() -> None:
+def test_units_are_distributed_evenly(corpus: Corpus) -> None:
     units = [Unit(i, (Span(0, i, i + 1, size),)) for i, size in enumerate([9, 1, 5, 3, 8, 2, 7])]
-    plan = WorkPlan(Identity(key_parts={}, tokenizer_sha256=""), units, units, complete=False)
-    shares = plan.shares(3)
-    assert sorted(u.index for units_of in shares for u in units_of) == list(range(7))
-    loads = [sum(unit.text_bytes for unit in units_of) for units_of in shares]
-    assert max(loads) - min(loads) <= 2
+    key = TokensKey(key_parts={}, tokenizer_sha256="")
+    plan = Plan(corpus, units, key, dict.fromkeys(range(7), ""), complete=False)
+    shares = [plan.share(rank, 3) for rank in range(3)]
+    assert sorted(u.index for share in shares for u in share) == list(range(7))
+    loads = [sum(unit.text_bytes for unit in share) for share in shares]
+    assert max(loads) - min(loads) <= max(unit.text_bytes for unit in units)
 
 
 @pytest.mark.slow(except_for=["web/c4_sample.jsonl"])

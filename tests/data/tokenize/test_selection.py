@@ -37,9 +37,10 @@ from dtt.config.data import (
 from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
+from dtt.data.text.unit_encoder import PlainText
 from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.data.tokenize.dry_run import Reuse, explain
+from dtt.data.tokenize.work_plan import Plan, make_plan
 from dtt.mesh.comm import Serial
 
 BPE = TrainedTokenizerConfig(vocab_size=300)
@@ -98,11 +99,19 @@ def run(
     return result
 
 
-def ask(corpus: Corpus, out: Path, clean: CleanConfig | None, tokenizer: TokenizerConfig) -> Reuse:
-    cfg = TokenizeConfig(validation_fraction=0.1, unit_bytes=UNIT_BYTES)
-    reuse = explain(cfg, tokenizer, corpus.folder, out, Serial(), clean=clean)
-    assert reuse is not None
-    return reuse
+def ask(
+    corpus: Corpus,
+    out: Path,
+    clean: CleanConfig | None,
+    tokenizer: TokenizerConfig,
+    unit_bytes: int | None = UNIT_BYTES,
+) -> Plan:
+    cfg = TokenizeConfig(validation_fraction=0.1, unit_bytes=unit_bytes)
+    return make_plan(
+        *(cfg, tokenizer, corpus.folder, out, Serial(), PlainText(cfg.engine)),
+        clean=clean,
+        dry_run=True,
+    )
 
 
 def documents(folder: Path) -> dict[str, list[list[int]]]:
@@ -123,11 +132,11 @@ def masks(folder: Path) -> dict[str, bytes]:
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """Sha256 of each file, but not what is known of their times."""
+    """Sha256 of each file, but markers, which have the times of others."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock" and path.suffix != ".seen"
+        if path.is_file() and path.name != ".lock" and path.parent.name != ".units"
     }
 
 
@@ -219,10 +228,7 @@ def test_a_changed_selection_encodes_the_units_whose_file_changed_again_and_no_o
         corpus.folder, lambda text: text.startswith(gone), unit_bytes=UNIT_BYTES, clean=OTHER
     )
     assert len(SelectionManifest.read(place).names()) == 2
-    reuse = ask(corpus, out, OTHER, given)
-    assert [*reuse.faults] == [units - 1]
-    assert reuse.pending == 1
-    assert "removes 2 documents, others than before" in "\n".join(reuse.lines())
+    assert [*ask(corpus, out, OTHER, given).pending] == [units - 1]
     with caplog.at_level("INFO"):
         again = run(corpus, out, OTHER, given)
     assert again.units == 1
@@ -239,12 +245,14 @@ def test_a_changed_selection_encodes_the_units_whose_file_changed_again_and_no_o
 
 
 def test_a_tokenizer_trained_on_other_documents_encodes_all_units_again(
-    corpus: Corpus, tmp_path: Path
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"
     units = run(corpus, out).units
     write_selection(corpus.folder, is_third, unit_bytes=UNIT_BYTES)
-    assert "the tokenizer is trained again" in "\n".join(ask(corpus, out, CLEAN, BPE).lines())
+    with caplog.at_level("INFO"):
+        ask(corpus, out, CLEAN, BPE)
+    assert "the tokenizer is trained again" in caplog.text
     assert run(corpus, out, CLEAN).units == units
     run(corpus, tmp_path / "fresh", CLEAN)
     assert sums(out) == sums(tmp_path / "fresh")
@@ -324,10 +332,8 @@ def test_a_selection_of_other_units_encodes_all_of_them_again(
     run(corpus, tmp_path / "out", unit_bytes=UNIT_BYTES)
     with pytest.raises(ConfigError, match=r"tokenize\.unit_bytes is \d+ there, 30000 now"):
         run(corpus, tmp_path / "out", CLEAN, unit_bytes=30_000)
-    cfg = TokenizeConfig(validation_fraction=0.1)
-    reuse = explain(cfg, BPE, corpus.folder, tmp_path / "out", Serial(), clean=CLEAN)
-    assert reuse is not None
-    assert (reuse.differences, reuse.pending) == ([], reuse.units)
+    plan = ask(corpus, tmp_path / "out", CLEAN, BPE, unit_bytes=None)
+    assert len(plan.pending) == len(plan.units)
     assert run(corpus, tmp_path / "out", CLEAN, unit_bytes=None).manifest == expected
     names = [
         sorted(path.name for path in (tmp_path / out).glob("*.bin")) for out in ("fresh", "out")

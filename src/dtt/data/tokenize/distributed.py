@@ -32,7 +32,7 @@ from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype
 from dtt.data.tokenize.markers import UnitMarker, marker_path, read_marker
 from dtt.data.tokenize.shards import encode_units
-from dtt.data.tokenize.work_plan import TOKENIZER, WorkPlan, clear, local_folder, make_work_plan
+from dtt.data.tokenize.work_plan import TOKENIZER, Plan, clear, local_folder, make_plan
 from dtt.mesh.comm import Comm
 
 BYTES_PER_TOKEN = 2.5
@@ -80,29 +80,29 @@ def tokenize(
     kind, first = kind or PlainText(cfg.engine), comm.rank == 0
     # One process per folder; rank 0 holds the lock for all its ranks.
     with exclusive(out, "dtt tokenize") if first else nullcontext():
-        corpus, plan = make_work_plan(
+        plan = make_plan(
             cfg, tokenizer, corpus_folder, out, comm, kind, clean=clean, overwrite=overwrite
         )
         if plan.complete:
             return _already_done(cfg, out, plan) if first else None
-        encoder = kind.open(tokenizer, out / TOKENIZER, plan.identity.key_parts)
-        encoder.settle(corpus, plan.units, comm)
+        encoder = kind.open(tokenizer, out / TOKENIZER, plan.key.key_parts)
+        encoder.settle(plan.corpus, plan.units, comm)
         one_core = encoder.engine == "gigatoken" or encoder.chat is not None
         if comm.size == 1 and cores > 1 and one_core and len(plan.pending) > 1:
             log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)
         place = local_folder(cfg, out)
         _check_space(out, place, plan, encoder, comm)
         start = time.monotonic()
-        units = plan.shares(comm.size)[comm.rank]
+        units = plan.share(comm.rank, comm.size)
         # Of rank 0 alone: all ranks have about as much to do.
         with progress("tokenizing", sum(u.text_bytes for u in units), shown=first) as advance:
             encoded = encode_units(
-                corpus,
+                plan.corpus,
                 units,
                 encoder,
                 out,
                 place,
-                key=plan.identity.key,
+                key=plan.key.of_units,
                 validation_fraction=cfg.validation_fraction,
                 stop_at_bad=cfg.on_bad_document == "stop",
                 cores=cores,
@@ -110,7 +110,7 @@ def tokenize(
             )
         # A gather is also a barrier: all units have their markers after it.
         text_bytes = sum(comm.gather(encoded))
-        manifest, problems = _finish(cfg, corpus, out, plan, encoder) if first else (None, ())
+        manifest, problems = _finish(cfg, out, plan, encoder) if first else (None, ())
         comm.barrier()  # MPI may end rank 0 in the middle of its manifest when others exit
         if manifest is None:
             return None
@@ -135,36 +135,34 @@ def _share_cores(comm: Comm) -> int:
     return threads
 
 
-def _check_space(
-    out: Path, place: Path, plan: WorkPlan, encoder: UnitEncoder[Any], comm: Comm
-) -> None:
+def _check_space(out: Path, place: Path, plan: Plan, encoder: UnitEncoder[Any], comm: Comm) -> None:
     """Raise an error if the disk of `place` is too small for all ranks that write to it."""
     mine = "" if place == out else socket.gethostname()
     disks = comm.gather(mine)
     beside = [rank for rank, disk in enumerate(disks) if disk == mine]
     # One rank per disk checks for all that write there: each alone would find enough space.
     if comm.rank == beside[0]:
-        shares = plan.shares(comm.size)
-        units = [unit for rank in beside for unit in shares[rank]]
+        pending = plan.share(0, 1)
+        units = [unit for rank in beside for unit in pending[rank :: comm.size]]
         token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize + encoder.has_mask
         needed = sum(unit.text_bytes for unit in units) / BYTES_PER_TOKEN * token_bytes
         check_space(place, int(needed), "the token files")
 
 
 def _finish(
-    cfg: TokenizeConfig, corpus: Corpus, out: Path, plan: WorkPlan, encoder: UnitEncoder[Any]
+    cfg: TokenizeConfig, out: Path, plan: Plan, encoder: UnitEncoder[Any]
 ) -> tuple[TokensManifest, tuple[str, ...]]:
     """Write the manifest; return it and the locations of some unreadable documents."""
-    markers = _all_markers(out, plan)
+    corpus, markers = plan.corpus, _all_markers(out, plan)
     problems = tuple(problem for marker in markers for problem in marker.problems)
     refused = sum((Counter(marker.refused) for marker in markers), Counter())
     unread = sum((Counter(marker.unread) for marker in markers), Counter())
     manifest = TokensManifest(
-        key=plan.identity.folder_key,
-        key_parts=plan.identity.key_parts,
+        key=plan.key.of_folder,
+        key_parts=plan.key.key_parts,
         corpus=corpus.manifest.source,
         text=corpus.manifest.description(),
-        tokenizer_sha256=plan.identity.tokenizer_sha256,
+        tokenizer_sha256=plan.key.tokenizer_sha256,
         vocab_size=encoder.vocab_size,
         dtype=token_dtype(encoder.vocab_size),
         end_of_document=encoder.end_of_document,
@@ -196,11 +194,11 @@ def _lost(markers: list[UnitMarker]) -> LostText | None:
     return sum(lost, LostText()) if lost else None
 
 
-def _already_done(cfg: TokenizeConfig, out: Path, plan: WorkPlan) -> Tokenized:
+def _already_done(cfg: TokenizeConfig, out: Path, plan: Plan) -> Tokenized:
     manifest = TokensManifest.read(out)
     if not manifest.left_out:
         return Tokenized(manifest)
-    markers = [read_marker(out, unit.index, plan.identity.key) for unit in plan.units]
+    markers = [read_marker(out, unit.index, plan.key.of_units) for unit in plan.units]
     problems = tuple(problem for marker in markers if marker for problem in marker.problems)
     _check_left_out(cfg, manifest, problems)
     return Tokenized(manifest, problems)
@@ -222,10 +220,10 @@ def _check_left_out(
         )
 
 
-def _all_markers(out: Path, plan: WorkPlan) -> list[UnitMarker]:
+def _all_markers(out: Path, plan: Plan) -> list[UnitMarker]:
     markers = []
     for unit in plan.units:
-        marker = read_marker(out, unit.index, plan.identity.key)
+        marker = read_marker(out, unit.index, plan.key.of_units)
         if marker is None:
             raise DamagedError(
                 "a finished unit is missing",

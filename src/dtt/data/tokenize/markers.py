@@ -1,16 +1,14 @@
-"""Markers of finished units, and records of the state of their files when they were last hashed."""
+"""Markers of finished units of work, which also record the state of their files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
-from dtt.artifacts.manifest import Record, fingerprint
+from dtt.artifacts.manifest import Record
 from dtt.artifacts.manifests import LostText, TokenShard, TokensManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import write_atomically
@@ -21,28 +19,8 @@ from dtt.data.token_file import bin_path, idx_path, mask_path
 WORK = TokensManifest.work
 """Name of the folder for markers and for shards that are being written."""
 
-Facts = dict[str, list[int]]
+FileStates = dict[str, tuple[int, int]]
 """Size in bytes and modification time in ns of files, by name."""
-
-
-class Identity(Record):
-    """Identity of the token files that a folder is for; written before the first unit."""
-
-    key_parts: dict[str, Any]
-    """Everything that determines the content of the token files, except for `removed`."""
-    tokenizer_sha256: str
-    removed: str | None = None
-    """Hash of the numbers of all documents that the selection removes; None: it removes none."""
-
-    @property
-    def key(self) -> str:
-        """Fingerprint of the content, stored in markers, which also have what is removed."""
-        return fingerprint([self.key_parts, self.tokenizer_sha256])
-
-    @property
-    def folder_key(self) -> str:
-        """Fingerprint of the content with what is removed, stored in the manifest."""
-        return self.key if self.removed is None else fingerprint([self.key, self.removed])
 
 
 class UnitMarker(Record):
@@ -75,6 +53,8 @@ class UnitMarker(Record):
     """What the tokenizer has no token for; None if it has one for each byte."""
     problems: tuple[str, ...]
     """`file:line: why` of the first documents that were skipped."""
+    files: FileStates = Field(default_factory=dict)
+    """The files when their hashes were last correct; {} in markers of earlier versions."""
 
 
 def marker_path(out: Path, unit: int) -> Path:
@@ -96,9 +76,14 @@ def changed_files(out: Path, stem: Path, shard: TokenShard) -> Iterator[tuple[Pa
     Each comes with the sha256 that it must have.
     """
     unit = shard.stem.rpartition("-")[2]
-    known = last_hashed(out, int(unit)) if unit.isdecimal() else {}
+    known: object = {}
+    if unit.isdecimal():
+        with suppress(OSError, ValueError):
+            # Not validated as a marker: this runs for every shard that training opens.
+            known = read_json(marker_path(out, int(unit)), LARGE).get("files")
     for path, sha256 in hashed_files(stem, shard):
-        if not facts(out, [path]).items() <= known.items():
+        ((name, state),) = states(out, [path]).items()
+        if not isinstance(known, dict) or known.get(name) != [*state]:
             yield path, sha256
 
 
@@ -117,38 +102,18 @@ def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
     return marker if marker.key == key else None
 
 
-def write_marker(out: Path, unit: int, place: Path, marker: UnitMarker) -> None:
-    """Write the marker of a unit, after its shards have been written to `place` and synced."""
-    stems = [(place / shard.stem, shard) for shard in marker.shards]
-    files = [path for stem, shard in stems for path, _ in hashed_files(stem, shard)]
-    # Before the marker, so that a finished unit is not hashed again.
-    remember_hashed(out, unit, facts(out, files))
-    write_atomically(marker_path(out, unit), marker.model_dump_json(indent=1) + "\n")
+def write_marker(out: Path, unit: int, marker: UnitMarker, files: FileStates) -> None:
+    """Write the marker of a unit, whose files are on disk in these states."""
+    # In the marker, not in a file beside it: a folder with 100,000 units has enough files.
+    content = marker.model_copy(update={"files": files}).model_dump_json(indent=1)
+    write_atomically(marker_path(out, unit), content + "\n")
 
 
-def facts(out: Path, files: Iterable[Path]) -> Facts:
+def states(out: Path, files: Iterable[Path]) -> FileStates:
     """Return the current size and modification time of files.
 
     Files in `out` are keyed by their name, others by their full path, so that `out` can be moved.
     """
     # Both change if a file is replaced, in all but deliberate cases.
     stats = {path.name if path.parent == out else str(path): path.stat() for path in files}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-
-
-def remember_hashed(out: Path, unit: int, facts: Facts) -> None:
-    """Record the sizes and times of a unit's files, whose hashes have just been found correct."""
-    path = _seen_path(out, unit)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(facts))  # need not be atomic: a partial file is not valid JSON
-
-
-def last_hashed(out: Path, unit: int) -> Facts:
-    """Return what `remember_hashed` recorded for a unit; empty if the record is missing."""
-    with suppress(OSError, ValueError):
-        return read_json(_seen_path(out, unit))
-    return {}
-
-
-def _seen_path(out: Path, unit: int) -> Path:
-    return out / WORK / f"{unit:05d}.seen"
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.artifacts.shard_files import files_of
-from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.base.malloc import keep
 from dtt.base.ranks import Ranks
 from dtt.base.terminal import Message
-from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.mesh.comm import Comm, open_comm
 
@@ -66,13 +64,9 @@ def _tokenize(
     cfg: RunConfig, comm: Comm, *, overwrite: bool, quiet: bool
 ) -> dict[str, object] | None:
     """Write the token files of one corpus; rank 0 returns the facts, and prints unless `quiet`."""
-    from dtt.data.text.tokenizer import find_tokenizer
     from dtt.data.tokenize.distributed import tokenize
 
-    out, compare = cfg.tokenize_dir, cfg.tokenize.compare
-    other = None
-    if compare and comm.rank == 0:  # a mistake is reported before the work
-        other = find_tokenizer(GivenTokenizerConfig(path=compare))
+    out = cfg.tokenize_dir
     result = tokenize(
         cfg.tokenize,
         cfg.tokenizer,
@@ -97,47 +91,53 @@ def _tokenize(
         log.warning("%s", lost.describe())
     if nulls := result.manifest.nulls:
         log.warning("%d %s", nulls, NULLS)
-    compared = _compared(out, str(compare), other) if other else None
     if not quiet:
         print(_report(out, result))
-        if compared is not None:
-            print(
-                f"compared    {compared['bytes_per_token']:.2f} bytes per token, "
-                f"{compared['other_bytes_per_token']:.2f} with {compared['with']}, "
-                f"on {compared['text_bytes'] / 1e6:.2f} MB of held-out text"
-            )
-    return _facts(out, result) | {"compared": compared}
+    return _facts(out, result)
 
 
-def explain(cfg: RunConfig, *, as_json: bool = False) -> None:
-    """Print what a run of `dtt tokenize` would reuse, and why; change nothing."""
+def dry_run(cfg: RunConfig, *, as_json: bool = False) -> None:
+    """Print which units `dtt tokenize` would encode, and why; change nothing."""
     comm = open_comm(Ranks.detect(), _work(cfg))
     from dtt.data.corpus.described import read_corpus
-    from dtt.data.tokenize.dry_run import explain
+    from dtt.data.tokenize.verification import NOT_MADE
+    from dtt.data.tokenize.work_plan import SHOWN, TOKENIZER, make_plan
 
     facts = []
     for one in cfg.corpora:
         read_corpus(one)
         out, tokenizer = one.tokenize_dir, one.tokenizer
         # A shared tokenizer that is not there yet would be trained first: nothing depends on it.
-        if cfg.download.datasets and not (out.parent / "tokenizer.json").is_file():
+        if cfg.download.datasets and not (out.parent / TOKENIZER).is_file():
             tokenizer = cfg.tokenizer
-        reuse = explain(one.tokenize, tokenizer, one.corpus_dir, out, comm, _kind(one), one.clean)
-        if reuse is None:
-            continue
+        plan = make_plan(
+            *(one.tokenize, tokenizer, one.corpus_dir, out, comm, _kind(one)),
+            clean=one.clean,
+            dry_run=True,
+        )
         facts.append(
             {
                 "tokens": str(out),
-                "complete": reuse.complete,
-                "differences": reuse.differences,
-                "removal": reuse.removal,
-                "units": reuse.units,
-                "pending": reuse.pending,
-                "faults": {unit: fault.why for unit, fault in reuse.faults.items()},
+                "complete": plan.complete,
+                "units": len(plan.units),
+                "pending": len(plan.pending),
+                "faults": plan.pending,
             }
         )
-        if not as_json:
-            print("\n".join([f"tokens      {out}", *reuse.lines()]))
+        if comm.rank > 0 or as_json:
+            continue
+        print(f"tokens      {out}")
+        again = {unit: why for unit, why in plan.pending.items() if why != NOT_MADE}
+        for unit, why in list(again.items())[:SHOWN]:
+            print(f"unit {unit:<7}{why}")
+        if len(again) > SHOWN:
+            print(f"            … and {len(again) - SHOWN} more")
+        kept = len(plan.units) - len(plan.pending)
+        print(f"units       {kept} of {len(plan.units)} are finished and kept")
+        if plan.complete:
+            print("next        nothing to do")
+        else:
+            print(f"next        units that would be encoded: {len(plan.pending)}")
     comm.close()
     if as_json and comm.rank == 0:
         print(json.dumps(facts if cfg.download.datasets else facts[0]))
@@ -149,12 +149,6 @@ def _kind(cfg: RunConfig) -> DocumentKind:
         from dtt.data.text.unit_encoder import PlainText
 
         return PlainText(cfg.tokenize.engine)
-    if cfg.tokenize.compare is not None:
-        raise ConfigError(
-            "tokenize.compare compares tokenizers on text",
-            why=f"data.type={cfg.data.type} encodes conversations, with their model's tokenizer",
-            next="omit tokenize.compare",
-        )
     from dtt.data.conversations.row_encoder import Conversations
 
     pairs = cfg.data.type == "preference"
@@ -194,25 +188,6 @@ def _facts(out: Path, result: Tokenized) -> dict[str, object]:
         "mb_per_second": round(result.text_bytes / 1e6 / result.seconds, 3)
         if result.text_bytes
         else None,
-    }
-
-
-def _compared(out: Path, name: str, other: Path) -> dict[str, Any] | None:
-    """Compare bytes per token on held-out text with those of the tokenizer `other`, called `name`.
-
-    Returns None, with a warning, if this node has no held-out text.
-    """
-    from dtt.data.tokenize.comparison import compare
-
-    text_bytes, tokens, other_tokens = compare(out, other)
-    if not text_bytes:
-        log.warning("not compared with %s: this node has no held-out text", name)
-        return None
-    return {
-        "with": name,
-        "text_bytes": text_bytes,
-        "bytes_per_token": round(text_bytes / tokens, 3),
-        "other_bytes_per_token": round(text_bytes / other_tokens, 3),
     }
 
 

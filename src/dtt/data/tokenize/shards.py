@@ -17,7 +17,7 @@ from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.unit_encoder import D, EncodedPart, UnitEncoder
 from dtt.data.token_file import TokenFileWriter
-from dtt.data.tokenize.markers import WORK, UnitMarker, hashed_files, write_marker
+from dtt.data.tokenize.markers import WORK, UnitMarker, hashed_files, states, write_marker
 from dtt.data.tokenize.threads import Behind, ahead
 
 BATCHES_BEHIND = 8
@@ -191,7 +191,8 @@ class _UnitShards:
             lost=self.lost if self.lost.of else None,
             problems=(*self.bad.examples, *self.refused.examples),
         )
-        write_marker(self._out, self._unit, self._place, marker)
+        made = [path for s in shards for path, _ in hashed_files(self._place / s.stem, s)]
+        write_marker(self._out, self._unit, marker, states(self._out, made))
 
 
 def _put(aside: Path, stem: Path, shard: TokenShard, *, keep: bool) -> None:

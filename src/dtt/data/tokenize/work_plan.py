@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifest import Record, fingerprint
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file, write_atomically
@@ -31,68 +30,171 @@ from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
 from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind
-from dtt.data.tokenize.markers import WORK, Identity, marker_path
-from dtt.data.tokenize.verification import NOT_MADE, Fault, find_faults, sound_manifest
+from dtt.data.tokenize.markers import WORK, marker_path
+from dtt.data.tokenize.verification import LOST_MARKER, NOT_MADE, find_pending, sound_manifest
 from dtt.mesh.comm import Comm
 
 TOKENIZER = "tokenizer.json"
+KEY = "identity.json"
+"""Name of the file, in the work folder, with the key of token files that are being made."""
 SPECIAL_TOKENS_IN_TEXT = "encoded as text"
-REDONE = "their units are encoded again"
-RETRAINED = "the tokenizer is trained again; if it becomes another one, all units are encoded again"
 SHOWN = 10
 """Maximum number of units to encode again that are logged."""
 
 
+class TokensKey(Record):
+    """The content that a token folder is for. Recorded before its first unit."""
+
+    key_parts: dict[str, Any]
+    """Everything that determines the content of the token files, except for `removed`."""
+    tokenizer_sha256: str
+    removed: str | None = None
+    """Hash of the numbers of all documents that the selection removes; None: it removes none."""
+
+    @property
+    def of_units(self) -> str:
+        """Fingerprint of the content, stored in markers, which also have what is removed."""
+        return fingerprint([self.key_parts, self.tokenizer_sha256])
+
+    @property
+    def of_folder(self) -> str:
+        """Fingerprint of the content with what is removed, stored in the manifest."""
+        units = self.of_units
+        return units if self.removed is None else fingerprint([units, self.removed])
+
+
 @dataclass(frozen=True)
-class WorkPlan:
+class Plan:
     """The units to encode, independent of the number of ranks."""
 
-    identity: Identity
+    corpus: Corpus
     units: list[Unit]
-    pending: list[Unit]
-    """Units that are not finished."""
+    key: TokensKey
+    pending: dict[int, str]
+    """Why units are not finished, by their index."""
     complete: bool
     """True if the manifest exists and everything that it names is complete."""
 
-    def shares(self, size: int) -> list[list[Unit]]:
-        """Return the units of each of `size` ranks.
-
-        Units are assigned in decreasing order of size, each to the rank with the least work so far.
-        """
-        shares: list[list[Unit]] = [[] for _ in range(size)]
-        loads = [(0, rank) for rank in range(size)]
-        for unit in sorted(self.pending, key=lambda unit: (-unit.text_bytes, unit.index)):
-            load, least = loads[0]
-            shares[least].append(unit)
-            heapq.heapreplace(loads, (load + unit.text_bytes, least))
-        return shares
+    def share(self, rank: int, size: int) -> list[Unit]:
+        """Return the pending units of one of `size` ranks, the largest first."""
+        # By size: the loads of ranks then differ by no more than the largest unit.
+        pending = sorted(
+            (self.units[index] for index in self.pending),
+            key=lambda unit: (-unit.text_bytes, unit.index),
+        )
+        return pending[rank::size]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A corpus divided into units, identical on all ranks."""
+def make_plan(
+    cfg: TokenizeConfig,
+    tokenizer: TokenizerConfig,
+    corpus_folder: Path,
+    out: Path,
+    comm: Comm,
+    kind: DocumentKind,
+    *,
+    clean: CleanConfig | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Plan:
+    """Return the plan for the token files in `out`, which then has its tokenizer; collective.
 
-    corpus: Corpus
-    unit_bytes: int
-    units: list[Unit]
+    With `overwrite`, existing token files are removed first. With `dry_run`, nothing is written. If
+    only the selection has changed, the units from which the same documents are removed are kept.
+    The documents of the corpus are of `kind`.
 
-    @property
-    def removals(self) -> list[str | None]:
-        """The hash of what the selection removes from each unit; None: nothing."""
-        selection = self.corpus.selection
-        return [None] * len(self.units) if selection is None else selection.removals
+    Raises ConfigError if `out` contains token files of a different corpus, tokenizer or options,
+    and InputError if the corpus is empty.
+    """
+    found = None if overwrite else _shared(comm, read_key(out) if comm.rank == 0 else None)
+    corpus, units, unit_bytes = divide(cfg, clean, corpus_folder, comm, found)
+    if overwrite:
+        clear(cfg, out)
+        comm.barrier()
+    key = None
+    if comm.rank == 0:
+        given = given_content(tokenizer)
+        encoding = kind.key_parts(tokenizer, None if found is None else found.key_parts)
+        key = _asked(cfg, tokenizer, corpus, units, unit_bytes, given, encoding)
+        kept = None if found is None else _kept(cfg, found, key, out, given)
+        if kept is not None:
+            key = key.model_copy(update={"tokenizer_sha256": kept.tokenizer_sha256})
+        if not dry_run:
+            if found is not None and kept is None:
+                clear(cfg, out)
+            if kept != key or not holds(out / TOKENIZER, key.tokenizer_sha256):
+                if kept is not None and kept != key:
+                    # First: it names the tokenizer and the files that are replaced.
+                    (out / TokensManifest.filename).unlink(missing_ok=True)
+                content = given or _trained(cfg, tokenizer, corpus, units)
+                key = write_tokenizer(out, content, key, WORK)
+            _write_files(out, kind)
+    # If rank 0 raises, the others wait here until they are terminated.
+    key = _shared(comm, key)
+    assert key is not None
+    return _checked(out, corpus, units, key, comm, dry_run=dry_run)
 
 
-def cut_corpus(
+def _asked(
+    cfg: TokenizeConfig,
+    tokenizer: TokenizerConfig,
+    corpus: Corpus,
+    units: Sequence[Unit],
+    unit_bytes: int,
+    given: bytes | None,
+    encoding: dict[str, Any],
+) -> TokensKey:
+    """Return the key that the configuration asks for, without the hash of the tokenizer."""
+    return TokensKey(
+        key_parts={
+            "corpus": {"sha256": corpus.manifest.content_key()},
+            "tokenizer": tokenizer_key(tokenizer, given),
+            "tokenize": {
+                "validation_fraction": cfg.validation_fraction,
+                "unit_bytes": unit_bytes,
+                "special_tokens_in_text": SPECIAL_TOKENS_IN_TEXT,
+                "held_out_by": HELD_OUT_BY,
+            },
+            **encoding,
+        },
+        tokenizer_sha256="",  # not known before it is trained
+        removed=content_key(removals_of(corpus, units)),
+    )
+
+
+def _checked(
+    out: Path, corpus: Corpus, units: list[Unit], key: TokensKey, comm: Comm, *, dry_run: bool
+) -> Plan:
+    """Return the plan, by the units that are finished; remove what is left of the others."""
+    manifest = sound_manifest(out)
+    if manifest is not None and manifest.key != key.of_folder:
+        manifest = None
+    removals, selection = removals_of(corpus, units), corpus.selection
+    pending = find_pending(out, key.of_units, manifest, removals, comm, remember=not dry_run)
+    complete = (
+        manifest is not None
+        and manifest.selection == (None if selection is None else selection.facts())
+        and all(why == LOST_MARKER for why in pending.values())
+        and (not dry_run or holds(out / TOKENIZER, key.tokenizer_sha256))
+    )
+    # Rank 0 decides: the others may have read the folder a moment later.
+    complete = comm.broadcast(complete)
+    if comm.rank == 0 and not complete and not dry_run:
+        _tidy(out, pending)
+    comm.barrier()
+    return Plan(corpus, units, key, {} if complete else pending, complete)
+
+
+def divide(
     cfg: TokenizeConfig,
     clean: CleanConfig | None,
     folder: Path,
     comm: Comm,
-    there: Identity | None = None,
-) -> Cut:
-    """Open a corpus and its selection, if there is a section `clean`, and divide it; collective.
+    found: TokensKey | None = None,
+) -> tuple[Corpus, list[Unit], int]:
+    """Open a corpus and its selection; return it, its units and their size; collective.
 
-    Without `tokenize.unit_bytes` and a selection, the units are those of the token files `there`,
+    Without `tokenize.unit_bytes` and a selection, the units are those of the token files `found`,
     which earlier versions of dtt may have made with another default.
 
     Raises InputError if the corpus is empty or has not been cleaned, and ConfigError if
@@ -107,60 +209,18 @@ def cut_corpus(
             next=f"tokenize.unit_bytes={corpus.unit_bytes()}, or omit it",
         )
     unit_bytes = cfg.unit_bytes or corpus.unit_bytes()
-    if there is not None and cfg.unit_bytes is None and corpus.selection is None:
-        unit_bytes = there.key_parts.get("tokenize", {}).get("unit_bytes", unit_bytes)
+    if found is not None and cfg.unit_bytes is None and corpus.selection is None:
+        unit_bytes = found.key_parts.get("tokenize", {}).get("unit_bytes", unit_bytes)
     units = corpus.units(unit_bytes)
     if not units and comm.rank == 0:
         raise InputError("the corpus contains no documents", where=folder)
     comm.barrier()  # if rank 0 raises, the others wait here until they are terminated
-    return Cut(corpus, unit_bytes, units)
+    return corpus, units, unit_bytes
 
 
-def make_work_plan(
-    cfg: TokenizeConfig,
-    tokenizer: TokenizerConfig,
-    corpus_folder: Path,
-    out: Path,
-    comm: Comm,
-    kind: DocumentKind,
-    *,
-    clean: CleanConfig | None = None,
-    overwrite: bool = False,
-) -> tuple[Corpus, WorkPlan]:
-    """Prepare `out`, which then contains its tokenizer, and return the corpus and plan; collective.
-
-    With `overwrite`, existing token files are removed first. If only the selection has changed, the
-    units from which the same documents are removed are kept.
-
-    Raises ConfigError if `out` contains token files of a different corpus, tokenizer or options,
-    and InputError if the corpus is empty. The documents of the corpus are of `kind`.
-    """
-    there = None if overwrite else shared_identity(out, comm)
-    cut = cut_corpus(cfg, clean, corpus_folder, comm, there)
-    if overwrite:
-        clear(cfg, out)
-        comm.barrier()
-    identity = _prepare(cfg, tokenizer, cut, out, comm, kind)
-    faults = find_faults(out, identity, cut.removals, comm)
-    complete = comm.broadcast(is_complete(out, identity, cut, faults))
-    if complete:
-        return cut.corpus, WorkPlan(identity, cut.units, [], complete=True)
-    if comm.rank == 0:
-        _tidy(out, faults)
-    comm.barrier()
-    pending = [unit for unit in cut.units if unit.index in faults]
-    return cut.corpus, WorkPlan(identity, cut.units, pending, complete=False)
-
-
-def is_complete(out: Path, identity: Identity, cut: Cut, faults: dict[int, Fault]) -> bool:
-    """Return True if `out` has a manifest for this content, and all that it names is intact."""
-    manifest, selection = sound_manifest(out), cut.corpus.selection
-    return (
-        manifest is not None
-        and manifest.key == identity.folder_key
-        and manifest.selection == (None if selection is None else selection.facts())
-        and all(fault.intact for fault in faults.values())
-    )
+def removals_of(corpus: Corpus, units: Sequence[Unit]) -> list[str | None]:
+    """Return the hash of what the selection removes from each unit; None: nothing."""
+    return [None] * len(units) if corpus.selection is None else corpus.selection.removals
 
 
 def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
@@ -194,65 +254,64 @@ def _shard_files(folder: Path) -> Iterator[Path]:
             yield from folder.glob(f"{split}-*.{suffix}")
 
 
-def _prepare(
-    cfg: TokenizeConfig,
-    tokenizer: TokenizerConfig,
-    cut: Cut,
-    out: Path,
-    comm: Comm,
-    kind: DocumentKind,
-) -> Identity:
-    """Return the identity of the token files in `out`, after its tokenizer is in place; collective.
+def _kept(
+    cfg: TokenizeConfig, found: TokensKey, asked: TokensKey, out: Path, given: bytes | None
+) -> TokensKey | None:
+    """Return `found` if its token files can be used, else None; log why not all of them can.
 
-    Trains or copies the tokenizer if it is missing or damaged. Raises ConfigError if `out` is for
-    different content.
+    Raises ConfigError if they are refused.
     """
-    identity, content, asked, removed = None, None, {}, content_key(cut.removals)
-    if comm.rank == 0:
-        content = given_content(tokenizer)
-        identity = read_identity(out)
-        asked = key_parts(cfg, tokenizer, cut, content, kind, identity)
-        if identity is not None and (refused := refusals(cfg, identity, asked)):
-            raise ConfigError(
-                "the folder contains token files of other text or settings",
-                where=out,
-                why="; ".join(refused),
-                next="specify another folder: tokenize.out=FOLDER, or replace what is there: "
-                "--overwrite",
-            )
-        if identity is not None and identity.key_parts != asked:
-            log.info("encoded again: the selection divides the corpus into other units")
-            clear(cfg, out)
-            identity = None
-        elif identity is not None and identity.removed != removed:
-            log.info(
-                "other documents are removed now: %s", RETRAINED if content is None else REDONE
-            )
-            # First: it names the tokenizer and the files that are replaced.
-            (out / TokensManifest.filename).unlink(missing_ok=True)
-            identity = None
-        elif identity is not None and not holds(out / TOKENIZER, identity.tokenizer_sha256):
-            identity = None
-    # If rank 0 raises, the others wait in the next collective until they are terminated.
-    if comm.rank == 0 and identity is None:
-        if content is None:
-            assert not isinstance(tokenizer, GivenTokenizerConfig)
-            stop = cfg.on_bad_document == "stop"
-            check_usable(cut.corpus, cut.units, stop_at_bad=stop)
-            # On one rank: 100 MB take half a minute, once, and any number of ranks would need
-            # the same tokenizer.
-            content = trained(tokenizer, [cut], cfg.validation_fraction)
-        write_atomically(out / TOKENIZER, content)
-        digest = hashlib.sha256(content).hexdigest()
-        identity = Identity(key_parts=asked, tokenizer_sha256=digest, removed=removed)
-        write_atomically(_identity_path(out), identity.model_dump_json(indent=1) + "\n")
-    for name, text in kind.files().items() if comm.rank == 0 else ():
+    other = differences(found.key_parts, asked.key_parts)
+    resized = all(line.startswith("tokenize.unit_bytes ") for line in other)
+    if other and not (resized and cfg.unit_bytes is None):
+        raise ConfigError(
+            "the folder contains token files of other text or settings",
+            where=out,
+            why="; ".join(other),
+            next="specify another folder: tokenize.out=FOLDER, or replace what is there: "
+            "--overwrite",
+        )
+    if other:
+        log.info("encoded again: the selection divides the corpus into other units")
+        return None
+    if found.removed != asked.removed:
+        log.info(
+            "other documents are removed now: %s",
+            "their units are encoded again"
+            if given is not None
+            else "the tokenizer is trained again; if it becomes another one, all units are "
+            "encoded again",
+        )
+    elif not holds(out / TOKENIZER, found.tokenizer_sha256):
+        log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
+    return found
+
+
+def _trained(
+    cfg: TokenizeConfig, tokenizer: TokenizerConfig, corpus: Corpus, units: list[Unit]
+) -> bytes:
+    assert isinstance(tokenizer, TrainedTokenizerConfig)
+    check_usable(corpus, units, stop_at_bad=cfg.on_bad_document == "stop")
+    # On one rank: 100 MB take half a minute, once, and any number of ranks would need the same
+    # tokenizer.
+    return trained(tokenizer, [(corpus, units)], cfg.validation_fraction)
+
+
+def write_tokenizer(out: Path, content: bytes, asked: TokensKey, work: str) -> TokensKey:
+    """Write a tokenizer, and then what it is for, into the folder `work` of `out`."""
+    write_atomically(out / TOKENIZER, content)
+    key = asked.model_copy(update={"tokenizer_sha256": hashlib.sha256(content).hexdigest()})
+    write_atomically(out / work / KEY, key.model_dump_json(indent=1) + "\n")
+    return key
+
+
+def _write_files(out: Path, kind: DocumentKind) -> None:
+    for name, text in kind.files().items():
         if not holds(out / name, hashlib.sha256(text.encode()).hexdigest()):
             write_atomically(out / name, text)
-    return Identity.model_validate(comm.broadcast(identity.model_dump() if identity else None))
 
 
-def _tidy(out: Path, faults: dict[int, Fault]) -> None:
+def _tidy(out: Path, pending: dict[int, str]) -> None:
     """Remove leftovers of a killed run, and the markers and files of units to encode again.
 
     The files must be removed because the new ones may be written elsewhere, to a node's local disk.
@@ -260,15 +319,15 @@ def _tidy(out: Path, faults: dict[int, Fault]) -> None:
     for torn in [*out.glob(".*.tmp"), *(out / WORK).glob(".*.tmp")]:
         torn.unlink()
     (out / TokensManifest.filename).unlink(missing_ok=True)
-    redone = {unit: fault for unit, fault in faults.items() if fault.why != NOT_MADE}
+    redone = {unit: why for unit, why in pending.items() if why != NOT_MADE}
     for unit in redone:
         marker_path(out, unit).unlink(missing_ok=True)
-    stale = {f"{split}-{unit:05d}" for unit in faults for split in ("train", "validation")}
+    stale = {f"{split}-{unit:05d}" for unit in pending for split in ("train", "validation")}
     for path in _shard_files(out):
         if path.stem in stale:
             path.unlink(missing_ok=True)
-    for unit, fault in islice(redone.items(), SHOWN):
-        log.info("unit %d will be encoded again: %s", unit, fault.why)
+    for unit, why in islice(redone.items(), SHOWN):
+        log.info("unit %d will be encoded again: %s", unit, why)
     if len(redone) > SHOWN:
         log.info("… and %d more", len(redone) - SHOWN)
 
@@ -276,31 +335,6 @@ def _tidy(out: Path, faults: dict[int, Fault]) -> None:
 def given_content(tokenizer: TokenizerConfig) -> bytes | None:
     """Return the content of the given tokenizer.json, or None if the tokenizer is to be trained."""
     return given_tokenizer(tokenizer) if isinstance(tokenizer, GivenTokenizerConfig) else None
-
-
-def key_parts(
-    cfg: TokenizeConfig,
-    tokenizer: TokenizerConfig,
-    cut: Cut,
-    given: bytes | None,
-    kind: DocumentKind,
-    there: Identity | None,
-) -> dict[str, Any]:
-    """Return everything that determines the content of token files, by name.
-
-    `there` is the identity of the token files in the folder.
-    """
-    return {
-        "corpus": {"sha256": cut.corpus.manifest.content_key()},
-        "tokenizer": tokenizer_key(tokenizer, given),
-        "tokenize": {
-            "validation_fraction": cfg.validation_fraction,
-            "unit_bytes": cut.unit_bytes,
-            "special_tokens_in_text": SPECIAL_TOKENS_IN_TEXT,
-            "held_out_by": HELD_OUT_BY,
-        },
-        **kind.key_parts(tokenizer, None if there is None else there.key_parts),
-    }
 
 
 def tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
@@ -314,30 +348,25 @@ def tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, 
     return facts
 
 
-def _identity_path(out: Path) -> Path:
-    return out / WORK / "identity.json"
-
-
-def read_identity(out: Path) -> Identity | None:
-    """Return the identity of the token files in `out`, or None if `tokenize` has not started."""
+def read_key(out: Path, work: str = WORK) -> TokensKey | None:
+    """Return the key of the token files in `out`, or None if `tokenize` has not started."""
     manifest = sound_manifest(out)
     if manifest is not None:
-        return Identity(
+        return TokensKey(
             key_parts=manifest.key_parts,
             tokenizer_sha256=manifest.tokenizer_sha256,
             removed=None if manifest.selection is None else manifest.selection.content,
         )
     try:
-        return Identity.model_validate_json(read_small(_identity_path(out)))
+        return TokensKey.model_validate_json(read_small(out / work / KEY))
     except (FileNotFoundError, ValueError):
         return None
 
 
-def shared_identity(out: Path, comm: Comm) -> Identity | None:
-    """Return what rank 0 reads with `read_identity`; collective."""
-    there = read_identity(out) if comm.rank == 0 else None
-    facts = comm.broadcast(there.model_dump() if there else None)
-    return None if facts is None else Identity.model_validate(facts)
+def _shared(comm: Comm, key: TokensKey | None) -> TokensKey | None:
+    """Return the `key` of rank 0; collective."""
+    facts = comm.broadcast(None if key is None else key.model_dump())
+    return None if facts is None else TokensKey.model_validate(facts)
 
 
 def holds(path: Path, sha256: str) -> bool:
@@ -346,10 +375,12 @@ def holds(path: Path, sha256: str) -> bool:
 
 
 def trained(
-    tokenizer: TrainedTokenizerConfig, cuts: Sequence[Cut], validation_fraction: float
+    tokenizer: TrainedTokenizerConfig,
+    corpora: Sequence[tuple[Corpus, list[Unit]]],
+    validation_fraction: float,
 ) -> bytes:
     """Train a tokenizer on corpora, in proportion to their sizes; return its tokenizer.json."""
-    sizes = [sum(unit.text_bytes for unit in cut.units) for cut in cuts]
+    sizes = [sum(unit.text_bytes for unit in units) for _, units in corpora]
     total = min(tokenizer.train_bytes, sum(sizes))
     log.info("training a tokenizer of %d entries on %.1f MB", tokenizer.vocab_size, total / 1e6)
     with progress("reading for the tokenizer", total) as advance:
@@ -359,30 +390,20 @@ def trained(
             for size in sizes
         ]
         samples = (
-            tokenizer_sample(cut.corpus, cut.units, part, validation_fraction, advance)
-            for cut, part in zip(cuts, parts, strict=True)
+            tokenizer_sample(corpus, units, part, validation_fraction, advance)
+            for (corpus, units), part in zip(corpora, parts, strict=True)
         )
         return train_tokenizer(tokenizer, chain.from_iterable(samples)).encode()
 
 
-def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+def differences(found: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     """Return a message for each entry in which two keys differ."""
-    old, new = dict(_flat(there)), dict(_flat(asked))
+    old, new = dict(_flat(found)), dict(_flat(asked))
     return [
         f"{key} is {shown(old.get(key))} there, {shown(new.get(key))} now"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-
-
-def refusals(cfg: TokenizeConfig, there: Identity, asked: dict[str, Any]) -> list[str]:
-    """Return the differences for which token files are refused.
-
-    They are encoded again instead if only the size of units differs, and nobody configured it.
-    """
-    found = differences(there.key_parts, asked)
-    resized = all(line.startswith("tokenize.unit_bytes ") for line in found)
-    return [] if resized and cfg.unit_bytes is None else found
 
 
 def _flat(parts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
