@@ -234,7 +234,7 @@ CHANGES: dict[str, tuple[dict[str, Any], type[DttError], str]] = {
     "trained tokens": ({"trainable_token_indices": [1]}, InputError, "trainable_token_indices"),
     "pissa": ({"init_lora_weights": "pissa"}, InputError, "init_lora_weights"),
     "parameters": ({"target_parameters": ["x"]}, InputError, "target_parameters"),
-    "later field": ({"use_new_lora": True}, InputError, "use_new_lora"),
+    "later field": ({"use_new_lora": True}, InputError, "use_new_lora as this"),
     "ia3": ({"peft_type": "IA3"}, InputError, "peft_type"),
     "classifier": ({"task_type": "SEQ_CLS"}, InputError, "task_type"),
     "transposed": ({"fan_in_fan_out": True}, InputError, "fan_in_fan_out"),
@@ -272,10 +272,15 @@ def test_what_dtt_does_not_do_is_refused_by_name(
         ours.read_peft(tmp_path, arch, CFG)
 
 
-def test_every_field_of_peft_is_known(saved: tuple[Path, Architecture]) -> None:
-    """A field that the installed PEFT writes and dtt does not know would refuse every adapter."""
+def test_fields_of_methods_that_are_off_are_read(
+    tmp_path: Path, saved: tuple[Path, Architecture]
+) -> None:
+    """All that the installed PEFT writes, and one of a later release."""
     folder, arch = saved
-    assert len(ours.read_peft(folder, arch, CFG)) == 2 * 2 * 2
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"use_new_lora": False}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").symlink_to(folder / "adapter_model.safetensors")
+    assert len(ours.read_peft(tmp_path, arch, CFG)) == 2 * 2 * 2
 
 
 @pytest.mark.parametrize(

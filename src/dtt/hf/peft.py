@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import regex
 import torch
@@ -26,6 +26,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    model_validator,
 )
 from safetensors.torch import save_file
 from torch import Tensor
@@ -45,13 +46,12 @@ from dtt.model.lora import LORA_A, LORA_B
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module of transformers."""
-
-
-def _off(value: Any) -> Any:
-    """Return a value that turns a method off; raise ValueError for any other."""
-    if value not in (None, False, [], {}):
-        raise ValueError("it is of a method that dtt does not have")
-    return value
+DESCRIPTIONS = {
+    "lora_dropout", "inference_mode", "auto_mapping", "peft_version", "base_model_name_or_path",
+    "revision", "qalora_group_size", "megatron_core", "runtime_config",
+}  # fmt: skip
+"""Fields that say nothing about the weights: of training only, parameters of a method that another
+field turns on, and descriptions."""
 
 
 def _pattern(text: str) -> str:
@@ -63,19 +63,19 @@ def _pattern(text: str) -> str:
     return text
 
 
-Off = Annotated[Any, AfterValidator(_off)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Names = Pattern | list[str]
 """Modules: a regular expression for complete names, or a list of ends of names."""
 
 
 class PeftConfig(BaseModel):
-    """adapter_config.json. Fields are as PEFT 0.21 writes them; any other one is refused by name.
+    """The fields of adapter_config.json that dtt computes with; any other that is set is refused.
 
-    PEFT gains fields in each release, and an unknown one may change what the adapter computes.
+    PEFT gains fields in each release, and an unknown one may change what the adapter computes. Off,
+    they change nothing, so that a file of a later release is read as long as it uses none of them.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     peft_type: Literal["LORA"]
     task_type: Literal["CAUSAL_LM"] | None = None
@@ -93,38 +93,16 @@ class PeftConfig(BaseModel):
     """Initial values that leave the frozen weights alone. Others, such as pissa, subtract the
     initial adapter from them, so that the file belongs to other weights."""
 
-    # Of training only, details of a method that is off, and descriptions.
-    lora_dropout: Any = None
-    inference_mode: Any = None
-    auto_mapping: Any = None
-    peft_version: Any = None
-    base_model_name_or_path: Any = None
-    revision: Any = None
-    qalora_group_size: Any = None
-    megatron_core: Any = None
-    runtime_config: Any = None
-
-    # Methods that dtt does not have.
     bias: Literal["none"] = "none"
-    lora_bias: Off = None
-    modules_to_save: Off = None
-    trainable_token_indices: Off = None
-    ensure_weight_tying: Off = None
-    layer_replication: Off = None
-    target_parameters: Off = None
-    megatron_config: Off = None
-    use_dora: Off = None
-    use_qalora: Off = None
-    use_bdlora: Off = None
-    alora_invocation_tokens: Off = None
-    loftq_config: Off = None
-    eva_config: Off = None
-    corda_config: Off = None
-    lora_ga_config: Off = None
-    velora_config: Off = None
-    monteclora_config: Off = None
-    kasa_config: Off = None
-    arrow_config: Off = None
+
+    @model_validator(mode="after")
+    def _no_other_method(self) -> Self:
+        """Refuse every other field that is set, by name."""
+        for name, value in (self.model_extra or {}).items():
+            # None, False, [] or {} is what PEFT writes for the methods that an adapter leaves out.
+            if value and name not in DESCRIPTIONS:
+                raise ValueError(f"{name}: it belongs to a method that dtt does not have")
+        return self
 
     def of_layer(self, name: str) -> Adapted:
         """Return the adapter of the layer `name`."""
@@ -223,7 +201,8 @@ def _config(path: Path) -> PeftConfig:
         return PeftConfig.model_validate(read_config(path))
     except ValidationError as error:
         first = error.errors()[0]
-        raise _refused(path, ".".join(map(str, first["loc"])), first["msg"]) from None
+        name, _, why = first["msg"].removeprefix("Value error, ").rpartition(": ")
+        raise _refused(path, ".".join(map(str, first["loc"])) or name, why) from None
 
 
 def _refused(where: Path, name: str, why: str) -> InputError:
