@@ -1,3 +1,31 @@
-"""Distributed Transformer Training: from raw text to a released checkpoint."""
+"""Distributed Transformer Training: from raw text to a released checkpoint.
+
+`import dtt` is light: a name of its interface is loaded at its first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtt.config.schedule import RunFacts as RunFacts
+    from dtt.config.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
+
+INTERFACE = {
+    "RunFacts": "dtt.config.schedule",
+    "Schedule": "dtt.config.schedule",
+}
+"""Names that `import dtt` offers, with their modules: they stay, as others build on them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in INTERFACE:
+        raise AttributeError(f"module 'dtt' has no attribute {name!r}")
+    return getattr(importlib.import_module(INTERFACE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *INTERFACE})

@@ -65,6 +65,8 @@ def hostile_values(draw: st.DrawFn) -> dict[str, Any]:
 class Unchecked:
     """A configuration that no check has seen."""
 
+    model_fields = RunConfig.model_fields
+
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
 

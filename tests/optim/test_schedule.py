@@ -15,13 +15,15 @@ from dtt.config.load import resolve as resolve_config
 from dtt.config.schedule import (
     ConstantConfig,
     CosineConfig,
+    Decaying,
     InverseSqrtConfig,
     LinearConfig,
+    Schedule,
     ScheduleConfig,
     WsdConfig,
 )
 from dtt.config.source import Leaf
-from dtt.optim.schedule import Schedule, resolve
+from dtt.optim.schedule import ResolvedSchedule, resolve
 
 PER_STEP = 1024
 
@@ -52,22 +54,27 @@ def growing(step: int) -> int:
     return PER_STEP * (step + max(0, step - 100))
 
 
-def set_against(config: ScheduleConfig, steps: int) -> Schedule:
+def set_against(config: ScheduleConfig, steps: int) -> ResolvedSchedule:
     return resolve(config, steps, lambda step: PER_STEP * step)
 
 
-def largest_fall(schedule: Schedule, config: ScheduleConfig) -> float:
+def lowest(config: Schedule) -> float:
+    return config.floor if isinstance(config, Decaying) else 0.0
+
+
+def largest_fall(schedule: ResolvedSchedule, config: ScheduleConfig) -> float:
     """The most a curve can fall from one step to the next, by its steepest place."""
     assert schedule.decay is not None
     share = 1 / (schedule.decay.end - schedule.decay.begin)
     if isinstance(config, InverseSqrtConfig):
         return 0.5 / max(1, schedule.warmup)  # the slope of sqrt(w / u) at u = w
-    above = 1 - schedule.floor
+    floor = lowest(config)
+    above = 1 - floor
     return {
         "linear": above * share,
         "cosine": above * share * math.pi / 2,
         "1-sqrt": above * math.sqrt(share),
-        "exponential": 1 - schedule.floor**share,
+        "exponential": 1 - floor**share,
     }[schedule.name]
 
 
@@ -92,8 +99,8 @@ def test_the_rate_rises_then_falls_without_a_jump_to_the_neighbour_of_its_floor(
     if isinstance(config, InverseSqrtConfig):
         assert rates[-1] == pytest.approx(math.sqrt(max(1, warm) / steps))
     else:
-        assert schedule.floor - 1e-12 <= rates[-1] <= schedule.floor + fall
-        assert schedule.multiplier(steps) == pytest.approx(schedule.floor)  # would come next
+        assert lowest(config) - 1e-12 <= rates[-1] <= lowest(config) + fall
+        assert schedule.multiplier(steps) == pytest.approx(lowest(config))  # would come next
 
 
 @given(schedules, st.integers(1, 400), st.randoms())
@@ -116,7 +123,7 @@ def test_a_decay_whose_end_moves_neither_jumps_nor_rises_and_ends_at_its_floor(
         return
     step = data.draw(st.integers(decay.begin, decay.end - 1))
     end = data.draw(st.integers(step + 1, 2 * steps))
-    moved = Schedule(**(vars(schedule) | {"decay": decay.ending(step, end)}))
+    moved = schedule.with_decay(decay.ending(step, end))
     assert moved.multiplier(step) == pytest.approx(schedule.multiplier(step), abs=1e-12)
     rates = [moved.multiplier(n) for n in range(step, end)]
     assert all(a >= b - 1e-12 for a, b in pairwise(rates))

@@ -300,6 +300,8 @@ class CheckpointManifest(Manifest):
     config_sha256: str
     data_key: str
     versions: dict[str, str]
+    code: dict[str, str] = Field(default_factory=dict)
+    """SHA-256 of each file with classes of the user's own, by its name in the job."""
     base: Reference | None = None
     """The weights that this checkpoint lacks; None: it lacks none."""
     files: tuple[FileRecord, ...]

@@ -102,7 +102,10 @@ def field_docs(cls: type[Section]) -> dict[str, str]:
     """
     docs = {n: f.description for n, f in cls.model_fields.items() if f.description}
     for base in cls.__mro__[: cls.__mro__.index(Section)]:
-        [source] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        try:
+            [source] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except OSError:  # a class that was created without a source
+            continue
         assert isinstance(source, ast.ClassDef)
         for pair in pairwise(source.body):
             match pair:

@@ -126,6 +126,9 @@ def describe_all(section: Section, key: Key = ()) -> Iterator[tuple[Key, KeyDesc
             yield from describe_all(value, (*key, name))
         else:
             yield (*key, name), describe(type(section), name, value)
+    # Those of a user's own class, where its code does not run.
+    for name, value in (section.model_extra or {}).items():
+        yield (*key, name), KeyDescription("", "", value, resumable=False)
 
 
 def value_at(section: Section, key: Key) -> Any:
@@ -221,9 +224,10 @@ def _scalar_types(annotation: Any) -> set[Any]:
 
 
 @cache
-def sections() -> frozenset[Key]:
+def sections(cls: type[Section] = RunConfig) -> frozenset[Key]:
     """Return the keys that hold a section rather than a value."""
-    return frozenset(k for k, cls, name in all_fields() if variants(cls.model_fields[name]))
+    fields = all_fields(cls)
+    return frozenset(k for k, holder, name in fields if variants(holder.model_fields[name]))
 
 
 def nearest(key: str, cls: type[Section] = RunConfig, *, entries: bool = False) -> str | None:
@@ -275,7 +279,8 @@ def show(resolved: Resolved) -> str:
         indent = "  " * len(key)
         for name, value in inner.items():
             here = (*key, name)
-            written = name if not key or key in sections() else scalar(name)
+            known = sections(type(resolved.config))
+            written = name if not key or key in known else scalar(name)
             if len(written) > LONGEST_KEY:
                 lines.append((f"{indent}? {written}", ""))
                 written = ""
@@ -300,8 +305,9 @@ def dropped_lines(resolved: Resolved, section: Key | None = None) -> list[str]:
     With `section`, only for the keys of that section.
     """
     lines = []
+    tagged = key_types(type(resolved.config)).variants
     for key, leaf in resolved.dropped.items():
-        parent = next(key[:n] for n in range(len(key), -1, -1) if key[:n] in key_types().variants)
+        parent = next(key[:n] for n in range(len(key), -1, -1) if key[:n] in tagged)
         if section is None or parent == section:
             chosen = ".".join(parent), value_at(resolved.config, (*parent, "type"))
             lines.append(
@@ -330,7 +336,7 @@ def explain(key: str, config: Section, layer: Layer) -> str | None:
     path = tuple(key.removesuffix(".type").split(".")) if key else ()
     if not path:
         return "\n".join(_rows(RunConfig, ()))
-    holders = [(cls, name) for k, cls, name in all_fields() if k == path]
+    holders = [(cls, name) for k, cls, name in all_fields(type(config)) if k == path]
     if not holders:
         return None
     holder = value_at(config, path[:-1])

@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +23,7 @@ from dtt.config import explain, source, stages
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.key_types import STAGES
 from dtt.config.merging import merge, nested
+from dtt.config.own import run_config
 from dtt.config.removed import without_removed
 from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
@@ -32,6 +33,17 @@ from dtt.config.shipped import shipped_file
 from dtt.config.source import Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry
 from dtt.config.validation import Problem, validate
+
+
+@dataclass(frozen=True)
+class Code:
+    """The use of classes of a user's own."""
+
+    runs: bool
+    """False: their keys stay as they are written, and no code is imported."""
+    job: Path | None
+    """The job whose copies of their files are used."""
+
 
 ModelOf = Callable[[str], Mapping[str, Any]]
 """A function that returns the `model` section of released weights for a value of `init.from`."""
@@ -62,6 +74,8 @@ def resolve(
     job_config: Path | None = None,
     model_of: ModelOf | None = None,
     stage: str | None = None,
+    run_code: bool = True,
+    kept_code: bool = True,
 ) -> Resolved:
     """Merge all layers and check the result; every mistake is reported in one ConfigError.
 
@@ -69,9 +83,12 @@ def resolve(
     named command-line options; `job_config` is the resolved config of a job that is resumed. With
     `model_of`, the `model` section of the weights that `init.from` names is merged in as well,
     unless only the defaults or `job_config` set `init.from`. `stage` selects a stage of a
-    configuration with stages; it is an error to specify none.
+    configuration with stages; it is an error to specify none. Without `run_code`, classes of a
+    user's own are not imported; with `kept_code`, they come from the files that the job keeps.
     """
     layers, own = _layers(config, arguments, options, env, job_config)
+    job = job_config.parent if job_config is not None and kept_code else None
+    code = Code(run_code, job)
     common, entries = stages.take(layers)
     if not entries:
         if stage is not None:
@@ -79,7 +96,7 @@ def resolve(
                 f"--stage {stage}: the configuration defines no stages",
                 next="omit --stage, or add `stages` to the configuration",
             )
-        return _resolve_one(common, own, model_of)
+        return _resolve_one(common, own, model_of, code)
     names = [entry.name for entry in entries]
     origin = next(layer[STAGES].origin for layer in reversed(layers) if STAGES in layer)
     if stage is None:
@@ -92,7 +109,7 @@ def resolve(
         )
     if stage not in names:
         raise stages.unknown(stage, names, origin)
-    return _resolve_stages(common, own, entries, model_of)[stage]
+    return _resolve_stages(common, own, entries, model_of, code)[stage]
 
 
 def stage_names(
@@ -135,14 +152,17 @@ def _layers(
     return layers, own
 
 
-def _resolve_one(layers: Sequence[Layer], own: int, model_of: ModelOf | None) -> Resolved:
+def _resolve_one(
+    layers: Sequence[Layer], own: int, model_of: ModelOf | None, code: Code
+) -> Resolved:
     """Merge and check the layers of one job, of which the first `own` are its own or defaults."""
     layers = without_removed([_without_empty_sections(layer) for layer in layers])
     if model_of is not None:
         layers = _with_model_of_source(layers, own, model_of)
     layers.append(length_layer(layers))
-    merged, dropped = merge(layers, explain.key_types().variants)
-    resolved = replace(check(_with_shipped_dataset(merged)), dropped=dropped)
+    cls = run_config(layers, runs=code.runs, job=code.job)
+    merged, dropped = merge(layers, explain.key_types(cls).variants)
+    resolved = replace(check(_with_shipped_dataset(merged), cls), dropped=dropped)
     for line in explain.dropped_lines(resolved):
         _log_once(line)
     return resolved
@@ -155,7 +175,11 @@ def _log_once(line: str) -> None:
 
 
 def _resolve_stages(
-    common: Sequence[Layer], own: int, entries: Sequence[Entry], model_of: ModelOf | None
+    common: Sequence[Layer],
+    own: int,
+    entries: Sequence[Entry],
+    model_of: ModelOf | None,
+    code: Code,
 ) -> dict[str, Resolved]:
     """Return the configuration of each stage by name; the first `own` layers are of a job."""
     resolved: dict[str, Resolved] = {}
@@ -169,9 +193,9 @@ def _resolve_stages(
         previous = resolved[list(resolved)[-1]].config.job_dir if resolved else Path()
         layers = stages.layers_of(entry, common if first else fresh, name, first, previous)
         try:
-            stage = _resolve_one(layers, own if first else 1, model_of)
+            stage = _resolve_one(layers, own if first else 1, model_of, code)
             if first is not None:
-                stage = _with_tokenizer_of(stage, first, layers, own, model_of)
+                stage = _with_tokenizer_of(stage, first, layers, own, model_of, code)
         except Mistakes as mistakes:
             raise mistakes.in_stage(entry.name) from None
         found = list(stages.problems(stage, first)) if first is not None else []
@@ -184,7 +208,12 @@ def _resolve_stages(
 
 
 def _with_tokenizer_of(
-    stage: Resolved, first: Resolved, layers: list[Layer], own: int, model_of: ModelOf | None
+    stage: Resolved,
+    first: Resolved,
+    layers: list[Layer],
+    own: int,
+    model_of: ModelOf | None,
+    code: Code,
 ) -> Resolved:
     """Return the stage with the tokenizer that the first stage trains, if it tokenizes other text.
 
@@ -201,7 +230,7 @@ def _with_tokenizer_of(
     trained = source.from_mapping({"tokenizer": section}, f"trained in {first.config.name}")
     others = [{k: leaf for k, leaf in layer.items() if k[0] != "tokenizer"} for layer in layers]
     # Resolved again, because the tokenizer decides about the token folder.
-    return _resolve_one([*others, trained], own, model_of)
+    return _resolve_one([*others, trained], own, model_of, code)
 
 
 def with_steps(resolved: Resolved, steps: int) -> Resolved:
@@ -214,11 +243,16 @@ def with_steps(resolved: Resolved, steps: int) -> Resolved:
     if epochs is None:
         return resolved
     # Checked again: warm-up and decay may not fit into this number of steps.
-    return check(resolved.layer | {STEPS: source.Leaf(steps, f"train.epochs={epochs:g}")})
+    layer = resolved.layer | {STEPS: source.Leaf(steps, f"train.epochs={epochs:g}")}
+    return check(layer, type(resolved.config))
 
 
-def load_job(job: Path) -> RunConfig:
-    """Return the resolved config stored in a job directory."""
+def load_job(job: Path, *, run_code: bool = False) -> RunConfig:
+    """Return the resolved config stored in a job directory.
+
+    Unless `run_code`, the keys of classes of a user's own are as they are written: only training
+    needs their code.
+    """
     path = job / "config.yaml"
     if source.is_config(job):
         raise ConfigError(
@@ -252,17 +286,17 @@ def load_job(job: Path) -> RunConfig:
             else "specify a folder such as jobs/quickstart",
         )
     state = path.stat()
-    return _stored(path, state.st_ino, state.st_mtime_ns, state.st_size)
+    return _stored(path, run_code, state.st_ino, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=16)
-def _stored(path: Path, *_version: int) -> RunConfig:
+def _stored(path: Path, run_code: bool, *_version: int) -> RunConfig:
     """Return the configuration in a file; its inode, time and size tell versions of it apart.
 
     Kept, because a command that resumes a job needs it five times, and reading it takes 17 ms.
     """
     # Without environment and arguments: the stored configuration means the same on every machine.
-    return resolve(env={}, job_config=path).config
+    return resolve(env={}, job_config=path, run_code=run_code).config
 
 
 def is_job(folder: Path) -> bool:
@@ -401,23 +435,23 @@ def _with_shipped_entry(entry: Any) -> Any:
     return {key[1]: leaf.value for key, leaf in facts.items() if key[0] == "download"} | own
 
 
-def check(layer: Layer) -> Resolved:
+def check(layer: Layer, cls: type[RunConfig] = RunConfig) -> Resolved:
     """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
-    config, problems = _validated(json.dumps(nested(layer), default=str))
+    config, problems = _validated(json.dumps(nested(layer), default=str), cls)
     # If there is a secret, report it alone: the messages of other problems might print it.
     problems = list(_secrets(layer)) or problems
     if config is not None and not problems:
         return Resolved(config, layer)
     first = ".".join(takewhile(lambda name: not name.isdigit(), problems[0][0]))
-    known = explain.nearest(first) or ""
+    known = explain.nearest(first, cls) or ""
     next = f"dtt config explain {known}".strip()
     raise Mistakes(problems, layer, "the configuration", next=next)
 
 
 @lru_cache(maxsize=16)
-def _validated(text: str) -> tuple[RunConfig | None, list[Problem]]:
+def _validated(text: str, cls: type[RunConfig]) -> tuple[RunConfig | None, list[Problem]]:
     """Validate the values of a configuration as JSON, once for all layers that lead to them."""
-    return validate(RunConfig, json.loads(text))
+    return validate(cls, json.loads(text))
 
 
 def _secrets(layer: Layer) -> Iterator[Problem]:

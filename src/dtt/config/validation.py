@@ -120,7 +120,7 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
             why = f"must be one of {error['ctx']['expected_tags']}"
         case "union_tag_not_found":
             key, why, shown = (*key, "type"), "is missing: it selects the variant", ""
-        case "model_type" | "model_attributes_type" | "dict_type" if key in explain.sections():
+        case "model_type" | "model_attributes_type" | "dict_type" if key in explain.sections(cls):
             why = f"is a section: set its keys, such as {dotted}.KEY=VALUE"
         case "model_type" | "model_attributes_type" | "dict_type":
             why = "must be names and values, such as {name: value}"

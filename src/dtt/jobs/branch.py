@@ -21,12 +21,12 @@ from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.optim import horizon_keys, own_decays
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
-from dtt.config.schedule import WsdConfig
+from dtt.config.schedule import Decay, WsdConfig, before_last
 from dtt.data.epochs import with_epochs_resolved
 from dtt.data.samples import schedules
 from dtt.jobs.job_paths import enter
 from dtt.optim import schedule
-from dtt.optim.schedule import DECAY, Decay, Schedule
+from dtt.optim.schedule import DECAY, ResolvedSchedule
 
 OWN_KEYS = {"name", "train.steps", "train.epochs", "train.budget"}
 """Keys that a branch may set differently from its parent, besides `schedule.*` and the keys that
@@ -219,7 +219,7 @@ def _shortest_run(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
     tokens_before = schedules.resolve(cfg.train).tokens_before
 
     def decay_start(steps: int) -> int:
-        return schedule.before_last(wsd.decay, steps, tokens_before)
+        return before_last(wsd.decay, steps, tokens_before)
 
     # Doubling, then bisection: the start of the decay grows with the length, for lengths in steps,
     # tokens and shares alike.
@@ -234,7 +234,7 @@ def _shortest_run(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
     return bisect_left(range(most), step, lo=step + 1, key=decay_start)
 
 
-def _schedule(cfg: RunConfig, steps: int | None = None) -> Schedule:
+def _schedule(cfg: RunConfig, steps: int | None = None) -> ResolvedSchedule:
     """Return the learning-rate schedule that the configuration alone determines.
 
     `steps` replaces `train.steps`, for a run that its data ended early. The schedule has no decay
@@ -243,10 +243,10 @@ def _schedule(cfg: RunConfig, steps: int | None = None) -> Schedule:
     steps = steps or cfg.train.steps
     tokens_before = schedules.resolve(cfg.train).tokens_before
     resolved = schedule.resolve(cfg.schedule, steps, tokens_before, own_decays(cfg.optim))
-    return replace(resolved, decay=None) if cfg.train.timed else resolved
+    return resolved.with_decay(None) if cfg.train.timed else resolved
 
 
-def _recorded_schedule(branch: Branch, parent: RunConfig) -> Schedule:
+def _recorded_schedule(branch: Branch, parent: RunConfig) -> ResolvedSchedule:
     """Return the parent's schedule as recorded in the checkpoint at the branch point.
 
     It may differ from the configured one, because it also depends on the size of the data and on
@@ -259,7 +259,8 @@ def _recorded_schedule(branch: Branch, parent: RunConfig) -> Schedule:
     warmup = position["warmup"] if fits(position, {"warmup": int}) else planned.warmup
     if decay is not None and not parent.train.timed:
         planned = _schedule(parent, decay.end)
-    return replace(planned, warmup=warmup, decay=decay)
+    facts = replace(planned.facts, warmup=warmup, decay=decay)
+    return replace(planned, facts=facts)
 
 
 def _check_stable_phase(branch: Branch, parent: RunConfig, resolved: Resolved) -> None:

@@ -18,6 +18,7 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import write_atomically
 from dtt.config import explain, load
 from dtt.config.load import Mistakes, ModelOf, changes_on_resume, load_job
+from dtt.config.own import kept_files
 from dtt.config.resolved import Resolved
 from dtt.config.source import SUFFIXES, Leaf
 from dtt.config.sweep import SweepConfig, SweepFile, combinations, read
@@ -117,7 +118,10 @@ class SweepPlan:
         """Write the job directories and, last, the manifest; earlier trials are kept."""
         for trial in self.trials:
             text = explain.show(trial.resolved)
-            write_atomically(JobDir(trial.resolved.config.job_dir).config, text)
+            folder = trial.resolved.config.job_dir
+            for path, content in kept_files(trial.resolved.config, folder).items():
+                write_atomically(path, content)
+            write_atomically(JobDir(folder).config, text)
         sweep = self.file.sweep
         records = {t.id: TrialRecord(values=t.values, folder=t.id) for t in self.trials}
         manifest = SweepManifest(

@@ -14,6 +14,7 @@ from dtt.base.errors import DttError
 from dtt.base.files import write_atomically
 from dtt.config import explain
 from dtt.config.load import shipped_configs
+from dtt.config.own import kept_files
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.jobs.slurm import job_script
@@ -73,12 +74,15 @@ def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
         raise
 
 
-def configurations(submission: Submission) -> dict[Path, str]:
-    """Return the text of each configuration file that the Slurm job reads."""
-    if submission.stages and submission.command == "train":
-        return {stage.job.config: explain.show(stage.resolved) for stage in submission.stages}
-    text = submission.text or explain.show(submission.resolved)
-    return {submission.job.config: text}
+def configurations(submission: Submission) -> dict[Path, str | bytes]:
+    """Return each configuration file that the Slurm job reads, and its user's own code."""
+    stages = submission.stages if submission.command == "train" else ()
+    jobs = [(stage.job, stage.resolved) for stage in stages]
+    texts: dict[Path, str | bytes] = {}
+    for job, resolved in jobs or [(submission.job, submission.resolved)]:
+        texts |= kept_files(resolved.config, job.root)
+        texts[job.config] = (not jobs and submission.text) or explain.show(resolved)
+    return texts
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dtt.base.log import log
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.objective import DpoConfig, NextTokenConfig
+from dtt.config.own import own_files
 from dtt.config.run import RunConfig
 from dtt.config.schedule import WsdConfig
 from dtt.jobs.attempt import Attempt
@@ -187,8 +188,8 @@ def make_experts(cfg: RunConfig, assembled: Assembled) -> ExpertLoad | None:
 
 def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:
     """Return the average of the weights; None if the configuration asks for none."""
+    from dtt.config.schedule import first_steps
     from dtt.optim.ema import Ema
-    from dtt.optim.schedule import first_steps
 
     cfg, plan = inputs.cfg, inputs.plan
     if cfg.train.ema_decay is None:
@@ -294,6 +295,7 @@ def make_saver(inputs: Inputs) -> Saver:
         "config_sha256": fingerprint(cfg.model_dump(mode="json")),
         "data_key": inputs.dataset.manifest.key,
         "versions": {"dtt": __version__, "torch": torch.__version__},
+        "code": {name: file.sha256 for name, file in own_files(cfg).items()},
     }
     stop_asked = attempt.requests.stop_asked_here
     return Saver(attempt.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError
+from dtt.artifacts.manifests import CheckpointManifest
+from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import append, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_whole
 from dtt.base.secrets import redacted
+from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.load import changes_on_resume, load_job, resolve
+from dtt.config.own import kept_files, key_of_file, own_files, own_keys
+from dtt.config.run import RunConfig
 from dtt.config.run_length import with_both_lengths
 from dtt.data.samples import compatibility
 from dtt.train.start import Start
@@ -34,6 +38,8 @@ def write_description(start: Start, resume: Checkpoint | None) -> None:
     write_atomically(job.config, text)
     write_atomically(job.trained_config(job.attempt()), text)
     copy_data_files(job, start.dataset)
+    for path, content in kept_files(resolved.config, job.root).items():
+        write_atomically(path, content)
     if resume is None and start.source_of_weights is not None:
         from dtt.hf import released  # half a second of CPU time
 
@@ -46,7 +52,8 @@ def check_edited(job: JobDir, allow_change: Sequence[str]) -> None:
     copy = next(filter(Path.is_file, copies), None)
     if copy is None:  # the job of an earlier version
         return
-    edited = changes_on_resume(resolve(env={}, job_config=copy).config, load_job(job.root))
+    trained = resolve(env={}, job_config=copy, run_code=False).config
+    edited = changes_on_resume(trained, load_job(job.root))
     # A copy of a job has a folder and a name of its own, which nothing that is trained depends on.
     allowed = {"name", *with_both_lengths(allow_change)}
     refused = [key for key in edited if key not in allowed]
@@ -58,6 +65,27 @@ def check_edited(job: JobDir, allow_change: Sequence[str]) -> None:
             next=f"cp {shlex.quote(str(copy))} {shlex.quote(str(job.config))}, or use "
             + " ".join(f"--allow-change {key}" for key in refused),
         )
+
+
+def check_code(job: JobDir, cfg: RunConfig, allow_change: Sequence[str]) -> None:
+    """Raise ConfigError if the user's own code is not that of the newest checkpoint."""
+    steps = store.steps(job.checkpoints)
+    files = own_files(cfg)
+    if not files or not steps or own_keys().intersection(allow_change):
+        return
+    try:
+        trained = CheckpointManifest.read(store.folder_of(job.checkpoints, steps[-1])).code
+    except DttError:
+        return  # it is damaged: an older one may be used, or training says so
+    for name, file in files.items():
+        if trained.get(name) != file.sha256:
+            raise ConfigError(
+                f"{name} is not the file that the job has trained with",
+                where=file.path,
+                why="another class of the same name may train something else",
+                next="restore it, start a new job with name=ANOTHER, or use --allow-change "
+                + key_of_file(cfg, name),
+            )
 
 
 def warn_of_early_end(dataset: Dataset, steps: int) -> None:

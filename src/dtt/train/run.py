@@ -20,9 +20,11 @@ from dtt.base.reading import outages_limited, waiting_for_space
 from dtt.config import explain
 from dtt.config.load import changes_on_resume, load_job, resolve, stage_names
 from dtt.config.optim import horizon_keys
+from dtt.config.own import own_keys
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.run_length import with_both_lengths
+from dtt.config.schedule import Decay
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.jobs import branch
@@ -36,6 +38,7 @@ from dtt.track import summary
 from dtt.train import garbage
 from dtt.train.build import build
 from dtt.train.description import (
+    check_code,
     check_edited,
     warn_of_early_end,
     write_description,
@@ -223,10 +226,19 @@ def find_job(
     # A job with a checkpoint has recorded its `model` section: the weights that `init.from` names
     # may have been deleted since.
     of_source = partial(own_model, job) if started else model_of
-    resolved = resolve(config, overrides, job_config=job.config, model_of=of_source, stage=stage)
-    if started:
-        check_edited(job, allow_change)
-    changed = changes_on_resume(load_job(job.root), resolved.config) if started else []
+    resolved = resolve(
+        config,
+        overrides,
+        job_config=job.config,
+        model_of=of_source,
+        stage=stage,
+        kept_code=not own_keys().intersection(allow_change),
+    )
+    if not started:
+        return resolved, job
+    check_edited(job, allow_change)
+    check_code(job, resolved.config, allow_change)
+    changed = changes_on_resume(load_job(job.root, run_code=True), resolved.config)
     refused = [key for key in changed if key not in with_both_lengths(allow_change)]
     if refused:
         raise ConfigError(
@@ -400,13 +412,12 @@ def warn_of_rate_jump(job: JobDir, resume: Checkpoint, plan: RunPlan) -> None:
     annealed value up to the new schedule. A branch from before the decay avoids this.
     """
     from dtt.checkpoint import store
-    from dtt.optim.schedule import Decay
 
     decayed = resume.position().get("decay")
     if decayed is None:
         return
     decay = Decay(**decayed)
-    earlier = replace(plan.schedule, decay=decay)
+    earlier = plan.schedule.with_decay(decay)
     before, after = earlier.multiplier(resume.step - 1), plan.schedule.multiplier(resume.step)
     if resume.step <= decay.begin or resume.step >= plan.steps or after <= RATE_JUMP * before:
         return

@@ -10,6 +10,7 @@ from dtt.base.errors import ConfigError
 from dtt.config.optim import own_decays
 from dtt.config.parallel import Sizes, resolve
 from dtt.config.run import RunConfig
+from dtt.config.schedule import Decay
 from dtt.data.samples import compatibility
 from dtt.data.samples.dataset import Dataset
 from dtt.mesh.dist import World
@@ -18,7 +19,7 @@ from dtt.model.architecture import Architecture
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
-from dtt.optim.schedule import Decay, Schedule
+from dtt.optim.schedule import ResolvedSchedule
 from dtt.train.precision import Precision, choose
 from dtt.train.process_memory import check_memory
 
@@ -43,7 +44,7 @@ class RunPlan:
     """Batch size of the first step, and of the last one if it differs, in words."""
     steps: int
     """Number of steps to the end of the run, or until the data is exhausted."""
-    schedule: Schedule
+    schedule: ResolvedSchedule
     """Learning rate of each step."""
     data: str
     """A line for each source."""
@@ -61,7 +62,7 @@ class RunPlan:
         if decay is None:
             return self
         started = Decay(**decay)
-        return replace(self, steps=started.end, schedule=replace(self.schedule, decay=started))
+        return replace(self, steps=started.end, schedule=self.schedule.with_decay(started))
 
     def describe(self, world: World) -> str:
         """Return a summary of a few lines for the start of the log."""
@@ -128,11 +129,11 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
     )
 
 
-def _schedule(cfg: RunConfig, dataset: Dataset) -> Schedule:
+def _schedule(cfg: RunConfig, dataset: Dataset) -> ResolvedSchedule:
     """Return the schedule for the steps of the run.
 
     If a time limit ends the run, it has no decay yet: `TimeBudget` starts it.
     """
     tokens_before, own = dataset.step_sizes.tokens_before, own_decays(cfg.optim)
     resolved = schedule.resolve(cfg.schedule, dataset.steps, tokens_before, own)
-    return replace(resolved, decay=None) if cfg.train.timed else resolved
+    return resolved.with_decay(None) if cfg.train.timed else resolved

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtt.config.base import Length
 from dtt.data.samples.schedules import StepSizes
-from dtt.optim.schedule import Schedule
+from dtt.optim.schedule import ResolvedSchedule
 from dtt.train.supervise.time_budget import TimeBudget
 
 
@@ -22,7 +22,7 @@ class RunSchedule:
 
     steps: int
     """Number of steps to the end of the run; before the decay of a timed run, the maximum."""
-    schedule: Schedule
+    schedule: ResolvedSchedule
     """Learning rates, without the factors of the batch-size schedule."""
     step_sizes: StepSizes
     """Batch-size and context-length schedules."""

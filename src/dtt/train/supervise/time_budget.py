@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from dtt.config.schedule import WsdConfig
+from dtt.config.schedule import Decay, TokensBefore, WsdConfig, before_last
 from dtt.config.train import TrainConfig
 from dtt.jobs.clock import Clock
-from dtt.optim.schedule import Decay, TokensBefore, before_last
 
 SHORTEST = 5
 """Minimum steps of a decay, however late it is: a sudden drop of the rate does not anneal."""

@@ -1,0 +1,134 @@
+"""Classes of a user's own in a run: what they compute, what a job keeps, what a resume refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support import resumed
+from support.running import Dtt
+
+from dtt.base.errors import ExitCode
+
+POLY = '''
+import dtt
+
+
+class Poly(dtt.Schedule):
+    """Polynomial decay to zero."""
+
+    power: float = 2.0
+    """Exponent of the decay."""
+
+    def multiplier(self, step: int, run: dtt.RunFacts) -> float:
+        return (1 - step / run.steps) ** self.power
+'''
+CONFIG = "train: {log_every: 1}\nschedule: {type: poly.py:Poly, power: 1.5}\n"
+
+
+@pytest.fixture
+def own(dtt: Dtt) -> Dtt:
+    (dtt.folder / "lab").mkdir()
+    (dtt.folder / "lab/poly.py").write_text(POLY)
+    (dtt.folder / "lab/run.yaml").write_text(CONFIG)
+    return dtt
+
+
+def rates(job: Path) -> dict[int, float]:
+    records = map(json.loads, (job / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: r["lr"] for r in records if r["kind"] == "train"}
+
+
+def test_an_own_schedule_trains_and_a_resume_changes_no_bit(own: Dtt) -> None:
+    more = ("-c", "lab/run.yaml", "optim.lr=0.5")
+    assert resumed.differing(own, "replicate=1", *more) == []
+    expected = {1: 0.25, 2: 0.5 * 0.75**1.5, 3: 0.5 * 0.5**1.5, 4: 0.5 * 0.25**1.5}
+    assert rates(own.folder / "jobs/t") == pytest.approx(expected)
+
+
+def test_the_job_keeps_the_file(own: Dtt) -> None:
+    own("train", "-c", "lab/run.yaml", *resumed.SETTINGS, "train.steps=2")
+    assert (own.folder / "jobs/t/own_code/poly.py").read_text() == POLY
+    shutil.rmtree(own.folder / "lab")
+    own("train", "jobs/t", "train.steps=3", "--allow-change", "train.steps")
+    manifest = json.loads((own.folder / "jobs/t/checkpoints/step-000003/MANIFEST.json").read_text())
+    assert list(manifest["code"]) == ["poly.py"]
+    # What does not train reads the job without its code.
+    (own.folder / "jobs/t/own_code/poly.py").write_text("raise SystemExit\n")
+    own("generate", "jobs/t", "-p", "1")
+    done = own("train", "jobs/t", expect=ExitCode.USAGE)
+    assert "SystemExit" in done.stderr
+
+
+def test_a_changed_original_is_taken_only_when_asked_for(own: Dtt) -> None:
+    started = ("train", "-c", "lab/run.yaml", *resumed.SETTINGS)
+    own(*started, "train.steps=2")
+    (own.folder / "lab/poly.py").write_text(POLY.replace("self.power", "1.0"))
+    longer = ("train.steps=3", "--allow-change", "train.steps")
+    done = own(*started, *longer)
+    assert "lab/poly.py has changed" in done.stderr
+    longer = ("train.steps=4", "--allow-change", "train.steps", "--allow-change", "schedule.type")
+    own(*started, *longer)
+    assert rates(own.folder / "jobs/t")[4] == pytest.approx(2e-3 * 0.25)
+    # Now the copy is another one than the checkpoint was trained with.
+    (own.folder / "jobs/t/own_code/poly.py").write_text(POLY)
+    done = own("train", "jobs/t", expect=ExitCode.USAGE)
+    assert "not the file that the job has trained with" in done.stderr
+    assert "--allow-change schedule.type" in done.stderr
+
+
+MISTAKES = {
+    "no file": ("poly.py", None, "there is no file poly.py"),
+    "syntax": ("def multiplier(", "de multiplier(", "SyntaxError"),
+    "import": ("import dtt", "import dttt", "No module named 'dttt'"),
+    "no class": ("class Poly", "class Polly", r"['Polly']"),
+    "no schedule": ("(dtt.Schedule)", "", "no class Poly that is a dtt.Schedule"),
+    "key without a type": ("power: float", "power", "non-annotated attribute"),
+    "unknown key": ("power: float", "exponent: float", "schedule.power: unknown key"),
+    "another type": ("power: float = 2.0", "power: str = ''", "schedule.power: input should be"),
+    "signature": ("step: int, run", "step: int, run, more", "missing 1 required positional"),
+    "exception": ("run.steps)", "run.stps)", "has no attribute 'stps'"),
+    "in a step": ("return", "assert step < 2, 'step 2'\n        return", "AssertionError: step 2"),
+    "no number": ("return", "return None #", "returned None"),
+    "not finite": ("return", "return float('nan') #", "returned nan"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_names_the_line_of_its_user(own: Dtt, case: str) -> None:
+    old, new, said = MISTAKES[case]
+    path = own.folder / "lab/poly.py"
+    if new is None:
+        path.unlink()
+    else:
+        assert old in POLY
+        path.write_text(POLY.replace(old, new, 1))
+    done = own("train", "-c", "lab/run.yaml", *resumed.SETTINGS, expect=ExitCode.USAGE)
+    assert said in done.stderr
+    assert "schedule" in done.stderr
+    assert "this is a bug" not in done.stderr
+    if case in ("syntax", "import", "exception", "in a step"):
+        assert 'lab/poly.py", line ' in done.stderr
+
+
+def test_a_job_of_another_user_runs_no_code_unless_trusted(
+    own: Dtt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own("train", "-c", "lab/run.yaml", *resumed.SETTINGS, "train.steps=2")
+    shutil.chown(own.folder / "jobs/t/own_code/poly.py", 12345)
+    arguments = ("train", "jobs/t", "train.steps=3", "--allow-change", "train.steps")
+    done = own(*arguments, expect=ExitCode.USAGE)
+    assert "code of another user" in done.stderr
+    own(*arguments, DTT_TRUST="1")
+
+
+def test_types_with_other_keys_say_what_they_drop(own: Dtt) -> None:
+    (own.folder / "lab/run.yaml").write_text("schedule: {warmup: 1, decay: 2}\n")
+    own_type = "schedule.type=lab/poly.py:Poly"
+    shown = own("config", "show", "-c", "lab/run.yaml", own_type).stdout
+    assert "  warmup: 1 " in shown
+    assert f"schedule.decay = 2 (lab/run.yaml:1) is not used: {own_type} has no such key" in shown
+    explained = own("config", "explain", "schedule.power", "-c", "lab/run.yaml", expect=2)
+    assert "no key" in explained.stderr
