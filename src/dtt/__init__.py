@@ -9,12 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
     from dtt.config.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
 
 INTERFACE = {
+    "Optimizer": "dtt.config.optim",
+    "Param": "dtt.params.table",
+    "Params": "dtt.params.table",
     "RunFacts": "dtt.config.schedule",
     "Schedule": "dtt.config.schedule",
 }

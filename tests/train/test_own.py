@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support import resumed
 from support.running import Dtt
 
 from dtt.base.errors import ExitCode
+from dtt.config.load import resolve
+from dtt.config.source import Leaf
+from dtt.mesh.sharding import layout_of
+from dtt.optim import groups
+from dtt.params.table import Param, Params
+from dtt.train.step import update
 
 POLY = '''
 import dtt
@@ -77,6 +85,152 @@ def test_a_changed_original_is_taken_only_when_asked_for(own: Dtt) -> None:
     done = own("train", "jobs/t", expect=ExitCode.USAGE)
     assert "not the file that the job has trained with" in done.stderr
     assert "--allow-change schedule.type" in done.stderr
+
+
+LION = '''
+import dtt
+import torch
+
+
+class Lion(dtt.Optimizer):
+    """Lion (Chen et al., arXiv 2302.06675) for all parameters."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Decay of the update and of the momentum."""
+
+    def build(self, params: dtt.Params, run: dtt.RunFacts) -> torch.optim.Optimizer:
+        return _Lion([param.tensor for param in params.values()], self.lr, self.betas)
+
+
+class _Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr, betas):
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            decay, slow = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["step"] = torch.zeros_like(p), 0
+                state["step"] += 1
+                p.sub_(group["lr"] * torch.lerp(p.grad, state["mean"], decay).sign())
+                state["mean"].lerp_(p.grad, 1 - slow)
+'''
+KRONECKER = '''
+import dtt
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Kronecker(dtt.Optimizer):
+    """Gradients that the covariance of their rows preconditions, as in Shampoo."""
+
+    whole_state = frozenset({"rows"})
+
+    def build(self, params, run):
+        return _Kronecker([p.tensor for p in params.values()], {"lr": self.lr})
+
+
+class _Kronecker(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = p.grad.sign()
+                if p.ndim == 2:
+                    grad, state = whole(p.grad), self.state[p]
+                    rows = grad @ grad.T
+                    state["rows"] = rows + state["rows"] if state else rows
+                    update = grad / state["rows"].diagonal().sqrt().add(1e-8)[:, None]
+                    if isinstance(p, DTensor):
+                        update = distribute_tensor(update, p.device_mesh, p.placements)
+                p.sub_(group["lr"] * update)
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "layout"),
+    [
+        ("Lion", LION, "replicate=1"),
+        pytest.param("Lion", LION, "shard=2", marks=pytest.mark.slow),
+        ("Kronecker", KRONECKER, "shard=2"),
+    ],
+)
+def test_an_own_optimizer_trains_and_a_resume_changes_no_bit(
+    dtt: Dtt, name: str, source: str, layout: str
+) -> None:
+    (dtt.folder / "mine.py").write_text(source)
+    own_type = f"optim.type=mine.py:{name}"
+    assert resumed.differing(dtt, layout, own_type, "optim.lr=1e-3") == []
+    planned = dtt("plan", *resumed.SETTINGS, own_type, "--json")
+    assert json.loads(planned.stdout)
+
+
+def test_a_schedule_and_an_optimizer_of_the_library_work_the_same_as_ones_own(dtt: Dtt) -> None:
+    """The weights of an own class that is the built-in one."""
+    (dtt.folder / "mine.py").write_text(
+        "import dtt\nimport torch\n"
+        "class Adam(dtt.Optimizer):\n"
+        "    def build(self, params, run):\n"
+        "        groups = [\n"
+        "            {'params': [p.tensor], 'weight_decay': 0.1 if p.role == 'matrix' else 0.0}\n"
+        "            for p in params.values()\n"
+        "        ]\n"
+        "        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)\n"
+    )
+    for job, kind in (("a", "adamw"), ("b", "mine.py:Adam")):
+        dtt("train", *resumed.SETTINGS, f"name={job}", f"optim.type={kind}", "optim.lr=1e-3")
+    one, other = (
+        dtt.folder / f"jobs/{job}/checkpoints/step-000004/model-00000.safetensors" for job in "ab"
+    )
+    assert one.read_bytes() == other.read_bytes()
+
+
+LOST = {
+    "no optimizer": ("return _Lion(", "return (", "not a torch.optim.Optimizer"),
+    "left out": ("params.values()]", "list(params.values())[1:]]", "more parameters are in no"),
+    "another tensor": (
+        "param.tensor for",
+        "torch.nn.Parameter(param.tensor.clone()) for",
+        "none of the parameters",
+    ),
+    "no rate": ("self.lr, self.betas", "0.0, self.betas", "the learning rate 0.0"),
+    "text": ('state["step"] += 1', 'state["kind"] = "x"', "state['kind'] is a str"),
+    "of no parameter": ('state["step"] += 1', 'self.state["all"] = 1', "belongs to no parameter"),
+    "in a group": ('state["step"] += 1', 'group["n"] = 1', "a group has changed"),
+    "in a step": ('state["step"] += 1', "p.grad.nothing", "has no attribute 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_mistake_in_an_optimizer_names_what_is_wrong(dtt: Dtt, case: str) -> None:
+    old, new, said = LOST[case]
+    assert old in LION
+    (dtt.folder / "mine.py").write_text(LION.replace(old, new, 1))
+    done = dtt("train", *resumed.SETTINGS, "optim.type=mine.py:Lion", expect=ExitCode.USAGE)
+    assert said in done.stderr
+    assert "optim.type=mine.py:Lion" in done.stderr
+    assert "this is a bug" not in done.stderr
+
+
+def test_a_step_that_the_guard_skips_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LION)
+    config: Any = resolve({("optim", "type"): Leaf("mine.py:Lion", f"{tmp_path}/c.yaml:1")}, env={})
+    weight = torch.nn.Parameter(torch.ones(3))
+    params = Params([Param("w", weight, "vector", layout_of(weight, 1))])
+    optimizers = groups.build(config.config.optim, params, torch.float32)
+    for skip, expected in ((1.0, 1.0), (0.0, 0.5)):
+        weight.grad = torch.full((3,), 2.0)
+        optimizers["own"].param_groups[0]["lr"] = 0.5
+        update(optimizers, torch.tensor(skip), step=0)
+        assert weight.tolist() == [expected] * 3
+        assert weight.grad is None
 
 
 MISTAKES = {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dtt.config.base import Length, LengthKey, Section
+from dtt.config.schedule import RunFacts
 from dtt.config.weight_decay import Decayed, parse_decay
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -17,6 +18,36 @@ Betas = tuple[Decay, Decay]
 
 ROLES = ("matrix", "embed", "head", "vector", "router", "adapter")
 """Roles of parameters; an entry of `groups` may name one."""
+
+
+class Optimizer(Section):
+    """The base class of optimizers. One of your own defines keys and `build`."""
+
+    type: str
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+
+    whole_state: ClassVar[frozenset[str]] = frozenset()
+    """Names of state that each rank which holds a parameter has whole, such as matrices of its
+    rows. All other state of the shape of its parameter is sharded as the parameter is."""
+
+    def build(self, params: Any, run: RunFacts) -> Any:
+        """Return a torch.optim.Optimizer that holds the `tensor` of each of `params` once.
+
+        `params` is a mapping of names to `dtt.Param`. The learning rates of its groups are those at
+        the peak of the schedule: dtt sets `lr` before each step. Checkpoints keep the tensors and
+        numbers in `state[parameter]`, and nothing else. A step that the guard skips is not called,
+        for which the host waits for the device; an optimizer whose class has
+        `_step_supports_amp_scaling = True` reads `found_inf` itself, as those of torch do.
+        """
+        raise NotImplementedError
+
+    def state_bytes(self, param: Any) -> int | None:
+        """Return the bytes of state of a `dtt.Param`, for `dtt plan`; None: it measures them.
+
+        It does so in a step on tensors without data (of torch's device `meta`).
+        """
+        return None
 
 
 class AdamWGroup(Section):
@@ -62,7 +93,7 @@ class AdamWSettings(Section):
     """Epsilon added to the square root of the second moment."""
 
 
-class AdamWConfig(AdamWSettings):
+class AdamWConfig(AdamWSettings, Optimizer):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), fused where the device supports it."""
 
     type: Literal["adamw"] = "adamw"
@@ -75,7 +106,7 @@ class AdamWConfig(AdamWSettings):
     """Settings for parameters selected by role or by name."""
 
 
-class MuonConfig(Section):
+class MuonConfig(Optimizer):
     """Muon (Jordan et al. 2024) for the hidden matrices, AdamW for all other parameters."""
 
     type: Literal["muon"] = "muon"
@@ -114,16 +145,23 @@ class MuonConfig(Section):
             yield "weight_decay", "optim.scale=hyperball keeps the norm of matrices: set 0"
 
 
-OptimConfig = Annotated[MuonConfig | AdamWConfig, Field(discriminator="type")]
+if TYPE_CHECKING:
+    OptimConfig = Optimizer  # it may be one of a user's own
+else:
+    OptimConfig = Annotated[MuonConfig | AdamWConfig, Field(discriminator="type")]
 
 
-def horizon_keys(optim: OptimConfig) -> Iterator[str]:
+def horizon_keys(optim: Optimizer) -> Iterator[str]:
     """Yield the keys of the section whose weight decay is given by horizon, with repetitions."""
+    if not isinstance(optim, AdamWConfig | MuonConfig):
+        return
     for key, holder in [("weight_decay", optim), *(("groups", entry) for entry in optim.groups)]:
         if holder.weight_decay is not None and parse_decay(holder.weight_decay).by_horizon:
             yield f"optim.{key}"
 
 
-def own_decays(optim: OptimConfig) -> tuple[Length, ...]:
+def own_decays(optim: Optimizer) -> tuple[Length, ...]:
     """Return the distinct durations of learning-rate decays that entries of `groups` set."""
+    if not isinstance(optim, AdamWConfig | MuonConfig):
+        return ()
     return tuple(dict.fromkeys(e.decay for e in optim.groups if e.decay is not None))

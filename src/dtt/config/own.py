@@ -28,11 +28,12 @@ from dtt.base.errors import ConfigError, DttError
 from dtt.base.log import log
 from dtt.base.reading import read_small
 from dtt.config.base import Section
+from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Schedule
 from dtt.config.source import Layer
 
-KINDS: Mapping[str, type[Section]] = {"schedule": Schedule}
+KINDS: Mapping[str, type[Section]] = {"optim": Optimizer, "schedule": Schedule}
 """The base class of each section that may have a class of a user's own."""
 CODE = "own_code"
 """Folder of a job with the files of its user's classes, as it was trained with them."""
@@ -231,7 +232,7 @@ def own_files_of(section: Section) -> dict[str, OwnFile]:
 
 
 @contextmanager
-def own_code(section: Section, key: str) -> Iterator[None]:
+def own_code(section: Section | None, key: str) -> Iterator[None]:
     """Report an exception in a method of an own class as one of its user's code."""
     tag = getattr(section, "type", None)
     if not is_own(tag):

@@ -31,7 +31,7 @@ from dtt.config.init import InitConfig
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import MIXTURES, ModelConfig
 from dtt.config.objective import NextTokenConfig, ObjectiveConfig
-from dtt.config.optim import MuonConfig, OptimConfig, horizon_keys, own_decays
+from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
@@ -152,6 +152,7 @@ class RunConfig(Section):
             )
         yield from self._tokenizer_problems()
         yield from self._preference_problems()
+        yield from self._optimizer_problems()
         yield from self._adapter_problems()
         yield from self._mixture_problems()
 
@@ -213,6 +214,15 @@ class RunConfig(Section):
             why = "the loss is per pair, and these are per token: set 0"
             yield "train.balance_loss", f"objective.type=dpo cannot have losses of a router: {why}"
 
+    def _optimizer_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield problems of an optimizer of a user's own with the rest of the run."""
+        if isinstance(self.optim, AdamWConfig | MuonConfig):
+            return
+        if self.scaling.type != "standard":
+            yield "scaling.type", "optim.type must be adamw or muon: muP has no rule for others"
+        if self.train.stochastic_rounding:
+            yield "train.stochastic_rounding", "optim.type must be adamw or muon"
+
     def _adapter_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the adapter with the rest of the run."""
         adapter, init = self.adapter, self.init
@@ -224,7 +234,7 @@ class RunConfig(Section):
             yield "adapter.type", f"{adapter.type} needs trained weights to adapt: set init.from"
         if init.optimizer == "carry":
             yield "init.optimizer", "must be fresh: the other job's optimizer knows no adapter"
-        if self.optim.type != "adamw":
+        if isinstance(self.optim, MuonConfig):
             why = "Muon on the factors of a product is another method"
             yield (
                 "optim.type",

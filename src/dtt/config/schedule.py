@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -50,9 +50,9 @@ class RunFacts:
 
     steps: int
     """Number of steps of the run; with a time budget, the most."""
-    warmup: int
+    warmup: int = 0
     """Number of steps of the warm-up."""
-    tokens_before: TokensBefore
+    tokens_before: TokensBefore = lambda step: step
     """Function that returns the number of tokens of all steps before a step."""
     decay: Decay | None = None
     """The decay that starts where `Schedule.begin` says; None: there is none, or not yet."""
@@ -61,6 +61,7 @@ class RunFacts:
 class Schedule(Section):
     """The base class of schedules. One of your own defines keys and `multiplier`."""
 
+    type: str
     warmup: LengthKey = Length(0)
     """Duration of the linear warm-up from 0 to the peak: steps (`200`), a share of the run (`0.02`,
     `2%`), or `50M tokens`."""
@@ -83,7 +84,7 @@ class Schedule(Section):
     @property
     def curve(self) -> str:
         """The name of the curve, for messages."""
-        return str(getattr(self, "type", type(self).__name__))
+        return self.type
 
 
 class Decaying(Schedule):
@@ -217,10 +218,13 @@ class WsdConfig(Decaying):
         return self.shape
 
 
-ScheduleConfig = Annotated[
-    ConstantConfig | LinearConfig | CosineConfig | InverseSqrtConfig | WsdConfig,
-    Field(discriminator="type"),
-]
+if TYPE_CHECKING:
+    ScheduleConfig = Schedule  # it may be one of a user's own
+else:
+    ScheduleConfig = Annotated[
+        ConstantConfig | LinearConfig | CosineConfig | InverseSqrtConfig | WsdConfig,
+        Field(discriminator="type"),
+    ]
 
 
 def first_steps(length: Length, steps: int, tokens_before: TokensBefore) -> int:

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from dtt.config.adapter import LoraConfig
-from dtt.config.optim import MuonConfig
+from dtt.config.optim import AdamWConfig, MuonConfig
 from dtt.config.parallel import Sizes, resolve
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
@@ -24,9 +24,10 @@ from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import scaled
-from dtt.optim import groups
+from dtt.optim import groups, own
 from dtt.optim.muon import shard_assignment
 from dtt.optim.muon.shard_assignment import Matrix
+from dtt.params.table import Params
 from dtt.train.precision import Precision, choose
 
 FP32 = 4
@@ -200,14 +201,25 @@ class Case:
         """Tokens of a forward pass on one device; the devices of a tensor group share them."""
         return self.micro_batch * self.cfg.train.seq_len // self.sizes.context
 
-    @cached_property
-    def all_weights(self) -> tuple[Weight, ...]:
-        """All parameters of the model."""
+    def _params(self) -> Params:
+        """Return the parameters of the model, without memory."""
         with torch.device("meta"):
             model = Decoder(self.arch).to(self.precision.weights)
         if isinstance(self.cfg.adapter, LoraConfig):
             attach(model, self.cfg.adapter, self.precision.compute_dtype)
-        params = params_of(model)
+        return params_of(model)
+
+    @cached_property
+    def own_state(self) -> float:
+        """Bytes of state for each element that an optimizer of a user's own updates."""
+        if isinstance(self.cfg.optim, AdamWConfig | MuonConfig):
+            return 0.0
+        return own.state_per_element(self.cfg.optim, groups.trained(self._params()))
+
+    @cached_property
+    def all_weights(self) -> tuple[Weight, ...]:
+        """All parameters of the model."""
+        params = self._params()
         treated = groups.settings(self.cfg.optim, params, self.steps)
         found = []
         for name, param in params.items():

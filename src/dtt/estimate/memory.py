@@ -22,6 +22,7 @@ from dtt.estimate.activations import (
 )  # fmt: skip
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
+from dtt.optim import own
 
 GIB = 2**30
 OVERHEAD = {"cuda": 2 * GIB, "cpu": GIB // 2}
@@ -126,8 +127,10 @@ def optimizer_state(case: Case) -> int:
     """Return the bytes of optimizer state on one device.
 
     AdamW keeps two moments per weight, Muon one, NorMuon another number per row, and hyperball the
-    norm of a matrix in each row.
+    norm of a matrix in each row. That of an optimizer of a user's own is measured.
     """
+    if case.own_state:
+        return round(case.own_state * case.held(case.trained))
     muon = case.held(case.muons)
     adamw = case.held(case.trained) - muon
     rows = sum(-(-weight.part[0] // case.spread) for weight in case.muons)
@@ -146,12 +149,14 @@ def checkpoint_bytes(case: Case) -> int:
 
     The step counts that AdamW keeps are too small to count.
     """
+    owned = sum(prod(w.shape) for w in case.all_weights if w.optimizer == own.OWN)
     adamw = sum(prod(w.shape) for w in case.all_weights if w.optimizer == "adamw")
     muons = [w for w in case.all_weights if w.optimizer == "muon"]
     muon = sum(prod(w.shape) for w in muons)
     rows = _numbers_per_row(case) * sum(w.shape[0] for w in muons)
-    average = FP32 * (adamw + muon) if case.cfg.train.ema_decay is not None else 0
-    return case.weight_bytes * (3 * adamw + 2 * muon + rows) + average
+    average = FP32 * (adamw + muon + owned) if case.cfg.train.ema_decay is not None else 0
+    state = round((case.weight_bytes + case.own_state) * owned)
+    return case.weight_bytes * (3 * adamw + 2 * muon + rows) + state + average
 
 
 def checkpoints_at_once(case: Case) -> int:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from dtt.base.errors import ConfigError, Diverged
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
+from dtt.config.optim import AdamWConfig, MuonConfig
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.mesh import dist
@@ -96,6 +97,12 @@ def _with_mup(cfg: RunConfig, widths: str) -> tuple[RunConfig, list[int]]:
 
     The base of muP is that of the configuration, or else the narrowest of `widths`.
     """
+    if not isinstance(cfg.optim, AdamWConfig | MuonConfig):
+        raise ConfigError(
+            "muP has no rule for an optimizer of your own",
+            where="optim.type",
+            next="check with optim.type=adamw or optim.type=muon",
+        )
     found = _numbers("--widths", widths, int, "64,128,256")
     for width in found:
         at_width(cfg, width)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtt.config.optim import MuonConfig, OptimConfig
+from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.mup.short_training import ShortTraining, at_width
@@ -40,6 +40,7 @@ def with_rate(optim: OptimConfig, lr: float) -> OptimConfig:
 
     A weight decay by horizon then follows its rate, as in a run with these settings.
     """
+    assert isinstance(optim, AdamWConfig | MuonConfig), "muP has a rule for these"
     factor = lr / optim.lr
     groups = [
         entry if entry.lr is None else entry.model_copy(update={"lr": factor * entry.lr})

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from dtt.base.errors import ConfigError
 from dtt.config.base import Length
-from dtt.config.optim import ROLES, AdamWGroup, MuonConfig, MuonGroup, OptimConfig
+from dtt.config.optim import ROLES, AdamWConfig, AdamWGroup, MuonConfig, MuonGroup, OptimConfig
+from dtt.config.schedule import RunFacts
 from dtt.config.weight_decay import parse_decay
+from dtt.optim import own
 from dtt.optim.adamw import make_adamw
 from dtt.optim.muon.optimizer import Muon
 from dtt.optim.muon.redistribution import Layouts
@@ -54,6 +56,7 @@ def build(
     rounding: StochasticRounding | None = None,
     *,
     steps: int | None = None,
+    facts: RunFacts | None = None,
 ) -> dict[str, Optimizer]:
     """Return the optimizers by name (`muon`, `adamw`); together they hold each parameter once.
 
@@ -64,18 +67,20 @@ def build(
     parameters and their state; `steps` is the length of the run, for weight decay by horizon.
     Groups carry their parameters' `names`, their `label` and `peak_lr`. Raise ConfigError if an
     entry of `config.groups` does not fit the parameters it matches, and ValueError for a horizon
-    without `steps`.
+    without `steps`. An optimizer of a user's own gets `facts` of the run, and holds all parameters.
     """
+    if not isinstance(config, AdamWConfig | MuonConfig):
+        return own.build(config, trained(params), facts or RunFacts(steps or 1))
     members: dict[tuple[Settings, Any], list[Param]] = defaultdict(list)
-    for name, own in settings(config, params, steps).items():
-        factor = (multipliers or {}).get(own.optimizer, {}).get(name, 1.0)
+    for name, given in settings(config, params, steps).items():
+        factor = (multipliers or {}).get(given.optimizer, {}).get(name, 1.0)
         # AdamW and Muon decay by lr * weight_decay. Under muP only the rate changes; the product
         # stays.
-        lr, weight_decay = factor * own.lr, own.weight_decay / factor
+        lr, weight_decay = factor * given.lr, given.weight_decay / factor
         # torch's fused AdamW does not take plain tensors and DTensors, or those of two meshes, in
         # one group.
         mesh = getattr(params[name].tensor, "device_mesh", None)
-        members[own._replace(lr=lr, weight_decay=weight_decay), mesh].append(params[name])
+        members[given._replace(lr=lr, weight_decay=weight_decay), mesh].append(params[name])
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
     for (of_group, _), of_params in members.items():
         # None means that the optimizer has no such option. A key with None would fail in torch.
@@ -101,17 +106,20 @@ def settings(config: OptimConfig, params: Params, steps: int | None = None) -> d
 
     Raise the errors of `build`.
     """
-    # The correction of a router follows the load of its experts: see `dtt.train.expert_load`.
-    trained = Params(p for p in params.trainable().values() if p.role != "balance")
+    updated = trained(params)
+    if not isinstance(config, AdamWConfig | MuonConfig):
+        return {
+            name: Settings(own.OWN, param.role, config.lr, 0.0) for name, param in updated.items()
+        }
     # A rank of a pipeline has some of the parameters. An entry may match those of other ranks, and
     # all ranks must raise the error of one.
-    of_ranks = params.mesh.gather({p.name: p.role for p in trained.values()}, ("pipeline",))
+    of_ranks = params.mesh.gather({p.name: p.role for p in updated.values()}, ("pipeline",))
     roles = {name: role for of_rank in of_ranks for name, role in of_rank.items()}
     overrides = _match_entries(config.groups, roles)
     found: dict[str, Settings] = {}
     problem: ConfigError | None = None
     try:
-        for name, param in trained.items():
+        for name, param in updated.items():
             found[name] = _settings(config, param, overrides.get(name), steps)
     except ConfigError as error:
         problem = error
@@ -119,6 +127,13 @@ def settings(config: OptimConfig, params: Params, steps: int | None = None) -> d
         if theirs is not None:
             raise theirs
     return found
+
+
+def trained(params: Params) -> Params:
+    """Return the parameters that an optimizer updates."""
+    # The correction of a router follows the load of its experts: see `dtt.train.expert_load`.
+    updated = (param for param in params.trainable().values() if param.role != "balance")
+    return Params(updated, params.mesh)
 
 
 def _match_entries(
@@ -166,7 +181,7 @@ def _match_entries(
 
 
 def _settings(
-    config: OptimConfig, param: Param, entry: AdamWGroup | None, steps: int | None
+    config: MuonConfig | AdamWConfig, param: Param, entry: AdamWGroup | None, steps: int | None
 ) -> Settings:
     """Return the resolved settings of one parameter."""
     name, role = param.name, param.role
@@ -274,7 +289,9 @@ def describe(optimizers: Mapping[str, Optimizer]) -> str:
     rows = [("group", "optimizer", "tensors", "parameters", "peak lr", "decay", "betas")]
     for name, optimizer in optimizers.items():
         for group in optimizer.param_groups:
-            betas = group["betas"] if name == "adamw" else (group["momentum"],)
+            betas = group["betas"] if name == "adamw" else ()
+            if name == "muon":
+                betas = (group["momentum"],)
             rows.append(
                 (
                     group["label"],
@@ -282,13 +299,22 @@ def describe(optimizers: Mapping[str, Optimizer]) -> str:
                     str(len(group["params"])),
                     f"{sum(p.numel() for p in group['params']):,}",
                     f"{group['peak_lr']:.4g}",
-                    ("cautious " if group.get("cautious") else "") + f"{group['weight_decay']:.4g}",
-                    ", ".join(f"{beta:.4g}" for beta in betas),
+                    ("cautious " if group.get("cautious") else "")
+                    + f"{group.get('weight_decay', 0.0):.4g}",
+                    ", ".join(
+                        f"{beta:.4g}" for beta in (betas if isinstance(betas, tuple) else (betas,))
+                    ),
                 )
             )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     row_format = "".join(f"  {{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
     return "\n".join(row_format.format(*row) for row in rows)
+
+
+def peak_lr(config: OptimConfig, optimizers: Mapping[str, Optimizer]) -> float:
+    """Return the peak rate to log: `optim.lr`, or what an own optimizer made its first group."""
+    own_one = optimizers.get(own.OWN)
+    return config.lr if own_one is None else float(own_one.param_groups[0]["peak_lr"])
 
 
 def set_learning_rate(

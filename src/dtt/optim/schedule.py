@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from dtt.base.reading import is_kind
 from dtt.config.base import Length
 from dtt.config.own import own_code
 from dtt.config.schedule import (
@@ -50,16 +51,14 @@ class ResolvedSchedule:
 
     def multiplier(self, step: int) -> float:
         """Return the learning rate of a step as a fraction of the peak."""
-        # The first update has a rate above 0: a step without effect would be wasted.
-        warmup = self.facts.warmup
-        rise = (step + 1) / warmup if step < warmup else 1.0
         with own_code(self.config, "schedule"):
             rate = self.config.multiplier(step, self.facts)
-            if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            if not (is_kind(rate, float) and 0 <= rate < math.inf):
                 raise ValueError(f"multiplier({step}, run) returned {rate}, no rate of 0 or more")
-        # The smaller one: with inverse square root the decay begins at the last step of the
-        # warm-up.
-        return min(rise, rate)
+        # The first update has a rate above 0: a step without effect would be wasted. The smaller
+        # one, as the inverse square root begins to fall at the last step of the warm-up.
+        warmup = self.facts.warmup
+        return min((step + 1) / warmup, rate) if step < warmup else rate
 
     def own_multipliers(self, step: int) -> dict[Length, float]:
         """Return the multipliers of groups with their own decay, by its duration."""

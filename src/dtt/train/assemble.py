@@ -70,7 +70,15 @@ def make_optimizers(
     rates = plan.scaling.learning_rates(cfg.optim, assembled.params)
     # Newton-Schulz runs in this dtype. Its result is approximate in any case.
     dtype = plan.precision.compute_dtype
-    optimizers = groups.build(cfg.optim, assembled.params, dtype, rates, rounding, steps=plan.steps)
+    optimizers = groups.build(
+        cfg.optim,
+        assembled.params,
+        dtype,
+        rates,
+        rounding,
+        steps=plan.steps,
+        facts=plan.schedule.facts,
+    )
     log.info("parameter groups:\n%s", groups.describe(optimizers))
     return optimizers
 

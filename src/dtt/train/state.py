@@ -16,7 +16,7 @@ from dtt.base.reading import Kind, fits, is_kind
 from dtt.checkpoint.store import POSITION, Checkpoint
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
 from dtt.mesh.sharding import FullTensor, fill, zeros_sharded_as
-from dtt.optim import ema
+from dtt.optim import ema, own
 from dtt.optim.schedule import DECAY
 from dtt.params.table import Params
 
@@ -153,11 +153,13 @@ def is_hex(text: str) -> bool:
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """Return all optimizer state, by `optimizer/parameter/key`."""
+    for optimizer in optimizers.values():
+        own.check_state(optimizer)
     return {
         f"{optimizer_name}/{name}/{key}": value
         for optimizer_name, optimizer in optimizers.items()
         for name, parameter in _named(optimizer)
-        for key, value in optimizer.state[parameter].items()
+        for key, value in own.saved_state(optimizer, parameter).items()
     }
 
 
@@ -243,8 +245,8 @@ def load_optimizers(
         )
     for optimizer_name, optimizer in optimizers.items():
         named = [state for (owner, _), state in by_parameter.items() if owner == optimizer_name]
-        # Each optimizer writes the same keys for all parameters.
-        if any(one.keys() != named[0].keys() for one in named):
+        # Each optimizer of dtt writes the same keys for all parameters.
+        if optimizer_name != own.OWN and any(one.keys() != named[0].keys() for one in named):
             raise _unexpected_state(f"parameters of {optimizer_name} have state of different names")
         for name, parameter in _named(optimizer):
             # Dropped also without saved state: a rewind must not keep moments of steps that are
@@ -252,12 +254,25 @@ def load_optimizers(
             optimizer.state.pop(parameter, None)
             if (saved_state := by_parameter.get((optimizer_name, name))) is not None:
                 optimizer.state[parameter] = {
-                    key: _beside(parameter, whole) for key, whole in saved_state.items()
+                    key.removeprefix(own.NUMBER): _restored(optimizer, parameter, key, whole)
+                    for key, whole in saved_state.items()
                 }
 
 
-def _beside(parameter: nn.Parameter, saved: FullTensor) -> Tensor:
-    """Return a state of `parameter`, sharded as it is and in its dtype.
+def _restored(
+    optimizer: Optimizer, parameter: nn.Parameter, key: str, saved: FullTensor
+) -> Tensor | float:
+    """Return a state of `parameter` as the optimizer had it when it was saved."""
+    if optimizer_is_own := hasattr(optimizer, "own_config"):
+        if key.startswith(own.NUMBER):
+            return saved[()].item()
+        if own.is_whole(optimizer, key) or tuple(saved.shape) != tuple(parameter.shape):
+            return saved[()].to(parameter.device)
+    return _beside(parameter, saved, saved.dtype if optimizer_is_own else parameter.dtype)
+
+
+def _beside(parameter: nn.Parameter, saved: FullTensor, dtype: torch.dtype) -> Tensor:
+    """Return a state of `parameter` with this dtype, sharded as it is.
 
     Step counts, which are scalars, are replicated in the dtype in which they were saved.
     """
@@ -273,7 +288,7 @@ def _beside(parameter: nn.Parameter, saved: FullTensor) -> Tensor:
     if shape == ():
         state = torch.zeros((), dtype=saved.dtype, device=parameter.device)
     else:
-        state = zeros_sharded_as(parameter, saved.shape, dtype=parameter.dtype)
+        state = zeros_sharded_as(parameter, saved.shape, dtype=dtype)
     fill(state, saved)
     return state
 

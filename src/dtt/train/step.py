@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtt.base.targets import IGNORE_INDEX
+from dtt.config.own import own_code
 from dtt.data.samples.loader import MicroBatch
 from dtt.model.output import TEXT_BYTES, Output
 from dtt.optim.ema import Ema
+from dtt.optim.own import skips_itself
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.apply import autocast, gradient_sync
 
@@ -138,7 +140,10 @@ def update(
         # The protocol of torch's GradScaler: it sets the same attribute, which the fused kernels
         # read on the device.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
-        optimizer.step()
+        with own_code(getattr(optimizer, "own_config", None), "optim"):
+            # Only for an optimizer that does not know this protocol does the host wait.
+            if skips_itself(optimizer) or not skip.item():
+                optimizer.step()
         # zero_grad sets gradients to None: no pass over memory, and the next backward pass writes
         # instead of adding.
         optimizer.zero_grad()

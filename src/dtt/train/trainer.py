@@ -16,7 +16,7 @@ from dtt.data.samples.loader import Batch
 from dtt.data.samples.shuffle import extend_data_hash
 from dtt.jobs.stop import Request
 from dtt.mesh.compilation import compiler
-from dtt.optim.groups import set_learning_rate
+from dtt.optim.groups import peak_lr, set_learning_rate
 from dtt.track.base import Record
 from dtt.train import garbage
 from dtt.train.actions import Action, finished_saves
@@ -164,7 +164,7 @@ class Trainer(Run):
         record = {
             "kind": "train",
             "step": position.step,
-            "lr": multiplier * self.cfg.optim.lr,
+            "lr": multiplier * peak_lr(self.cfg.optim, self.state.optimizers),
             "tokens": position.tokens,
             "ledger": position.ledger.hex(),
             **self.schedule.step_sizes.record(position.step - 1),
