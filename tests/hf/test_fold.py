@@ -60,6 +60,14 @@ def test_each_multiplier_matters_and_is_checked(multiplied: Trained, multiplier:
         verify.check_folded(plain, verify.random_logits(multiplied.state, forgotten))
 
 
+def test_weights_in_bf16_are_not_rounded_again(multiplied: Trained) -> None:
+    state = {name: tensor.bfloat16() for name, tensor in multiplied.state.items()}
+    narrow = dataclasses.replace(multiplied, state=state)
+    expected = verify.random_logits(narrow.state, narrow.arch)
+    got = verify.random_logits(fold(narrow).state, fold(narrow).arch)
+    assert (expected - got).abs().max() < 2e-5 * expected.abs().max()
+
+
 def test_a_model_without_multipliers_keeps_its_tensors(trained: Trained) -> None:
     folded = fold(trained)
     assert folded.arch == trained.arch

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from dtt.hf.read import Trained
+from dtt.mesh.dtypes import wide
 from dtt.model import families
 from dtt.model.architecture import Architecture
 
@@ -65,6 +66,8 @@ def _folded(name: str, tensor: Tensor, factors: dict[str, float], arch: Architec
     factor = factors.get(found["name"], 1.0)
     if factor == 1.0:
         return tensor
+    # A product in bf16 would be another weight, by up to 1/512 of it; the export rounds once.
+    tensor = wide(tensor)
     if arch.norm == "rmsnorm_plus_one" and found["name"].endswith("norm"):
         # The stored weight is an offset from 1.
         return (1 + tensor) * factor - 1
