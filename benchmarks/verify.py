@@ -19,7 +19,8 @@ from typing import Any
 import psutil
 import yaml
 
-from dtt.config.load import resolve, shipped_configs, stage_names
+from dtt.config.load import resolve, stage_names
+from dtt.config.shipped import shipped_configs
 from dtt.verify import run
 
 FOLDERS = "", "pretrain", "sft", "dpo"

@@ -11,9 +11,10 @@ import pytest
 from dtt.base.errors import ConfigError, InputError
 from dtt.config import explain
 from dtt.config.key_types import Key
-from dtt.config.load import changes_on_resume, resolve, shipped_configs, stage_names
+from dtt.config.load import changes_on_resume, resolve, stage_names
 from dtt.config.merging import merge
 from dtt.config.optim import AdamWConfig, AdamWSettings, MuonConfig
+from dtt.config.shipped import shipped_configs
 from dtt.config.source import Leaf, read_file
 
 SHIPPED = sorted(

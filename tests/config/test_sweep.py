@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.config import sweep
-from dtt.config.load import shipped_configs
+from dtt.config.shipped import shipped_configs
 from dtt.config.sweep import SweepConfig, combinations
 from dtt.config.validation import validate
 

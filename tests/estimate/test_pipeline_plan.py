@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from dtt.config.load import resolve, shipped_configs
+from dtt.config.load import resolve
+from dtt.config.shipped import shipped_configs
 from dtt.estimate import gpus, pipeline_passes
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import collective_costs

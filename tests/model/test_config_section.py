@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from dtt.config.load import resolve, shipped_configs
+from dtt.config.load import resolve
 from dtt.config.model import (
     LinearRopeScaling,
     Llama3RopeScaling,
     ModelConfig,
 )
+from dtt.config.shipped import shipped_configs
 from dtt.model import families
 from dtt.model.config_section import model_section
 

@@ -7,8 +7,8 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtt.config.load import shipped_configs
 from dtt.config.model import ModelConfig
+from dtt.config.shipped import shipped_configs
 from dtt.model import count, families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder

@@ -9,8 +9,8 @@ import pytest
 import transformers
 import yaml
 
-from dtt.config.load import shipped_configs
 from dtt.config.model import ModelConfig
+from dtt.config.shipped import shipped_configs
 from dtt.model import families
 from dtt.model.families import multimodal
 

@@ -36,7 +36,8 @@ from torch.utils._pytree import tree_leaves
 
 from dtt.base.ranks import Ranks
 from dtt.config import explain
-from dtt.config.load import resolve, shipped_configs
+from dtt.config.load import resolve
+from dtt.config.shipped import shipped_configs
 from dtt.config.source import read_file
 from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case, make_case

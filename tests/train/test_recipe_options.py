@@ -12,7 +12,8 @@ from support.running import Dtt
 
 from dtt.checkpoint import store
 from dtt.config.base import Length
-from dtt.config.load import load_job, resolve, shipped_configs
+from dtt.config.load import load_job, resolve
+from dtt.config.shipped import shipped_configs
 from dtt.track import jsonl
 
 Settings = Callable[..., list[str]]

@@ -12,7 +12,8 @@ from support.stand_in import write_stand_in
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
-from dtt.config.load import resolve, shipped_configs
+from dtt.config.load import resolve
+from dtt.config.shipped import shipped_configs
 from dtt.track import jsonl as records
 from dtt.train.initial import model_of
 

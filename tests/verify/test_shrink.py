@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dtt.config.base import Length
-from dtt.config.load import resolve, shipped_configs, stage_names
+from dtt.config.load import resolve, stage_names
 from dtt.config.run import RunConfig
+from dtt.config.shipped import shipped_configs
 from dtt.verify import fuzz
 from dtt.verify.layouts import layouts_of, not_covered
 from dtt.verify.shrink import CLIP_NORM, SEQ_LEN, STEPS, WINDOW, shrink

@@ -28,8 +28,7 @@ from dtt.config.removed import without_removed
 from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
-from dtt.config.shipped import shipped_configs as shipped_configs  # noqa: PLC0414  a re-export
-from dtt.config.shipped import shipped_file
+from dtt.config.shipped import find, is_job, shipped_configs, shipped_file
 from dtt.config.source import Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry
 from dtt.config.validation import Problem, validate
@@ -297,42 +296,6 @@ def _stored(path: Path, run_code: bool, *_version: int) -> RunConfig:
     """
     # Without environment and arguments: the stored configuration means the same on every machine.
     return resolve(env={}, job_config=path, run_code=run_code).config
-
-
-def is_job(folder: Path) -> bool:
-    """Return True if `folder` is that of a job."""
-    return (folder / "config.yaml").is_file()
-
-
-def find(config: str | Path) -> Path:
-    """Return the file of a `-c` argument: a path, or a shipped config by name (`quickstart`)."""
-    path = Path(config)
-    if path.is_file():
-        return path
-    folder = shipped_configs()
-    if shipped := shipped_file(path) or shipped_file(f"{path}.yaml"):
-        return shipped
-    if is_job(path):
-        raise ConfigError(f"{path} is a job, not a config", next=f"dtt train {path} resumes it")
-    if path.is_dir():
-        inside = sorted(str(p) for p in path.glob("*") if p.suffix in source.SUFFIXES)
-        raise ConfigError(
-            f"{path} is a folder, not a config",
-            next=f"-c {inside[0]}" if inside else f"-c takes a file; {path} contains no .yaml file",
-        )
-    found = (p.relative_to(folder).with_suffix("") for p in folder.rglob("*.yaml"))
-    names = sorted(str(p) for p in found if p.parent.name not in ("sweeps", "tasks"))
-    beside = [str(p) for p in path.parent.glob("*") if p.suffix in source.SUFFIXES]
-    close = difflib.get_close_matches(str(path), beside, n=3)
-    close += difflib.get_close_matches(str(path.with_suffix("")), names, n=3)
-    raise InputError(
-        f"no config {str(config)!r}",
-        where=path.absolute(),
-        why="it is neither a file nor a shipped config",
-        next=f"did you mean {' or '.join(close)}?"
-        if close
-        else f"specify a file, or the name of a shipped config: {', '.join(names)}",
-    )
 
 
 def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:

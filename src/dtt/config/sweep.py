@@ -23,7 +23,7 @@ from dtt.config.key_types import Key, KeyTypes
 from dtt.config.merging import nested
 from dtt.config.resolved import Resolved
 from dtt.config.run import NAME
-from dtt.config.shipped import shipped_file
+from dtt.config.shipped import shipped_configs, shipped_file
 from dtt.config.source import Layer, Leaf
 
 Number = int | FiniteFloat
@@ -289,7 +289,7 @@ def read(path: Path) -> SweepFile:
 
 def find(name: Path) -> Path:
     """Return the sweep file of a path, or of the name of a shipped sweep (`quickstart-lr`)."""
-    shipped = load.shipped_configs() / "sweeps"
+    shipped = shipped_configs() / "sweeps"
     found = (shipped_file(one, "sweeps") for one in (name, f"{name}.yaml"))
     for path in (name, *found):
         if path is not None and path.is_file():

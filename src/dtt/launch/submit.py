@@ -17,9 +17,10 @@ from dtt.base.terminal import Verbatim
 from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import InitConfig
-from dtt.config.load import find, load_job, resolve, stage_names
+from dtt.config.load import load_job, resolve, stage_names
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
+from dtt.config.shipped import find
 from dtt.config.source import Layer, Leaf, is_config
 from dtt.data.epochs import with_epochs_resolved
 from dtt.data.samples import compatibility

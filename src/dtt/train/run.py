@@ -19,12 +19,10 @@ from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited, waiting_for_space
 from dtt.config import explain
 from dtt.config.load import changes_on_resume, load_job, resolve, stage_names
-from dtt.config.optim import horizon_keys
 from dtt.config.own import own_keys
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.run_length import with_both_lengths
-from dtt.config.schedule import Decay
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.jobs import branch
@@ -40,7 +38,9 @@ from dtt.train.build import build
 from dtt.train.description import (
     check_code,
     check_edited,
+    warn_of_decay_change,
     warn_of_early_end,
+    warn_of_rate_jump,
     write_description,
     write_provenance,
 )
@@ -49,15 +49,10 @@ from dtt.train.start import Instrument, Start, prepare, recorded_refusal, unchan
 from dtt.train.supervise.lost_rank import lost_rank_named
 from dtt.train.supervise.watchdog import Watchdog
 
-RATE_JUMP = 1.1
-"""Factor by which the learning rate must rise on resume to cause a warning. A warm-up
-raises it by less than this between two steps."""
-
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
     from dtt.mesh.dist import World
-    from dtt.train.run_plan import RunPlan
 
 
 @garbage.scheduled()
@@ -403,54 +398,3 @@ def is_done(cfg: RunConfig, job: JobDir, resume: Checkpoint, steps: int) -> bool
     # Tasks may have been added, and evaluated after the last checkpoint.
     recorded = {record["task"] for record in found.last_tasks if record["step"] >= steps}
     return recorded >= {task.name for task in load_tasks(cfg.eval.tasks)}
-
-
-def warn_of_rate_jump(job: JobDir, resume: Checkpoint, plan: RunPlan) -> None:
-    """Warn if the learning rate rises again after the decay during which `resume` was taken.
-
-    A finished run that is given more steps gets a new, later decay, so its rate jumps from the
-    annealed value up to the new schedule. A branch from before the decay avoids this.
-    """
-    from dtt.checkpoint import store
-
-    decayed = resume.position().get("decay")
-    if decayed is None:
-        return
-    decay = Decay(**decayed)
-    earlier = plan.schedule.with_decay(decay)
-    before, after = earlier.multiplier(resume.step - 1), plan.schedule.multiplier(resume.step)
-    if resume.step <= decay.begin or resume.step >= plan.steps or after <= RATE_JUMP * before:
-        return
-    steps = [step for step in store.steps(job.checkpoints) if step <= decay.begin]
-    advice = "no checkpoint from before the decay exists: expect the loss to rise first"
-    if steps:
-        advice = (
-            f"dtt train --branch {job.root}@{steps[-1]} train.steps={plan.steps} name=ANOTHER, or "
-            f"dtt train {job.root} --from-step {steps[-1]} train.steps={plan.steps} "
-            "--allow-change train.steps"
-        )
-    log.warning(
-        "the learning rate jumps from %.3g%% to %.3g%% of its peak after step %d\n"
-        "  why:   the decay from step %d to %d has run, and the run now has %d steps\n"
-        "  next:  %s",
-        *(100 * before, 100 * after, resume.step),
-        *(decay.begin + 1, decay.end, plan.steps, advice),
-    )
-
-
-def warn_of_decay_change(job: JobDir, cfg: RunConfig) -> None:
-    """Warn if another number of steps changes a weight decay by horizon on resume.
-
-    Call it before `write_description`: it compares `cfg` with the configuration in the job.
-    """
-    key = next(horizon_keys(cfg.optim), None)
-    if key is None or not job.config.exists():  # a new branch, whose length was checked
-        return
-    before = load_job(job.root).train.steps
-    if before != cfg.train.steps:
-        log.warning(
-            "the weight decay is divided by %.4g from here on\n"
-            "  why:   %s gives it by horizon, and the run has %d steps instead of %d\n"
-            "  next:  set a number to keep a decay whatever the length of the run",
-            *(cfg.train.steps / before, key, cfg.train.steps, before),
-        )

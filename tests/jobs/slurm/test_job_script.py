@@ -22,7 +22,8 @@ from support.running import ROOT
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.config.launch import LaunchConfig
-from dtt.config.load import resolve, shipped_configs
+from dtt.config.load import resolve
+from dtt.config.shipped import shipped_configs
 from dtt.jobs import job_files
 from dtt.jobs.slurm import job_script
 from dtt.jobs.slurm.job_script import Array, Script, render

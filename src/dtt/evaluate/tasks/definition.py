@@ -23,6 +23,7 @@ from dtt.base.reading import read_small
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.merging import nested
+from dtt.config.shipped import shipped_configs
 from dtt.config.source import Layer
 from dtt.evaluate.tasks.prompt_template import fields, template_problems
 
@@ -263,7 +264,7 @@ def load_tasks(names: Sequence[str]) -> list[Task]:
 
 def shipped_tasks() -> Path:
     """Return the folder of the definitions that are shipped with dtt."""
-    return load.shipped_configs() / "tasks"
+    return shipped_configs() / "tasks"
 
 
 def _tasks_of(name: str) -> Iterator[Task]:
