@@ -101,6 +101,9 @@ def test_every_config_shown_is_valid(tmp_path: Path) -> None:
     shown = [text for text in blocks("yaml") if "parameters:" not in text]
     shown = [text for text in shown if not text.startswith("type:")]
     assert shown
+    for text in blocks("python"):
+        if found := re.match(r"# (\w+\.py)\n", text):
+            (tmp_path / found[1]).write_text(text)
     for text in shown:
         (tmp_path / OWN_CONFIG).write_text(text)
         for stage in stage_names(tmp_path / OWN_CONFIG) or (None,):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import resumed
-from support.running import Dtt
+from support.running import ROOT, Dtt
 
 from dtt.base.errors import ExitCode
 from dtt.config.load import resolve
@@ -20,20 +20,10 @@ from dtt.optim import groups
 from dtt.params.table import Param, Params
 from dtt.train.step import update
 
-POLY = '''
-import dtt
-
-
-class Poly(dtt.Schedule):
-    """Polynomial decay to zero."""
-
-    power: float = 2.0
-    """Exponent of the decay."""
-
-    def multiplier(self, step: int, run: dtt.RunFacts) -> float:
-        return (1 - step / run.steps) ** self.power
-'''
-CONFIG = "train: {log_every: 1}\nschedule: {type: poly.py:Poly, power: 1.5}\n"
+EXAMPLES = ROOT / "examples"
+POLY = (EXAMPLES / "polynomial.py").read_text()
+LION = (EXAMPLES / "lion.py").read_text()
+CONFIG = "train: {log_every: 1}\nschedule: {type: poly.py:Polynomial, power: 1.5}\n"
 
 
 @pytest.fixture
@@ -87,86 +77,18 @@ def test_a_changed_original_is_taken_only_when_asked_for(own: Dtt) -> None:
     assert "--allow-change schedule.type" in done.stderr
 
 
-LION = '''
-import dtt
-import torch
-
-
-class Lion(dtt.Optimizer):
-    """Lion (Chen et al., arXiv 2302.06675) for all parameters."""
-
-    betas: tuple[float, float] = (0.9, 0.99)
-    """Decay of the update and of the momentum."""
-
-    def build(self, params: dtt.Params, run: dtt.RunFacts) -> torch.optim.Optimizer:
-        return _Lion([param.tensor for param in params.values()], self.lr, self.betas)
-
-
-class _Lion(torch.optim.Optimizer):
-    def __init__(self, params, lr, betas):
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            decay, slow = group["betas"]
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["mean"], state["step"] = torch.zeros_like(p), 0
-                state["step"] += 1
-                p.sub_(group["lr"] * torch.lerp(p.grad, state["mean"], decay).sign())
-                state["mean"].lerp_(p.grad, 1 - slow)
-'''
-KRONECKER = '''
-import dtt
-import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class Kronecker(dtt.Optimizer):
-    """Gradients that the covariance of their rows preconditions, as in Shampoo."""
-
-    whole_state = frozenset({"rows"})
-
-    def build(self, params, run):
-        return _Kronecker([p.tensor for p in params.values()], {"lr": self.lr})
-
-
-class _Kronecker(torch.optim.Optimizer):
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                update = p.grad.sign()
-                if p.ndim == 2:
-                    grad, state = whole(p.grad), self.state[p]
-                    rows = grad @ grad.T
-                    state["rows"] = rows + state["rows"] if state else rows
-                    update = grad / state["rows"].diagonal().sqrt().add(1e-8)[:, None]
-                    if isinstance(p, DTensor):
-                        update = distribute_tensor(update, p.device_mesh, p.placements)
-                p.sub_(group["lr"] * update)
-'''
-
-
 @pytest.mark.parametrize(
-    ("name", "source", "layout"),
+    ("example", "layout"),
     [
-        ("Lion", LION, "replicate=1"),
-        pytest.param("Lion", LION, "shard=2", marks=pytest.mark.slow),
-        ("Kronecker", KRONECKER, "shard=2"),
+        ("lion", "replicate=1"),
+        pytest.param("lion", "shard=2", marks=pytest.mark.slow),
+        ("kronecker", "shard=2"),
     ],
 )
 def test_an_own_optimizer_trains_and_a_resume_changes_no_bit(
-    dtt: Dtt, name: str, source: str, layout: str
+    dtt: Dtt, example: str, layout: str
 ) -> None:
-    (dtt.folder / "mine.py").write_text(source)
-    own_type = f"optim.type=mine.py:{name}"
+    own_type = f"optim.type={EXAMPLES}/{example}.py:{example.capitalize()}"
     assert resumed.differing(dtt, layout, own_type, "optim.lr=1e-3") == []
     planned = dtt("plan", *resumed.SETTINGS, own_type, "--json")
     assert json.loads(planned.stdout)
@@ -237,8 +159,8 @@ MISTAKES = {
     "no file": ("poly.py", None, "there is no file poly.py"),
     "syntax": ("def multiplier(", "de multiplier(", "SyntaxError"),
     "import": ("import dtt", "import dttt", "No module named 'dttt'"),
-    "no class": ("class Poly", "class Polly", r"['Polly']"),
-    "no schedule": ("(dtt.Schedule)", "", "no class Poly that is a dtt.Schedule"),
+    "no class": ("class Poly", "class Polly", "['Pollynomial']"),
+    "no schedule": ("(dtt.Schedule)", "", "no class Polynomial that is a dtt.Schedule"),
     "key without a type": ("power: float", "power", "non-annotated attribute"),
     "unknown key": ("power: float", "exponent: float", "schedule.power: unknown key"),
     "another type": ("power: float = 2.0", "power: str = ''", "schedule.power: input should be"),
@@ -275,12 +197,12 @@ def test_a_job_of_another_user_runs_no_code_unless_trusted(
     arguments = ("train", "jobs/t", "train.steps=3", "--allow-change", "train.steps")
     done = own(*arguments, expect=ExitCode.USAGE)
     assert "code of another user" in done.stderr
-    own(*arguments, DTT_TRUST="1")
+    own(*arguments, "--trust")
 
 
 def test_types_with_other_keys_say_what_they_drop(own: Dtt) -> None:
     (own.folder / "lab/run.yaml").write_text("schedule: {warmup: 1, decay: 2}\n")
-    own_type = "schedule.type=lab/poly.py:Poly"
+    own_type = "schedule.type=lab/poly.py:Polynomial"
     shown = own("config", "show", "-c", "lab/run.yaml", own_type).stdout
     assert "  warmup: 1 " in shown
     assert f"schedule.decay = 2 (lab/run.yaml:1) is not used: {own_type} has no such key" in shown

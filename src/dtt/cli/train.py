@@ -43,6 +43,9 @@ def train(
             help="Branch a new job from this step, with another schedule.* or length.",
         ),
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run code that another user's job contains.")
+    ] = False,
     stage: Stage = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -53,7 +56,11 @@ def train(
     75. torchrun exits with 1 after any failure; attempts/<n>/exit.json in the job has the code.
     """
     with command("the saved checkpoints are kept; run the same command to resume"):
+        from dtt.config import own
         from dtt.train import run as train
+
+        if trust:
+            own.trust_other_users()
 
         options = config, job_or_overrides or [], allow_change or [], from_step, branch
         train.run(*options, stage=stage, as_json=json)

@@ -221,14 +221,9 @@ def find_job(
     # A job with a checkpoint has recorded its `model` section: the weights that `init.from` names
     # may have been deleted since.
     of_source = partial(own_model, job) if started else model_of
-    resolved = resolve(
-        config,
-        overrides,
-        job_config=job.config,
-        model_of=of_source,
-        stage=stage,
-        kept_code=not own_keys().intersection(allow_change),
-    )
+    kept = not own_keys().intersection(allow_change)
+    of_job: dict[str, Any] = {"job_config": job.config, "stage": stage, "kept_code": kept}
+    resolved = resolve(config, overrides, model_of=of_source, **of_job)
     if not started:
         return resolved, job
     check_edited(job, allow_change)
