@@ -19,7 +19,7 @@ from dtt.config.train import WandbConfig
 from dtt.jobs import job_state
 from dtt.track import jsonl
 from dtt.track.wandb import history_row
-from dtt.track.wandb_history import RunFacts, UploadedRun, WandbHistory
+from dtt.track.wandb_history import RunHeader, UploadedRun, WandbHistory
 from dtt.track.wandb_rows import Row, RunPath
 
 
@@ -140,7 +140,7 @@ class _Upload:
         def rows() -> Iterator[Row]:
             return map(history_row, jsonl.read(self.job.metrics, timed=True))
 
-        facts = RunFacts(self.cfg.name, self.cfg.name, self.cfg.model_dump(mode="json"))
+        facts = RunHeader(self.cfg.name, self.cfg.name, self.cfg.model_dump(mode="json"))
         return history.upload(self.path, facts, rows)
 
 

@@ -63,7 +63,7 @@ OVERRIDES = ("WANDB_RESUME", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "W
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunHeader:
     """Facts of a run besides its history."""
 
     name: str
@@ -131,7 +131,7 @@ class WandbHistory:
             )
 
     def upload(
-        self, path: RunPath, facts: RunFacts, rows: Callable[[], Iterator[Row]]
+        self, path: RunPath, facts: RunHeader, rows: Callable[[], Iterator[Row]]
     ) -> UploadedRun:
         """Make the history of a run equal to `rows`, the records of a job; send only what is new.
 
@@ -179,7 +179,7 @@ class WandbHistory:
             )
         return self._complete(target, facts, rows, stored)
 
-    def _read(self, path: RunPath) -> tuple[RunFacts, Path]:
+    def _read(self, path: RunPath) -> tuple[RunHeader, Path]:
         """Return the facts of a run, and a file with its rows, one JSON object per line.
 
         A scan reads every row, unlike `Run.history`, which samples: each query asks for as many
@@ -216,7 +216,7 @@ class WandbHistory:
             )
         metrics = run.rawconfig.get("_wandb", {}).get("m", [])
         summary = {k: v for k, v in run.summary_metrics.items() if not k.startswith("_")}
-        facts = RunFacts(
+        facts = RunHeader(
             run.name, run.group, run.config, tuple(run.tags), run.notes, axes(metrics), summary
         )
         return facts, file
@@ -231,7 +231,7 @@ class WandbHistory:
     def _complete(
         self,
         path: RunPath,
-        facts: RunFacts,
+        facts: RunHeader,
         rows: Callable[[], Iterator[Row]],
         stored: StoredRun | None,
     ) -> UploadedRun:
@@ -311,7 +311,7 @@ class WandbHistory:
     def _send(
         self,
         path: RunPath,
-        facts: RunFacts,
+        facts: RunHeader,
         rows: Iterator[Row],
         *,
         resumes: bool,
