@@ -83,7 +83,7 @@ def evaluate_in_small_blocks(world: World, folder: str) -> None:
     os.chdir(folder)
     runner.FIRST_BLOCK, runner.LARGEST_BLOCK = 2**7, 2**9
     cfg = EvalConfig(tasks=tuple(ALL_TASKS.split(",")), batch_tokens=256)
-    evaluation = open_evaluation(cfg, lambda: world)
+    evaluation = open_evaluation(cfg, world)
     [model] = choose_models("jobs/tiny", "10", None)
     assert evaluation.run(model, world, lambda: False) is not None
 

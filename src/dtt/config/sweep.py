@@ -155,7 +155,7 @@ class SweepConfig(Section):
     draw_seed: NonNegativeInt = 0
     """Random seed of all values that are drawn."""
     seeds: tuple[NonNegativeInt, ...] = ()
-    """SweptValues of `seed` with which every combination is trained."""
+    """Values of `seed` with which every combination is trained."""
     max_trials: PositiveInt = 100
     """Maximum number of trials; a sweep with more is refused."""
     metric: str = Field(default="eval.loss", pattern=r"^[a-z]+\.[a-z_]+$")

@@ -56,20 +56,19 @@ def evaluate(
 
     requests, ranks = Requests(), Ranks.detect()
     requests.act_at_once(ranks)
-    world = cache(lambda: _join(ranks))
     try:
         with after_rank_0(ranks, requests), lost_peers_reported(ranks):
-            several = world() if ranks.size > 1 else None
-            models = choose_models(source, step, several, ema=ema)
+            world = _join(ranks) if ranks.size > 1 else None
+            models = choose_models(source, step, world, ema=ema)
             cfg = configured(source, options)
             chat_format = find_chat_format(source, None) if chat else None
-            evaluation = open_evaluation(cfg, None if several is None else world, chat_format)
+            evaluation = open_evaluation(cfg, world, chat_format)
             requests.defer()
 
             def results(model: EvaluatedModel) -> list[TaskResult]:
-                return _results(evaluation, model, world, lambda: bool(requests.reason))
+                return evaluation.run(model, world, lambda: bool(requests.reason))
 
-            for model, found in evaluate_each(models, several, results, every=step == ALL):
+            for model, found in evaluate_each(models, world, results, every=step == ALL):
                 if ranks.first:
                     files = evaluation.files(model)
                     eval_report.show(model, files, found, as_json=as_json)
@@ -116,18 +115,19 @@ def lost_peers_reported(ranks: Ranks) -> AbstractContextManager[None]:
 
 
 def choose_models(
-    source: str,
-    step: str | None,
-    world: World | None,
-    *,
-    ema: bool = False,
+    source: str, step: str | None, world: World | None, *, ema: bool = False
 ) -> list[EvaluatedModel]:
     """Return the models that `source` and `step` name, as `find_steps`; rank 0 chooses them.
 
     A job that is running saves and deletes checkpoints meanwhile, so each rank could find others.
     """
-    steps = on_first(world, lambda: find_steps(source, step, ema=ema))
-    return models_of(source, steps, ema=ema)
+    return models_of(source, on_first(world, lambda: find_steps(source, step, ema=ema)), ema=ema)
+
+
+@cache
+def _alone() -> World:
+    """Return the World of a single process, on its GPU if there is one."""
+    return _join(Ranks())
 
 
 @dataclass(frozen=True)
@@ -154,29 +154,32 @@ class Evaluation:
         )
         return [settings.file(model.results, data) for data in self.tasks]
 
-    def results(self, model: EvaluatedModel) -> list[TaskResult | None]:
-        """Return the results that are on disk; None for tasks without a complete result file."""
-        return [file.result() for file in self.files(model)]
-
     def run(
-        self, model: EvaluatedModel, world: World, stop: Callable[[], bool]
-    ) -> list[TaskResult] | None:
+        self, model: EvaluatedModel, world: World | None, stop: Callable[[], bool]
+    ) -> list[TaskResult]:
         """Evaluate a model on the tasks that have no result, and return all results; collective.
 
-        Return None as soon as `stop()`, which every rank calls between batches, is true. Raises
-        DamagedError if the weights are damaged, on every rank.
+        Without other ranks, `world` is None, and torch is only imported if a result is missing.
+        Raises Preempted as soon as `stop()`, which is called between batches, is true on any rank,
+        and DamagedError on every rank if the weights are damaged.
         """
-        files = world.on_first(lambda: self.files(model))
-        results = world.on_first(lambda: [file.result() for file in files])
-        if None not in results:
-            return [result for result in results if result is not None]
-        runner = self.runner(load_verified(model, world), world)
+        files = on_first(world, lambda: self.files(model))
+        results = on_first(world, lambda: [file.result() for file in files])
+        found = [result for result in results if result is not None]
+        if len(found) == len(results):
+            return found
+        this = world or _alone()
+        runner = self.runner(load_verified(model, this), this)
         runner.check(self.tasks)
         found = []
         for data, file, result in zip(self.tasks, files, results, strict=True):
-            result = result or runner.run(data, file, stop)
+            result = result or runner.run(data, file, lambda: bool(this.agree(int(stop()))))
             if result is None:
-                return None
+                raise Preempted(
+                    f"stopped on request while evaluating {model.name}",
+                    where=model.results,
+                    next="run the same command again to continue with the next question",
+                )
             found.append(result)
         return found
 
@@ -222,12 +225,12 @@ def _chat_prompt(encoder: ChatEncoder) -> Callable[[str], list[int]]:
 
 def open_evaluation(
     cfg: EvalConfig,
-    world: Callable[[], World] | None = None,
+    world: World | None = None,
     chat: ChatFormat | None = None,
 ) -> Evaluation:
     """Read the tasks that `cfg` names, and their questions; downloads what is missing.
 
-    With several ranks, `world` returns their World, and rank 0 reads first.
+    With several ranks, `world` is theirs, and rank 0 reads first.
     """
     from dtt.evaluate.tasks.definition import load_tasks
     from dtt.evaluate.tasks.task_data import open_task
@@ -246,7 +249,7 @@ def open_evaluation(
 
     found: list[list[TaskData]] = []
     if world is not None:
-        world().on_first(lambda: found.append(open_all()))
+        world.on_first(lambda: found.append(open_all()))
     return Evaluation(cfg, found[0] if found else open_all(), chat)
 
 
@@ -323,28 +326,3 @@ def evaluate_each(
             why="training deletes old checkpoints when it saves new ones",
             next="run the same command again; dtt eval JOB --watch protects checkpoints meanwhile",
         )
-
-
-def _results(
-    evaluation: Evaluation,
-    model: EvaluatedModel,
-    world: Callable[[], World],
-    stop: Callable[[], bool],
-) -> list[TaskResult]:
-    """Return the results of a model; without other ranks, torch is imported only if needed.
-
-    `stop` returns True if a stop was requested on this rank. Raises Preempted if there was a stop.
-    """
-    if Ranks.detect().size == 1:
-        known = evaluation.results(model)
-        if None not in known:
-            return [result for result in known if result is not None]
-    this = world()
-    results = evaluation.run(model, this, lambda: bool(this.agree(int(stop()))))
-    if results is None:
-        raise Preempted(
-            f"stopped on request while evaluating {model.name}",
-            where=model.results,
-            next="run the same command again to continue with the next question",
-        )
-    return results

@@ -24,11 +24,7 @@ from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.base.files import remove, sha256_file, write_atomically
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.evaluate.evaluation import (
-    choose_models,
-    configured,
-    evaluate_each,
-)
+from dtt.evaluate.evaluation import choose_models, configured, evaluate_each
 from dtt.evaluate.models import ALL, EvaluatedModel
 from dtt.hf.model_source import find_chat_format
 from dtt.mesh.environment import install

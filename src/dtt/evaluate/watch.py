@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,14 +120,6 @@ def _watched_job(arguments: Sequence[str], ranks: Ranks, step: str | None) -> Jo
             next="start it without torchrun; torchrun … dtt eval JOB --step all uses several GPUs",
         )
     return JobDir(checkpoints.parent)
-
-
-@cache
-def _world() -> Any:
-    """Return the World of this process, on its GPU if there is one."""
-    from dtt.mesh import dist
-
-    return dist.start(Ranks(), "auto")
 
 
 @contextmanager
@@ -331,12 +323,7 @@ class Watch:
     def evaluate(self, step: int, checkpoint: Path) -> None:
         """Evaluate the checkpoint in a folder, and print the results."""
         model = checkpoint_model(self.job, step, ema=self.ema, path=checkpoint)
-        results = self.evaluation.run(model, _world(), self.stop_wanted)
-        if results is None:
-            raise Preempted(
-                f"stopped on request while evaluating {model.name}",
-                next=f"dtt eval {self.job.root} --watch continues with the next question",
-            )
+        results = self.evaluation.run(model, None, self.stop_wanted)
         files = self.evaluation.files(model)
         result_table.show(model, files, results, as_json=self.as_json)
 

@@ -365,7 +365,7 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
         world,
         until_ids=dataset.manifest.until_ids,
     )
-    tasks = open_evaluation(cfg, lambda: world).tasks
+    tasks = open_evaluation(cfg, world).tasks
     runner.check(tasks)
     return TaskEvaluator(tasks, runner)
 
