@@ -166,8 +166,8 @@ class Tokenizing(Work):
     def may_be_killed(self, folder: Path, variant: str) -> bool:
         """Return False while a rank of srun may wait, for minutes, for one that has not started."""
         # Ranks that wait for another one create its file, and it is empty.
-        beats = folder.glob(f"{self.rendezvous}/*-1-{self._step}-*/*.beat")
-        started = sum(path.stat().st_size > 0 for path in beats)
+        lines = folder.glob(f"{self.rendezvous}/*-1-{self._step}-*/*.lines")
+        started = sum(path.stat().st_size > 0 for path in lines)
         return "mpirun" in variant or started == self.variants[variant]
 
 

@@ -191,9 +191,7 @@ def test_lines_of_a_chart_differ_in_color_and_in_dashes(tmp_path: Path, chromium
 
 
 @pytest.mark.slow
-def test_zoom_works_beside_a_run_that_has_not_started(
-    tmp_path: Path, chromium: Browser
-) -> None:
+def test_zoom_works_beside_a_run_that_has_not_started(tmp_path: Path, chromium: Browser) -> None:
     one = write_finished_job(tmp_path)
     other = write_new_job(tmp_path, "other", SyntheticRun()).job.root
     report.write([one, other], tmp_path / "page.html")

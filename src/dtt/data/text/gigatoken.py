@@ -24,7 +24,7 @@ CACHED_BYTES = 2 * 2**30
 LONGEST = 2**22
 """Maximum bytes per call where gigatoken holds the GIL.
 
-This is a few seconds at worst, so that the heartbeat thread of a rank can still run in time.
+This is a few seconds at worst, so that the thread that watches the launcher can still run in time.
 """
 
 Ids = npt.NDArray[np.uint32]
