@@ -44,14 +44,22 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     keep()
     comm = open_comm(Ranks.detect(), _work(cfg))  # before slow imports
     from dtt.data.corpus.described import read_corpus
-    from dtt.data.tokenize.shared_tokenizer import share_tokenizer
 
     for one in cfg.corpora:
         read_corpus(one)
-    share_tokenizer(cfg, comm, overwrite=overwrite)
-    facts = [_tokenize(one, comm, overwrite=overwrite, quiet=as_json) for one in cfg.corpora]
+    if cfg.download.datasets:
+        from dtt.data.tokenize.shared_tokenizer import share_tokenizer
+
+        share_tokenizer(cfg, comm, overwrite=overwrite)
+    facts = []
+    for one in cfg.corpora:
+        result = _tokenize(one, comm, overwrite=overwrite)
+        if result is not None and as_json:
+            facts.append(_facts(one.tokenize_dir, result))
+        elif result is not None:
+            print(_report(one.tokenize_dir, result))
     comm.close()
-    if as_json and comm.rank == 0:
+    if facts:
         print(json.dumps(facts if cfg.download.datasets else facts[0]))
 
 
@@ -60,10 +68,8 @@ def _work(cfg: RunConfig) -> Path:
     return cfg.tokenize_dir / (".tokenizer" if cfg.download.datasets else TokensManifest.work)
 
 
-def _tokenize(
-    cfg: RunConfig, comm: Comm, *, overwrite: bool, quiet: bool
-) -> dict[str, object] | None:
-    """Write the token files of one corpus; rank 0 returns the facts, and prints unless `quiet`."""
+def _tokenize(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> Tokenized | None:
+    """Write the token files of one corpus; rank 0 returns the result, and warns of what it lost."""
     from dtt.data.tokenize.distributed import tokenize
 
     out = cfg.tokenize_dir
@@ -91,9 +97,7 @@ def _tokenize(
         log.warning("%s", lost.describe())
     if nulls := result.manifest.nulls:
         log.warning("%d %s", nulls, NULLS)
-    if not quiet:
-        print(_report(out, result))
-    return _facts(out, result)
+    return result
 
 
 def dry_run(cfg: RunConfig, *, as_json: bool = False) -> None:
