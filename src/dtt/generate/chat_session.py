@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from dtt.base.errors import ConfigError, InputError
@@ -30,10 +31,30 @@ SYSTEM = ("system", "developer")
 class StreamedAnswer(Continuation):
     """An answer, complete once its text has been streamed."""
 
-    cached_tokens = 0
-    """Number of tokens of the prompt that were computed for an earlier answer."""
-    dropped_messages = 0
-    """Number of old messages that were dropped because the context was full."""
+    def __init__(
+        self,
+        generator: PrefixCachedGenerator | GeneratorPool,
+        tokenizer: Tokenizer,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        stop_tokens: Collection[int],
+        stop_texts: Sequence[str],
+        *,
+        show_special: bool = False,
+    ) -> None:
+        """Generate nothing yet; `Continuation` describes the other arguments."""
+        super().__init__(tokenizer, prompt_ids, stop_tokens, stop_texts, show_special=show_special)
+        self._generator, self._sampling = generator, sampling
+        self.cached_tokens = generator.cached_prefix(prompt_ids)
+        """Number of tokens of the prompt that were computed for an earlier answer."""
+        self.dropped_messages = 0
+        """Number of old messages that were dropped because the context was full."""
+
+    def texts(self) -> Generator[str]:
+        """Yield the text while it is generated."""
+        own = self._sampling.generator(self._generator.device, self.prompt_ids)
+        options = self._sampling.options
+        return self.stream(self._generator.generate(self.prompt_ids, generator=own, **options))
 
 
 class ChatSession:
@@ -107,10 +128,10 @@ class ChatSession:
     def _start(self, conversation: Conversation) -> StreamedAnswer:
         fitting, prompt_ids = self._fit(conversation)
         self.conversation = fitting
+        how = self._sampling, self._stop_tokens, self._stop_texts
         answer = StreamedAnswer(
-            self._tokenizer, prompt_ids, self._stop_tokens, self._stop_texts, show_special=True
+            self._generator, self._tokenizer, prompt_ids, *how, show_special=True
         )
-        answer.cached_tokens = self._generator.cached_prefix(prompt_ids)
         answer.dropped_messages = len(conversation.messages) - len(fitting.messages)
         return answer
 
@@ -120,38 +141,33 @@ class ChatSession:
         If the iterator is closed or interrupted, the text so far is the answer; if there is none,
         the message without an answer is removed.
         """
-        tokens = generated(self._generator, answer.prompt_ids, self._sampling)
         try:
-            yield from answer.stream(tokens)
+            yield from answer.texts()
         finally:
-            self._append(answer)
-
-    def _append(self, answer: StreamedAnswer) -> None:
-        """Append an answer to the conversation, or remove the message that has no answer."""
-        messages = self.conversation.messages
-        if answer.content or answer.finish_reason != "interrupted":
-            messages += ({"role": "assistant", "content": answer.content},)
-        else:
-            messages = messages[:-1]
-        self.conversation = replace(self.conversation, messages=messages)
+            messages = self.conversation.messages
+            if answer.content or answer.finish_reason != "interrupted":
+                messages += ({"role": "assistant", "content": answer.content},)
+            else:
+                messages = messages[:-1]
+            self.conversation = replace(self.conversation, messages=messages)
 
     def _fit(self, conversation: Conversation) -> tuple[Conversation, list[int]]:
         """Return the conversation without the oldest turns that do not fit, and its prompt."""
         room = min(self._sampling.max_tokens, self._context // ANSWER_SHARE)
-        found: dict[int, list[int] | None] = {}
+
+        @cache
+        def prompt(dropped: int) -> list[int] | None:
+            return self._short_ids(_without_turns(conversation, dropped))
 
         def fits(dropped: int) -> bool:
-            ids = found[dropped] = self._short_ids(_without_turns(conversation, dropped))
-            return ids is not None and len(ids) + room <= self._context
+            return (ids := prompt(dropped)) is not None and len(ids) + room <= self._context
 
         droppable = max(0, sum(m["role"] == "user" for m in conversation.messages) - 1)
-        dropped = 0
-        if not fits(0):
-            # Halving, because each attempt renders and encodes all turns that are left.
-            dropped = bisect_left(range(1, droppable + 1), True, key=fits) + 1
+        # First all turns, which mostly fit; then halving, because each attempt renders and encodes
+        # all turns that are left.
+        dropped = 0 if fits(0) else bisect_left(range(1, droppable), True, key=fits) + 1
         dropped = min(dropped, droppable)
-        shorter = _without_turns(conversation, dropped)
-        ids = found[dropped] if dropped in found else self._short_ids(shorter)
+        shorter, ids = _without_turns(conversation, dropped), prompt(dropped)
         if ids is not None and len(ids) < self._context:
             return shorter, ids
         size = f"{_characters(shorter)} characters" if ids is None else f"{len(ids)} tokens"
@@ -185,14 +201,6 @@ class ChatSession:
                 why=refused.why,
                 next="change the messages, or use another template with --template",
             ) from None
-
-
-def generated(
-    generator: PrefixCachedGenerator | GeneratorPool, prompt_ids: list[int], sampling: Sampling
-) -> Generator[int]:
-    """Yield the tokens that continue a prompt."""
-    own = sampling.generator(generator.device, prompt_ids)
-    return generator.generate(prompt_ids, generator=own, **sampling.options)
 
 
 def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,7 +24,7 @@ from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
 from dtt.generate.api_request import Fields, Options, Refused, read_body
 from dtt.generate.chat import open_session
-from dtt.generate.chat_session import ChatSession, StreamedAnswer, generated
+from dtt.generate.chat_session import ChatSession, StreamedAnswer
 from dtt.generate.run import Sampling, encode_prompt
 from dtt.hf.model_source import NoChatTemplate, find_chat_format, load_model, on_device
 from dtt.report.page import document, joined
@@ -163,10 +163,9 @@ class Api:
             raise Refused("prompt", "it must be a text")
         ids = encode_prompt(prompt, served.tokenizer, served.trained, "the prompt")
         stops = served.trained.stop_tokens()
-        answer = StreamedAnswer(served.tokenizer, ids, stops, options.stop_texts)
-        answer.cached_tokens = served.generators.cached_prefix(ids)
-        texts = answer.stream(generated(served.generators, ids, options.sampling))
-        Response(connection, served.name, options, chat=False).send(answer, texts)
+        how = options.sampling, stops, options.stop_texts
+        answer = StreamedAnswer(served.generators, served.tokenizer, ids, *how)
+        Response(connection, served.name, options, chat=False).send(answer, answer.texts())
 
 
 class Response:
@@ -184,33 +183,32 @@ class Response:
 
     def send(self, answer: StreamedAnswer, texts: Generator[str]) -> None:
         """Generate and send an answer, until the client goes away."""
-        if self._options.stream:
-            self._stream(answer, texts)
-            return
-        text = "".join(self._while_connected(texts))
-        choices = [self._choice(text, answer.finish_reason)]
-        _send(self._connection, self._head | {"choices": choices, "usage": _usage(answer)})
-
-    def _stream(self, answer: StreamedAnswer, texts: Generator[str]) -> None:
-        self._connection.start_stream("text/event-stream")
+        stream = self._options.stream
+        if stream:
+            self._connection.start_stream("text/event-stream")
         try:
-            for text in self._while_connected(texts):
-                if text:
-                    self._event(choices=[self._choice(text)])
-            self._event(choices=[self._choice("", answer.finish_reason)])
+            with closing(texts):
+                for text in texts:
+                    if self._connection.gone():
+                        raise ConnectionAbortedError
+                    if stream and text:
+                        self._event(choices=[self._choice(text)])
+        except DttError as error:
+            if not stream:
+                raise
+            # The status has been sent.
+            self._event(error={"message": redacted(str(error)), "type": "server_error"})
+        else:
+            # In a stream, the text has been sent.
+            choices = [self._choice("" if stream else answer.content, answer.finish_reason)]
+            if not stream:
+                _send(self._connection, self._head | {"choices": choices, "usage": _usage(answer)})
+                return
+            self._event(choices=choices)
             if self._options.with_usage:
                 self._event(choices=[], usage=_usage(answer))
-        except DttError as error:  # the status has been sent
-            self._event(error={"message": redacted(str(error)), "type": "server_error"})
         self._connection.send_chunk("data: [DONE]\n\n")
         self._connection.send_chunk("")
-
-    def _while_connected(self, texts: Generator[str]) -> Iterator[str]:
-        with closing(texts):
-            for text in texts:
-                if self._connection.gone():
-                    raise ConnectionAbortedError
-                yield text
 
     def _choice(self, text: str, finish: str | None = None) -> dict[str, Any]:
         message = {"role": "assistant", "content": text}
