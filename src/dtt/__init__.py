@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtt.config.objective import Objective as Objective
     from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
     from dtt.config.schedule import Schedule as Schedule
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 INTERFACE = {
+    "MicroBatch": "dtt.data.samples.loader",
+    "Objective": "dtt.config.objective",
     "Optimizer": "dtt.config.optim",
     "Param": "dtt.params.table",
     "Params": "dtt.params.table",
     "RunFacts": "dtt.config.schedule",
+    "RunView": "dtt.train.own_objective",
     "Schedule": "dtt.config.schedule",
 }
 """Names that `import dtt` offers, with their modules: they stay, as others build on them."""

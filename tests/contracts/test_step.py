@@ -20,7 +20,7 @@ from dtt.config.objective import DpoConfig
 from dtt.data.samples.loader import MicroBatch
 from dtt.model.output import Output
 from dtt.train.dpo import METRICS, dpo
-from dtt.train.step import Objective, Step, next_token, update
+from dtt.train.step import LossFunction, Step, next_token, update
 
 TERMS = 7
 
@@ -78,7 +78,7 @@ class Toy(nn.Module):
 class Cut(Step):
     """The step of a pipeline of two stages: hidden states and their gradients cross the cut."""
 
-    def run(self, micro_batches: Any, objective: Objective, terms: int) -> Output:
+    def run(self, micro_batches: Any, objective: LossFunction, terms: int) -> Output:
         """Run all forward passes of the first stage, the second stage, then the way back."""
         toy, scale, outputs = self.module, self.replicas / max(1, terms), []
         assert isinstance(toy, Toy)

@@ -34,9 +34,13 @@ def own(dtt: Dtt) -> Dtt:
     return dtt
 
 
+def records(job: Path, kind: str) -> list[dict[str, Any]]:
+    every = map(json.loads, (job / "metrics.jsonl").read_text().splitlines())
+    return [record for record in every if record["kind"] == kind]
+
+
 def rates(job: Path) -> dict[int, float]:
-    records = map(json.loads, (job / "metrics.jsonl").read_text().splitlines())
-    return {r["step"]: r["lr"] for r in records if r["kind"] == "train"}
+    return {record["step"]: record["lr"] for record in records(job, "train")}
 
 
 def test_an_own_schedule_trains_and_a_resume_changes_no_bit(own: Dtt) -> None:
@@ -112,6 +116,95 @@ def test_a_schedule_and_an_optimizer_of_the_library_work_the_same_as_ones_own(dt
         dtt.folder / f"jobs/{job}/checkpoints/step-000004/model-00000.safetensors" for job in "ab"
     )
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_an_own_loss_trains_and_a_resume_changes_no_bit(dtt: Dtt) -> None:
+    focal = (f"objective.type={EXAMPLES}/focal.py:Focal", "objective.gamma=2.0")
+    assert resumed.differing(dtt, "shard=2", "train.log_every=1", *focal) == []
+    logged = records(dtt.folder / "jobs/t", "train")
+    assert all(0 < r["loss"] < r["cross_entropy"] for r in logged)
+
+
+@pytest.mark.slow
+def test_an_own_loss_without_its_factor_is_the_cross_entropy(dtt: Dtt, tokens: Path) -> None:
+    """Validation is the same, and has the own loss beside it."""
+    keys = [key for key in resumed.SETTINGS if not key.startswith("data.")]
+    keys += [f"data.tokens={tokens}", "train.eval_every=2", "train.log_every=1"]
+    (dtt.folder / "plain.py").write_text(
+        "import dtt\n"
+        "class Plain(dtt.Objective):\n"
+        "    def loss(self, out, batch):\n"
+        "        return out.sum(), {'double': 2 * out.sum()}\n"
+    )
+    for job, kind in (("a", "next_token"), ("b", "plain.py:Plain")):
+        dtt("train", *keys, f"name={job}", f"objective.type={kind}")
+    ours, own = ([*records(dtt.folder / f"jobs/{job}", "eval")] for job in "ab")
+    for mine, theirs in zip(ours, own, strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-6)
+        assert theirs["bits_per_byte"] == pytest.approx(mine["bits_per_byte"], rel=1e-6)
+        assert theirs["objective"] == pytest.approx(mine["loss"], rel=1e-6)
+    for record in records(dtt.folder / "jobs/b", "train"):
+        assert record["double"] == pytest.approx(2 * record["loss"], rel=1e-6)
+        assert record["cross_entropy"] == pytest.approx(record["loss"], rel=1e-6)
+
+
+def test_a_student_of_its_own_weights_has_no_divergence(dtt: Dtt) -> None:
+    dtt("train", *resumed.SETTINGS, "train.steps=2", "name=teacher")
+    taught = (
+        f"objective.type={EXAMPLES}/distillation.py:Distillation", "objective.teacher=jobs/teacher",
+        "init.from=jobs/teacher", "model.dropout=0.0", "train.log_every=1",
+    )  # fmt: skip
+    dtt("train", *resumed.SETTINGS, *taught, "optim.lr=0.1")
+    first, *_, last = (r["divergence"] for r in records(dtt.folder / "jobs/t", "train"))
+    assert abs(first) < 1e-5 < last
+    done = dtt("train", *resumed.SETTINGS, *taught, "parallel.tensor=2", expect=ExitCode.USAGE)
+    assert "parallel.tensor: must be 1 for a loss that needs logits" in done.stderr
+
+
+STATEFUL = """
+import dtt
+import torch
+
+
+class Centred(dtt.Objective):
+    _mean = torch.zeros(())
+
+    def loss(self, out, batch):
+        self._mean = 0.9 * self._mean + 0.1 * out.detach().mean()
+        return (out * (1 + 0.1 * torch.tanh(out.detach() - self._mean))).sum()
+
+    def state(self):
+        return {"mean": self._mean}
+
+    def restore(self, state):
+        self._mean = state["mean"]
+"""
+
+
+def test_the_state_of_a_loss_is_kept(dtt: Dtt) -> None:
+    (dtt.folder / "mine.py").write_text(STATEFUL)
+    assert resumed.differing(dtt, "replicate=1", "objective.type=mine.py:Centred") == []
+
+
+WRONG_LOSSES = {
+    "shape": ("return out", "not a tensor []"),
+    "number": ("return 1.0", "returned float for the loss"),
+    "constant": ("return out.detach().sum()", "does not depend on the model"),
+    "metric": ("return out.sum(), {'x': out}", "for x, not a tensor []"),
+    "exception": ("return out.nothing()", "has no attribute 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LOSSES)
+def test_a_mistake_in_a_loss_names_what_is_wrong(dtt: Dtt, case: str) -> None:
+    body, said = WRONG_LOSSES[case]
+    (dtt.folder / "mine.py").write_text(
+        f"import dtt\nclass Mine(dtt.Objective):\n    def loss(self, out, batch):\n        {body}\n"
+    )
+    settings = (*resumed.SETTINGS, "objective.type=mine.py:Mine")
+    done = dtt("train", *settings, expect=ExitCode.USAGE)
+    assert said in done.stderr
+    assert "objective.type=mine.py:Mine" in done.stderr
 
 
 LOST = {

@@ -28,12 +28,15 @@ from dtt.base.errors import ConfigError, DttError
 from dtt.base.log import log
 from dtt.base.reading import read_small
 from dtt.config.base import Section
+from dtt.config.objective import Objective
 from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Schedule
 from dtt.config.source import Layer
 
-KINDS: Mapping[str, type[Section]] = {"optim": Optimizer, "schedule": Schedule}
+KINDS: Mapping[str, type[Section]] = {
+    "objective": Objective, "optim": Optimizer, "schedule": Schedule,
+}  # fmt: skip
 """The base class of each section that may have a class of a user's own."""
 CODE = "own_code"
 """Folder of a job with the files of its user's classes, as it was trained with them."""

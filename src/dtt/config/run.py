@@ -30,7 +30,7 @@ from dtt.config.guard import GuardConfig
 from dtt.config.init import InitConfig
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import MIXTURES, ModelConfig
-from dtt.config.objective import NextTokenConfig, ObjectiveConfig
+from dtt.config.objective import DpoConfig, NextTokenConfig, ObjectiveConfig
 from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
@@ -186,8 +186,14 @@ class RunConfig(Section):
             yield "chat.turns", "data.type=preference needs all: each conversation is one of a pair"
         if preference and self.chat.too_long == "whole_turns":
             yield "chat.too_long", "data.type=preference needs drop or stop: a cut pair has no end"
-        if dpo and self.train.z_loss:
-            yield "train.z_loss", "objective.type=dpo has no z-loss: set 0"
+        own = not isinstance(self.objective, NextTokenConfig | DpoConfig)
+        if (dpo or own) and self.train.z_loss:
+            yield "train.z_loss", f"objective.type={self.objective.type} has no z-loss: set 0"
+        if own and self.objective.needs == "logits":
+            for key in ("tensor", "context", "pipeline"):
+                if getattr(self.parallel, key) > 1:
+                    why = "no rank would have the logits of all words, tokens or layers"
+                    yield f"parallel.{key}", f"must be 1 for a loss that needs logits: {why}"
         if dpo and self.train.context_schedule:
             yield (
                 "train.context_schedule",

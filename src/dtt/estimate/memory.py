@@ -179,6 +179,9 @@ def _loss(case: Case) -> tuple[int, int]:
     arch, n, e = case.arch, case.tokens, case.product_bytes
     rows = arch.vocab_size // case.sizes.tensor
     on_gpu = case.gpu.kind == "cuda"
+    if case.cfg.objective.needs == "logits":
+        # A loss of a user's own: all logits, their copy in fp32, and the gradients of both.
+        return 0, 2 * (e + FP32) * n * rows
     logits = min(n, chunk_rows(rows, case.gpu.memory if on_gpu else None)) * rows
     trained = case.head.trained
     left = (FP32 * rows * arch.dim if trained else 0) + e * n * arch.dim

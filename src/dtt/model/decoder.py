@@ -88,15 +88,16 @@ class Decoder(nn.Module):
         z_loss: float = 0.0,
         positions_BT: Tensor | None = None,
         attention_fns: Sequence[AttentionFn] | None = None,
-        reduction: Literal["sum", "none", "scores"] = "sum",
+        reduction: Literal["sum", "none", "scores", "logits"] = "sum",
         layers: range | None = None,
         hidden_BTD: Tensor | None = None,
     ) -> Tensor | Output | HiddenStates:
         """Return logits [B, T, V]; with targets, an `Output` with the fp32 cross-entropy in nats.
 
-        Its loss is the *sum*, or with `reduction="none"` that of each target, [B, T]. With
-        "scores", targets are [B, T, C], C candidates for each next token, and the result is a
-        tensor [B, T, C, 2]: see `target_scores`.
+        Its loss is the *sum*, or with `reduction="none"` that of each target, [B, T]; with "logits"
+        these are in its place, for a loss of a user's own. With "scores", targets are [B, T, C], C
+        candidates for each next token, and the result is a tensor [B, T, C, 2]: see
+        `target_scores`.
 
         `model/loss.py` describes targets to ignore, and `z_loss`, which changes only the gradients.
         With a cache, the tokens follow the cached ones and are appended to it, and only the last
@@ -205,7 +206,7 @@ class Decoder(nn.Module):
         passed: HiddenStates,
         targets_BT: Tensor | None,
         z_loss: float,
-        reduction: Literal["sum", "none", "scores"],
+        reduction: Literal["sum", "none", "scores", "logits"],
     ) -> Tensor | Output:
         """Return what `forward` returns, from the scaled final hidden states."""
         # A DTensor here is the vocabulary shard of this rank. The loss works on plain shards and
@@ -213,8 +214,10 @@ class Decoder(nn.Module):
         # tokens.
         head_VD = local(self.embed.weight if self.head is None else self.head.weight)
         softcap = self.arch.logit_softcap
-        if targets_BT is None:
+        if targets_BT is None or reduction == "logits":
             logits_BTV = _softcapped(F.linear(passed.hidden, head_VD), softcap)
+            if targets_BT is not None:
+                return Output(logits_BTV, self._summed(passed.aux), {}, passed.loads)
             return logits_BTV if self.part is None else _gather_vocabulary(logits_BTV, self.part)
         hidden_ND = passed.hidden.flatten(0, 1)
         if reduction == "scores":

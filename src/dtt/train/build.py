@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
 from dtt import __version__
 from dtt.artifacts.manifest import fingerprint
@@ -13,8 +13,8 @@ from dtt.base import malloc
 from dtt.base.log import log
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
-from dtt.config.objective import DpoConfig, NextTokenConfig
-from dtt.config.own import own_files
+from dtt.config.objective import DpoConfig, NextTokenConfig, Objective
+from dtt.config.own import own_code, own_files
 from dtt.config.run import RunConfig
 from dtt.config.schedule import WsdConfig
 from dtt.jobs.attempt import Attempt
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dtt.train.components import Observers, TrainState
     from dtt.train.expert_load import ExpertLoad
     from dtt.train.run_plan import RunPlan
-    from dtt.train.step import Objective, Step
+    from dtt.train.step import LossFunction, Step
     from dtt.train.supervise.time_budget import TimeBudget
     from dtt.train.trainer import Trainer
 
@@ -107,18 +107,37 @@ def build(
     )
 
 
-def make_objective(cfg: RunConfig, plan: RunPlan, token_bytes: Tensor | None = None) -> Objective:
-    """Return the objective of the run; for evaluation, with the bytes of text of each token."""
+def make_objective(
+    cfg: RunConfig, plan: RunPlan, token_bytes: Tensor | None = None, *, evaluates: bool = False
+) -> LossFunction:
+    """Return the loss of the run; for evaluation, with the bytes of text of each token."""
     from dtt.train.dpo import dpo
+    from dtt.train.own_objective import own_loss
     from dtt.train.step import next_token
 
+    contexts = plan.sizes.context
     match cfg.objective:
         case NextTokenConfig():
-            return next_token(cfg.train.z_loss, token_bytes, contexts=plan.sizes.context)
+            return next_token(cfg.train.z_loss, token_bytes, contexts=contexts)
         case DpoConfig() as objective:
-            return dpo(objective, contexts=plan.sizes.context)
-        case _:
-            assert_never(cfg.objective)
+            return dpo(objective, contexts=contexts)
+        case own:
+            return own_loss(own, contexts=contexts, evaluates=evaluates, token_bytes=token_bytes)
+
+
+def set_up_objective(inputs: Inputs) -> Objective | None:
+    """Prepare a loss of a user's own; return it, or None for one of dtt."""
+    from dtt.train.own_objective import RunView
+
+    cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
+    if isinstance(cfg.objective, NextTokenConfig | DpoConfig):
+        return None
+    dtype = plan.precision.compute_dtype
+    path = inputs.attempt.job.root
+    view = RunView(world.device, dtype, world.rank, world.size, plan.steps, path)
+    with own_code(cfg.objective, "objective"):
+        cfg.objective.setup(view)
+    return cfg.objective
 
 
 def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
@@ -172,6 +191,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         ema=make_ema(inputs, assembled),
         experts=make_experts(cfg, assembled),
         base=base,
+        objective=set_up_objective(inputs),
     )
     startup.end_phase("optimizer")
     return state, reader
@@ -314,7 +334,9 @@ def make_evaluator(inputs: Inputs, step: Step, mesh: Mesh, reader: BatchReader) 
         return None
     table = inputs.dataset.token_bytes()
     token_bytes = None if table is None else torch.from_numpy(table).to(inputs.world.device)
-    measure = partial(step.evaluate, objective=make_objective(cfg, plan, token_bytes))
+    measure = partial(
+        step.evaluate, objective=make_objective(cfg, plan, token_bytes, evaluates=True)
+    )
     in_pairs = cfg.objective.type == "dpo"
     return Evaluator(parts, reader, step.module, measure, mesh, in_pairs)
 

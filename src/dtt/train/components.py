@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import Reference
 from dtt.checkpoint.saver import Saver
+from dtt.config.objective import Objective
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import Batches
@@ -25,6 +26,7 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.pipelining import Pipeline
 from dtt.params.table import Params
 from dtt.track.base import Record, Tracker
+from dtt.train import own_objective
 from dtt.train.anomaly_guard import Guard
 from dtt.train.expert_load import ExpertLoad
 from dtt.train.profiler import Profiler
@@ -57,6 +59,8 @@ class TrainState:
     """The load of experts, of a model that has some."""
     base: Reference | None = None
     """The frozen weights, which checkpoints lack; None: all weights are trained."""
+    objective: Objective | None = None
+    """The loss of a user's own; None: one of dtt, which has no state."""
 
     def without_context(self) -> Decoder | Pipeline:
         """Return the model that computes whole sequences on each rank, or on those of a pipeline.
@@ -71,6 +75,8 @@ class TrainState:
         state = optimizer_tensors(self.optimizers) | self.guard.tensors()
         for part in (self.ema, self.experts):
             state |= {} if part is None else part.tensors()
+        if self.objective is not None:
+            state |= own_objective.state_of(self.objective)
         return self.params.laid_out(state)
 
     def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
@@ -82,6 +88,8 @@ class TrainState:
             self.ema.restore(state)
         if self.experts is not None:
             self.experts.load(state)
+        if self.objective is not None:
+            own_objective.restore(self.objective, dict(state))
         self.guard.load(state)
 
 

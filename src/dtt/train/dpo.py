@@ -13,7 +13,7 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.objective import DpoConfig
 from dtt.data.samples.loader import MicroBatch
 from dtt.model.output import Output
-from dtt.train.step import TOKEN_LOSSES, Objective
+from dtt.train.step import TOKEN_LOSSES, LossFunction
 
 METRICS = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
 """Names of the metrics: the mean over the pairs of the difference of the rewards of the chosen and
@@ -21,7 +21,7 @@ the rejected answer; the share of pairs with a positive difference; the mean log
 chosen and rejected answers, in nats."""
 
 
-def dpo(cfg: DpoConfig, *, contexts: int = 1) -> Objective:
+def dpo(cfg: DpoConfig, *, contexts: int = 1) -> LossFunction:
     """Return the objective of DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
 
     Each row of a micro-batch consists of complete pairs: document 2i is the chosen answer, document
@@ -55,7 +55,7 @@ def dpo(cfg: DpoConfig, *, contexts: int = 1) -> Objective:
         share = {name: value / contexts for name, value in zip(METRICS, metrics, strict=True)}
         return Output(loss / contexts, output.aux, output.metrics | share)
 
-    return Objective(TOKEN_LOSSES.options, losses)
+    return LossFunction(TOKEN_LOSSES.options, losses)
 
 
 def _by_pair(values_RT: Tensor, doc_ids_RT: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from dtt.mesh.dtypes import wide_dtype
 from dtt.model.output import HiddenStates, Output
 from dtt.parallel.apply import autocast
 from dtt.parallel.pipelining import Pipeline
-from dtt.train.step import Objective, Step
+from dtt.train.step import LossFunction, Step
 
 
 class _WithAuxiliary(torch.autograd.Function):
@@ -36,7 +36,9 @@ class _WithAuxiliary(torch.autograd.Function):
 class PipelinedStep(Step):
     """Forward and backward passes of the layers of this rank."""
 
-    def run(self, micro_batches: Sequence[MicroBatch], objective: Objective, terms: int) -> Output:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], objective: LossFunction, terms: int
+    ) -> Output:
         """Do what `Step.run` does; all ranks of a pipeline pass the same micro-batches.
 
         The returned values are equal on average over the ranks of the pipeline: each has those that
@@ -99,7 +101,7 @@ class PipelinedStep(Step):
         return output
 
     def _part(
-        self, micro_batch: MicroBatch, objective: Objective, layers: range, hidden: Tensor | None
+        self, micro_batch: MicroBatch, objective: LossFunction, layers: range, hidden: Tensor | None
     ) -> Output | HiddenStates:
         """Return the output of some layers, and of the objective after the last."""
         assert isinstance(self.module, Pipeline)

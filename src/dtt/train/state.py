@@ -20,7 +20,7 @@ from dtt.optim import ema, own
 from dtt.optim.schedule import DECAY
 from dtt.params.table import Params
 
-RNG, GUARD, EXPERTS = "rng", "guard", "experts"
+RNG, GUARD, EXPERTS, OBJECTIVE = "rng", "guard", "experts", "objective"
 """First components of the paths of state that belongs to no optimizer."""
 NONE = type(None)
 FIELDS: dict[str, Kind] = {
@@ -226,7 +226,7 @@ def load_optimizers(
     by_parameter: dict[tuple[str, str], dict[str, FullTensor]] = {}
     for path, whole in saved.items():
         owner, *rest = path.split("/")
-        if owner not in (RNG, GUARD, EXPERTS, ema.OWNER):
+        if owner not in (RNG, GUARD, EXPERTS, OBJECTIVE, ema.OWNER):
             if len(rest) != 2:
                 raise _unexpected_state(f"{path!r} is not the state of an optimizer")
             name, key = rest

@@ -26,7 +26,7 @@ from dtt.parallel.apply import autocast, gradient_sync
 
 
 @dataclass(frozen=True)
-class Objective:
+class LossFunction:
     """The function that training minimises.
 
     It never calls the module: where a pipeline divides a model into stages, no rank has all of it.
@@ -38,13 +38,13 @@ class Objective:
     """Function of the output of the forward pass and its micro-batch that returns the losses."""
 
 
-TOKEN_LOSSES = Objective({"reduction": "none"})
+TOKEN_LOSSES = LossFunction({"reduction": "none"})
 """The cross-entropy of each target, for evaluation: `Output.loss` is [B, T]."""
 
 
 def next_token(
     z_loss: float = 0.0, token_bytes: Tensor | None = None, *, contexts: int = 1
-) -> Objective:
+) -> LossFunction:
     """Return the objective of language modelling: the cross-entropy of the next token, in nats.
 
     `z_loss` is the coefficient that the model's `forward` takes. With `token_bytes` [V], the bytes
@@ -60,7 +60,7 @@ def next_token(
         text = token_bytes[targets.clamp(min=0)] * (targets != IGNORE_INDEX)
         return output._replace(metrics=output.metrics | {TEXT_BYTES: text.sum() / contexts})
 
-    return Objective({"z_loss": z_loss}, losses)
+    return LossFunction({"z_loss": z_loss}, losses)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Step:
     reduce_each: bool = False
     """If True, sharded gradients are reduced after each micro-batch, not only after the last."""
 
-    def run(self, micro_batches: Sequence[MicroBatch], objective: Objective, terms: int) -> Output:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], objective: LossFunction, terms: int
+    ) -> Output:
         """Add the gradients of this rank's micro-batches to the parameters; return the losses.
 
         `terms` is the number of terms of the loss in the global batch (targets, or preference
@@ -103,11 +105,11 @@ class Step:
         return reduce(Output.plus, outputs)
 
     @torch.no_grad()
-    def evaluate(self, micro_batch: MicroBatch, objective: Objective) -> Output:
+    def evaluate(self, micro_batch: MicroBatch, objective: LossFunction) -> Output:
         """Return the losses of a micro-batch of this rank, not divided by its number of terms."""
         return self._forward(micro_batch, objective)
 
-    def _forward(self, micro_batch: MicroBatch, objective: Objective) -> Output:
+    def _forward(self, micro_batch: MicroBatch, objective: LossFunction) -> Output:
         # Autocast covers the forward pass only: the backward pass repeats the dtypes of its
         # operators.
         with autocast(micro_batch.tokens.device, self.precision):

@@ -32,7 +32,7 @@ from dtt.model.output import Output
 from dtt.params.table import Params
 from dtt.train import run
 from dtt.train.state import Position, rng_tensors
-from dtt.train.step import Objective, Step
+from dtt.train.step import LossFunction, Step
 from dtt.train.trainer import Trainer
 
 ROWS, GRADIENTS, CLIPPED = "rows", "gradients", "clipped"
@@ -130,7 +130,9 @@ class RecordedStep(Step):
     index: int = 0
     """Index of this rank among the data-parallel ranks."""
 
-    def run(self, micro_batches: Sequence[MicroBatch], objective: Objective, terms: int) -> Output:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], objective: LossFunction, terms: int
+    ) -> Output:
         """Run the passes as `Step.run` does."""
         assert self.inner is not None
         assert self.recorder is not None

@@ -1,0 +1,117 @@
+"""Losses of a user's own: what the step calls, and what their class may use of a run.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtt.base.targets import IGNORE_INDEX
+from dtt.config.objective import Objective
+from dtt.config.own import own_code
+from dtt.data.samples.loader import MicroBatch
+from dtt.mesh.sharding import FullTensor
+from dtt.model.output import TEXT_BYTES, Output
+from dtt.train.step import LossFunction
+
+OBJECTIVE = "objective"
+"""First component of the paths of its state in a checkpoint, and name of it in an evaluation."""
+CROSS_ENTROPY = "cross_entropy"
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run, as a class of a user's own sees it before the first step."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """That of the products of the forward pass."""
+    rank: int
+    world_size: int
+    steps: int
+    path: Path
+    """The folder of the job."""
+
+    def load_model(self, source: str) -> nn.Module:
+        """Return a frozen model on the device, called with token ids [B, T] for logits [B, T, V].
+
+        `source` is a job, JOB@STEP, a Hugging Face folder, or hf:ORG/NAME. Each rank has all of it.
+        """
+        from dtt.hf.model_source import load_model, on_device
+
+        model = on_device(load_model(source, ema=False), self.device)
+        model.to(self.dtype).requires_grad_(requires_grad=False)
+        return model.eval()
+
+
+def own_loss(
+    config: Objective,
+    *,
+    contexts: int = 1,
+    evaluates: bool = False,
+    token_bytes: Tensor | None = None,
+) -> LossFunction:
+    """Return the loss of `config` for the step; for an evaluation, the cross-entropy beside it.
+
+    `contexts` ranks share each sequence (context parallelism), and each reports its share.
+    """
+
+    def losses(output: Output, micro_batch: MicroBatch) -> Output:
+        targets_BT, given = micro_batch.targets, output.loss
+        counted_BT = targets_BT != IGNORE_INDEX
+        if config.needs == "token_loss":
+            given = torch.where(counted_BT, given, 0.0)
+            entropy = given.sum()
+        else:
+            flat = given.detach().flatten(0, 1).float()
+            entropy = F.cross_entropy(flat, targets_BT.flatten(), reduction="sum")
+        with own_code(config, OBJECTIVE):
+            found = config.loss(given, micro_batch)
+            loss, metrics = found if isinstance(found, tuple) else (found, {})
+            _check(loss, metrics, trains=given.requires_grad)
+        named = {name: value.detach() for name, value in metrics.items()}
+        if evaluates:
+            named[OBJECTIVE], loss = loss, entropy
+        else:
+            named[CROSS_ENTROPY] = entropy.detach()
+        if token_bytes is not None:
+            named[TEXT_BYTES] = (token_bytes[targets_BT.clamp(min=0)] * counted_BT).sum()
+        share = {name: value / contexts for name, value in named.items()}
+        return Output(loss / contexts, output.aux, output.metrics | share, output.loads)
+
+    return LossFunction({"reduction": "none" if config.needs == "token_loss" else "logits"}, losses)
+
+
+def _check(loss: Any, metrics: Any, *, trains: bool) -> None:
+    """Raise ValueError unless `loss` can be minimised and `metrics` reported."""
+    for name, value in {"the loss": loss, **metrics}.items():
+        if not isinstance(value, Tensor) or value.shape != ():
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"`loss` returned {shape} for {name}, not a tensor []: the sum")
+    if trains and not loss.requires_grad:
+        raise ValueError("`loss` returned a value that does not depend on the model")
+
+
+def state_of(config: Objective) -> dict[str, Tensor]:
+    """Return the tensors of an own loss, by their paths in a checkpoint."""
+    with own_code(config, OBJECTIVE):
+        return {f"{OBJECTIVE}/{name}": tensor for name, tensor in config.state().items()}
+
+
+def restore(config: Objective, saved: dict[str, FullTensor]) -> None:
+    """Give an own loss its tensors of a checkpoint."""
+    prefix = f"{OBJECTIVE}/"
+    own = {
+        path.removeprefix(prefix): tensor[()]
+        for path, tensor in saved.items()
+        if path.startswith(prefix)
+    }
+    with own_code(config, OBJECTIVE):
+        config.restore(own)
