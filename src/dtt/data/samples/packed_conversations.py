@@ -72,39 +72,57 @@ class PackingCounts(Record):
             yield f"{self.without_targets:,} {of} have no trained tokens: left out"
 
 
-class _Whole(NamedTuple):
-    """Conversations (or the starts of some) or pairs that fit into a bin and have targets."""
+class _Items(NamedTuple):
+    """Conversations, or pairs of them, in the order of the token files."""
 
     start: Ints
-    """[conversations]: first token in the stream of all shards."""
+    """[items]: first token in the stream of all shards."""
+    tokens: Ints
+    """[items]: number of tokens in the file."""
     length: Ints
+    """[items]: number of tokens to pack: fewer if it is cut after an answer."""
     targets: Ints
+    has_targets: npt.NDArray[np.bool_]
+    """[items]: True if it has a target, and so has the other conversation of a pair."""
     chosen: Ints
-    """[conversations]: number of tokens of the first conversation: of the chosen one of a pair."""
+    """[items]: number of tokens of the first conversation: of the chosen one of a pair."""
 
 
 def pack_conversations(
     files: TokenFiles, capacity: int, too_long: TooLong
 ) -> tuple[Packed, Ints, PackingCounts]:
     """Return the packing of all shards, the targets of each bin [bins], and the counts."""
-    found: list[_Whole] = []
-    counts = PackingCounts(pairs=files.are_pairs)
+    none = np.empty(0, dtype=np.int64)
+    # The empty columns keep concatenate valid without shards.
+    found = [_Items(none, none, none, none, none.astype(np.bool_), none)]
     base = 0
     for shard in files.shards:
-        whole, counts = _fitting(shard, capacity, too_long, counts)
+        items = _items(shard, capacity, too_long, pairs=files.are_pairs)
         # Positions in the stream of all shards: bins mix conversations of different files.
-        found.append(whole._replace(start=whole.start + base))
+        found.append(items._replace(start=items.start + base))
         base += shard.tokens
-    none = np.empty(0, dtype=np.int64)
-    # The empty column keeps concatenate valid without shards.
-    all_ = _Whole(*map(np.concatenate, zip((none,) * 4, *found, strict=True)))
+    every = _Items(*map(np.concatenate, zip(*found, strict=True)))
+    fits = every.length <= capacity
+    used = fits & every.has_targets
+    whole = _Items(*(column[used] for column in every))
     fit = least_slack if capacity <= LEAST_SLACK_CAPACITY else best_fit
-    packed, order = grouped(all_.start, all_.length, fit(all_.length, capacity))
-    targets = np.add.reduceat(all_.targets[order], packed.first[:-1]) if len(order) else none
-    sums = {"tokens": int(all_.length.sum()), "targets": int(all_.targets.sum())}
-    counts = counts.model_copy(update={"packed": len(order)} | sums)
+    packed, order = grouped(whole.start, whole.length, fit(whole.length, capacity))
+    targets = np.add.reduceat(whole.targets[order], packed.first[:-1]) if len(order) else none
+    longest = int(every.tokens.max(initial=0))
+    counts = PackingCounts(
+        pairs=files.are_pairs,
+        conversations=len(used),
+        packed=len(order),
+        too_long=int((~fits).sum()),
+        cut=int((whole.length < whole.tokens).sum()),
+        without_targets=int((fits & ~used).sum()),
+        shortest=int(every.tokens.min(initial=longest)),
+        longest=longest,
+        tokens=int(whole.length.sum()),
+        targets=int(whole.targets.sum()),
+    )
     if files.are_pairs:
-        packed = _divided(packed, all_.chosen[order])
+        packed = _divided(packed, whole.chosen[order])
     return packed, targets, counts
 
 
@@ -115,42 +133,35 @@ def _divided(pairs: Packed, chosen: Ints) -> Packed:
     return Packed(2 * pairs.first, start.reshape(-1), length.reshape(-1))
 
 
-def _fitting(
-    shard: Shard, capacity: int, too_long: TooLong, before: PackingCounts
-) -> tuple[_Whole, PackingCounts]:
-    """Return the conversations of a shard to pack, and `before` plus the counts of those left out.
-
-    With `before.pairs`, a pair counts as one conversation.
+def _items(shard: Shard, capacity: int, too_long: TooLong, *, pairs: bool) -> _Items:
+    """Return the conversations of a shard, or its `pairs`, those too long cut by `whole_turns`.
 
     Raises ConfigError if `too_long` is `stop` and one does not fit.
     """
     bounds = document_bounds(shard)
     mask = read_mask(shard)
     # Empty documents have no first token to exclude.
-    start, length = bounds[:-1], np.diff(bounds)
-    start, length = start[length > 0], length[length > 0]
-    # See `loss_mask` for the first tokens.
+    start, tokens = bounds[:-1], np.diff(bounds)
+    start, tokens = start[tokens > 0], tokens[tokens > 0]
     targets: Ints = start if not len(start) else np.add.reduceat(mask, start, dtype=np.int64)
     # The first token of a conversation is predicted from another one, so it never counts.
     targets = targets - mask[start]
-    has_targets = targets > 0
-    chosen = length
-    if before.pairs:
+    has_targets, chosen = targets > 0, tokens
+    if pairs:
         # Documents 2i and 2i + 1 are a pair: from here on, one item with the sum of both lengths.
-        start, chosen, has_targets = start[::2], length[::2], has_targets[::2] & has_targets[1::2]
-        length, targets = (column.reshape(-1, 2).sum(axis=1) for column in (length, targets))
-    longest = int(length.max(initial=0))
-    shortest = int(length.min(initial=longest))
-    long = np.flatnonzero(length > capacity)
+        start, chosen, has_targets = start[::2], tokens[::2], has_targets[::2] & has_targets[1::2]
+        tokens, targets = (column.reshape(-1, 2).sum(axis=1) for column in (tokens, targets))
+    long = np.flatnonzero(tokens > capacity)
     if len(long) and too_long == "stop":
+        noun = PackingCounts(pairs=pairs).noun
         raise ConfigError(
-            f"{len(long)} {before.noun} are longer than train.seq_len = {capacity - 1}",
-            where=f"{shard.path}, {before.noun.removesuffix('s')} {long[0]}",
-            why=f"the longest of the file has {length.max()} tokens",
-            next=f"train.seq_len={length.max() - 1}, or chat.too_long=drop"
-            + ("" if before.pairs else ", or whole_turns"),
+            f"{len(long)} {noun} are longer than train.seq_len = {capacity - 1}",
+            where=f"{shard.path}, {noun.removesuffix('s')} {long[0]}",
+            why=f"the longest of the file has {tokens.max()} tokens",
+            next=f"train.seq_len={tokens.max() - 1}, or chat.too_long=drop"
+            + ("" if pairs else ", or whole_turns"),
         )
-    length, targets = length.copy(), targets.copy()
+    length = tokens.copy()
     for i in long.tolist() if too_long == "whole_turns" else ():
         # One token more than fits, to see whether an answer ends exactly at the limit.
         kept = _answers_that_fit(mask[start[i] : start[i] + capacity + 1], capacity)
@@ -158,18 +169,7 @@ def _fitting(
             length[i] = kept
             # The first token is excluded here as well.
             targets[i] = int(mask[start[i] + 1 : start[i] + kept].sum())
-    fits = length <= capacity
-    used = fits & has_targets
-    counts = PackingCounts(
-        pairs=before.pairs,
-        conversations=before.conversations + len(length),
-        too_long=before.too_long + int((~fits).sum()),
-        cut=before.cut + int((fits & used)[long].sum()),
-        without_targets=before.without_targets + int((fits & ~used).sum()),
-        shortest=min(before.shortest or shortest, shortest),
-        longest=max(before.longest, longest),
-    )
-    return _Whole(start[used], length[used], targets[used], chosen[used]), counts
+    return _Items(start, tokens, length, targets, has_targets, chosen)
 
 
 def _answers_that_fit(mask: Bytes, capacity: int) -> int:
