@@ -96,23 +96,14 @@ def run(
 
 def _watched_job(arguments: Sequence[str], ranks: Ranks, step: str | None) -> JobDir:
     """Return the job to watch; raise ConfigError for arguments that make no sense with --watch."""
-    if len(arguments) != 1 or find_folder(arguments[0]) is not None:
+    one = len(arguments) == 1 and find_folder(arguments[0]) is None
+    checkpoints, at = store.parse(arguments[0]) if one else (Path(), None)
+    if not one or at is not None or step is not None:
         raise ConfigError(
-            "--watch takes one job",
-            why=f"got {' '.join(arguments)}",
-            next="dtt eval jobs/run --watch",
-        )
-    checkpoints, at = store.parse(arguments[0])
-    if at is not None:
-        raise ConfigError(
-            f"{arguments[0]} is one checkpoint, and --watch evaluates all of a job",
-            next=f"dtt eval {checkpoints.parent} --watch",
-        )
-    if step is not None:
-        raise ConfigError(
-            "--step and --watch are mutually exclusive",
-            why="all checkpoints are evaluated",
-            next=f"dtt eval {arguments[0]} --watch",
+            "--watch takes one job, without a step",
+            why=f"it evaluates all checkpoints (got {' '.join(arguments)}"
+            + (")" if step is None else f" --step {step})"),
+            next=f"dtt eval {checkpoints.parent if one else 'jobs/run'} --watch",
         )
     if ranks.size > 1:
         raise ConfigError(
