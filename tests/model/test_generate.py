@@ -112,6 +112,7 @@ class CountingDecoder(Decoder):
         return super().forward(tokens_BT, *given, **options)
 
 
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("chunk", [1024, 2])
 def test_successive_prompts_give_what_each_gives_alone_and_compute_only_new_tokens(
     model: Decoder, chunk: int, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +139,7 @@ def test_successive_prompts_give_what_each_gives_alone_and_compute_only_new_toke
     assert cached.cached_prefix(other[:2]) == 1  # the last token is computed, for its logits
 
 
+@pytest.mark.usefixtures("order")
 def test_generation_continues_after_an_interruption_at_any_forward_pass(model: Decoder) -> None:
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "top_k": None, "top_p": 1.0}
     expected = list(generate(model, PROMPT, **options))
