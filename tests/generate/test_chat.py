@@ -193,7 +193,7 @@ def test_a_conversation_that_outgrew_its_context_is_rendered_a_few_times(turns: 
 
     arch = SimpleNamespace(max_seq_len=1000)
     generator = SimpleNamespace(model=SimpleNamespace(arch=arch), cached_prefix=lambda _: 0)
-    how: Any = (Encoder(), TOKENIZER, generator, frozenset(), Sampling(50, 0.0))
+    how: Any = (Encoder(), TOKENIZER, lambda *_: None, generator, frozenset(), Sampling(50, 0.0))
     row: list[Any] = [
         {"role": "user", "content": ""},
         {"role": "assistant", "content": "a"},

@@ -201,6 +201,7 @@ class Evaluation:
                 trained.arch.max_seq_len,
                 self.cfg.bos,
                 None if chat is None else _chat_prompt(chat),
+                trained.check_ids,
             ),
             world,
             until_ids=trained.stop_tokens(chat),

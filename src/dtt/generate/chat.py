@@ -73,7 +73,7 @@ def open_session(
 
     stop_tokens = frozenset(trained.stop_tokens(encoder))
     tokenizer = open_tokenizer(trained.tokenizer)
-    return ChatSession(encoder, tokenizer, generator, stop_tokens, sampling)
+    return ChatSession(encoder, tokenizer, trained.check_ids, generator, stop_tokens, sampling)
 
 
 def _stdin() -> Iterable[bytes]:

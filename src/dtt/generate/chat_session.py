@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -68,13 +68,18 @@ class ChatSession:
         self,
         encoder: ChatEncoder,
         tokenizer: Tokenizer,
+        check_ids: Callable[[Sequence[int], str], None],
         generator: PrefixCachedGenerator | GeneratorPool,
         stop_tokens: frozenset[int],
         sampling: Sampling,
         stop_texts: Sequence[str] = (),
     ) -> None:
-        """Start without messages. An answer ends before any of `stop_tokens` and `stop_texts`."""
+        """Start without messages. An answer ends before any of `stop_tokens` and `stop_texts`.
+
+        `check_ids` is that of the model's `Trained`.
+        """
         self._encoder, self._tokenizer, self._generator = encoder, tokenizer, generator
+        self._check_ids = check_ids
         self._stop_tokens, self._stop_texts, self._sampling = stop_tokens, stop_texts, sampling
         self._context = generator.model.arch.max_seq_len
         self._system: tuple[Message, ...] = ()
@@ -83,8 +88,9 @@ class ChatSession:
     def another(self, sampling: Sampling, stop_texts: Sequence[str]) -> ChatSession:
         """Return a conversation with the same model and system prompt, without messages."""
         other = ChatSession(
-            self._encoder, self._tokenizer, self._generator, self._stop_tokens, sampling, stop_texts
-        )
+            self._encoder, self._tokenizer, self._check_ids, self._generator, self._stop_tokens,
+            sampling, stop_texts,
+        )  # fmt: skip
         other._system = self._system
         return other
 
@@ -194,13 +200,15 @@ class ChatSession:
         except UnicodeEncodeError as error:
             raise InputError("a message is not UTF-8 text", why=str(error)) from None
         try:
-            return self._encoder.prompt_ids(conversation)
+            ids = self._encoder.prompt_ids(conversation)
         except RefusedRow as refused:
             raise ConfigError(
                 "the conversation cannot be rendered with the chat template",
                 why=refused.why,
                 next="change the messages, or use another template with --template",
             ) from None
+        self._check_ids(ids, "the conversation")
+        return ids
 
 
 def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:

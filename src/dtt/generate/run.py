@@ -229,8 +229,9 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
     """Return the token ids of a prompt; an empty prompt becomes the token that begins a
     document, or else the end-of-document token.
 
-    Raises ConfigError if the ids leave no room for a continuation, or if the prompt is empty and
-    the model has no end-of-document token; Unencodable if the tokenizer cannot encode it.
+    Raises ConfigError if the ids leave no room for a continuation, if the model has no row for one
+    of them, or if the prompt is empty and the model has no end-of-document token; Unencodable if
+    the tokenizer cannot encode it.
     """
     from dtt.data.text.encoding_errors import encoding
     from dtt.data.text.tokenizer import most_characters
@@ -247,17 +248,11 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
             f"{name} is too long: {size}",
             why=f"prompt and continuation must fit into {context} tokens",
         )
-    if ids and max(ids) >= (rows := trained.arch.vocab_size):
-        outside = {str(tokenizer.id_to_token(i)) for i in ids if i >= rows}
-        raise ConfigError(
-            f"{name} contains {', '.join(sorted(outside))}, for which the model has no embedding",
-            why=f"the tokenizer has more ids than the model has rows ({rows})",
-        )
-    if ids:
-        return ids
-    if trained.end_of_document is None:
+    if not ids and trained.end_of_document is None:
         raise ConfigError(
             f"{name} is empty",
             why="the model has no end-of-document token with which to start a new document",
         )
-    return [trained.end_of_document]
+    ids = ids or [trained.end_of_document]
+    trained.check_ids(ids, name)
+    return ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dtt.artifacts.manifests import ExportManifest
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
 from dtt.base.safe_names import checked_name
 from dtt.data.text.tokenizer import add_in_front, begin_of_document, open_tokenizer
@@ -54,6 +54,26 @@ class Trained:
     def open_tokenizer(self) -> Tokenizer:
         """Return the tokenizer, which adds to a text what documents of this model began with."""
         return add_in_front(open_tokenizer(self.tokenizer), self.begin_of_document)
+
+    def check_ids(self, ids: Iterable[int], name: str) -> None:
+        """Raise ConfigError if the model has no embedding for one of the `ids` of the text `name`.
+
+        Tokens that were added to a tokenizer have ids above the rows of the model, if these were
+        not extended. Such a model is usable with any other text, so only the text is refused. On a
+        GPU, an index beyond the embedding ends the process without naming anything.
+        """
+        rows = self.arch.vocab_size
+        outside = sorted({id for id in ids if id >= rows})
+        if not outside:
+            return
+        tokenizer = open_tokenizer(self.tokenizer)
+        tokens = [f"{tokenizer.id_to_token(id)} (id {id})" for id in outside[:3]]
+        raise ConfigError(
+            f"{name} contains {', '.join(tokens)}, for which the model has no embedding",
+            where=self.tokenizer,
+            why=f"this tokenizer has more ids than the model has rows ({rows})",
+            next="leave the token out, or use the tokenizer with which the model was trained",
+        )
 
 
 def read_hf_folder(folder: Path) -> Trained:

@@ -7,7 +7,7 @@ its scores and those of dtt are those of the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,11 +50,15 @@ class QuestionEncoder:
         max_seq_len: int,
         bos: Literal["tokenizer", "always", "never"],
         chat: Callable[[str], list[int]] | None = None,
+        check_ids: Callable[[Sequence[int], str], None] = lambda ids, name: None,
     ) -> None:
         """Use `chat`, if given, to render each context as a message of a user, as token ids.
 
-        `max_seq_len` is the maximum number of tokens that the model reads.
+        `max_seq_len` is the maximum number of tokens that the model reads. `check_ids` raises
+        ConfigError for ids that the model has no rows for, of a question with a name; during
+        training there are none, as the model is made for the tokenizer.
         """
+        self._check_ids = check_ids
         self.max_seq_len = max_seq_len
         self.end_of_document = end_of_document
         self.tokenizer = tokenizer
@@ -87,7 +91,9 @@ class QuestionEncoder:
             ids, alone = self._option(context, continuation, known)
             separate |= alone
             truncated |= len(ids.context) + len(ids.continuation) > self.max_seq_len + 1
-            options.append(self._fitted(ids))
+            fitted = self._fitted(ids)
+            self._check_ids(fitted.context + fitted.continuation, f"question {question.id}")
+            options.append(fitted)
         sizes = tuple(len(continuation.encode()) for _, continuation in pairs)
         return EncodedQuestion(tuple(options), truncated, separate, sizes)
 
@@ -112,6 +118,7 @@ class QuestionEncoder:
         [context] = question.contexts
         ids = self._chat(context) if self._chat else self._encoded([context])[0]
         prompt = [*(ids or [self._prefix_token()])]
+        self._check_ids(prompt[-room:], f"question {question.id}")
         return prompt[-room:], len(prompt) > room
 
     def windows(self, text: str) -> list[Option]:
@@ -124,6 +131,7 @@ class QuestionEncoder:
         if not ids:
             return []
         tokens = [self._prefix_token(), *ids]
+        self._check_ids(tokens, f"the text {text[:40]!r}")
         windows = [(1, min(length, len(ids)) + 1)]
         while windows[-1][1] < len(tokens):
             start = windows[-1][1]
