@@ -28,7 +28,7 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import DamagedError
 from dtt.base.files import exclusive, fsync_folder, named
 from dtt.base.log import log
-from dtt.base.reading import open_regular, parse, retrying
+from dtt.base.reading import open_regular, parse, read_small, retrying
 from dtt.evaluate.tasks.metrics import AnswerRecord, TaskResult
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 FORMAT = "dtt-eval-1"
 KEY_LENGTH = 12
+MOST_BYTES = 2**31
+"""Maximum size of a result file whose result is read: 100,000 samples of 10 kB are half of it."""
 SCORING_VERSION = 3
 """Part of the key. Increase it when prompts, scores or metrics change."""
 
@@ -215,8 +217,7 @@ def read_sealed(path: Path) -> SealedResult | None:
     The hash is verified; the records are not parsed.
     """
     try:
-        with open(retrying(lambda: open_regular(path)), "rb") as file:  # noqa: PTH123  a descriptor
-            data = file.read()
+        data = retrying(lambda: read_small(path, MOST_BYTES))
     except (FileNotFoundError, ValueError):
         return None
     start = data.rfind(b"\n", 0, -1) + 1

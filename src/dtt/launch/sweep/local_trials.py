@@ -20,7 +20,7 @@ from dtt.base import local
 from dtt.base.errors import ExitCode
 from dtt.base.log import log
 from dtt.config.load import load_job
-from dtt.jobs.job_files import first_line
+from dtt.jobs.job_files import first_line, last_lines
 
 
 def run(jobs: Sequence[JobDir], concurrency: int, gpus: Sequence[str]) -> None:
@@ -141,15 +141,9 @@ def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
         if job.attempt() < attempt:
             job.begin_attempt()
         known = ExitCode(code) if code in set(ExitCode) else ExitCode.BUG
-        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else _last_line(path)
+        reason = (
+            f"ended by {signal.Signals(-code).name}" if code < 0 else "".join(last_lines(path, 1))
+        )
         job.end_attempt(known, reason or f"exit code {code}", rank=0, attempt=attempt)
     record = job.exit_record(attempt)
     return first_line(record["reason"]) if record else "done"
-
-
-def _last_line(path: Path) -> str | None:
-    """Return the last non-empty line of a log; None if there is none."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2**16))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), None)
