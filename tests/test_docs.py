@@ -13,6 +13,14 @@ import pytest
 import typer
 from support.running import ROOT
 
+from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.manifest import Manifest
+from dtt.artifacts.manifests import (
+    CheckpointManifest,
+    DataManifest,
+    ExportManifest,
+    TokensManifest,
+)
 from dtt.config import explain
 from dtt.config.load import resolve, stage_names
 from dtt.config.run import RunConfig
@@ -135,6 +143,23 @@ def test_every_sweep_shown_makes_trials_and_every_key_of_one_is_reported(
         assert f"| `{key}` |" in page
     for kind in KINDS[1:]:
         assert f"| `{{{kind}:" in page
+
+
+@pytest.mark.parametrize(
+    ("manifest", "section"),
+    [
+        (CorpusManifest, "Corpus: "),
+        (TokensManifest, "Token files: "),
+        (CheckpointManifest, "Checkpoint: "),
+        (DataManifest, "The data of a job: "),
+        (ExportManifest, "Export: "),
+    ],
+)
+def test_every_field_of_a_manifest_has_its_line(manifest: type[Manifest], section: str) -> None:
+    sections = TEXT[ROOT / "docs/data-format.md"].split("\n## ")
+    [text] = (one for one in sections if one.startswith(section))
+    first = "\n".join(re.findall(r"(?m)^\| (`.*?) \|", text))
+    assert {name for name in manifest.model_fields if f"`{name}`" not in first} == set()
 
 
 def test_every_key_named_exists() -> None:

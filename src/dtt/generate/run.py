@@ -248,11 +248,12 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) 
             f"{name} is too long: {size}",
             why=f"prompt and continuation must fit into {context} tokens",
         )
-    if not ids and trained.end_of_document is None:
-        raise ConfigError(
-            f"{name} is empty",
-            why="the model has no end-of-document token with which to start a new document",
-        )
-    ids = ids or [trained.end_of_document]
+    if not ids:
+        if trained.end_of_document is None:
+            raise ConfigError(
+                f"{name} is empty",
+                why="the model has no end-of-document token with which to start a new document",
+            )
+        ids = [trained.end_of_document]
     trained.check_ids(ids, name)
     return ids
