@@ -50,7 +50,7 @@ import pyarrow.parquet as pq
 from measurement import DTT, Table, dtt, parser_of
 
 from dtt.base import local
-from dtt.base.malloc import keep
+from dtt.base.malloc import keep_freed_memory
 from dtt.clean.language import SAMPLE, LanguageFilter
 from dtt.clean.shingles import shingles
 from dtt.clean.sketches import band_keys, bands_and_rows, sketches
@@ -228,7 +228,7 @@ def documents(work: Path, folder: Path, megabytes: int, sizes: list[int]) -> Non
 
 def measure_unit(folder: Path) -> tuple[float, float, int]:
     """Return the bytes a second of signatures and of pass 1 of a unit, and the peak memory."""
-    keep()  # as in the command
+    keep_freed_memory()  # as in the command
     corpus = Corpus(folder)
     unit = corpus.units(256 * 10**6)[0]
     section = CleanConfig(near=NearConfig(threshold=THRESHOLD))

@@ -93,7 +93,7 @@ def test_a_name_has_one_meaning_in_the_package() -> None:
         tree = ast.parse(path.read_text())
         classes.update(n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
     assert {name for name, n in modules.items() if n > 1} == {"base", "collectives", "run"}
-    assert {name for name, n in classes.items() if n > 1} == {"Documents", "Phase"}
+    assert {name for name, n in classes.items() if n > 1} == {"Phase"}
 
 
 def test_no_loader_may_run_the_code_of_a_folder() -> None:

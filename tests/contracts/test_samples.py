@@ -23,9 +23,9 @@ from dtt.config.model import ModelConfig
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples.dataset import Dataset, open_dataset
-from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.encoded_documents import CorpusDocuments
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
-from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, Samples, Source, Streamed
+from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, SampleNumbers, Source, Streamed
 from dtt.data.samples.synthetic_source import SyntheticSource
 from dtt.data.samples.text_source import HeldOutText, TextSource
 from dtt.data.samples.token_source import open_tokens
@@ -52,14 +52,14 @@ class EveryThird:
     def __len__(self) -> int:
         return self._samples
 
-    def order(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> SampleNumbers:
         return (7 * np.arange(first, first + count, dtype=np.uint64)) % np.uint64(len(self))
 
-    def read(self, samples: Samples) -> Rows:
+    def read(self, samples: SampleNumbers) -> Rows:
         ids = (samples[:, None] * 5 + np.arange(self._seq_len + 1)).astype(np.int64) % 256
         return Rows(ids, np.where(ids[:, 1:] % 3 == 0, ids[:, 1:], IGNORE_INDEX))
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         # 256 is no multiple of 3, so the numbers are counted one by one.
         targets = int((self.read(samples).targets != IGNORE_INDEX).sum())
         return Counts(targets, targets, len(samples) * (self._seq_len + 1))
@@ -68,14 +68,14 @@ class EveryThird:
         return [DocumentSpan(Path("numbers"), sample, 0, 0, self._seq_len + 1)]
 
 
-def of_text(folder: Path) -> tuple[Documents, dict[str, Any], Encoder]:
+def of_text(folder: Path) -> tuple[CorpusDocuments, dict[str, Any], Encoder]:
     texts = [f"{i}: " + "one two three " * (i % 9) for i in range(600)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "a.jsonl").write_text(lines)
     download(DownloadConfig(dataset=str(folder / "a.jsonl")), folder / "corpus")
     content = train_tokenizer(TrainedTokenizerConfig(vocab_size=300), [texts]).encode()
     options = {"seq_len": SEQ_LEN, "validation_fraction": 0.2}
-    return Documents(Corpus(folder / "corpus")), options, Encoder(content, None, "here")
+    return CorpusDocuments(Corpus(folder / "corpus")), options, Encoder(content, None, "here")
 
 
 def text(folder: Path, *, eod: bool = False) -> Source:
@@ -134,7 +134,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
     return SOURCES[request.param](tmp_path)
 
 
-def some(source: Source) -> Samples:
+def some(source: Source) -> SampleNumbers:
     """The first samples in order, without repetition."""
     return source.order(0, min(60, len(source)))
 
@@ -239,7 +239,7 @@ def test_loss_and_gradients_are_those_of_the_unmasked_targets_alone(mixed: Datas
 class Nothing(EveryThird):
     """A source without any target."""
 
-    def read(self, samples: Samples) -> Rows:
+    def read(self, samples: SampleNumbers) -> Rows:
         rows = super().read(samples)
         return replace(rows, targets=np.full_like(rows.targets, IGNORE_INDEX))
 

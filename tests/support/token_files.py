@@ -15,7 +15,7 @@ from dtt.data.token_file import TokenFileWriter
 
 if TYPE_CHECKING:
     from dtt.data.samples.loader import SampleReader
-    from dtt.data.samples.protocol import Samples
+    from dtt.data.samples.protocol import SampleNumbers
 
 END = 0
 VOCAB_SIZE = 60_000
@@ -99,7 +99,7 @@ def row(documents: Sequence[Document]) -> npt.NDArray[np.int64]:
     return np.array([token for document in documents for token in document], dtype=np.int64)
 
 
-def read_doc_ids(source: SampleReader, samples: Samples) -> npt.NDArray[np.int32]:
+def read_doc_ids(source: SampleReader, samples: SampleNumbers) -> npt.NDArray[np.int32]:
     """Return the document id, within its sample, of each token of `samples`."""
     doc_ids = source.read(samples).doc_ids
     assert doc_ids is not None

@@ -9,7 +9,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Option numbers from glibc's malloc.h."""
 
 
-def keep() -> None:
+def keep_freed_memory() -> None:
     """Make glibc's malloc use the heap for large blocks, and never return the heap to the system.
 
     By default each large tensor gets its own mmap, whose pages the kernel clears on first touch and

@@ -10,7 +10,7 @@ from collections import Counter
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
-from dtt.base.malloc import keep
+from dtt.base.malloc import keep_freed_memory
 from dtt.base.ranks import Ranks
 from dtt.clean.passes import Cleaned, Part, clean, section_of
 from dtt.clean.selection_page import FILENAME
@@ -37,7 +37,7 @@ def run(cfg: RunConfig, *, part: str | None = None, as_json: bool = False) -> No
     section, share = section_of(cfg), _part(part)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # An eighth less time for long documents, and a tenth more memory: each batch has such arrays.
-    keep()
+    keep_freed_memory()
     folders = [selection_folder(section, read_corpus(c), c.corpus_dir) for c in cfg.corpora]
     comm = open_comm(Ranks.detect(), folders[0] / SelectionManifest.work)
     facts = []

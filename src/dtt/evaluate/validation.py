@@ -19,7 +19,7 @@ from dtt.base.log import log
 from dtt.config.train import SAMPLE_TEMPERATURE, TrainConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
-from dtt.data.samples.protocol import Samples, Source
+from dtt.data.samples.protocol import SampleNumbers, Source
 from dtt.data.text.continuation import Continuation
 from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.decoder import Decoder
@@ -155,7 +155,7 @@ class Evaluator:
         return sum(part.share * value for part, value in zip(self.parts, values, strict=True))
 
 
-def chunks(reader: BatchReader, count: int) -> Iterator[Samples]:
+def chunks(reader: BatchReader, count: int) -> Iterator[SampleNumbers]:
     """Yield the first `count` samples in chunks of one micro-batch per rank."""
     rows = reader.micro_batch * reader.size
     for first in range(0, count, rows):

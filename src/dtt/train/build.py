@@ -158,7 +158,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     startup = inputs.attempt.start
     if world.device.type == "cpu":
         # Before the first large tensor: malloc's thresholds apply to later allocations.
-        malloc.keep()
+        malloc.keep_freed_memory()
     assembled = assemble(cfg, plan, world)
     reader = BatchReader.of(cfg, assembled.layout.index(*DATA), plan.sizes.data, world.device)
     reader = reader.checking(world.rank, world.size)

@@ -28,7 +28,7 @@ from dtt.base.log import progress
 from dtt.base.reading import Kind, read_record
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader
-from dtt.data.samples.protocol import Samples, Source
+from dtt.data.samples.protocol import SampleNumbers, Source
 from dtt.data.samples.reference import DTYPE, ReferenceManifest, files_of
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
@@ -118,7 +118,7 @@ class ReferencePass:
                     mine[:] = part[: len(mine)]  # a rank without samples computed a dummy one
                 yield rows
 
-    def _logprobs(self, source: Source, samples: Samples) -> Float32:
+    def _logprobs(self, source: Source, samples: SampleNumbers) -> Float32:
         """Return the values of this rank's part of `samples`, at most one micro-batch: [n, S]."""
         (micro_batch,) = self.reader.read_on_all(source, samples)
         losses = self.step.evaluate(micro_batch, TOKEN_LOSSES).loss

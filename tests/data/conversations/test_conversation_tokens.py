@@ -58,8 +58,8 @@ def test_both_engines_give_equal_ids_and_masks(name: str, template: str, shared:
         fast = ChatEncoder(content, cfg, "x", TEXTS[template], NAMED, engine="auto")
         assert exact.tokens.engine == "hf"
         assert fast.tokens.engine == ("hf" if name == "mistral-v1" else "gigatoken")
-        doubt = fast.doubt(every)
-        assert (doubt is None) == (name != "mistral-v1"), doubt
+        engine_problem = fast.engine_problem(every)
+        assert (engine_problem is None) == (name != "mistral-v1"), engine_problem
         want = [plain(result) for result in exact.encode_batch(every)]
         assert [plain(result) for result in fast.encode_batch(every)] == want
         alone = [plain(result) for one in every[::5] for result in fast.encode_batch([one])]
@@ -85,7 +85,7 @@ def test_added_tokens_that_strip_or_match_more_than_their_string_exclude_gigatok
     facts["added_tokens"][-1][flag] = True
     ours = ChatEncoder(json.dumps(facts).encode(), ChatConfig(), "x", CHATML, NAMED, engine="auto")
     assert ours.tokens.engine == "hf"
-    assert ours.doubt([]) == f"an added token has {flag}"
+    assert ours.engine_problem([]) == f"an added token has {flag}"
 
 
 KEEPS = {

@@ -23,7 +23,7 @@ from dtt.config.clean import CleanConfig
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples import encoded_documents, text_source
-from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.encoded_documents import CorpusDocuments
 from dtt.data.samples.text_source import HeldOutText, TextSource
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import train_tokenizer
@@ -80,7 +80,7 @@ def make(corpora: Any, folder: Path, files: dict[str, bytes]) -> Path:
 
 def samples(corpus: Corpus, encoder: Encoder) -> dict[str, Any]:
     """The ids of two epochs in order, and those of the held-out text."""
-    documents = Documents(corpus)
+    documents = CorpusDocuments(corpus)
     source = TextSource(documents, encoder, seed=1, **OPTIONS)
     place, ids = 0, []
     while source.state(place)["epoch"] < 2:
@@ -126,8 +126,8 @@ def test_samples_are_those_of_the_corpus_without_removed_documents(
     assert samples(corpus, encoder) == expected
     assert len(expected["train"]) > 500
     assert expected["held out"]
-    source = TextSource(Documents(corpus), encoder, seed=1, **OPTIONS)
-    plain = TextSource(Documents(Corpus(deleted)), encoder, seed=1, **OPTIONS)
+    source = TextSource(CorpusDocuments(corpus), encoder, seed=1, **OPTIONS)
+    plain = TextSource(CorpusDocuments(Corpus(deleted)), encoder, seed=1, **OPTIONS)
     assert source.tokens == pytest.approx(plain.tokens, rel=0.05)
 
 
@@ -137,7 +137,7 @@ def test_a_document_keeps_its_number_in_the_file(
     decode = Tokenizer.from_str(tokenizer).decode
     folder = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
     write_selection(folder, is_third, unit_bytes=5_000)
-    documents = Documents(Corpus(folder, clean=CLEAN))
+    documents = CorpusDocuments(Corpus(folder, clean=CLEAN))
     assert len(documents.units) > 5
     source = TextSource(documents, encoder, seed=1, **OPTIONS)
     for sample in source.order(0, 40)[::10].tolist():
@@ -156,7 +156,7 @@ def test_the_data_key_depends_on_what_is_removed_only(
     size = encoded_documents.UNIT_BYTES
 
     def identity(clean: CleanConfig | None) -> dict[str, Any]:
-        documents = Documents(Corpus(folder, clean=clean))
+        documents = CorpusDocuments(Corpus(folder, clean=clean))
         return TextSource(documents, encoder, seed=1, **OPTIONS).identity
 
     before = identity(None)
@@ -178,7 +178,7 @@ def test_a_selection_that_removes_everything_is_refused(
     folder = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
     write_selection(folder, lambda text: True, unit_bytes=5_000)
     with pytest.raises(InputError, match="600 are removed by the section `clean`"):
-        TextSource(Documents(Corpus(folder, clean=CLEAN)), encoder, seed=1, **OPTIONS)
+        TextSource(CorpusDocuments(Corpus(folder, clean=CLEAN)), encoder, seed=1, **OPTIONS)
 
 
 def losses(job: Path) -> list[tuple[str, float]]:

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtt.data.samples.protocol import Samples
+from dtt.data.samples.protocol import SampleNumbers
 from dtt.data.samples.shuffle import BLOCK, EMPTY_DATA_HASH, Order, extend_data_hash, permutation
 
 GOLDEN = [593, 921, 385, 655, 298, 232, 640, 448, 462, 634]
 GOLDEN_LEDGER = "f5d64608fd341347d70c4a6b5bf0df0e"
 
 
-def positions(count: int) -> Samples:
+def positions(count: int) -> SampleNumbers:
     return np.arange(count, dtype=np.uint64)
 
 

@@ -21,7 +21,7 @@ from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples import encoded_documents, text_source
-from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.encoded_documents import CorpusDocuments
 from dtt.data.samples.text_source import HeldOutText, TextSource
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import train_tokenizer
@@ -95,7 +95,7 @@ def open_source(encoder: Encoder) -> Open:
         options: dict[str, Any] = {
             "seq_len": SEQ_LEN, "seed": 1, "validation_fraction": FRACTION
         } | changes  # fmt: skip
-        return TextSource(Documents(corpus), encoder, **options)
+        return TextSource(CorpusDocuments(corpus), encoder, **options)
 
     return open_
 
@@ -192,7 +192,7 @@ def test_a_few_integers_suffice_to_resume_at_any_position(
 def test_held_out_documents_are_never_trained_on(
     corpus: Corpus, encoder: Encoder, open_source: Open
 ) -> None:
-    documents = Documents(corpus)
+    documents = CorpusDocuments(corpus)
     held = HeldOutText(
         documents, encoder, seq_len=SEQ_LEN, validation_fraction=FRACTION, text_bytes=10**9
     )

@@ -16,7 +16,7 @@ from support.token_files import END, random_documents, read_doc_ids, write_folde
 from dtt.base.errors import DamagedError
 from dtt.config.data import SourceConfig
 from dtt.data.samples import token_source
-from dtt.data.samples.protocol import Samples
+from dtt.data.samples.protocol import SampleNumbers
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFileWriter
 
@@ -27,7 +27,7 @@ def opened(path: Path, split: Any = "train", seq_len: int = 10, **options: Any) 
     return open_tokens(SourceConfig(path=path), split, seq_len=seq_len, seed=0, **options)
 
 
-def every(source: TokenSource) -> Samples:
+def every(source: TokenSource) -> SampleNumbers:
     return np.arange(len(source), dtype=np.uint64)
 
 

@@ -242,7 +242,7 @@ def test_an_end_of_document_that_takes_spaces_or_is_not_special_ends_documents_i
     changed = altered(content, added_tokens=tokens)
     fast, slow = Encoder(changed, None, "here", "gigatoken"), Encoder(changed, None, "here")
     spaces = ["  a  ", " b\n", "\n c <|endoftext|> d ", ""]
-    assert fast.doubt(utf8(spaces)) is None
+    assert fast.engine_problem(utf8(spaces)) is None
     assert_equal((fast, slow), spaces)
 
 
@@ -258,15 +258,15 @@ def test_an_engine_that_differs_is_not_used_and_the_reason_is_reported(
 
     monkeypatch.setattr(gigatoken.Gigatoken, "_open", open_other)
     encoder = Encoder(content, None, "here", "auto")
-    doubt = encoder.doubt([b"some text"])
-    assert doubt == "gigatoken returns different ids for 'some text'"
+    engine_problem = encoder.engine_problem([b"some text"])
+    assert engine_problem == "gigatoken returns different ids for 'some text'"
     with caplog.at_level(logging.INFO, "dtt"):
-        encoder.settle(doubt)
-    assert doubt in caplog.text
+        encoder.choose_engine(engine_problem)
+    assert engine_problem in caplog.text
     assert encoder.engine == "hf"
     assert_equal((encoder, Encoder(content, None, "here")), STRANGE)
     with pytest.raises(EnvironmentUnfit, match="returns different ids"):
-        Encoder(content, None, "here", "gigatoken").settle(doubt)
+        Encoder(content, None, "here", "gigatoken").choose_engine(engine_problem)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_tokenizers_it_may_interpret_differently_are_left_to_the_slow_engine(
     changed = altered(content, **change)
     encoder = Encoder(changed, None, "here", "auto")
     with caplog.at_level(logging.INFO, "dtt"):
-        encoder.settle(encoder.doubt([]))
+        encoder.choose_engine(encoder.engine_problem([]))
     assert encoder.engine == "hf"
     assert re.search(why, caplog.text)
     assert_equal((encoder, Encoder(changed, None, "here")), ["SOME Text", *TEXTS[:5]])
@@ -294,9 +294,9 @@ def test_without_gigatoken_the_slow_engine_encodes(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     encoder = Encoder(content, None, "here", "auto")
-    doubt = encoder.doubt([])
-    assert doubt is not None
-    assert "not installed" in doubt
-    encoder.settle(doubt)
+    engine_problem = encoder.engine_problem([])
+    assert engine_problem is not None
+    assert "not installed" in engine_problem
+    encoder.choose_engine(engine_problem)
     assert encoder.engine == "hf"
     assert_equal((encoder, Encoder(content, None, "here")), STRANGE)

@@ -155,7 +155,7 @@ def test_each_document_begins_with_the_token_of_the_tokenizer(tmp_path: Path, en
     documents = [b"one", b"", b"<s>two <|endoftext|>", "drei \U0001f600".encode()] * 3
     plain, begun = (Encoder(content, "</s>", "x", engine, bos) for bos in ("never", "tokenizer"))
     for encoder in (plain, begun):
-        encoder.settle(encoder.doubt([]))
+        encoder.choose_engine(encoder.engine_problem([]))
         assert encoder.engine == engine
     begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
     assert (plain.begin_of_document, begun.begin_of_document) == (None, begin)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dtt.data.tokenize.threads import Behind, ahead
+from dtt.data.tokenize.threads import BackgroundWriter, ahead
 
 
 def test_items_come_in_order_and_only_one_is_made_ahead() -> None:
@@ -46,7 +46,7 @@ def test_no_more_actions_wait_than_allowed() -> None:
         go.wait(10)
 
     def caller() -> None:
-        with Behind(2) as behind:
+        with BackgroundWriter(2) as behind:
             for _ in range(4):
                 behind.do(wait)
                 returned.release()
@@ -69,7 +69,7 @@ def test_an_error_of_the_writer_is_raised_and_stops_further_actions() -> None:
         raise OSError("disk full")
 
     def use() -> None:
-        with Behind(5) as behind:
+        with BackgroundWriter(5) as behind:
             behind.do(fail)
             for i in range(5):
                 behind.do(done.append, i)
@@ -83,5 +83,5 @@ def test_an_error_of_the_writer_is_raised_and_stops_further_actions() -> None:
 
 
 def test_an_error_of_the_last_action_is_raised_on_exit() -> None:
-    with pytest.raises(OSError, match="disk full"), Behind(5) as behind:
+    with pytest.raises(OSError, match="disk full"), BackgroundWriter(5) as behind:
         behind.do(lambda: (_ for _ in ()).throw(OSError("disk full")))

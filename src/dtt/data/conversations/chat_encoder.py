@@ -191,7 +191,7 @@ class ChatEncoder:
                 raise
             return None
 
-    def doubt(self, sample: Iterable[Conversation]) -> str | None:
+    def engine_problem(self, sample: Iterable[Conversation]) -> str | None:
         """Return the reason why gigatoken cannot be used, or None if it can.
 
         Both engines encode `sample` and strings that are hard to split.
@@ -200,7 +200,7 @@ class ChatEncoder:
         for conversation in sample:
             with suppress(RefusedRow):
                 texts.append(self.template.render(conversation))
-        return self.tokens.doubt(texts)
+        return self.tokens.engine_problem(texts)
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation with the generation prompt.

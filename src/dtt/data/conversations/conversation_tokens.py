@@ -15,7 +15,7 @@ from dtt.data.conversations.loss_mask import AnswerSpan
 from dtt.data.conversations.rows import RefusedRow
 from dtt.data.text.encoder import EngineChoice
 from dtt.data.text.encoding_errors import Unencodable, encoding
-from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
+from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, UnsupportedTokenizer, hard_texts
 
 Ids = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
@@ -46,8 +46,8 @@ class ConversationTokens(EngineChoice):
     ) -> None:
         """Create it for `tokenizer`, which was created from `content`, a tokenizer.json.
 
-        `facts` are the decoded content. With the engine `auto` or `gigatoken`, call `settle` before
-        encoding.
+        `facts` are the decoded content. With the engine `auto` or `gigatoken`, call `choose_engine`
+        before encoding.
         """
         self._tokenizer, self._patterns = tokenizer, b'"Regex"' in content
         self._added = [token["content"] for token in facts.get("added_tokens") or ()]
@@ -56,31 +56,35 @@ class ConversationTokens(EngineChoice):
         super().__init__(engine, lambda: self._open(content, facts))
 
     def _open(self, content: bytes, facts: dict[str, Any]) -> Gigatoken:
-        """Return gigatoken; raise Unfit if the tokenizer has parts that gigatoken ignores."""
+        """Return gigatoken; UnsupportedTokenizer if it ignores parts of the tokenizer."""
         if self._sizes is None:
-            raise Unfit("conversations need a byte-level tokenizer, with no normalizer or NFC")
+            raise UnsupportedTokenizer(
+                "conversations need a byte-level tokenizer, with no normalizer or NFC"
+            )
         added = facts.get("added_tokens") or ()
         if any(part.get("add_prefix_space") for part in _byte_level_parts(facts)):
-            raise Unfit("the tokenizer adds a space to the text after each special token")
+            raise UnsupportedTokenizer(
+                "the tokenizer adds a space to the text after each special token"
+            )
         for flag in ("single_word", "lstrip", "rstrip"):
             if any(token[flag] for token in added):
-                raise Unfit(f"an added token has {flag}")
+                raise UnsupportedTokenizer(f"an added token has {flag}")
         special = {token["content"]: token["id"] for token in added if token["special"]}
         # Special tokens without others inside can separate texts that do not contain them.
         alone = (t for t in special if not any(t in other for other in self._added if t != other))
         self._separators = [(token.encode(), special[token]) for token in alone]
         if not self._separators:
-            raise Unfit("the tokenizer has no special tokens")
+            raise UnsupportedTokenizer("the tokenizer has no special tokens")
         name = self._separators[0][0].decode()
         return Gigatoken(content, facts.get("normalizer"), special, name, _never)
 
-    def doubt(self, sample: Sequence[str]) -> str | None:
+    def engine_problem(self, sample: Sequence[str]) -> str | None:
         """Return the reason why gigatoken cannot be used, or None if it can.
 
         Both engines encode `sample` and texts with the added tokens that are hard to split.
         """
         if self._fast is None:
-            return self._doubt
+            return self._problem
         hard = hard_texts(self._added)
         pairs = [f"{a}{b} {a}\n{b}" for a, b in zip(self._added, self._added[1:], strict=False)]
         for text in [*sample, *hard, *pairs, *(f"{self._added[-1]}{text}" for text in hard)]:

@@ -148,7 +148,7 @@ class ConversationEncoder:
         """The tokenizer implementation in use."""
         return self._chat.tokens.engine
 
-    def settle(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
+    def choose_engine(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
         """Use the fast engine if it yields the same ids on some rows of all ranks.
 
         Raises EnvironmentUnfit if it does not, and the configuration requires it.
@@ -157,7 +157,9 @@ class ConversationEncoder:
         for row in some_rows(corpus, units, comm.rank, comm.size):
             with suppress(RefusedRow):
                 sample += self._parse(row)
-        self._chat.tokens.settle(next(filter(None, comm.gather(self._chat.doubt(sample))), None))
+        self._chat.tokens.choose_engine(
+            next(filter(None, comm.gather(self._chat.engine_problem(sample))), None)
+        )
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:
         """See UnitEncoder."""

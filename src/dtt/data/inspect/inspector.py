@@ -27,7 +27,7 @@ from dtt.data.inspect.report import (
     damages,
 )
 from dtt.data.inspect.token_ids import IdStatistics, count, places
-from dtt.data.samples.token_shards import Documents, TokenFiles, open_files
+from dtt.data.samples.token_shards import DocumentBounds, TokenFiles, open_files
 from dtt.data.token_file import idx_path
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _read(
     """Read parts of the files that are not `damaged`; return the problems found there."""
     wrong: Damages = {}
     chosen = list(places([shard.tokens for shard in files.shards], everything=options.everything))
-    opened: tuple[int, Documents | None] | None = None
+    opened: tuple[int, DocumentBounds | None] | None = None
     with progress("reading", len(chosen), "places") as advance:
         for index, start, stop in chosen:
             shard = files.shards[index]

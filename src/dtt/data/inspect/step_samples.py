@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from dtt.data.samples.dataset import NUMBER_MASK, Dataset
-from dtt.data.samples.protocol import Samples
+from dtt.data.samples.protocol import SampleNumbers
 from dtt.data.samples.shuffle import extend_data_hash
 
 
@@ -30,7 +30,7 @@ class StepSamples:
 
     first: int
     """Position of the step's first sample in the run."""
-    samples: Samples
+    samples: SampleNumbers
 
     @classmethod
     def of(cls, dataset: Dataset, step: int) -> StepSamples:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
 from dtt.data.inspect.report import SHOWN, DocumentSample, spread
-from dtt.data.samples.token_shards import Documents, Ends, Shard
+from dtt.data.samples.token_shards import DocumentBounds, Ends, Shard
 from dtt.data.token_file import TokenFile, Tokens
 
 PLACE_TOKENS = 2**20
@@ -23,7 +23,7 @@ PLACES = 32
 SHOWN_TOKENS = 64
 
 
-def count(documents: Documents) -> int:
+def count(documents: DocumentBounds) -> int:
     """Return the number of documents."""
     match documents:
         case TokenFile():
@@ -74,7 +74,7 @@ class IdStatistics:
         """[documents]: tokens of each document."""
         return np.concatenate([np.empty(0, dtype=np.int64), *self.measured])
 
-    def read(self, shard: Shard, documents: Documents | None, start: int, stop: int) -> None:
+    def read(self, shard: Shard, documents: DocumentBounds | None, start: int, stop: int) -> None:
         """Read tokens start … stop - 1 of a shard, and count the documents that end there.
 
         `documents` is None if the document boundaries are unknown; then no documents are counted.

@@ -36,7 +36,7 @@ from dtt.data.samples.protocol import (
     DocumentSpan,
     Opened,
     Rows,
-    Samples,
+    SampleNumbers,
     Source,
     Streamed,
     Vocabulary,
@@ -98,7 +98,7 @@ class Dataset:
         """Return the position of the first sample of a step; steps count from 0."""
         return self.step_sizes.first_sample(step)
 
-    def order(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> SampleNumbers:
         """Return the sample numbers at positions first … first + count - 1 of the run."""
         # Sources first: which samples a source gives follows from how many of its own came before.
         sources, places = self.mixture.places(first, count)
@@ -111,7 +111,7 @@ class Dataset:
             samples[where] = numbers | np.uint64(number << SOURCE_SHIFT)
         return samples
 
-    def read(self, samples: Samples) -> Rows:
+    def read(self, samples: SampleNumbers) -> Rows:
         """Return the samples, one per row in the given order; see `Source.read`."""
         parts = [
             (source.read(numbers), where) for source, numbers, where in self.by_source(samples)
@@ -120,15 +120,15 @@ class Dataset:
         return parts[0][0] if len(parts) == 1 else _merged(parts)
 
     def by_source(
-        self, samples: Samples
-    ) -> Iterator[tuple[Source, Samples, npt.NDArray[np.bool_]]]:
+        self, samples: SampleNumbers
+    ) -> Iterator[tuple[Source, SampleNumbers, npt.NDArray[np.bool_]]]:
         """Yield each source in `samples`, its sample numbers, and a mask of their indices."""
         sources = samples >> np.uint64(SOURCE_SHIFT)
         for source in np.unique(sources).tolist():
             where = sources == source
             yield self.sources[source], samples[where] & NUMBER_MASK, where
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         """Return the sizes of these samples; see `Source.counts`."""
         return Counts.sum(source.counts(numbers) for source, numbers, _ in self.by_source(samples))
 

@@ -16,7 +16,14 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import batches, read_unit
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, Samples, count_targets, targets_of
+from dtt.data.samples.protocol import (
+    Counts,
+    DocumentSpan,
+    Rows,
+    SampleNumbers,
+    count_targets,
+    targets_of,
+)
 from dtt.data.samples.token_shards import Ends, spans_in
 from dtt.data.text.encoder import Encoder
 
@@ -38,7 +45,7 @@ class Document:
     """UTF-8."""
 
 
-class Documents:
+class CorpusDocuments:
     """The documents of a corpus, divided into units."""
 
     def __init__(self, corpus: Corpus) -> None:
@@ -113,14 +120,14 @@ class EncodedDocuments:
         """Return the number of samples."""
         return max(0, -(-(len(self.ids) - 1) // self._seq_len))
 
-    def read(self, samples: Samples) -> npt.NDArray[np.int64]:
+    def read(self, samples: SampleNumbers) -> npt.NDArray[np.int64]:
         """Return the ids, [len(samples), seq_len + 1], with IGNORE_INDEX after its end."""
         starts = samples.astype(np.int64) * self._seq_len
         index = starts[:, None] + np.arange(self._seq_len + 1)
         ids = self.ids[np.minimum(index, len(self.ids) - 1)].astype(np.int64)
         return np.where(index < len(self.ids), ids, IGNORE_INDEX)
 
-    def targets(self, samples: Samples) -> int:
+    def targets(self, samples: SampleNumbers) -> int:
         """Return the number of targets in these samples."""
         rest = len(self.ids) - 1 - samples.astype(np.int64) * self._seq_len
         return int(np.minimum(rest, self._seq_len).sum())
@@ -133,7 +140,7 @@ class TextSamples(ABC):
 
     def __init__(
         self,
-        documents: Documents,
+        documents: CorpusDocuments,
         encoder: Encoder,
         *,
         seq_len: int,
@@ -150,11 +157,11 @@ class TextSamples(ABC):
 
     @abstractmethod
     def _by_row(
-        self, samples: Samples
-    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
+        self, samples: SampleNumbers
+    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], SampleNumbers]]:
         """Yield each row that has some of `samples`, their indices in `samples` and in the row."""
 
-    def read(self, samples: Samples) -> Rows:
+    def read(self, samples: SampleNumbers) -> Rows:
         """See Source."""
         ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
         for row, where, numbers in self._by_row(samples):
@@ -165,7 +172,7 @@ class TextSamples(ABC):
         targets = targets_of(ids, doc_ids=doc_ids if self._eod_mask_loss else None)
         return Rows(ids, targets, doc_ids if self._with_doc_ids else None)
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         """See Source."""
         followed = sum(row.targets(numbers) for row, _, numbers in self._by_row(samples))
         targets = count_targets(self.read, samples) if self._eod_mask_loss else followed

@@ -18,7 +18,7 @@ from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
-from dtt.data.samples.protocol import Rows, Samples
+from dtt.data.samples.protocol import Rows, SampleNumbers
 from dtt.data.samples.shard_check import ShardCheck
 from dtt.data.samples.token_shards import Shard
 from dtt.data.samples.token_source import TokenSource
@@ -27,7 +27,7 @@ from dtt.data.samples.token_source import TokenSource
 class SampleReader(Protocol):
     """A source, or a mixture of several."""
 
-    def read(self, samples: Samples) -> Rows:
+    def read(self, samples: SampleNumbers) -> Rows:
         """Return the samples, one per row; see `Source.read`."""
 
 
@@ -53,7 +53,7 @@ class MicroBatch:
 class Batch:
     """The data of one optimizer step on one rank."""
 
-    samples: Samples
+    samples: SampleNumbers
     """Sample numbers of the global batch, over all ranks; input of the sample hash chain."""
     targets: int
     """Number of targets (tokens to predict) in the global batch."""
@@ -92,7 +92,7 @@ class BatchReader:
         return replace(self, check=ShardCheck(rank, size))
 
     def read(
-        self, source: SampleReader, samples: Samples, seq_len: int | None = None
+        self, source: SampleReader, samples: SampleNumbers, seq_len: int | None = None
     ) -> list[MicroBatch]:
         """Read this rank's part of `samples` (every size-th) and divide it into micro-batches.
 
@@ -130,7 +130,7 @@ class BatchReader:
         """Return an array [N, S] on the device, in parts of `count` rows of `seq_len`."""
         return torch.split(self._to_device(array.reshape(-1, seq_len)), count)
 
-    def read_on_all(self, source: SampleReader, samples: Samples) -> list[MicroBatch]:
+    def read_on_all(self, source: SampleReader, samples: SampleNumbers) -> list[MicroBatch]:
         """Read as `read` does, but return at least one micro-batch on every rank.
 
         A rank that has no sample gets one without targets: it must run the forward pass, too, since
@@ -151,7 +151,7 @@ class BatchReader:
         return tensor
 
 
-def _shards(source: SampleReader, samples: Samples) -> Iterator[Shard]:
+def _shards(source: SampleReader, samples: SampleNumbers) -> Iterator[Shard]:
     """Yield the shards that contain these samples."""
     if isinstance(source, TokenSource):
         yield from source.shards_of(samples)

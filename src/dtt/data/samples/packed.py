@@ -42,7 +42,7 @@ from dtt.data.samples.packed_conversations import (
     pack_conversations,
 )
 from dtt.data.samples.packing import Packed, pack
-from dtt.data.samples.protocol import Counts, Samples
+from dtt.data.samples.protocol import Counts, SampleNumbers
 from dtt.data.samples.sample_layout import Ints, ShardPieces
 from dtt.data.samples.token_shards import TokenFiles
 
@@ -171,7 +171,7 @@ class Bins:
         """Return the number of bins."""
         return len(self._first) - 1
 
-    def pieces(self, samples: Samples) -> ShardPieces:
+    def pieces(self, samples: SampleNumbers) -> ShardPieces:
         """See SampleLayout."""
         first = self._first[samples]
         counts = self._first[samples + np.uint64(1)] - first
@@ -187,7 +187,7 @@ class Bins:
         shard_starts = np.concatenate([[0], self._ends])
         return ShardPieces(shard, start - shard_starts[shard], place, length)
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         """See SampleLayout."""
         tokens = int(self.pieces(samples).length.sum())
         if self.packing is None:

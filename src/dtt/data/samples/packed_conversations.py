@@ -104,7 +104,7 @@ def pack_conversations(
     every = _Items(*map(np.concatenate, zip(*found, strict=True)))
     fits = every.length <= capacity
     used = fits & every.has_targets
-    whole = _Items(*(column[used] for column in every))
+    whole = _Items(*(column[used] for column in every))  # type: ignore[arg-type]
     fit = least_slack if capacity <= LEAST_SLACK_CAPACITY else best_fit
     packed, order = grouped(whole.start, whole.length, fit(whole.length, capacity))
     targets = np.add.reduceat(whole.targets[order], packed.first[:-1]) if len(order) else none

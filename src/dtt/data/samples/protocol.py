@@ -14,7 +14,7 @@ from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.manifests import ChatFacts
 from dtt.base.targets import IGNORE_INDEX
 
-Samples = npt.NDArray[np.uint64]
+SampleNumbers = npt.NDArray[np.uint64]
 """Sample numbers. The number within a source is below 2**SOURCE_SHIFT.
 
 In a mixture, the higher bits are the index of the source.
@@ -85,17 +85,17 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Return the number of samples in an epoch; an estimate for text tokenized on the fly."""
 
-    def order(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> SampleNumbers:
         """Return the samples at positions first … first + count - 1 of the shuffled source.
 
         Positions are counted across epochs. In a Streamed source, `first` must not be smaller than
         the position of the last `restore`.
         """
 
-    def read(self, samples: Samples) -> Rows:
+    def read(self, samples: SampleNumbers) -> Rows:
         """Return the samples, one per row."""
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         """Return what counting the result of `read` would return.
 
         Every rank calls this for the samples of all ranks at each step, so it should not read them:
@@ -135,7 +135,7 @@ def targets_of(
     return targets
 
 
-def count_targets(read: Callable[[Samples], Rows], samples: Samples) -> int:
+def count_targets(read: Callable[[SampleNumbers], Rows], samples: SampleNumbers) -> int:
     """Return the number of targets of samples by reading them, a few at a time."""
     parts = (read(samples[first : first + 16]) for first in range(0, len(samples), 16))
     return sum(int((rows.targets != IGNORE_INDEX).sum()) for rows in parts)

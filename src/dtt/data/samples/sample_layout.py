@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dtt.data.samples.protocol import Counts, Samples
+from dtt.data.samples.protocol import Counts, SampleNumbers
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,10 +34,10 @@ class SampleLayout(Protocol):
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def pieces(self, samples: Samples) -> ShardPieces:
+    def pieces(self, samples: SampleNumbers) -> ShardPieces:
         """Return the pieces that make up `samples`."""
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         """Return the sizes of `samples` without reading them; see `Source.counts`."""
 
 
@@ -61,7 +61,7 @@ class Windows:
         tokens = int(self._ends[-1]) if len(self._ends) else 0
         return max(0, (tokens - 1) // self._seq_len)
 
-    def pieces(self, samples: Samples) -> ShardPieces:
+    def pieces(self, samples: SampleNumbers) -> ShardPieces:
         """See SampleLayout."""
         width = self._seq_len + 1
         order = np.argsort(samples)  # searchsorted is five times faster on sorted input
@@ -79,7 +79,7 @@ class Windows:
             position, place = (position + length)[more], (place + length)[more]
             missing = (missing - length)[more]
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         """See SampleLayout."""
         targets = len(samples) * self._seq_len
         return Counts(targets, targets, targets + len(samples))

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from dtt.base.errors import DamagedError, InputError
 from dtt.data.memory_map import map_file
-from dtt.data.samples.token_shards import Documents, Shard
+from dtt.data.samples.token_shards import DocumentBounds, Shard
 from dtt.data.token_file import Tokens
 
 # Each map holds a file descriptor. All of them stay below 1,024, whatever the limit is: C libraries
@@ -41,6 +41,6 @@ def ids_of(shard: Shard) -> Tokens:
 
 
 @lru_cache(MAPPED_INDEXES)
-def documents_of(shard: Shard) -> Documents:
+def documents_of(shard: Shard) -> DocumentBounds:
     """Return the document boundaries of a shard."""
     return shard.documents()

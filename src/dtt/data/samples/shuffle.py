@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-from dtt.data.samples.protocol import Samples
+from dtt.data.samples.protocol import SampleNumbers
 
 ROUNDS = 8
 DIGEST_BYTES = 16
@@ -18,7 +18,7 @@ BLOCK = 2**13
 """Positions computed together: numpy takes several times as long per position for a few hundred."""
 
 
-def permutation(index: Samples, size: int, key: bytes) -> Samples:
+def permutation(index: SampleNumbers, size: int, key: bytes) -> SampleNumbers:
     """Return the images of `index` (all below `size`) under a permutation of range(size).
 
     `key` selects the permutation: a balanced Feistel network (Luby & Rackoff 1988) over the
@@ -40,14 +40,16 @@ def permutation(index: Samples, size: int, key: bytes) -> Samples:
     return image
 
 
-def _feistel(x: Samples, half: np.uint64, mask: np.uint64, keys: Samples) -> Samples:
+def _feistel(
+    x: SampleNumbers, half: np.uint64, mask: np.uint64, keys: SampleNumbers
+) -> SampleNumbers:
     left, right = x >> half, x & mask
     for key in keys:
         left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << half) | right
 
 
-def mix(x: Samples) -> Samples:
+def mix(x: SampleNumbers) -> SampleNumbers:
     """Apply the finalizer of splitmix64 (Steele, Lea & Flood 2014); wraps modulo 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -63,7 +65,7 @@ class Order:
         # The last block is kept: consecutive steps lie in the same one.
         self._latest = -1, -1, np.empty(0, dtype=np.uint64)
 
-    def order(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> SampleNumbers:
         """Return the samples at positions first … first + count - 1, counted across epochs."""
         parts = [np.empty(0, dtype=np.uint64)]
         while count:
@@ -74,7 +76,7 @@ class Order:
             first, count = first + len(part), count - len(part)
         return np.concatenate(parts)
 
-    def _block(self, epoch: int, block: int) -> Samples:
+    def _block(self, epoch: int, block: int) -> SampleNumbers:
         of_epoch, of_block, samples = self._latest
         if (of_epoch, of_block) != (epoch, block):
             stop = min((block + 1) * BLOCK, self._samples)
@@ -85,7 +87,7 @@ class Order:
         return samples
 
 
-def extend_data_hash(ledger: bytes, samples: Samples) -> bytes:
+def extend_data_hash(ledger: bytes, samples: SampleNumbers) -> bytes:
     """Return the sample hash chain after one more step, in which `samples` were trained on.
 
     `ledger` is the hash before the step. The chain identifies all samples of a run and their order.

@@ -16,7 +16,7 @@ from dtt.data.samples.protocol import (
     DocumentSpan,
     Opened,
     Rows,
-    Samples,
+    SampleNumbers,
     Vocabulary,
     targets_of,
 )
@@ -47,17 +47,17 @@ class SyntheticSource:
         """See Source."""
         return SAMPLES
 
-    def order(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> SampleNumbers:
         """See Source."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(SAMPLES)
 
-    def read(self, samples: Samples) -> Rows:
+    def read(self, samples: SampleNumbers) -> Rows:
         """See Source. Each sample is one document."""
         places = samples[:, None] * np.uint64(self._width) + np.arange(self._width, dtype=np.uint64)
         ids = _mixed(places.astype(np.uint64) + self._key) % np.uint64(self._vocab_size)
         return Rows(ids.astype(np.int64), targets_of(ids.astype(np.int64)))
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         """See Source."""
         targets = len(samples) * (self._width - 1)
         return Counts(targets, targets, targets + len(samples))
@@ -67,7 +67,7 @@ class SyntheticSource:
         return [DocumentSpan(Path(NAME), sample, 0, 0, self._width)]
 
 
-def _mixed(values: Samples) -> Samples:
+def _mixed(values: SampleNumbers) -> SampleNumbers:
     """Return the output of splitmix64 for each state (Steele, Lea and Flood 2014)."""
     return mix(values + np.uint64(0x9E3779B97F4A7C15))
 

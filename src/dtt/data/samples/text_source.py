@@ -43,12 +43,12 @@ from dtt.data.corpus.selection import content_key
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
 from dtt.data.samples.encoded_documents import (
+    CorpusDocuments,
     Document,
-    Documents,
     EncodedDocuments,
     TextSamples,
 )
-from dtt.data.samples.protocol import Opened, Samples, Vocabulary
+from dtt.data.samples.protocol import Opened, SampleNumbers, Vocabulary
 from dtt.data.samples.shuffle import permutation
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.side_files import tokenizer_content
@@ -70,7 +70,7 @@ A loader that prefetches requests the state at a position behind the newest samp
 def open_text(cfg: RunConfig) -> Opened:
     """Open the corpus that `cfg` names and its held-out text, encoded with the given tokenizer."""
     assert isinstance(cfg.tokenizer, GivenTokenizerConfig)  # RunConfig validates this
-    documents = Documents(Corpus(cfg.corpus_dir, read_corpus(cfg), clean=cfg.clean))
+    documents = CorpusDocuments(Corpus(cfg.corpus_dir, read_corpus(cfg), clean=cfg.clean))
     path = find_tokenizer(cfg.tokenizer)
     content, end = read_whole(path), cfg.tokenizer.end_of_document
     # Exports and resumes of such a job would use other ids than training did.
@@ -83,7 +83,7 @@ def open_text(cfg: RunConfig) -> Opened:
         )
     encoder = Encoder(content, end, path, cfg.tokenize.engine, cfg.tokenizer.bos)
     # Before the first document: a run that changed engines midway would mix their ids.
-    encoder.settle(encoder.doubt(some_text(documents.corpus, documents.units)))
+    encoder.choose_engine(encoder.engine_problem(some_text(documents.corpus, documents.units)))
     vocabulary = Vocabulary(
         path,
         sha256_file(path),
@@ -116,7 +116,7 @@ class HeldOutText(TextSamples):
 
     def __init__(
         self,
-        documents: Documents,
+        documents: CorpusDocuments,
         encoder: Encoder,
         *,
         validation_fraction: float,
@@ -145,13 +145,13 @@ class HeldOutText(TextSamples):
         """Return the number of samples."""
         return len(self._row)
 
-    def order(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> SampleNumbers:
         """Return the samples in their stored order, starting over after the last one."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(len(self))
 
     def _by_row(
-        self, samples: Samples
-    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
+        self, samples: SampleNumbers
+    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], SampleNumbers]]:
         """See TextSamples."""
         yield self._row, np.arange(len(samples)), samples
 
@@ -198,7 +198,7 @@ class TextSource(TextSamples):
 
     def __init__(
         self,
-        documents: Documents,
+        documents: CorpusDocuments,
         encoder: Encoder,
         *,
         seed: int,
@@ -239,7 +239,7 @@ class TextSource(TextSamples):
         """Return the estimated number of samples in an epoch."""
         return max(1, self.tokens // self._seq_len)
 
-    def order(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> SampleNumbers:
         """Return the samples at positions first … first + count - 1; encode new parts as needed."""
         stop = first + count
         with self._lock:
@@ -297,15 +297,15 @@ class TextSource(TextSamples):
             raise IndexError(f"position {place} is no longer in memory")
         return parts
 
-    def _order(self, part: UnitPart, start: int, stop: int) -> Samples:
+    def _order(self, part: UnitPart, start: int, stop: int) -> SampleNumbers:
         """Return the samples at positions start … stop - 1, which must all lie in `part`."""
         index = np.arange(start - part.begin.place, stop - part.begin.place, dtype=np.uint64)
         key = f"{self._key}/{part.begin.epoch}/{part.first}".encode()
         return permutation(index, part.samples, key) + np.uint64(part.first)
 
     def _by_row(
-        self, samples: Samples
-    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], Samples]]:
+        self, samples: SampleNumbers
+    ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], SampleNumbers]]:
         """See TextSamples."""
         left = np.arange(len(samples))
         while left.size:

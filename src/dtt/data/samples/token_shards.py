@@ -49,7 +49,7 @@ Split = Literal["train", "validation"]
 Format = Literal["dtt", "megatron", "datatrove"] | RawFormat
 
 
-class Documents(Protocol):
+class DocumentBounds(Protocol):
     """Document boundaries of one token file. TokenFile implements this protocol."""
 
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
@@ -65,7 +65,7 @@ class Documents(Protocol):
         """Return the first token of every document, then the number of tokens."""
 
 
-def documents_in(documents: Documents, start: int, stop: int) -> tuple[int, Tokens]:
+def documents_in(documents: DocumentBounds, start: int, stop: int) -> tuple[int, Tokens]:
     """Return the document that contains token `start`, and where the documents up to `stop` start.
 
     The second value holds the first token of that document and of each later one that starts below
@@ -76,7 +76,7 @@ def documents_in(documents: Documents, start: int, stop: int) -> tuple[int, Toke
 
 
 def spans_in(
-    documents: Documents, start: int, stop: int, place: int
+    documents: DocumentBounds, start: int, stop: int, place: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (document, offset in it, start, stop) of each document in tokens start … stop - 1.
 
@@ -96,18 +96,18 @@ class Ends:
     ends: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
 
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """See Documents."""
+        """See DocumentBounds."""
         before = self.ends[max(0, first - 1) : max(0, stop - 1)].astype(np.int64)
         # Document i starts where document i - 1 ends, so the ends are shifted by one.
         # The first document starts at 0, where no other one ends.
         return np.insert(before, 0, 0) if first == 0 else before
 
     def starting_after(self, token: int) -> int:
-        """See Documents."""
+        """See DocumentBounds."""
         return int(self.ends.searchsorted(self.ends.dtype.type(token), side="right")) + 1
 
     def bounds(self) -> npt.NDArray[np.int64]:
-        """See Documents."""
+        """See DocumentBounds."""
         return self.starts(0, len(self.ends) + 1)
 
     @classmethod
@@ -136,7 +136,7 @@ class Shard:
     """numpy dtype string, for example `<u2`."""
     version: str
     """Version string that changes whenever the document boundaries may have changed."""
-    documents: Callable[[], Documents]
+    documents: Callable[[], DocumentBounds]
     """Function that opens the document boundaries."""
     offset: int = 0
     """Bytes before the first id, a multiple of the id width."""

@@ -16,7 +16,14 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.data import SourceConfig
 from dtt.data.samples.packed import bins
 from dtt.data.samples.packed_conversations import PackingCounts, TooLong, loss_mask
-from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, Samples, count_targets, targets_of
+from dtt.data.samples.protocol import (
+    Counts,
+    DocumentSpan,
+    Rows,
+    SampleNumbers,
+    count_targets,
+    targets_of,
+)
 from dtt.data.samples.sample_layout import SampleLayout, ShardPieces, Windows
 from dtt.data.samples.shard_ids import documents_of, ids_of
 from dtt.data.samples.shuffle import Order
@@ -162,15 +169,15 @@ class TokenSource:
         """Return the number of samples in an epoch."""
         return len(self._layout)
 
-    def order(self, first: int, count: int) -> Samples:
+    def order(self, first: int, count: int) -> SampleNumbers:
         """See Source."""
         return self._shuffle.order(first, count)
 
-    def shards_of(self, samples: Samples) -> list[Shard]:
+    def shards_of(self, samples: SampleNumbers) -> list[Shard]:
         """Return the shards that contain these samples."""
         return [self.files.shards[i] for i in np.unique(self._layout.pieces(samples).shard)]
 
-    def read(self, samples: Samples) -> Rows:
+    def read(self, samples: SampleNumbers) -> Rows:
         """See Source. Raises DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)
         ids = np.empty((len(samples), self._width), dtype=np.int64)
@@ -190,7 +197,7 @@ class TokenSource:
             {name: values[samples] for name, values in self._extra.items()},
         )
 
-    def counts(self, samples: Samples) -> Counts:
+    def counts(self, samples: SampleNumbers) -> Counts:
         """See Source. With `eod_mask_loss`, the samples are read: it depends on their ids."""
         counts = self._layout.counts(samples)
         if not self._eod_mask_loss:

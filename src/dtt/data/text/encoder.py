@@ -15,7 +15,7 @@ from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.base.log import log
 from dtt.config.data import Engine
 from dtt.data.text.encoding_errors import encoding
-from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, Unfit, hard_texts
+from dtt.data.text.gigatoken import EncodedBatch, Gigatoken, UnsupportedTokenizer, hard_texts
 from dtt.data.text.lost_characters import LostCharacters
 from dtt.data.text.tokenizer import begin_of_document, exact_tokenizer
 
@@ -27,34 +27,36 @@ class EngineChoice:
     """The choice between gigatoken and `tokenizers`, with which encoders of all kinds begin."""
 
     def __init__(self, asked: Engine, open_fast: Callable[[], Gigatoken]) -> None:
-        """Open gigatoken unless `asked` is `hf`; it raises Unfit if it cannot be used."""
+        """Open gigatoken unless `asked` is `hf`; if it cannot be used: UnsupportedTokenizer."""
         self._asked = asked
         self._fast: Gigatoken | None = None
-        self._doubt: str | None = None
+        self._problem: str | None = None
         """Reason why the fast engine is not available."""
         if asked != "hf":
             try:
                 self._fast = open_fast()
-            except Unfit as error:
-                self._doubt = str(error)
+            except UnsupportedTokenizer as error:
+                self._problem = str(error)
 
     @property
     def engine(self) -> Engine:
         """The engine in use."""
         return "hf" if self._fast is None else "gigatoken"
 
-    def settle(self, doubt: str | None) -> None:
-        """Choose the engine: the fast one if `doubt` is None, `tokenizers` otherwise.
+    def choose_engine(self, engine_problem: str | None) -> None:
+        """Choose the engine: the fast one if `engine_problem` is None, else `tokenizers`.
 
-        Raises EnvironmentUnfit if there is a `doubt` and the configuration requires `gigatoken`.
+        Raises EnvironmentUnfit if there is one and the configuration requires `gigatoken`.
         """
-        if doubt is None:
+        if engine_problem is None:
             return
         if self._asked == "gigatoken":
             raise EnvironmentUnfit(
-                "gigatoken cannot encode this corpus", why=doubt, next="tokenize.engine=auto"
+                "gigatoken cannot encode this corpus",
+                why=engine_problem,
+                next="tokenize.engine=auto",
             )
-        log.info("encoding with Hugging Face's tokenizers, which is slower: %s", doubt)
+        log.info("encoding with Hugging Face's tokenizers, which is slower: %s", engine_problem)
         self._fast = None
 
 
@@ -79,7 +81,8 @@ class Encoder(EngineChoice):
         """Create an encoder from `content`, a tokenizer.json that was read from `where`.
 
         `end_of_document` is the token that ends documents; None selects the first known one of
-        END_OF_DOCUMENT. With the engine `auto` or `gigatoken`, call `settle` before encoding.
+        END_OF_DOCUMENT. With the engine `auto` or `gigatoken`, call `choose_engine` before
+        encoding.
 
         Raises DamagedError if `content` is not a tokenizer.json, and ConfigError if the tokenizer
         has no end-of-document token.
@@ -104,14 +107,14 @@ class Encoder(EngineChoice):
         normalizer = facts.get("normalizer")
         super().__init__(engine, lambda: Gigatoken(ended, normalizer, special, name, self._exact))
 
-    def doubt(self, sample: list[bytes]) -> str | None:
+    def engine_problem(self, sample: list[bytes]) -> str | None:
         """Return the reason why the fast engine cannot be used, or None if it can.
 
         It cannot if it is unavailable or if its ids differ. To compare, both engines encode
         `sample` and some strings that are hard to split; `tokenizers` takes about 1 s per 3 MB.
         """
         if self._fast is None:
-            return self._doubt
+            return self._problem
         added = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
         return self._fast.difference([*sample, *map(str.encode, hard_texts(added))])
 

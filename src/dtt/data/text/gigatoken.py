@@ -46,7 +46,7 @@ class EncodedBatch(NamedTuple):
             start += length
 
 
-class Unfit(Exception):
+class UnsupportedTokenizer(Exception):
     """Raised if gigatoken cannot be used; the message is the reason."""
 
 
@@ -67,7 +67,7 @@ class Gigatoken:
         `end`, one of them, ends documents. `exact` encodes the documents that gigatoken might
         encode differently.
 
-        Raises Unfit if gigatoken is not installed or does not support the tokenizer.
+        Raises UnsupportedTokenizer if gigatoken is not installed or does not support the tokenizer.
         """
         self._content = content
         self._separator, self._end = end.encode(), special[end]
@@ -109,11 +109,13 @@ class Gigatoken:
             from gigatoken import BytesSource, Tokenizer
             from gigatoken.gigatoken_rs import SentencePieceTokenizer
         except ImportError as error:
-            raise Unfit(f"gigatoken is not installed ({error})") from None
+            raise UnsupportedTokenizer(f"gigatoken is not installed ({error})") from None
         try:
             tokenizer = Tokenizer.from_json(self._content)
         except Exception as error:  # noqa: BLE001 - any error of its Rust code
-            raise Unfit(f"gigatoken does not support this tokenizer: {error}") from None
+            raise UnsupportedTokenizer(
+                f"gigatoken does not support this tokenizer: {error}"
+            ) from None
 
         if isinstance(tokenizer.backend, SentencePieceTokenizer):
             self._longest = LONGEST
@@ -188,7 +190,7 @@ class Gigatoken:
 def _composes(normalizer: Any) -> bool:
     """Return True if the normalizer is NFC.
 
-    Raises Unfit unless it is NFC, absent, or SentencePiece's replacement of spaces.
+    Raises UnsupportedTokenizer unless it is NFC, absent, or SentencePiece's replacement of spaces.
     """
     match normalizer:
         case None:
@@ -200,7 +202,9 @@ def _composes(normalizer: Any) -> bool:
             "normalizers": [{"type": "Prepend"}, {"type": "Replace", "pattern": {"String": " "}}],
         }:
             return False
-    raise Unfit(f"it is used with no normalizer or NFC, not {json.dumps(normalizer)[:80]}")
+    raise UnsupportedTokenizer(
+        f"it is used with no normalizer or NFC, not {json.dumps(normalizer)[:80]}"
+    )
 
 
 def hard_texts(added_tokens: Iterable[str]) -> list[str]:

@@ -70,7 +70,7 @@ class UnitEncoder(Protocol[D]):
     def engine(self) -> Engine:
         """The tokenizer implementation in use."""
 
-    def settle(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
+    def choose_engine(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
         """Choose the engine by the content of the corpus; collective, called before `encode`."""
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[D]]:
@@ -166,10 +166,12 @@ class TextUnitEncoder:
         """The engine in use."""
         return self._encoder.engine
 
-    def settle(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
+    def choose_engine(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
         """Use the fast engine if it yields the same ids on some text of all ranks."""
-        doubt = self._encoder.doubt(some_text(corpus, units, comm.rank, comm.size))
-        self._encoder.settle(next(filter(None, comm.gather(doubt)), None))
+        engine_problem = self._encoder.engine_problem(
+            some_text(corpus, units, comm.rank, comm.size)
+        )
+        self._encoder.choose_engine(next(filter(None, comm.gather(engine_problem)), None))
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[bytes]]:
         """See UnitEncoder."""

@@ -86,7 +86,7 @@ def tokenize(
         if plan.complete:
             return _already_done(cfg, out, plan) if first else None
         encoder = kind.open(tokenizer, out / TOKENIZER, plan.key.key_parts)
-        encoder.settle(plan.corpus, plan.units, comm)
+        encoder.choose_engine(plan.corpus, plan.units, comm)
         one_core = encoder.engine == "gigatoken" or encoder.chat is not None
         if comm.size == 1 and cores > 1 and one_core and len(plan.pending) > 1:
             log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)

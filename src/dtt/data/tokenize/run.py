@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dtt.artifacts.manifests import TokensManifest
 from dtt.artifacts.shard_files import files_of
 from dtt.base.log import log
-from dtt.base.malloc import keep
+from dtt.base.malloc import keep_freed_memory
 from dtt.base.ranks import Ranks
 from dtt.base.terminal import Message
 from dtt.config.run import RunConfig
@@ -41,7 +41,7 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Freed memory is needed again at once for the next documents: do not return it to the system.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # for Arrow's allocator, mimalloc
-    keep()
+    keep_freed_memory()
     comm = open_comm(Ranks.detect(), _work(cfg))  # before slow imports
     from dtt.data.corpus.described import read_corpus
 

@@ -18,9 +18,9 @@ from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.unit_encoder import D, EncodedPart, UnitEncoder
 from dtt.data.token_file import TokenFileWriter
 from dtt.data.tokenize.markers import WORK, UnitMarker, hashed_files, states, write_marker
-from dtt.data.tokenize.threads import Behind, ahead
+from dtt.data.tokenize.threads import BackgroundWriter, ahead
 
-BATCHES_BEHIND = 8
+QUEUED = 8
 """Maximum number of encoded batches that wait for the disk: a few megabytes."""
 
 Split = Literal["train", "validation"]
@@ -57,21 +57,21 @@ def encode_units(
     """
     splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
     text_bytes = 0
-    with ExitStack() as opened, ThreadPoolExecutor(1) as reader, Behind(BATCHES_BEHIND) as behind:
+    with ExitStack() as files, ThreadPoolExecutor(1) as reader, BackgroundWriter(QUEUED) as disk:
 
         def read() -> Iterator[tuple[_UnitShards, list[D] | None]]:
             for unit in units:
                 removed = None if corpus.selection is None else corpus.selection.key(unit.index)
                 shards = _UnitShards(out, place, unit, key, removed, splits, encoder, stop_at_bad)
                 # Closed also if a later batch fails: half-written files must not look complete.
-                opened.enter_context(shards.open_files)
+                files.enter_context(shards.open_files)
                 for batch in encoder.read(corpus, unit, shards.bad):
                     yield shards, batch
                 yield shards, None
 
         for shards, batch in ahead(read(), reader) if cores > 1 else read():
             if batch is None:
-                behind.do(shards.finish)
+                disk.do(shards.finish)
                 continue
             # Bytes decide about the split, before encoding: the split must not depend on the
             # tokenizer.
@@ -87,7 +87,7 @@ def encode_units(
                 )
                 text_bytes += counts.bytes
                 shards.lost += part.lost or LostText()
-                behind.do(shards.append, split, part, counts)
+                disk.do(shards.append, split, part, counts)
             shards.count_empty(contents)
             advance(sum(map(len, contents)))
     return text_bytes

@@ -25,7 +25,7 @@ def ahead(items: Iterator[T], reader: Executor) -> Iterator[T]:
         yield item
 
 
-class Behind:
+class BackgroundWriter:
     """A background thread that executes actions in order.
 
     After an error no further action is executed, and a later call of `do` raises the error. Leaving
