@@ -19,7 +19,7 @@ def touched():
 
 touched()
 by_default = touched()
-malloc.keep()
+malloc.keep_freed_memory()
 touched()
 print(by_default, touched())
 """
