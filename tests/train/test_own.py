@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support.running import ROOT, Dtt
 
 from dtt.base.errors import ExitCode
 from dtt.config.load import resolve
+from dtt.config.schedule import RunFacts
 from dtt.config.source import Leaf
 from dtt.mesh.sharding import layout_of
 from dtt.optim import groups
@@ -62,6 +64,17 @@ def test_the_job_keeps_the_file(own: Dtt) -> None:
     own("generate", "jobs/t", "-p", "1")
     done = own("train", "jobs/t", expect=ExitCode.USAGE)
     assert "SystemExit" in done.stderr
+
+
+def test_other_commands_read_the_job_without_its_code(own: Dtt, tokens: Path) -> None:
+    keys = [key for key in resumed.SETTINGS if not key.startswith("data.")]
+    own("train", "-c", "lab/run.yaml", *keys, f"data.tokens={tokens}", "schedule.warmup=1")
+    branched = ("name=other", "schedule.type=constant", "train.steps=4")
+    done = own("train", "--branch", "jobs/t@2", *branched, expect=ExitCode.USAGE)
+    assert "decays after step 0" in done.stderr
+    (own.folder / "jobs/t/own_code/poly.py").write_text("raise SystemExit\n")
+    for command in ("export jobs/t", "ckpt ls jobs/t", "ckpt prune jobs/t", "report jobs/t"):
+        own(*command.split())
 
 
 def test_a_changed_original_is_taken_only_when_asked_for(own: Dtt) -> None:
@@ -291,6 +304,14 @@ def test_a_job_of_another_user_runs_no_code_unless_trusted(
     done = own(*arguments, expect=ExitCode.USAGE)
     assert "code of another user" in done.stderr
     own(*arguments, "--trust")
+
+
+def test_other_processes_get_the_configuration_with_its_classes(own: Dtt) -> None:
+    """As those of `dtt verify` do."""
+    cfg = resolve(own.folder / "lab/run.yaml", env={}).config
+    again = pickle.loads(pickle.dumps(cfg))
+    assert again == cfg
+    assert again.schedule.multiplier(1, RunFacts(4)) == 0.75**1.5
 
 
 def test_types_with_other_keys_say_what_they_drop(own: Dtt) -> None:

@@ -111,7 +111,9 @@ def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
     always stays, and so does the newest one from before the last divergence.
     """
     load_job(job)
-    rules = resolve(None, overrides, job_config=job / "config.yaml").config.checkpoint
+    rules = resolve(
+        None, overrides, job_config=job / "config.yaml", run_code=False
+    ).config.checkpoint
     places = JobDir(job)
     folder = places.checkpoints
     with nullcontext() if dry_run else exclusive(places.root, "dtt train"):

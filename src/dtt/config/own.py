@@ -83,6 +83,33 @@ def run_config(layers: Sequence[Layer], *, runs: bool, job: Path | None) -> type
     return _with_classes(tuple(classes.items()))
 
 
+class _OwnConfig(RunConfig):
+    """A configuration with classes of a user's own, which other processes get by pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes it again: its classes exist in this process only."""
+        sections = [(name, getattr(self, name)) for name in KINDS]
+        own = [
+            (name, type(section).__name__, section.type, type(section).own_file)
+            for name, section in sections
+            if hasattr(type(section), "own_file")
+        ]
+        return _made_again, (own, self.model_dump_json())
+
+
+def _made_again(files: list[tuple[str, str, str, OwnFile]], text: str) -> RunConfig:
+    classes = tuple(
+        (section, (_bound(getattr(_module(tag, file), name), tag, file),))
+        for section, name, tag, file in files
+    )
+    return _with_classes(classes).model_validate_json(text)
+
+
+def _module(tag: str, file: OwnFile) -> ModuleType:
+    name = tag.rpartition(":")[0]
+    return _import_file(file) if name.endswith(".py") else importlib.import_module(name)
+
+
 @cache
 def _with_classes(classes: tuple[tuple[str, tuple[type[Section], ...]], ...]) -> type[RunConfig]:
     if not classes:
@@ -94,7 +121,7 @@ def _with_classes(classes: tuple[tuple[str, tuple[type[Section], ...]], ...]) ->
         fields[section] = (Annotated[union, Field(discriminator="type")], field.default)
     # The same name and module: the documentation of keys is read from the source of a class.
     extended: type[RunConfig] = create_model(
-        RunConfig.__name__, __base__=RunConfig, __module__=RunConfig.__module__, **fields
+        RunConfig.__name__, __base__=_OwnConfig, __module__=RunConfig.__module__, **fields
     )
     return extended
 

@@ -186,7 +186,7 @@ def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, st
     Raises ConfigError if they change keys that determined the training.
     """
     trained = load_job(job)
-    cfg = resolve(None, overrides, options, job_config=JobDir(job).config).config
+    cfg = resolve(None, overrides, options, job_config=JobDir(job).config, run_code=False).config
     changed = changes_on_resume(trained, cfg)
     if changed:
         raise ConfigError(

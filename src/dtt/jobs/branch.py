@@ -139,7 +139,7 @@ def find(
             next=f"--branch {folder.parent}@{store.steps(folder)[-1]}",
         )
     branch = Branch(JobDir(folder.parent), step)
-    parent = load_job(branch.parent.root)
+    parent = load_job(branch.parent.root, run_code=True)
     resolved = _resolve(branch, parent, arguments)
     job = JobDir((Path.cwd() if root.is_absolute() else Path()) / resolved.config.job_dir)
     # The branch has started before, so this is a resume, by the rules of a resume.
@@ -151,7 +151,7 @@ def find(
                 next="set name=ANOTHER",
             )
         resolved = resolve(None, arguments, job_config=job.config)
-        changed = changes_on_resume(load_job(job.root), resolved.config)
+        changed = changes_on_resume(load_job(job.root, run_code=True), resolved.config)
         _refuse(
             resolved, changed, job, allow_change, "set name=ANOTHER for another branch, or use "
         )

@@ -201,7 +201,7 @@ def _check_unchanged(folder: Path, trial: Trial) -> None:
     """Raise ConfigError if the trial exists with another base configuration."""
     if not JobDir(folder).config.exists():
         return
-    changed = changes_on_resume(load_job(folder), trial.resolved.config)
+    changed = changes_on_resume(load_job(folder, run_code=True), trial.resolved.config)
     if changed:
         raise ConfigError(
             f"{folder} was created with different values of: {', '.join(changed)}",

@@ -289,7 +289,7 @@ def _trained_job(
         raise ConfigError("submit eval evaluates all checkpoints of a job", next="omit the step")
     if step is not None:
         store.existing(checkpoints, step)
-    return resolve(base, overrides, job_config=trained.config), trained, step
+    return resolve(base, overrides, job_config=trained.config, run_code=False), trained, step
 
 
 def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:

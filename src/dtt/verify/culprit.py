@@ -50,7 +50,7 @@ def minimise(cfg: RunConfig, layout: Layout, fails: Callable[[RunConfig, Layout]
     features = [key for section in SECTIONS for key in _features(values, plain, (section,))]
 
     def fails_with(kept: Sequence[Key]) -> bool:
-        reduced, _ = validate(RunConfig, _only(values, plain, kept))
+        reduced, _ = validate(type(cfg), _only(values, plain, kept))
         return reduced is not None and fails(reduced, layout)
 
     kept = [] if not features or fails_with(()) else _explain(fails_with, (), features)

@@ -21,6 +21,8 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import ExportManifest
 from dtt.base.errors import DttError, ExitCode
+from dtt.base.files import write_atomically
+from dtt.config.own import kept_files
 from dtt.hf import export
 from dtt.verify import forked_ranks, recording
 from dtt.verify.differences import (
@@ -83,6 +85,8 @@ class LayoutRuns:
             if cfg is not None:
                 text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
                 (self.folder / f"{name}.yaml").write_text(text)
+                for path, content in kept_files(cfg, self.folder).items():
+                    write_atomically(path, content)
         if self.small.base is not None:
             self._run_alone("base", config="base.yaml")
 

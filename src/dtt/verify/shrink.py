@@ -97,14 +97,20 @@ def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
     base = _base(shrinking, values)
     rows = None
     if cfg.data.type in ("chat", "preference"):
-        rows = _checked(_rows(values))
+        rows = _checked(_rows(values), type(cfg))
     shrinking.note(cfg.eval.tasks, "eval.tasks (left out)")
-    return Small(_checked(values), _checked(_texts(values)), rows, base, tuple(shrinking.notes))
+    return Small(
+        _checked(values, type(cfg)),
+        _checked(_texts(values), type(cfg)),
+        rows,
+        base,
+        tuple(shrinking.notes),
+    )
 
 
-def _checked(values: Values) -> RunConfig:
+def _checked(values: Values, cls: type[RunConfig]) -> RunConfig:
     """Return the configuration; values that contradict each other are a fault of this module."""
-    section, problems = validate(RunConfig, json.loads(json.dumps(values)))
+    section, problems = validate(cls, json.loads(json.dumps(values)))
     assert section is not None, problems
     return section
 
@@ -254,7 +260,7 @@ def _optim(shrinking: _Shrinking) -> Values:
     optim = shrinking.cfg.optim
     values: Values = optim.model_dump(mode="json")
     settings = [values, *([values["adamw"]] if isinstance(optim, MuonConfig) else [])]
-    for holder in [*settings, *values["groups"]]:
+    for holder in [*settings, *values.get("groups", ())]:
         if holder.get("lr") is not None:
             holder["lr"] = max(holder["lr"], LEARNING_RATE)
         if holder.get("eps") is not None:
@@ -334,7 +340,7 @@ def _base(shrinking: _Shrinking, values: Values) -> RunConfig | None:
     }
     if init.average:
         base["train"]["ema_decay"] = 0.5
-    return _checked(base)
+    return _checked(base, RunConfig)
 
 
 def _texts(values: Values) -> Values:
