@@ -140,6 +140,7 @@ UNBOUNDED = {
     "jobs/slurm/job_script.py", "jobs/slurm/submissions.py", "launch/sweep/local_trials.py",
     "mesh/environment.py", "report/page.py",
     # The temporary files of a process, or of its own children.
+    "verify/differences.py", "verify/forked_ranks.py",
     # Runs without dtt's packages, in the job of its owner.
     "jobs/slurm/supervisor/tolerant_io.py",
     # A log that the user follows.
