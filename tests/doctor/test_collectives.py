@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from support.ranks import on_ranks
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.doctor import collectives
-from dtt.doctor.collectives import Heard, Link, Pair, Timing, blamed
+from dtt.doctor.collectives import ReceivedTiming, Timing
 from dtt.mesh.dist import World
 
 NODE = socket.gethostname()
 
 
-def spoil(world: World, liar: int, *names: str) -> tuple[list[Timing], list[Link], list[str]]:
+def spoil(world: World, liar: int, *names: str) -> tuple[list[Timing], list[str]]:
     """Exchange, while the collectives `names` begin with a wrong number on rank `liar`."""
 
     def spoilt(collective: Callable[..., object]) -> Callable[..., object]:
@@ -38,33 +37,29 @@ def spoil(world: World, liar: int, *names: str) -> tuple[list[Timing], list[Link
         for name in names:
             module = collectives if hasattr(collectives, name) else dist
             setattr(module, name, spoilt(getattr(module, name)))
-    timings, links, problems = collectives.run(world)
-    return timings, links, [str(problem) for problem in problems]
+    timings, problems = collectives.run(world)
+    return timings, [str(problem) for problem in problems]
 
 
 def test_three_healthy_ranks_report_no_problem() -> None:
     results = on_ranks(3, spoil, -1)
-    timings, links, problems = results[0]
+    timings, problems = results[0]
     assert problems == []
     assert results == [results[0]] * 3
     assert {(one.collective, one.dtype) for one in timings} == {
         (collective, dtype)
         for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
         for dtype in ("float32", "bfloat16", "int64")
-    }
+    } | {("swap within a node", "float32")}
     assert {one.bytes for one in timings if one.dtype == "bfloat16"} == {6, 2004, 1_000_002}
     assert all(0 < one.least <= one.p50 <= one.p99 for one in timings)
-    sizes = (4, 2_000_000)
-    assert {(one.ranks, one.bytes) for one in links} == {
-        (pair, size) for pair in ((0, 1), (1, 2)) for size in sizes
-    }
-    assert {(one.kind, one.nodes) for one in links} == {("within a node", (NODE, NODE))}
-    assert [one.seconds for one in links] == sorted((one.seconds for one in links), reverse=True)
+    swaps = [one.bytes for one in timings if one.collective == "swap within a node"]
+    assert swaps == [4, 2_000_000]
 
 
 def test_a_rank_that_sends_wrong_values_is_reported_with_its_node() -> None:
     results = on_ranks(3, spoil, 1, "all_gather_single")
-    for _, _, problems in results:
+    for _, problems in results:
         (problem,) = problems
         assert "rank 1: collectives return wrong values" in problem
         assert f"node {NODE}" in problem
@@ -73,7 +68,7 @@ def test_a_rank_that_sends_wrong_values_is_reported_with_its_node() -> None:
 
 
 def test_a_wrong_sum_without_a_culprit_is_reported_too() -> None:
-    for _, _, problems in on_ranks(3, spoil, 2, "all_reduce"):
+    for _, problems in on_ranks(3, spoil, 2, "all_reduce"):
         (problem,) = problems
         assert "sums are wrong on rank 0, 1, 2" in problem
         assert "all_reduce of 3 float32; all_reduce of 1,002 float32" in problem
@@ -116,71 +111,65 @@ def test_bf16_sums_are_exact_in_any_order(size: int) -> None:
     assert (numbers.sum(1) > 0).all()
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_the_swaps_of_a_ring_reach_every_neighbour_and_never_wait_in_a_circle(size: int) -> None:
+    left = {rank: collectives._neighbours(rank, size) for rank in range(size)}
+    ring = {frozenset((rank, (rank + 1) % size)) for rank in range(size)}
+    assert {frozenset((rank, other)) for rank in left for other in left[rank]} == ring
+    while any(left.values()):
+        ready = [r for r, others in left.items() if others and left[others[0]][:1] == [r]]
+        assert ready
+        for rank in ready:
+            left[rank].pop(0)
+
+
 @pytest.mark.parametrize(
     ("pairs", "ranks"),
     [
         ([], []),
-        ([(1, 0), (1, 1)], [1]),  # it hears itself wrong, too
+        ([(1, 0), (1, 1)], [1]),  # it receives wrong values from itself, too
         ([(2, 3)], [2, 3]),
         ([(0, 1), (1, 3), (1, 5)], [1]),
-        ([(0, 1), (1, 3), (1, 5), (4, 6), (6, 7)], [1, 6]),
+        ([(rank, other) for rank in (1, 6) for other in range(8)], [1, 6]),
     ],
 )
-def test_the_rank_that_explains_most_is_blamed(pairs: list[Pair], ranks: list[int]) -> None:
-    assert blamed(pairs) == ranks
+def test_the_rank_of_most_wrong_values_is_named(
+    pairs: list[tuple[int, int]], ranks: list[int]
+) -> None:
+    results = [ReceivedTiming("n") for _ in range(8)]
+    for source, receiver in pairs:
+        results[receiver].wrong.append(("broadcast", source))
+    named = [str(problem).partition(":")[0] for problem in collectives._wrong(results)]
+    assert named == [f"rank {rank}" for rank in ranks]
 
 
-def swaps(nodes: str, seconds: Callable[[int, int], float]) -> list[Heard]:
-    """What ranks, each on the node of its letter, hear in swaps that take `seconds`."""
-    heard = [Heard(node) for node in nodes]
-    ranks = range(len(nodes))
-    for pair in combinations(ranks, 2):
-        if pair[1] - pair[0] == 1 or (pair[0] ^ pair[1]).bit_count() == 1:
-            for rank, partner in (pair, pair[::-1]):
-                heard[rank].swaps[partner, 9] = seconds(*pair)
-    return heard
-
-
-def slow(reported: list[Heard]) -> list[str]:
-    return [str(problem) for problem in collectives._slow(reported)]
-
-
-def test_a_slow_rank_is_named_and_those_that_wait_for_it_are_not() -> None:
-    (problem,) = slow(swaps("aaaabbbb", lambda r, p: 0.4 if 6 in (r, p) else 0.1))
-    assert "rank 6 communicates slowly" in problem
-    assert "node b" in problem
-    # Rank 5 is compared with neighbours at the same place on a node.
-    for other in ("4 on node b", "5 on node b", "7 on node b", "2 on node a"):
-        assert f"4.0 times with rank {other}" in problem
-
-
-def test_links_between_nodes_are_not_compared_with_links_within_a_node() -> None:
-    node = "aaabbbcc"
-    assert slow(swaps(node, lambda r, p: 0.1 if node[r] == node[p] else 0.9)) == []
-
-
-def test_a_slow_link_is_reported_as_both_of_its_ends() -> None:
-    first, second = slow(swaps("aaaabbbb", lambda r, p: 0.9 if {r, p} == {1, 5} else 0.1))
-    assert "rank 1 communicates slowly" in first
-    assert "rank 5 communicates slowly" in second
-
-
-def test_a_slow_link_of_a_pipeline_is_compared_with_those_between_other_nodes() -> None:
-    first, second = slow(swaps("aabbccdd", lambda r, p: 0.9 if {r, p} == {3, 4} else 0.1))
-    assert "9.0 times with rank 4 on node c" in first
-    assert "9.0 times with rank 3 on node b" in second
-
-
-def test_neighbours_on_a_node_are_compared_by_their_place_on_it() -> None:
-    joined = {(0, 1), (2, 3), (4, 5), (6, 7)}  # by NVLink
-    assert slow(swaps("aaaabbbb", lambda *pair: 0.1 if pair in joined else 0.9)) == []
-
-
-def test_the_slowest_neighbours_come_first() -> None:
-    heard = swaps("aabb", lambda r, p: 0.1 + 0.1 * r)
-    heard[0].swaps[1, 9] = 0.5  # it waited for the other one
-    assert collectives._links(heard) == [
-        Link((2, 3), ("b", "b"), 36, 0.1 + 0.1 * 2),
-        Link((1, 2), ("a", "b"), 36, 0.2),
-        Link((0, 1), ("a", "a"), 36, 0.1),
-    ]
+@pytest.mark.parametrize(
+    ("nodes", "slow_links", "named"),
+    [
+        ("aaaabbbb", {(5, 6), (6, 7)}, [("rank 6", "b")]),  # and not those that wait for it
+        ("aaaabbbb", {(0, 1), (0, 7)}, [("rank 0", "a")]),
+        ("abcd", {(1, 2), (2, 3)}, [("rank 2", "c")]),  # once, not as a node, too
+        ("aabbccdd", {(1, 2), (3, 4)}, [("node b", "b")]),  # its network, not that of a rank
+        ("aaabbbcc", {(2, 3), (5, 6), (0, 7)}, []),  # all between nodes, which is another kind
+        ("aaaabbbb", {(1, 2), (5, 6)}, []),  # NVLink joins the others in pairs
+        ("ab", {(0, 1)}, []),
+    ],
+)
+def test_a_slow_rank_or_node_is_named(
+    nodes: str, slow_links: set[tuple[int, int]], named: list[tuple[str, str]]
+) -> None:
+    results = [ReceivedTiming(node) for node in nodes]
+    for rank, received in enumerate(results):
+        for partner in collectives._neighbours(rank, len(nodes)):
+            slow = (min(rank, partner), max(rank, partner)) in slow_links
+            seconds = 0.4 if slow else 0.1
+            # One end also waits for the other one to start.
+            timing = Timing("swap", "float32", 4, seconds + (rank < partner), 1.0, 1.0)
+            received.swaps[partner] = [timing]
+    problems = list(map(str, collectives._slow(results)))
+    assert len(problems) == len(named)
+    for problem, (owner, node) in zip(problems, named, strict=True):
+        assert f"{owner} communicates slowly" in problem
+        assert f"node {node}" in problem
+        assert "at least 4.0 times as long" in problem
+        assert f"launch.exclude={node}" in problem

@@ -2,8 +2,8 @@
 
 Every rank contributes values that all others know in advance, so a wrong value identifies the rank
 that sent it. The check runs all collectives of training, at sizes that measure latency, a single
-packet and bandwidth. Then every rank swaps data with its neighbours, as in a pipeline, and with
-log2(ranks) others, which reveals a slow one.
+packet and bandwidth. Then the ranks swap data with their neighbours in a ring, as in a pipeline: a
+rank or node is slow if both of its links are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ SIZES = {"cpu": {1: 50, 1_000: 50, 500_000: 20}, "cuda": {1: 50, 1_000: 50, 2**2
 and output, rounded up to a multiple of the number of ranks."""
 SWAPS = {"cpu": {1: 50, 500_000: 20}, "cuda": {1: 50, 2**22: 20}}
 """The same for swaps: on a GPU the larger has 16 MiB, as the hidden states of a micro-batch may."""
+WITHIN, BETWEEN = "within a node", "between nodes"
 WARM_UP = 2
 LARGEST = 16
 """Values are 1 to 16, and at most 16 ranks contribute to a sum, so bf16 holds every sum exactly."""
@@ -45,9 +46,6 @@ all_gather_single: Callable[..., Any] = (
 reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-
-Pair = tuple[int, int]
-"""Two ranks; the same rank twice if it received wrong values from itself."""
 
 
 @dataclass(frozen=True)
@@ -72,30 +70,8 @@ class Timing:
         return self.bytes / self.p50 / 1e9
 
 
-@dataclass(frozen=True)
-class Link:
-    """A swap of two neighbouring ranks, each of which sends and receives."""
-
-    ranks: Pair
-    nodes: tuple[str, str]
-    bytes: int
-    """Size of what each sends."""
-    seconds: float
-    """Time of the fastest swap, on the faster rank: the other one may have waited for its start."""
-
-    @property
-    def kind(self) -> str:
-        """The part of the network."""
-        return "within a node" if self.nodes[0] == self.nodes[1] else "between nodes"
-
-    @property
-    def gb_s(self) -> float:
-        """Bandwidth in each direction, in GB/s (10^9 bytes)."""
-        return self.bytes / self.seconds / 1e9
-
-
 @dataclass
-class Heard:
+class ReceivedTiming:
     """The results of one rank."""
 
     node: str = field(default_factory=socket.gethostname)
@@ -103,8 +79,8 @@ class Heard:
     wrong: list[tuple[str, int]] = field(default_factory=list)
     """(collective, rank) for each rank whose values arrived wrong here."""
     wrong_sums: list[str] = field(default_factory=list)
-    swaps: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Seconds of the fastest swap of each (partner, number of elements)."""
+    swaps: dict[int, list[Timing]] = field(default_factory=dict)
+    """Swaps with each neighbour, from the smallest size to the largest."""
 
 
 class Collective(NamedTuple):
@@ -120,25 +96,27 @@ class Collective(NamedTuple):
     sources: Sequence[int | None]
 
 
-def run(world: World) -> tuple[list[Timing], list[Link], list[EnvironmentUnfit]]:
+def run(world: World) -> tuple[list[Timing], list[EnvironmentUnfit]]:
     """Run all collectives and swaps with all ranks; the result is the same on every rank.
 
-    Returns the times of collectives, those of neighbours from the slowest to the fastest, and the
-    problems. Raises EnvironmentUnfit immediately if a collective or a swap fails.
+    Returns the times of the slowest rank, and the problems. Raises EnvironmentUnfit immediately if
+    a collective or a swap fails.
     """
     if world.control is None:
-        return [], [], []
-    heard = Heard()
+        return [], []
+    received = ReceivedTiming()
     for dtype in DTYPES:
         for size, calls in SIZES[world.device.type].items():
             for one in _collectives(world, dtype, size):
-                heard.timings.append(_try(world, one, calls, heard))
-    nodes = world.gather(heard.node)
-    for size, calls in SWAPS[world.device.type].items():
-        for partner, one in _swaps(world, nodes, size):
-            heard.swaps[partner, size] = _try(world, one, calls, heard).least
-    results = world.gather(heard)
-    return _slowest(results), _links(results), [*_wrong(results), *_slow(results)]
+                received.timings.append(_try(world, one, calls, received))
+    nodes = world.gather(received.node)
+    for partner in _neighbours(world.rank, world.size):
+        received.swaps[partner] = [
+            _try(world, _swap_with(world, partner, nodes[partner], size), calls, received)
+            for size, calls in SWAPS[world.device.type].items()
+        ]
+    results = world.gather(received)
+    return _slowest(results), [*_wrong(results), *_slow(results)]
 
 
 def _collectives(world: World, dtype: torch.dtype, size: int) -> Iterator[Collective]:
@@ -187,25 +165,29 @@ def _collectives(world: World, dtype: torch.dtype, size: int) -> Iterator[Collec
     )
 
 
-def _swaps(world: World, nodes: Sequence[str], size: int) -> Iterator[tuple[int, Collective]]:
-    """Yield each partner of this rank and the swap with it, in the same order on all ranks.
+def _neighbours(rank: int, size: int) -> list[int]:
+    """Return the neighbours of a rank in the ring, in the order of its swaps.
 
-    Partners are the neighbours, and the ranks whose number differs in one bit. At any time each
-    rank has one partner, so that none waits for a chain of others.
+    All ranks swap in pairs (0, 1), (2, 3), …, then (1, 2), (3, 4), …, and at last 0 with the last
+    rank. So no rank waits for a chain of others, which would make a slow one look like many.
     """
+    pairs = [rank ^ 1, ((rank + 1) ^ 1) - 1]
+    found = [partner for partner in pairs if 0 <= partner < size]
+    if size > 2 and rank in (0, size - 1):
+        found.append(size - 1 - rank)
+    return found
+
+
+def _swap_with(world: World, partner: int, node: str, size: int) -> Collective:
     positions = torch.arange(size, device=world.device)
     mine = _ramp(world.rank, positions).float()
-    bits = [world.rank ^ (1 << bit) for bit in range((world.size - 1).bit_length())]
-    for partner in (bits[0], ((world.rank + 1) ^ 1) - 1, *bits[1:]):
-        if 0 <= partner < world.size:
-            swap = Collective(
-                f"swap with rank {partner}, node {nodes[partner]},",
-                torch.zeros_like(mine),
-                partial(_swap, mine, partner),
-                _ramp(partner, positions).float()[None],
-                [partner],
-            )
-            yield partner, swap
+    return Collective(
+        f"swap with rank {partner}, node {node},",
+        torch.zeros_like(mine),
+        partial(_swap, mine, partner),
+        _ramp(partner, positions).float()[None],
+        [partner],
+    )
 
 
 def _swap(mine: Tensor, partner: int, theirs: Tensor) -> None:
@@ -221,7 +203,7 @@ def _ramp(rank: Tensor | int, positions: Tensor, stride: int = 1) -> Tensor:
     return (place % LARGEST + 1) * (place % stride == 0)
 
 
-def _try(world: World, one: Collective, calls: int, heard: Heard) -> Timing:
+def _try(world: World, one: Collective, calls: int, received: ReceivedTiming) -> Timing:
     """Time a collective, and check every result."""
     out = torch.empty_like(one.before)
     rows = out.view(len(one.sources), -1)
@@ -230,7 +212,7 @@ def _try(world: World, one: Collective, calls: int, heard: Heard) -> Timing:
     largest = one.expected.numel() * (world.size if one.name == "reduce_scatter" else 1)
     what = f"{one.name} of {largest:,} {dtype}"
     seconds = []
-    with _answered(what, world.rank, heard.node):
+    with _answered(what, world.rank, received.node):
         for _ in range(WARM_UP + calls):
             out.copy_(one.before)
             wait(world.device)
@@ -243,9 +225,9 @@ def _try(world: World, one: Collective, calls: int, heard: Heard) -> Timing:
     p50, p99 = (ordered[math.ceil(share * calls) - 1] for share in (0.50, 0.99))
     for source, is_wrong in zip(one.sources, wrong.tolist(), strict=True):
         if is_wrong and source is None:
-            heard.wrong_sums.append(what)
+            received.wrong_sums.append(what)
         elif is_wrong and source is not None:
-            heard.wrong.append((what, source))
+            received.wrong.append((what, source))
     return Timing(one.name, dtype, largest * out.element_size(), ordered[0], p50, p99)
 
 
@@ -264,40 +246,40 @@ def _answered(what: str, rank: int, node: str) -> Iterator[None]:
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
-def _slowest(results: Sequence[Heard]) -> list[Timing]:
-    """Return each collective's times on the rank where it was slowest."""
+def _slowest(results: Sequence[ReceivedTiming]) -> list[Timing]:
+    """Return the times of each collective on the rank where it was slowest, then of the swaps."""
+    calls = defaultdict[tuple[str, str, int], list[Timing]](list)
+    for received in results:
+        for one in received.timings:
+            calls[one.collective, one.dtype, one.bytes].append(one)
+    for rank, received in enumerate(results):
+        for partner, swaps in received.swaps.items():
+            name = f"swap {_kind(results, rank, partner)}"
+            for one in swaps:
+                calls[name, one.dtype, one.bytes].append(one)
     return [
         Timing(
-            ours[0].collective,
-            ours[0].dtype,
-            ours[0].bytes,
+            *call,
             max(one.least for one in ours),
             max(one.p50 for one in ours),
             max(one.p99 for one in ours),
         )
-        for ours in zip(*(heard.timings for heard in results), strict=True)
+        for call, ours in calls.items()
     ]
 
 
-def _links(results: Sequence[Heard]) -> list[Link]:
-    """Return the swaps of neighbours, from the slowest to the fastest."""
-    links = [
-        Link(
-            (rank, rank + 1),
-            (heard.node, results[rank + 1].node),
-            size * torch.float32.itemsize,
-            min(seconds, results[rank + 1].swaps[rank, size]),
-        )
-        for rank, heard in enumerate(results)
-        for (partner, size), seconds in heard.swaps.items()
-        if partner == rank + 1
-    ]
-    return sorted(links, key=lambda link: -link.seconds)
+def _wrong(results: Sequence[ReceivedTiming]) -> Iterator[EnvironmentUnfit]:
+    """Yield a problem for each rank that most wrong values came from or arrived at.
 
-
-def _wrong(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
-    faults = [(what, (a, b)) for b, heard in enumerate(results) for what, a in heard.wrong]
-    culprits = blamed(pair for _, pair in faults)
+    That is both ranks of a link if a single one is wrong. Without a rank, sums may be wrong.
+    """
+    faults = [(what, (a, b)) for b, received in enumerate(results) for what, a in received.wrong]
+    others = defaultdict[int, set[int]](set)
+    for _, (a, b) in faults:
+        others[a].add(b)
+        others[b].add(a)
+    most = max(map(len, others.values()), default=0)
+    culprits = sorted(rank for rank, found in others.items() if len(found) == most)
     for rank in culprits:
         yield EnvironmentUnfit(
             f"rank {rank}: collectives return wrong values",
@@ -305,7 +287,7 @@ def _wrong(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
             why="; ".join(dict.fromkeys(what for what, pair in faults if rank in pair)),
             next=without(results[rank].node),
         )
-    sums = {rank: heard.wrong_sums for rank, heard in enumerate(results) if heard.wrong_sums}
+    sums = {rank: one.wrong_sums for rank, one in enumerate(results) if one.wrong_sums}
     if sums and not culprits:
         yield EnvironmentUnfit(
             f"sums are wrong on rank {', '.join(map(str, sums))}",
@@ -315,55 +297,46 @@ def _wrong(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
         )
 
 
-def _slow(results: Sequence[Heard]) -> Iterator[EnvironmentUnfit]:
-    """Yield a problem for each rank with slow swaps.
+def _slow(results: Sequence[ReceivedTiming]) -> Iterator[EnvironmentUnfit]:
+    """Yield a problem for each rank whose links are all slow, and for each such node.
 
-    A swap is compared with others of the same distance, and of the same kind: within a node or
-    between nodes.
+    A link is compared with others of its kind. A neighbour of a slow rank has a second link that is
+    not slow, so it is not named. A node is judged by its links to other nodes alone, so its own
+    network is found even if each of its ranks has a fast neighbour beside it.
     """
-    kinds: dict[tuple[int, bool], dict[Pair, float]] = {}
-    for rank, heard in enumerate(results):
-        for (partner, size), seconds in heard.swaps.items():
-            if size == 1:
-                continue  # a latency depends on the load of the cores more than on the link
-            together = heard.node == results[partner].node
-            # Neighbours on a node are compared by their place on it. NVLink may join the GPUs in
-            # pairs: 1 and 2 then have PCIe between them, as 5 and 6 have, but not 0 and 1.
-            kind = (rank ^ partner if together else abs(rank - partner), together)
-            pairs = kinds.setdefault(kind, {})
-            pair = (min(rank, partner), max(rank, partner))
-            pairs[pair] = min(seconds, pairs.get(pair, seconds))
-    typical = {kind: median_low(pairs.values()) for kind, pairs in kinds.items()}
-    late = {
-        pair: seconds / typical[kind]
-        for kind, pairs in kinds.items()
-        for pair, seconds in pairs.items()
-        if seconds > SLOW * typical[kind]
+    kinds = defaultdict[str, list[float]](list)
+    links = []
+    for rank, received in enumerate(results):
+        for partner, swaps in received.swaps.items():
+            # The larger size: a latency depends on the load of the cores more than on the link. The
+            # faster of the two ends: the other one may have waited for its start.
+            both = (swaps[-1].least, results[partner].swaps[rank][-1].least)
+            kind = _kind(results, rank, partner)
+            kinds[kind].append(min(both))
+            links.append((rank, kind, min(both)))
+    ranks = defaultdict[int, list[float]](list)
+    nodes = defaultdict[str, list[float]](list)
+    for rank, kind, seconds in links:
+        ratio = seconds / median_low(kinds[kind])
+        ranks[rank].append(ratio)
+        if kind == BETWEEN:
+            nodes[results[rank].node].append(ratio)
+    slow = {f"rank {r}": (results[r].node, min(ranks[r])) for r in ranks if min(ranks[r]) > SLOW}
+    named = {node for node, _ in slow.values()}
+    slow |= {
+        f"node {n}": (n, min(nodes[n]))
+        for n in sorted(nodes.keys() - named)
+        if min(nodes[n]) > SLOW
     }
-    for rank in blamed(late):
-        times = ", ".join(
-            f"{ratio:.1f} times with rank {other} on node {results[other].node}"
-            for pair, ratio in late.items()
-            if rank in pair
-            for other in [sum(pair) - rank]
-        )
+    for owner, (node, ratio) in slow.items():
         yield EnvironmentUnfit(
-            f"rank {rank} communicates slowly",
-            where=f"node {results[rank].node}",
-            why=f"a swap with it takes {times} as long as between other ranks",
-            next=without(results[rank].node),
+            f"{owner} communicates slowly",
+            where=f"node {node}",
+            why=f"its swaps with neighbours take at least {ratio:.1f} times as long as others",
+            next=without(node),
         )
 
 
-def blamed(pairs: Iterable[Pair]) -> list[int]:
-    """Return a small set of ranks that explains all pairs; both of a pair if it may be either.
-
-    The choice is greedy, and so approximately the smallest set.
-    """
-    left, named = list(pairs), set[int]()
-    while left:
-        counts = Counter(rank for pair in left for rank in set(pair))
-        most = max(counts.values())
-        named |= {rank for rank, count in counts.items() if count == most}
-        left = [pair for pair in left if named.isdisjoint(pair)]
-    return sorted(named)
+def _kind(results: Sequence[ReceivedTiming], rank: int, partner: int) -> str:
+    """Return the part of the network between two ranks."""
+    return WITHIN if results[rank].node == results[partner].node else BETWEEN

@@ -22,7 +22,7 @@ from dtt.doctor.disk import Disk
 from dtt.mesh import environment
 
 if TYPE_CHECKING:
-    from dtt.doctor.collectives import Link, Timing
+    from dtt.doctor.collectives import Timing
     from dtt.doctor.devices import Device
     from dtt.mesh.dist import World
 
@@ -79,7 +79,7 @@ def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> N
     except EnvironmentUnfit as problem:
         if not ranks.first:
             raise
-        _print_findings([findings], [], [], [*findings.problems, problem], as_json=as_json)
+        _print_findings([findings], [], [*findings.problems, problem], as_json=as_json)
     else:
         _check_together(findings, world, folder, device, as_json=as_json)
 
@@ -125,15 +125,15 @@ def _check_together(
             *devices.faults([(p.ranks.rank, p.node, d) for p in everyone for d in p.devices]),
         ]
         try:
-            timings, links, wrong = collectives.run(world)
+            timings, wrong = collectives.run(world)
         except EnvironmentUnfit as problem:
             if not world.first:
                 raise
-            timings, links, wrong = [], [], [problem]
+            timings, wrong = [], [problem]
     finally:
         dist.stop()
     if world.first:
-        _print_findings(everyone, timings, links, [*problems, *wrong], as_json=as_json)
+        _print_findings(everyone, timings, [*problems, *wrong], as_json=as_json)
 
 
 def _run_under_torchrun(processes: int, options: Sequence[str], ranks: Ranks) -> None:
@@ -156,7 +156,6 @@ def _run_under_torchrun(processes: int, options: Sequence[str], ranks: Ranks) ->
 def _print_findings(
     everyone: Sequence[Findings],
     timings: Sequence[Timing],
-    links: Sequence[Link],
     problems: Sequence[EnvironmentUnfit],
     *,
     as_json: bool,
@@ -167,12 +166,11 @@ def _print_findings(
             "fit": not problems,
             "processes": [asdict(p) | {"problems": list(map(str, p.problems))} for p in everyone],
             "exchanges": [asdict(timing) | {"gb_s": timing.gb_s} for timing in timings],
-            "links": [asdict(link) | {"kind": link.kind, "gb_s": link.gb_s} for link in links],
             "problems": list(map(str, problems)),
         }
         print(json.dumps(facts))
     else:
-        print("\n".join(_report(everyone, timings, links)))
+        print("\n".join(_report(everyone, timings)))
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -182,9 +180,7 @@ def _print_findings(
         print("no problems found")
 
 
-def _report(
-    everyone: Sequence[Findings], timings: Sequence[Timing], links: Sequence[Link]
-) -> Iterator[str]:
+def _report(everyone: Sequence[Findings], timings: Sequence[Timing]) -> Iterator[str]:
     first = everyone[0]
     nodes = list(dict.fromkeys(one.node for one in everyone))
     yield "environment"
@@ -200,18 +196,10 @@ def _report(
     if timings:
         yield "collectives (GB/s: bytes / p50, the algorithm bandwidth of nccl-tests)"
         columns = f"{'bytes':>13}{'p50 us':>11}{'p99 us':>11}{'GB/s':>9}"
-        yield f"  {'collective':<15}{'type':<10}{columns}"
+        yield f"  {'collective':<20}{'type':<10}{columns}"
     for one in timings:
         times = f"{1e6 * one.p50:>11,.0f}{1e6 * one.p99:>11,.0f}{one.gb_s:>9.3f}"
-        yield f"  {one.collective:<15}{one.dtype:<10}{one.bytes:>13,}{times}"
-    if links:
-        yield "neighbouring ranks, as in a pipeline (slowest pair; GB/s in each direction)"
-        yield f"  {'link':<25}{'bytes':>13}{'least us':>11}{'GB/s':>20}  ranks, nodes"
-    # Links are in order, so the first of a kind is its slowest.
-    for kind, size in sorted({(link.kind, link.bytes) for link in links}):
-        slowest = next(link for link in links if (link.kind, link.bytes) == (kind, size))
-        pair = " and ".join(map("{} on {}".format, slowest.ranks, slowest.nodes))
-        yield f"  {kind:<25}{size:>13,}{1e6 * slowest.seconds:>11,.0f}{slowest.gb_s:>20.3f}  {pair}"
+        yield f"  {one.collective:<20}{one.dtype:<10}{one.bytes:>13,}{times}"
 
 
 def _device_lines(node: str, findings: Sequence[Findings]) -> Iterator[str]:

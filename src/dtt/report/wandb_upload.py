@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,13 +15,11 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, DttError, InputError, StorageError
 from dtt.base.log import log
 from dtt.config.load import load_job
-from dtt.config.run import RunConfig
 from dtt.config.train import WandbConfig
 from dtt.jobs import job_state
 from dtt.track import jsonl
 from dtt.track.wandb import history_row
-from dtt.track.wandb_history import RunHeader, UploadedRun, WandbHistory
-from dtt.track.wandb_rows import Row, RunPath
+from dtt.track.wandb_history import Row, RunPath, UploadedRun, WandbHistory
 
 
 def upload(
@@ -31,7 +30,7 @@ def upload(
     entity: str | None,
     as_json: bool,
 ) -> None:
-    """Upload the complete history of each job, and print or log the URLs of the runs.
+    """Send the history of each job to its run, and print or log the URLs of the runs.
 
     `sources` are job directories; the folder of several stages stands for its stages. `project` and
     `entity` are by default those of the job's tracker. With `copied`, these and the sources are
@@ -46,7 +45,8 @@ def upload(
     if copied:
         names = [*copied, *sources]
     else:
-        names = [str(stage) for path in sources for stage in _stages(Path(path))]
+        found = (job_state.stages(Path(path)) or [JobDir(Path(path))] for path in sources)
+        names = [str(job.root) for jobs in found for job in jobs]
     results: list[dict[str, Any]] = []
     errors: list[DttError] = []
     with TemporaryDirectory(prefix="dtt-wandb-", ignore_cleanup_errors=True) as folder:
@@ -57,7 +57,7 @@ def upload(
                 if copied:
                     result = _copy(name, history, project, entity)
                 else:
-                    result = _Upload.of(JobDir(Path(name)), history, project, entity).run(history)
+                    result = _upload(JobDir(Path(name)), history, project, entity)
             except DttError as error:
                 errors.append(error)
                 results.append(source | {"error": str(error)})
@@ -84,64 +84,47 @@ def _copy(name: str, history: WandbHistory, project: str | None, entity: str | N
     return history.copy(source, target)
 
 
-def _stages(path: Path) -> list[Path]:
-    """Return the folders of the stages of training in a folder; without stages, the folder."""
-    return [job.root for job in job_state.stages(path)] or [path]
-
-
 def _describe(name: str, run: UploadedRun) -> str:
     if run.sent == 0:
         return f"{name} is up to date, {run.rows} records: {run.url}"
     all = f" of {run.rows}" if run.sent < run.rows else ""
     replaced = " to a new run, which replaces the old one" if run.replaced else ""
-    return f"uploaded {run.sent}{all} records of {name}{replaced}: {run.url}"
+    return f"sent {run.sent}{all} records of {name}{replaced}: {run.url}"
 
 
-@dataclass(frozen=True)
-class _Upload:
-    """The upload of one job."""
-
-    job: JobDir
-    cfg: RunConfig
-    path: RunPath
-
-    @classmethod
-    def of(
-        cls, job: JobDir, history: WandbHistory, project: str | None, entity: str | None
-    ) -> _Upload:
-        """Return the upload of a job; DttError if it has no metrics, or sends them itself."""
-        cfg = load_job(job.root)
-        first = next(jsonl.read(job.metrics, timed=True), None)
-        if first is None:
-            raise InputError(
-                f"{job.root} has no metrics",
-                where=job.metrics,
-                next=f"dtt job status {job.root} shows whether it has started",
-            )
-        trackers = [one for one in cfg.track if isinstance(one, WandbConfig)]
-        default = trackers[0] if trackers else WandbConfig()
-        path = RunPath(
-            entity or default.entity or history.entity,
-            project or default.project,
-            _run_id(job, cfg.name, first),
+def _upload(
+    job: JobDir, history: WandbHistory, project: str | None, entity: str | None
+) -> UploadedRun:
+    """Upload the records of a job; DttError if it has no metrics, or sends them itself."""
+    cfg = load_job(job.root)
+    first = next(jsonl.read(job.metrics, timed=True), None)
+    if first is None:
+        raise InputError(
+            f"{job.root} has no metrics",
+            where=job.metrics,
+            next=f"dtt job status {job.root} shows whether it has started",
         )
-        tracked = [(one.entity or history.entity, one.project) for one in trackers]
-        if path[:2] in tracked and _is_online(job, path.id):
-            raise ConfigError(
-                f"{job.root} is running and sends its metrics to {path.entity}/{path.project}",
-                why="two writers would mix up the history of its run",
-                next="wait until it has ended, or upload to another project with --project",
-            )
-        return cls(job, cfg, path)
+    trackers = [one for one in cfg.track if isinstance(one, WandbConfig)]
+    default = trackers[0] if trackers else WandbConfig()
+    path = RunPath(
+        entity or default.entity or history.entity,
+        project or default.project,
+        _run_id(job, cfg.name, first),
+    )
+    tracked = [(one.entity or history.entity, one.project) for one in trackers]
+    if path[:2] in tracked and _is_online(job, path.id):
+        raise ConfigError(
+            f"{job.root} is running and sends its metrics to {path.entity}/{path.project}",
+            why="two writers would mix up the history of its run",
+            next="wait until it has ended, or upload to another project with --project",
+        )
 
-    def run(self, history: WandbHistory) -> UploadedRun:
-        """Upload the records."""
+    def rows(first: int) -> Iterator[Row]:
+        records = islice(enumerate(jsonl.read(job.metrics, timed=True)), first, None)
+        return ({**history_row(record), "_step": step} for step, record in records)
 
-        def rows() -> Iterator[Row]:
-            return map(history_row, jsonl.read(self.job.metrics, timed=True))
-
-        facts = RunHeader(self.cfg.name, self.cfg.name, self.cfg.model_dump(mode="json"))
-        return history.upload(self.path, facts, rows)
+    facts = {"name": cfg.name, "group": cfg.name, "config": cfg.model_dump(mode="json")}
+    return history.upload(path, facts, rows)
 
 
 def _run_id(job: JobDir, name: str, first: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Complete histories in Weights & Biases, of jobs and of runs: every row, in order, none twice.
 
-The W&B client retries for days and reports success even if the server took nothing. So this module
-bounds the retries, and compares the run on the server with the records before and after an upload.
+The server's last row shows which rows it lacks, so an upload that was cut off is completed by the
+next one. What arrived is not read back: the next upload finds it out, and sends the rest.
 
 A row that W&B has cannot be replaced: a client that restarts an existing run appends to its
 history. So a history that no longer fits becomes a new run, `ID-2`, and the old run is deleted.
@@ -9,33 +9,28 @@ history. So a history that no longer fits becomes a new run, `ID-2`, and the old
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.base.log import log
 from dtt.track.wandb import answers, define_metrics, delete_slurm_secrets, wandb_client
-from dtt.track.wandb_rows import (
-    Row,
-    RunPath,
-    StoredRun,
-    axes,
-    contains,
-    is_media,
-    matches,
-    numbers,
-)
 
-PAUSES = (0.0, 1.0, 3.0)
-"""Seconds to wait before each comparison after an upload: a server may count rows with a delay."""
+Row = dict[str, Any]
+RowsFrom = Callable[[int], Iterator[Row]]
+"""Function that returns the rows of a history whose `_step` is at least the given one."""
+
+LIVE_SECONDS = 1.0
+"""Maximum difference in seconds between the time of a record in metrics.jsonl and that of its row
+in a run that `WandbTracker` wrote while the job ran. A step that a resumed job repeats comes later
+than this: the attempt first imports torch."""
 BOUNDS = {
     "x_file_stream_retry_max": 5,
     "x_file_stream_retry_wait_min_seconds": 1,
@@ -62,24 +57,21 @@ OVERRIDES = ("WANDB_RESUME", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "W
 """Environment variables that would change the identity of the runs, or keep them offline."""
 
 
-@dataclass(frozen=True)
-class RunHeader:
-    """Facts of a run besides its history."""
+class RunPath(NamedTuple):
+    """The place of a run on a W&B server."""
 
-    name: str
-    group: str | None
-    config: dict[str, Any]
-    tags: tuple[str, ...] = ()
-    notes: str | None = None
-    axes: tuple[dict[str, Any], ...] | None = None
-    """Arguments of `define_metric` for each metric with an axis of its own; None: those of dtt."""
-    summary: Row = field(default_factory=dict)
-    """Values that replace the last ones of the metrics, as the server returns them."""
+    entity: str
+    project: str
+    id: str
+
+    def __str__(self) -> str:
+        """Return `entity/project/id`."""
+        return "/".join(self)
 
 
 @dataclass(frozen=True)
 class UploadedRun:
-    """A run whose history on the server equals that of its source."""
+    """A run to which the missing rows of its source were sent."""
 
     entity: str
     project: str
@@ -114,14 +106,6 @@ class WandbHistory:
                 where=self._server,
                 next="wandb login, or set the environment variable WANDB_API_KEY",
             )
-        self.check_server()
-        with self._reported():
-            self._api = self._wandb.Api()
-            self.entity: str = self._api.default_entity or ""
-            """Team or user to which runs without an entity belong."""
-
-    def check_server(self) -> None:
-        """Raise EnvironmentUnfit if the server does not respond within 5 s."""
         if not answers(self._server):
             raise EnvironmentUnfit(
                 "the W&B server did not respond within 5 s",
@@ -129,238 +113,174 @@ class WandbHistory:
                 next="run the same command again where the network reaches it; "
                 "WANDB_BASE_URL selects another server",
             )
+        with self._reported():
+            self._api = self._wandb.Api()
+            self.entity: str = self._api.default_entity or ""
+            """Team or user to which runs without an entity belong."""
 
-    def upload(
-        self, path: RunPath, facts: RunHeader, rows: Callable[[], Iterator[Row]]
-    ) -> UploadedRun:
-        """Make the history of a run equal to `rows`, the records of a job; send only what is new.
+    def upload(self, path: RunPath, facts: dict[str, Any], rows: RowsFrom) -> UploadedRun:
+        """Send the rows of a job that its run lacks. `facts` are arguments of `wandb.init`.
 
-        `rows()` starts a new iteration over all rows, of which there is at least one. A run whose
-        history is not the beginning of them is replaced; ConfigError if a tracker created it.
-        Raises EnvironmentUnfit if the history on the server differs afterwards.
+        A run whose history is not the beginning of the rows is replaced; ConfigError if a tracker
+        created it.
         """
-        self.check_server()
-        runs = self._find(path)
-        newest = runs[-1] if runs else None
-        extends = newest is None or self._extends(newest, rows())
-        if newest is not None:
-            path = newest.path if extends else _successor(newest, path.id)
-        uploaded = self._complete(path, facts, rows, newest if extends else None)
-        for old in runs:
-            if old.uploaded and old.path != path:
-                self._delete(old.path)
-        return uploaded if extends else replace(uploaded, replaced=True)
+        with self._reported(path):
+            runs = self._runs_of_job(path)
+            newest = runs[-1] if runs else None
+            left = self._missing(newest, rows)
+            replaces = left is None
+            if newest is not None:
+                path = path._replace(id=_successor(newest, path) if replaces else newest.id)
+            run = None if replaces else newest
+            sent = self._send(path, run, rows(0) if left is None else left, facts, define_metrics)
+            # Several are left if an earlier upload was cut off. W&B never accepts their ids again.
+            for old in runs:
+                if old.jobType == JOB_TYPE and old.id != path.id:
+                    old.delete()
+            return self._uploaded(path, run, sent, replaced=replaces)
 
     def copy(self, source: RunPath, target: RunPath) -> UploadedRun:
         """Copy a run of the server to another project; send only what the copy lacks.
 
         Copies the complete history, the config, the summary, the name, the group, the tags, the
-        notes and the axes of plots. Raises InputError if there is no such run, ConfigError if the
-        history of `target` is not the beginning of that of `source`, and EnvironmentUnfit if the
-        histories differ afterwards. Never deletes a run: in the project of the target, `ID-2` may
-        be the copy of another run.
+        notes and the axes of plots. Raises InputError if there is no such run, and ConfigError if
+        the history of `target` is not the beginning of that of `source`. Never deletes a run: in
+        the project of the target, `ID-2` may be the copy of another run.
         """
-        self.check_server()
         if source == target:
             raise ConfigError(f"{source} is the run to copy")
-        facts, file = self._read(source)
-
-        def rows() -> Iterator[Row]:
-            with file.open(encoding="utf-8") as lines:
-                yield from map(json.loads, lines)
-
-        stored = self._stored(target)
-        if stored is not None and not self._extends(stored, rows()):
-            raise ConfigError(
-                f"the history of {target} is not the beginning of that of {source}",
-                where=stored.url,
-                why=f"it is another run with the same id, or {source} has changed",
-                next="copy to another project with --project, or delete that run",
+        with self._reported(source):
+            run = self._run(source)
+        if run is None:
+            raise InputError(
+                f"there is no run {source}",
+                where=self._server,
+                next="ENTITY/PROJECT/RUN as in the run's URL: RUN is its id, not its name",
             )
-        return self._complete(target, facts, rows, stored)
+        media: set[str] = set()
 
-    def _read(self, path: RunPath) -> tuple[RunHeader, Path]:
-        """Return the facts of a run, and a file with its rows, one JSON object per line.
+        def rows(first: int) -> Iterator[Row]:
+            # A scan reads every row, unlike `Run.history`, which samples.
+            for row in run.scan_history(min_step=first):
+                media.update(name for name, value in row.items() if _is_media(value))
+                yield _numbers(row)
 
-        A scan reads every row, unlike `Run.history`, which samples: each query asks for as many
-        rows as its range has steps. The rows are kept because several passes over them follow, and
-        a second scan of a running run returns others.
-        """
-        with self._reported(path):
-            try:
-                run = self._api.run(str(path))
-            except self._errors as error:
-                if not _is_missing(error):
-                    raise
-                raise InputError(
-                    f"there is no run {path}",
-                    where=self._server,
-                    next="ENTITY/PROJECT/RUN as in the run's URL: RUN is its id, not its name",
-                ) from None
-            expected, number = run.historyLineCount or 0, 0
-            file = self._folder / "history.jsonl"
-            media: set[str] = set()
-            with file.open("w", encoding="utf-8") as lines:
-                for number, row in enumerate(run.scan_history(), 1):  # noqa: B007
-                    media.update(name for name, value in row.items() if is_media(value))
-                    lines.write(json.dumps(numbers(row)) + "\n")
-        if number < expected:
-            raise EnvironmentUnfit(
-                f"W&B returned {number} of {expected} rows of {path}",
-                where=run.url,
-                next="run the same command again",
-            )
+        def define_axes(copied: Any) -> None:
+            for axis in _axes(run.rawconfig.get("_wandb", {}).get("m", [])):
+                copied.define_metric(**axis)
+
+        facts = {name: getattr(run, name) for name in ("name", "group", "config", "tags", "notes")}
+        with self._reported(target):
+            stored = self._run(target)
+            left = self._missing(stored, rows)
+            if left is None:
+                raise ConfigError(
+                    f"the history of {target} is not the beginning of that of {source}",
+                    where=None if stored is None else stored.url,
+                    why=f"it is another run with the same id, or {source} has changed",
+                    next="copy to another project with --project, or delete that run",
+                )
+            sent = self._send(target, stored, left, facts, define_axes)
+            # A summary may have values that are not those of the last row.
+            summary = {k: v for k, v in run.summary_metrics.items() if not k.startswith("_")}
+            if summary:
+                self._fresh(target).summary.update(summary)
         if media:
             log.warning(
-                "%s: files are not copied, only their names: %s", path, ", ".join(sorted(media))
+                "%s: files are not copied, only their names: %s", source, ", ".join(sorted(media))
             )
-        metrics = run.rawconfig.get("_wandb", {}).get("m", [])
-        summary = {k: v for k, v in run.summary_metrics.items() if not k.startswith("_")}
-        facts = RunHeader(
-            run.name, run.group, run.config, tuple(run.tags), run.notes, axes(metrics), summary
-        )
-        return facts, file
+        return self._uploaded(target, stored, sent, replaced=False)
 
-    def _extends(self, run: StoredRun, rows: Iterator[Row]) -> bool:
-        """Return True if the history of `run` is the beginning of `rows`."""
-        if run.rows == 0:
-            return True
-        at_stored = next(islice(rows, run.rows - 1, None), None)
-        return at_stored is not None and self._ends_with(run, at_stored)
+    def _missing(self, run: Any | None, rows: RowsFrom) -> Iterator[Row] | None:
+        """Return the rows after the last one of `run`; None if that one is not among `rows`.
 
-    def _complete(
-        self,
-        path: RunPath,
-        facts: RunHeader,
-        rows: Callable[[], Iterator[Row]],
-        stored: StoredRun | None,
-    ) -> UploadedRun:
-        """Send the rows that `stored`, the run at `path`, lacks; without one, create the run."""
-        total = 0
-        last: Row = {}
-        for total, last in enumerate(rows(), 1):  # noqa: B007
-            pass
-        start = 0 if stored is None else stored.rows
-        if stored is None or start < total:
-            if stored is not None:
-                # The client counts on from the step in the summary, which may be ahead of the
-                # history after an upload that was cut off, and drops rows of earlier steps.
-                step = next(islice(rows(), start, None)).get("_step", start)
-                if stored.summary.get("_step", -1) >= step:
-                    self._update_summary(path, {"_step": step - 1})
-            self._send(path, facts, islice(rows(), start, None), resumes=stored is not None)
-            stored = self._verify(path, total, last)
-        if not contains(stored.summary, numbers(facts.summary)):
-            self._update_summary(path, facts.summary)
-        return UploadedRun(*path, stored.url, total, sent=total - start, replaced=False)
-
-    def _update_summary(self, path: RunPath, values: Row) -> None:
-        with self._reported(path):
-            self._api.flush()
-            self._api.run(str(path)).summary.update(values)
-
-    def _find(self, path: RunPath) -> list[StoredRun]:
-        """Return the runs of a job: `ID`, `ID-2`, …; there are several if an upload was cut off."""
-        pattern = f"^{re.escape(path.id)}(-[0-9]+)?$"
-        with self._reported(path):
-            try:
-                runs = self._api.runs(path.folder, filters={"name": {"$regex": pattern}})
-                found = [run.id for run in runs]
-            except self._errors as error:
-                if not _is_missing(error):
-                    raise
-                found = []  # the project does not exist
-        found.sort(key=lambda id: _number(id, path.id))
-        stored = (self._stored(path._replace(id=id)) for id in found)
-        return [run for run in stored if run is not None]
-
-    def _stored(self, path: RunPath) -> StoredRun | None:
-        """Return the state of a run on the server; None if there is no such run."""
-        self._api.flush()  # else it returns the state of the last query
-        with self._reported(path):
-            try:
-                run = self._api.run(str(path))
-            except self._errors as error:
-                if not _is_missing(error):
-                    raise
-                return None
-        return StoredRun(
-            path=path,
-            rows=run.historyLineCount or 0,
-            summary=numbers(run.summaryMetrics or {}),
-            url=run.url,
-            uploaded=run.jobType == JOB_TYPE,
-        )
-
-    def _ends_with(self, run: StoredRun, row: Row) -> bool:
-        """Return True if `row` is the last row of a run.
-
-        Then the rows before it are equal, too: metrics.jsonl changes only by new lines at its end,
-        and by the removal of the lines after a step when a job resumes. The lines that follow such
-        a removal have other times.
+        If it is, the rows before it are equal, too: metrics.jsonl changes only by new lines at its
+        end, and by the removal of the lines after a step when a job resumes. The lines that follow
+        such a removal have other times.
         """
-        if matches(run, row, run.summary):
-            return True
-        # An upload that was cut off may have left a summary of rows that did not arrive, and the
-        # summary of a copy may have other values than the last row.
-        step = row.get("_step", run.rows - 1)
-        with self._reported(run.path):
-            scan = self._api.run(str(run.path)).scan_history(min_step=step, max_step=step + 1)
-            return any(matches(run, row, numbers(found)) for found in scan)
+        last = -1 if run is None else run.lastHistoryStep
+        if run is None or last < 0:
+            return rows(0)
+        left = rows(last)
+        row: Row = next(left, {})
+        stored: Row = next(iter(run.scan_history(min_step=last)), {})
+        if row.get("_step") != last or row.get("step") != stored.get("step"):
+            return None
+        # Without a time in metrics.jsonl, that on the server is the time of the upload.
+        time = row.get("_timestamp")
+        if time is not None and abs(time - stored.get("_timestamp", -math.inf)) > LIVE_SECONDS:
+            return None
+        return left
 
     def _send(
         self,
         path: RunPath,
-        facts: RunHeader,
+        run: Any | None,
         rows: Iterator[Row],
-        *,
-        resumes: bool,
-    ) -> None:
-        """Append rows to a run, or create it. A row may have a `_step`; by default, they count."""
-        with self._reported(path):
-            run = self._wandb.init(
-                **path._asdict(),
-                name=facts.name,
-                group=facts.group,
-                tags=facts.tags,
-                notes=facts.notes,
-                job_type=None if resumes else JOB_TYPE,
-                config=facts.config,
-                dir=self._folder,
-                mode="online",
-                resume="allow" if resumes else "never",
-                settings=self._wandb.Settings(init_timeout=20),
-            )
-            if facts.axes is None:
-                define_metrics(run)
-            for axis in facts.axes or ():
-                run.define_metric(**axis)
-            for row in rows:
-                step = row.pop("_step", None)
-                run.log(row, step=step, commit=True)  # with a step, the default is to wait for more
-            run.finish()
-
-    def _verify(self, path: RunPath, total: int, last: Row) -> StoredRun:
-        """Return the run on the server; EnvironmentUnfit unless it has all rows."""
-        found = None
-        for pause in PAUSES:
-            time.sleep(pause)
-            found = self._stored(path)
-            if found is None or found.rows != total:
-                continue
-            if total == 0 or self._ends_with(found, last):
-                return found
-        raise EnvironmentUnfit(
-            f"the upload is incomplete: W&B has {found.rows if found else 0} of {total} rows",
-            where=found.url if found else self._server,
-            why="the server refused rows, or the connection was lost",
-            next="run the same command again: it sends what is missing",
+        facts: dict[str, Any],
+        define: Callable[[Any], None],
+    ) -> int:
+        """Append rows to `run`, or create it; return the number of rows."""
+        first = next(rows, None)
+        if first is None and run is not None:
+            return 0
+        if run is not None and first is not None:
+            # The client counts on from the step in the summary, which may be ahead of the history
+            # after an upload that was cut off, and drops rows of earlier steps.
+            step = (run.summaryMetrics or {}).get("_step", -1)
+            if step >= first["_step"]:
+                run.summary.update({"_step": first["_step"] - 1})
+        writer = self._wandb.init(
+            **path._asdict(),
+            **facts,
+            job_type=JOB_TYPE if run is None else None,
+            dir=self._folder,
+            mode="online",
+            resume="never" if run is None else "allow",
+            settings=self._wandb.Settings(init_timeout=20),
         )
+        define(writer)
+        sent = 0
+        for sent, row in enumerate(chain([first] if first else [], rows), 1):  # noqa: B007
+            step = row.pop("_step")
+            writer.log(row, step=step, commit=True)  # with a step, the default is to wait for more
+        writer.finish()
+        return sent
 
-    def _delete(self, path: RunPath) -> None:
-        """Delete a run that was replaced."""
-        with self._reported(path):
-            self._api.run(str(path)).delete()
+    def _uploaded(
+        self, path: RunPath, run: Any | None, sent: int, *, replaced: bool
+    ) -> UploadedRun:
+        before = 0 if run is None else run.historyLineCount or 0
+        url = self._fresh(path).url if run is None else run.url
+        return UploadedRun(*path, url, before + sent, sent, replaced)
+
+    def _runs_of_job(self, path: RunPath) -> list[Any]:
+        """Return the runs `ID`, `ID-2`, … in this order."""
+        pattern = f"^{re.escape(path.id)}(-[0-9]+)?$"
+        try:
+            runs = self._api.runs(
+                f"{path.entity}/{path.project}", filters={"name": {"$regex": pattern}}
+            )
+            ids = sorted((run.id for run in runs), key=lambda id: _number(id, path.id))
+        except self._errors as error:
+            if not _is_missing(error):
+                raise
+            return []  # the project does not exist
+        # A listed run lacks the summary and the number of its rows.
+        return [self._fresh(path._replace(id=id)) for id in ids]
+
+    def _run(self, path: RunPath) -> Any | None:
+        """Return a run on the server; None if there is no such run."""
+        try:
+            return self._fresh(path)
+        except self._errors as error:
+            if not _is_missing(error):
+                raise
+            return None
+
+    def _fresh(self, path: RunPath) -> Any:
+        self._api.flush()  # else it returns the state of the last query
+        return self._api.run(str(path))
 
     @contextmanager
     def _reported(self, path: RunPath | None = None) -> Iterator[None]:
@@ -386,22 +306,50 @@ def _is_missing(error: Exception) -> bool:
     return "could not find" in str(error).lower()
 
 
-def _successor(run: StoredRun, first: str) -> RunPath:
-    """Return the path of the run that replaces another one; `first` is the id of the first one.
+def _successor(run: Any, first: RunPath) -> str:
+    """Return the id of the run that replaces another one; `first` is the path of the first one.
 
     Raises ConfigError if a tracker created the run.
     """
-    if not run.uploaded:
+    if run.jobType != JOB_TYPE:
         raise ConfigError(
-            f"the history of {run.path} is not the beginning of the job's metrics.jsonl",
+            f"the history of {first._replace(id=run.id)} is not the beginning of the job's "
+            "metrics.jsonl",
             where=run.url,
             why="the job's tracker wrote it, and the job later repeated steps; W&B cannot replace "
             "rows, and this run is left as it is",
             next="upload to another project with --project",
         )
-    return run.path._replace(id=f"{first}-{_number(run.path.id, first) + 1}")
+    return f"{first.id}-{_number(run.id, first.id) + 1}"
 
 
 def _number(id: str, first: str) -> int:
     """Return 1 for the id `first` itself, 2 for `first-2`, and so on."""
     return int(id[len(first) + 1 :] or 1)
+
+
+def _numbers(row: Row) -> Row:
+    """Return the row with numbers for the strings by which servers return NaN and infinity."""
+    values = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+    return {k: values.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+
+
+def _is_media(value: Any) -> bool:
+    """Return True if a value of a row names files of the run, such as images or tables."""
+    return (
+        isinstance(value, dict) and "_type" in value and ("path" in value or "filenames" in value)
+    )
+
+
+def _axes(metrics: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of `define_metric` that made the client write these definitions.
+
+    The client numbers the fields of its message MetricRecord: 1 is the name, 2 the name with a *,
+    5 the position of the axis in the list, from 1 on, and 6 has 2 for a hidden metric.
+    """
+    for metric in metrics:
+        yield {
+            "name": metric.get("1") or metric["2"],
+            "step_metric": metrics[metric["5"] - 1].get("1") if "5" in metric else None,
+            "hidden": 2 in metric.get("6", []),
+        }
