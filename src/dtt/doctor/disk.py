@@ -60,6 +60,7 @@ def examine(folder: Path) -> Disk:
     kind = _kind(place)
     aside = place / f".dtt-doctor-{secrets.token_hex(4)}.tmp"
     final = aside.with_suffix("")
+    # Random, since some file systems compress zeros, and numbered, since some store a block once.
     block, digest = os.urandom(BLOCK), hashlib.sha256()
     try:
         with _step("write", place), aside.open("wb") as file:
@@ -109,16 +110,17 @@ def check_shared(world: World, folder: Path) -> None:
     All ranks call it together.
     """
     place = _existing(folder)
-    sign = place / world.from_first(f".dtt-doctor-{secrets.token_hex(4)}")
+    created = place / world.from_first(f".dtt-doctor-{secrets.token_hex(4)}")
     if world.first:
         with suppress(OSError):  # `examine` has reported it
-            sign.touch()
-    there = world.from_first(_exists(sign))
-    seen = _exists(sign)
-    world.barrier()
-    if there and world.first:
-        sign.unlink()
-    if there and not seen:
+            created.touch()
+    # If rank 0 could not create it, that is its problem alone: the others must not report it, too.
+    expected = world.from_first(_exists(created))
+    seen = _exists(created)
+    world.barrier()  # without it, rank 0 might delete the file before another rank looks
+    if expected and world.first:
+        created.unlink()
+    if expected and not seen:
         raise EnvironmentUnfit(
             f"rank {world.rank} does not see the files of rank 0",
             where=_where(place),
@@ -159,6 +161,7 @@ def _exists(path: Path) -> bool:
 
 def _kind(place: Path) -> str:
     """Return the type of the file system that `place` is on."""
+    # all=True: psutil otherwise leaves out network file systems and tmpfs.
     mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     real = place.resolve()
     return next((mounted[str(p)] for p in (real, *real.parents) if str(p) in mounted), "unknown")
