@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -36,12 +38,17 @@ def test_the_retries_of_a_training_process_end_together(monkeypatch: pytest.Monk
         assert calls_of(9) == 9  # each at once
         clock[0] += reading.APART + 1
         assert calls_of(1) == 4
-        outcomes = iter([OSError(errno.EIO, "gone"), None])
 
-        def recovers() -> None:
+        def recovers(outcomes: Iterator[OSError | None]) -> None:
             if (error := next(outcomes)) is not None:
                 raise error
 
         clock[0] += reading.APART + 1
-        reading.retrying(recovers)
+        gone = OSError(errno.EIO, "gone")
+        reading.retrying(partial(recovers, iter([gone, None])))
         assert calls_of(1) == 4  # another outage
+        clock[0] += reading.APART + 1
+        with pytest.raises(FileNotFoundError):  # an answer, too
+            reading.retrying(partial(recovers, iter([gone, FileNotFoundError(errno.ENOENT, "")])))
+        clock[0] += reading.OUTAGE
+        assert calls_of(1) == 4

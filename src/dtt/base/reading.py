@@ -131,8 +131,12 @@ def retrying(action: Callable[[], T]) -> T:
                 waits = True
                 time.sleep(SECONDS_BETWEEN_LOOKS_FOR_SPACE)
                 continue
+            if error.errno not in TRANSIENT:
+                if retried:  # the file system answers again, as with ENOENT after ESTALE
+                    _end_outage()
+                raise
             seconds = next(patience, None)
-            if error.errno not in TRANSIENT or seconds is None:
+            if seconds is None:
                 raise
             if _outages and _outages[-1].lasts(seconds):
                 raise
@@ -140,9 +144,14 @@ def retrying(action: Callable[[], T]) -> T:
             log.warning("%s; trying again in %g s", error, seconds)
             time.sleep(seconds)
         else:
-            if retried and _outages:
-                _outages[-1] = _Outage()  # it is over
+            if retried:
+                _end_outage()
             return result
+
+
+def _end_outage() -> None:
+    if _outages:
+        _outages[-1] = _Outage()
 
 
 def open_regular(path: Path) -> int:
