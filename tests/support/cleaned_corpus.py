@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
 from dtt.clean.passes import Part, clean
@@ -40,12 +37,6 @@ class CleanedCorpus:
         result = clean(self.config(*(settings or ("clean.near.threshold=0.8",))), Serial(), part)
         assert result is not None
         return result.folder
-
-
-@pytest.fixture
-def make_corpus(tmp_path: Path) -> Callable[..., CleanedCorpus]:
-    """Makes corpora, each in a folder of its own."""
-    return lambda files, name="one", **options: CleanedCorpus(tmp_path / name, files, **options)
 
 
 def removed_rows(folder: Path) -> dict[tuple[int, int], RemovedRow]:

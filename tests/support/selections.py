@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
+import json
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -46,7 +50,6 @@ def write_selection(
     *,
     unit_bytes: int,
     clean: CleanConfig = CLEAN,
-    reason: str = "rules",
 ) -> Path:
     """Remove the documents of the corpus in `folder` for which `removes` is True; return where.
 
@@ -64,14 +67,14 @@ def write_selection(
         path = place / removals_name(unit.index)
         path.unlink(missing_ok=True)
         if removed:
-            rows = [(number, reason, "chosen", *twin, 0.5) for number in removed]
+            rows = [(number, "rules", "chosen", *twin, 0.5) for number in removed]
             table = [dict(zip(SCHEMA.names, row, strict=True)) for row in rows]
             pq.write_table(pa.Table.from_pylist(table, SCHEMA), path)
         units.append(
             SelectionUnit(
                 documents=len(texts),
                 bytes=sum(map(len, texts)),
-                removed={reason: len(removed)} if removed else {},
+                removed={"rules": len(removed)} if removed else {},
                 removed_bytes=sum(len(texts[number]) for number in removed),
                 sha256=sha256_file(path) if removed else None,
             )
@@ -82,3 +85,24 @@ def write_selection(
     )
     (place / SelectionManifest.filename).write_text(manifest.dump())
     return place
+
+
+def is_third(content: bytes) -> bool:
+    """Choose a third of the documents, by their content."""
+    return hashlib.sha256(content).digest()[0] % 3 == 0
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def comma_separated(texts: list[str]) -> bytes:
+    stream = io.StringIO()
+    csv.writer(stream).writerows([("text",), *((text,) for text in texts)])
+    return stream.getvalue().encode()
+
+
+def parquet(texts: list[str]) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), stream, row_group_size=40)
+    return stream.getvalue()

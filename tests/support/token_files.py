@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,3 +105,12 @@ def read_doc_ids(source: SampleReader, samples: SampleNumbers) -> npt.NDArray[np
     doc_ids = source.read(samples).doc_ids
     assert doc_ids is not None
     return doc_ids
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """Sha256 of each file, but markers, which have the times of others."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock" and path.parent.name != ".units"
+    }

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from support.running import Dtt
-from support.selections import CLEAN, write_selection
+from support.selections import (
+    CLEAN,
+    comma_separated,
+    is_third,
+    json_lines,
+    parquet,
+    write_selection,
+)
 from tokenizers import Tokenizer
 
 from dtt.base.errors import InputError
@@ -37,28 +38,7 @@ TEXTS = [
 OPTIONS: dict[str, Any] = {"seq_len": 16, "validation_fraction": 0.1}
 
 
-def is_third(content: bytes) -> bool:
-    """Choose a third of the documents, by their content."""
-    return hashlib.sha256(content).digest()[0] % 3 == 0
-
-
 KEPT = [text for text in TEXTS if not is_third(text.encode())]
-
-
-def json_lines(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
-
-
-def parquet(texts: list[str]) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.table({"text": texts}), stream, row_group_size=40)
-    return stream.getvalue()
-
-
-def comma_separated(texts: list[str]) -> bytes:
-    stream = io.StringIO()
-    csv.writer(stream).writerows([("text",), *((text,) for text in texts)])
-    return stream.getvalue().encode()
 
 
 @pytest.fixture(scope="module")

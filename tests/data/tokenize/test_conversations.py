@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.conversation_files import conversation, jsonl, write_tokenizer
 from support.running import Dtt
+from support.token_files import sums
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
@@ -100,15 +101,6 @@ def encoded(tokenizer: GivenTokenizerConfig, rows: list[dict[str, Any]]) -> list
     results = encoder.encode_batch(map(parse_row, rows))
     assert all(isinstance(result, list) for result in results)
     return [(one.ids.tolist(), one.mask.tolist()) for row in results for one in row]  # type: ignore[union-attr]
-
-
-def sums(folder: Path) -> dict[str, str]:
-    """sha256 of each file below `folder`, but markers, which have the times of others."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock" and path.parent.name != ".units"
-    }
 
 
 def test_every_conversation_is_there_once_with_its_mask(workshop: Workshop) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import importlib.util
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.token_files import sums
 from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest
@@ -60,15 +60,6 @@ def run(
     result = tokenize(options, tokenizer, corpus.folder, out, Serial(), overwrite=overwrite)
     assert result is not None
     return result
-
-
-def sums(folder: Path) -> dict[str, str]:
-    """sha256 of each file below `folder`, but markers, which have the times of others."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock" and path.parent.name != ".units"
-    }
 
 
 def documents(folder: Path, split: str) -> list[list[int]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -20,7 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 from support.conversation_files import conversation, write_tokenizer
 from support.running import Dtt
-from support.selections import CLEAN, write_selection
+from support.selections import (
+    CLEAN,
+    comma_separated,
+    is_third,
+    json_lines,
+    parquet,
+    write_selection,
+)
+from support.token_files import sums
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.artifacts.selection_manifest import SelectionManifest
@@ -53,33 +59,12 @@ TEXTS = [
 ]
 
 
-def is_third(content: bytes) -> bool:
-    """Choose a third of the documents, by their content."""
-    return hashlib.sha256(content).digest()[0] % 3 == 0
-
-
 KEPT = [text for text in TEXTS if not is_third(text.encode())]
 
 
-def jsonl(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
-
-
-def parquet(texts: list[str]) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.table({"text": texts}), stream, row_group_size=100)
-    return stream.getvalue()
-
-
-def comma_separated(texts: list[str]) -> bytes:
-    stream = io.StringIO()
-    csv.writer(stream).writerows([("text",), *((text,) for text in texts)])
-    return stream.getvalue().encode()
-
-
 FORMATS: dict[str, Callable[[list[str]], bytes]] = {
-    "a.jsonl": jsonl,
-    "a.jsonl.gz": lambda texts: gzip.compress(jsonl(texts)),
+    "a.jsonl": json_lines,
+    "a.jsonl.gz": lambda texts: gzip.compress(json_lines(texts)),
     "a.parquet": parquet,
     "a.csv": comma_separated,
     "a.txt": lambda texts: "".join(f"{text}\n" for text in texts).encode(),
@@ -131,15 +116,6 @@ def masks(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def sums(folder: Path) -> dict[str, str]:
-    """Sha256 of each file, but markers, which have the times of others."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock" and path.parent.name != ".units"
-    }
-
-
 def shard_times(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
 
@@ -153,7 +129,7 @@ def make(corpora: Any, folder: Path, files: dict[str, bytes], **options: Any) ->
 
 @pytest.fixture
 def corpus(corpora: Any, tmp_path: Path) -> Corpus:
-    return make(corpora, tmp_path / "whole", {"a.jsonl": jsonl(TEXTS)})
+    return make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
 
 
 @pytest.fixture
