@@ -46,7 +46,7 @@ def tokenize(
 
         cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
         if dry_run:
-            tokenize.dry_run(cfg, as_json=json)
+            tokenize.dry_run(cfg, overwrite=overwrite, as_json=json)
         else:
             tokenize.run(cfg, overwrite=overwrite, as_json=json)
     leave()

@@ -42,7 +42,10 @@ def test_a_corpus_becomes_token_files_with_a_report(tmp_path: Path) -> None:
     assert "--overwrite" in refused.stderr
     planned = dtt(tmp_path, *command, "--dry-run").stdout
     assert "next        nothing to do" in planned
-    again = dtt(tmp_path, *command, "tokenize.validation_fraction=0.2", "--overwrite", "--json")
+    other = (*command, "tokenize.validation_fraction=0.2", "--overwrite")
+    assert "units       0 of 1 are" in dtt(tmp_path, *other, "--dry-run").stdout
+    assert "nothing to do" in dtt(tmp_path, *command, "--dry-run").stdout
+    again = dtt(tmp_path, *other, "--json")
     assert not json.loads(again.stdout)["already_done"]
 
 

@@ -100,7 +100,7 @@ def _tokenize(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> Tokenized | Non
     return result
 
 
-def dry_run(cfg: RunConfig, *, as_json: bool = False) -> None:
+def dry_run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
     """Print which units `dtt tokenize` would encode, and why; change nothing."""
     comm = open_comm(Ranks.detect(), _work(cfg))
     from dtt.data.corpus.described import read_corpus
@@ -117,6 +117,7 @@ def dry_run(cfg: RunConfig, *, as_json: bool = False) -> None:
         plan = make_plan(
             *(one.tokenize, tokenizer, one.corpus_dir, out, comm, _kind(one)),
             clean=one.clean,
+            overwrite=overwrite,
             dry_run=True,
         )
         facts.append(

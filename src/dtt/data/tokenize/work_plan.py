@@ -108,12 +108,14 @@ def make_plan(
     """
     found = None if overwrite else _shared(comm, read_key(out) if comm.rank == 0 else None)
     corpus, units, unit_bytes = divide(cfg, clean, corpus_folder, comm, found)
-    if overwrite:
+    if overwrite and not dry_run:
         clear(cfg, out)
         comm.barrier()
     key = None
     if comm.rank == 0:
-        given = given_content(tokenizer)
+        given = None
+        if isinstance(tokenizer, GivenTokenizerConfig):
+            given = given_tokenizer(tokenizer)
         encoding = kind.key_parts(tokenizer, None if found is None else found.key_parts)
         key = _asked(cfg, tokenizer, corpus, units, unit_bytes, given, encoding)
         kept = None if found is None else _kept(cfg, found, key, out, given)
@@ -330,11 +332,6 @@ def _tidy(out: Path, pending: dict[int, str]) -> None:
         log.info("unit %d will be encoded again: %s", unit, why)
     if len(redone) > SHOWN:
         log.info("… and %d more", len(redone) - SHOWN)
-
-
-def given_content(tokenizer: TokenizerConfig) -> bytes | None:
-    """Return the content of the given tokenizer.json, or None if the tokenizer is to be trained."""
-    return given_tokenizer(tokenizer) if isinstance(tokenizer, GivenTokenizerConfig) else None
 
 
 def tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
