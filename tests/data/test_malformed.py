@@ -25,7 +25,7 @@ from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
 from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.report import InspectOptions
-from dtt.data.samples.encoded_documents import Documents
+from dtt.data.samples.encoded_documents import CorpusDocuments
 from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.distributed import Tokenized, tokenize
 from dtt.mesh.comm import Serial
@@ -157,7 +157,7 @@ def test_the_verdict_does_not_depend_on_the_place_of_the_file(
     manifest = run("skip").manifest
     assert manifest.counts("train").documents - len(GOOD) == fault.kept
     assert manifest.skipped_documents == fault.skipped
-    documents = Documents(Corpus(tmp_path / "corpus"))
+    documents = CorpusDocuments(Corpus(tmp_path / "corpus"))
     bad = BadDocuments()
     texts = [d.text for unit in documents.units for d in documents.of(unit, bad) if d.text]
     assert (len(texts) - len(GOOD), bad.count) == (fault.kept, fault.skipped)
