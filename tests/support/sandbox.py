@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -36,7 +35,6 @@ from support.token_files import write_pair
 
 STORIES, EDU = "roneneldan/TinyStories", "HuggingFaceFW/fineweb-edu"
 GPT2, LLAMA = "openai-community/gpt2", "meta-llama/Llama-3.2-1B-Instruct"
-PUBLISHED = "kjj0/fineweb10B-gpt2"
 SAVED = (500, 1000, 3000, 4000, 4500, 4999)
 """Steps whose checkpoints the pages name, and the last step but one of the run they show."""
 
@@ -184,13 +182,6 @@ def _parquet(rows: list[dict[str, Any]]) -> bytes:
     return content
 
 
-def published_tokens(count: int) -> bytes:
-    """A token file of llm.c: a header of 256 int32, then the ids as uint16."""
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, count
-    return header.tobytes() + (np.arange(count) % 10).astype("<u2").tobytes()
-
-
 def _fill(hub: LoopbackHub, lines: str) -> None:
     """Put the datasets and the model that the pages name on the Hub."""
     content = _parquet([{"text": json.loads(line)["text"]} for line in lines.splitlines()])
@@ -199,8 +190,6 @@ def _fill(hub: LoopbackHub, lines: str) -> None:
         readme = f"---\nconfigs:\n- config_name: {subset}\n  {files}\n---\n".encode()
         hub.add("dataset", name, {"README.md": readme, "rows.parquet": _parquet([row, row])})
     card = "---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*.parquet\n---\n"
-    tokens = {f"fineweb_train_{n:06d}.bin": published_tokens(1000) for n in range(1, 25)}
-    hub.add("dataset", PUBLISHED, tokens | {"fineweb_val_000000.bin": published_tokens(500)})
     hub.add("dataset", STORIES, {"data/train-00000-of-00001.parquet": content})
     hub.add("dataset", EDU, {"sample/10BT/000.parquet": content, "README.md": card.encode()})
     size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 1024}
