@@ -20,10 +20,16 @@ from support.chat_shapes import NAMED, SHAPES, templates
 
 
 def check_that_masks_are_derived(tokenizer: bytes, every: int) -> None:
-    """Check that nearly all pairs of a template and a shape get a mask."""
+    """Check that nearly all pairs of a template and a shape get a mask, one answer a sample.
+
+    With all answers in one sample, the others are those of templates that rewrite earlier turns.
+    """
     counts: Counter[str] = Counter()
     for name, text in [*templates().items(), ("chatml", CHATML)][::every]:
-        ours = ChatEncoder(tokenizer, ChatConfig(), "tokenizer.json", text, NAMED)
+        whole, ours = (
+            ChatEncoder(tokenizer, ChatConfig(turns=turns), "tokenizer.json", text, NAMED)
+            for turns in ("all", "expand")
+        )
         cells = []
         for row in SHAPES.values():
             conversation = parse_row(row)
@@ -32,9 +38,11 @@ def check_that_masks_are_derived(tokenizer: bytes, every: int) -> None:
             except RefusedRow:
                 cells.append("-")
                 continue
-            (got,) = ours.encode_batch([conversation])
+            (got,), (together,) = (one.encode_batch([conversation]) for one in (ours, whole))
             if not isinstance(got, RefusedRow):
-                cells.append("+".join(sorted({*got[0].methods})))
+                rewritten = isinstance(together, RefusedRow)
+                assert not rewritten or "chat.turns=expand" in together.why
+                cells.append("expand" if rewritten else "derived")
             elif "renders nothing" in got.why:
                 cells.append("nothing rendered")
             elif "reasoning in the content" in got.why:
@@ -46,7 +54,7 @@ def check_that_masks_are_derived(tokenizer: bytes, every: int) -> None:
     print(counts)
     renderable = counts.total() - counts["-"]
     assert renderable > 400 / every
-    assert counts["refused"] <= 0.005 * renderable
+    assert counts["refused"] <= 0.04 * renderable
 
 
 class Differences:
@@ -86,7 +94,7 @@ class Differences:
         if end < len(sample.mask) and sample.mask[end]:
             if self._is_supplied(text, conversation):
                 return "trl trains the header, which the prompt supplies"
-        elif "omitted" in sample.methods:
+        elif not self.tokenizer.decode(sample.ids[at:end].tolist()).strip():
             return "trl trains an answer of which the template renders nothing"
         return f"unexplained: {text!r}"
 

@@ -72,8 +72,10 @@ def test_ids_of_a_sample_of_real_conversations_equal_those_of_transformers(
 ) -> None:
     content = with_tokens(shared / "data/tokenizers" / name)
     sample = [one for part in rows.values() for one in part[::97]]
-    for text in (CHATML, templates()["qwen3"]):
+    for text in (CHATML, templates()["llama3"]):
         assert_equal_on(sample, content, text)
+    # Qwen 3 drops the reasoning of earlier turns, so it has no sample with several answers.
+    assert_equal_on([one.until(2) for one in sample], content, templates()["qwen3"])
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,7 @@ def test_several_stop_tokens_are_found_the_most_frequent_first(gpt2: bytes) -> N
     ours = encoder(gpt2, templates()["gptoss"])
     tokens = [Tokenizer.from_buffer(gpt2).id_to_token(i) for i in ours.stop_tokens]
     assert tokens[0] == "<|return|>"
-    assert set(tokens) == {"<|return|>", "<|end|>", "<|call|>"}
+    assert set(tokens) == {"<|return|>", "<|call|>"}
     assert ours.facts.stop_tokens == ours.stop_tokens
 
 
@@ -178,7 +180,11 @@ UNUSUAL = {
         (UNUSUAL["raises"], CHAT, "the chat template rejects it: too long"),
         (CHATML, {"messages": [user("a\ufdd2"), answer("b")]}, r"noncharacter U\+FDD2"),
         (UNUSUAL["counts"], {"messages": [user("<|im_end|>"), answer("b")]}, "treats specially"),
-        (UNUSUAL["indexes"], CHAT, r"messages\[2\]: the tokens of this answer cannot be derived"),
+        (
+            UNUSUAL["indexes"],
+            CHAT,
+            r"messages\[2\]: .* more turns: chat.turns=expand",
+        ),
     ],
 )
 def test_answers_that_cannot_be_located_are_refused(
@@ -188,10 +194,9 @@ def test_answers_that_cannot_be_located_are_refused(
         encoder(gpt2, text).encode(parse_row(row))
 
 
-def test_a_template_without_a_loop_over_messages_is_derived_from_prefixes(gpt2: bytes) -> None:
+def test_a_template_needs_no_loop_over_messages(gpt2: bytes) -> None:
     ours = encoder(gpt2, UNUSUAL["indexes"])
     (sample,) = ours.encode(parse_row({"messages": CHAT["messages"][1:]}))
-    assert sample.methods == ("prefix", "prefix")
     tokens = Tokenizer.from_buffer(gpt2)
     assert "".join(runs(tokens, sample)) == "A1<|im_end|>|A2<|im_end|>"
 

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dtt.config.chat import ChatConfig
-from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.dialects import (
     QUESTIONS,
     REFUSED,
@@ -166,7 +163,6 @@ WRONG: list[tuple[Any, str]] = [
     ({"messages": [Q, A], "documents": [{"title": "T", "text": PASSAGE}]}, "documents is not part"),
     ({"messages": [Q, A], "conversations": [SHAREGPT[0]] * 2 + [{"value": "B"}]}, "conversations"),
     ({"messages": [Q, A], "input": PASSAGE}, "input is not part of the conversation"),
-    ({"segments": [{"label": True, "text": "a"}], "system": "b"}, "system is not part"),
     (COMPLETION | {"passage": PASSAGE}, "passage is not part of the conversation"),
     (ALPACA | {"context": [PASSAGE]}, "context: expected a string, got a list"),
     (ALPACA | {"history": ["a"]}, r"history\[0\]: expected a question and an answer"),
@@ -177,8 +173,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"messages": [Q, A], "tools": "{"}, "tools: the text is not JSON"),
     ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": "f(1)"}]}, "not JSON"),
     ({"messages": [Q, A | {"reasoning": "a", "thinking": "b"}]}, "different texts of reasoning"),
-    ({"segments": [{"label": "yes", "text": "a"}]}, "label: expected true or false"),
-    ({"segments": [{"label": False, "text": "a"}]}, "no segment is trained"),
+    ({"segments": [{"label": True, "text": "a"}]}, "segments is rendered text .* write messages"),
     (["a"], "the row is a list, not an object"),
     ({"messages": None}, "no messages"),
     ({"messages": []}, "messages is empty"),
@@ -297,23 +292,6 @@ def test_no_key_of_a_row_is_silently_ignored(extra: dict[str, Any]) -> None:
         texts = [message["content"] for message in found.messages]
         repeats = key in TEXTS and row[key] in (*texts, *([text] for text in texts), [Q])
         assert empty or repeats or rest != found or found == plain == rest, key
-
-
-def test_trained_tokens_are_those_of_the_labelled_segments() -> None:
-    """Special tokens are those that the text contains; the template adds nothing."""
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    content = tokenizer.to_str().encode()
-    encoder = ChatEncoder(content, ChatConfig(template="chatml"), "tokenizer.json", CHATML)
-    parts = [{"label": False, "text": "Q: 1+1?"}, {"label": True, "text": "A: 2<|im_end|>"}]
-    parts = [*parts, {"label": False, "text": "bye"}]
-    (sample,) = encoder.encode(parse_row({"segments": parts}))
-    texts = [tokenizer.decode(some.tolist(), skip_special_tokens=False)
-             for some in (sample.ids, sample.ids[sample.mask])]  # fmt: skip
-    assert texts == ["Q: 1+1?A: 2<|im_end|>bye", "A: 2<|im_end|>"]
 
 
 def test_an_instruction_and_its_input_are_one_question_after_the_system_prompt() -> None:

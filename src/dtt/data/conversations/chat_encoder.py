@@ -25,14 +25,7 @@ from dtt.data.conversations.conversation_tokens import (
     in_units,
     overlap,
 )
-from dtt.data.conversations.loss_mask import (
-    PROBES,
-    AnswerSpan,
-    LossMask,
-    MaskMethod,
-    check_reasoning,
-    with_parts,
-)
+from dtt.data.conversations.loss_mask import AnswerSpan, LossMask, check_reasoning
 from dtt.data.conversations.rows import Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import MARKS
 from dtt.data.conversations.template import ChatTemplate
@@ -52,8 +45,6 @@ class EncodedConversation:
     """[tokens]"""
     mask: Mask
     """[tokens]: True if the token is a target. The first token never is."""
-    methods: tuple[str, ...] = ()
-    """Method by which each answer was found."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +255,6 @@ class ChatEncoder:
 
     def _samples(self, conversation: Conversation) -> list[tuple[Conversation, list[int]]]:
         """Return conversations, each with the indices of the answers to train on."""
-        if conversation.segments:
-            return [(conversation, [])]
         flags = conversation.trained or (True,) * len(conversation.messages)
         answers = [
             i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
@@ -281,17 +270,15 @@ class ChatEncoder:
 
     def _render(self, conversation: Conversation, trained: list[int]) -> _Rendered:
         """Return the text of a conversation and the spans of its targets."""
-        if conversation.segments:
-            return _from_segments(conversation.segments)
         excluded: list[int] = []
         if self.cfg.train_on == "all":
             trained = []
             excluded = [i for i, flag in enumerate(conversation.trained) if not flag]
-        text, trace = self._masks.traced(conversation)
+        text = self.template.render(conversation)
         _check_marks(text)
         suspicious = self._suspicious(conversation)
         written = None if suspicious is None else self._written(text, suspicious)
-        answers = self._masks.answers(conversation, text, trace, trained)
+        answers = self._masks.answers(conversation, text, trained)
         for answer in answers:
             check_reasoning(conversation, answer, text[answer.start : answer.end])
         end = len(conversation.messages) - 1
@@ -300,7 +287,7 @@ class ChatEncoder:
         return _Rendered(
             text,
             answers,
-            self._masks.answers(conversation, text, trace, excluded),
+            self._masks.answers(conversation, text, excluded),
             written,
             self.cfg.train_on == "all",
             last if is_trained and last["role"] == "assistant" else None,
@@ -338,7 +325,7 @@ class ChatEncoder:
                 raise RefusedRow("the tokenizer turns its text into special tokens")
         mask[:1] = False
         if not mask.any():
-            if any(one.method == MaskMethod.OMITTED for one in rendered.answers):
+            if any(one.is_omitted for one in rendered.answers):
                 raise RefusedRow("the chat template renders nothing of its answers")
             raise RefusedRow("no token is a target")
         if rendered.last is not None and self._stops and not self._is_ended(encoded):
@@ -347,7 +334,7 @@ class ChatEncoder:
             # The next role ends an answer, and the last one has no next: without a stop token, a
             # model that is trained on single questions would never stop.
             ids, mask = np.append(ids, np.uint32(self.stop_tokens[0])), np.append(mask, True)
-        return EncodedConversation(ids, mask, tuple(one.method for one in rendered.answers))
+        return EncodedConversation(ids, mask)
 
     def _is_ended(self, encoded: EncodedText) -> bool:
         """Return True if nothing but white space follows the last special token."""
@@ -361,7 +348,7 @@ class ChatEncoder:
         The stop token is the first stop token among the special tokens at the end of the answer.
         Without any there, it is the special token that directly follows, as in GLM's templates.
         """
-        if answer.method == MaskMethod.OMITTED:
+        if answer.is_omitted:
             return 0, 0
         ids, text, starts, _ = encoded
         first, last = overlap(encoded, answer)
@@ -388,7 +375,7 @@ class ChatEncoder:
         cfg = self.cfg
         self.cfg = cfg.model_copy(update={"train_on": "assistant", "turns": "all"})
         # Some templates read only contents that are lists of parts.
-        for probes in (STOP_PROBES, [*map(with_parts, STOP_PROBES)]):
+        for probes in (STOP_PROBES, [*map(_with_parts, STOP_PROBES)]):
             rows = [Conversation(tuple(one), None, {}, (True,) * len(one)) for one in probes]
             for result in self.encode_batch(rows) if not found else ():
                 for one in [] if isinstance(result, RefusedRow) else result:
@@ -406,29 +393,32 @@ class ChatEncoder:
         return tuple(token for token, _ in found.most_common())
 
 
+_USER = {"role": "user", "content": "How warm is it?"}
+_CALL = {"type": "function", "function": {"name": "thermometer", "arguments": {}}}
 STOP_PROBES = (
-    (*PROBES["user"], {"role": "assistant", "content": "Warm."}),
+    (_USER, {"role": "assistant", "content": "Warm."}),
     (
-        *PROBES["user"],
+        _USER,
         {"role": "assistant", "content": "Warm."},
-        *PROBES["user"],
+        _USER,
         {"role": "assistant", "content": "Still warm."},
     ),
-    (*PROBES["tool"], {"role": "assistant", "content": "20 degrees."}),
+    (
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "thermometer", "content": "20 degrees"},
+        {"role": "assistant", "content": "20 degrees."},
+    ),
 )
 """Conversations that show how a template ends answers."""
 
 
-def _from_segments(segments: tuple[tuple[str, bool], ...]) -> _Rendered:
-    """Return text that needs no template; its special tokens are those that the row contains."""
-    text = "".join(part for part, _ in segments)
-    _check_marks(text)
-    excluded, start = [], 0
-    for i, (part, trained) in enumerate(segments):
-        if part and not trained:
-            excluded.append(AnswerSpan(i, start, start + len(part), MaskMethod.TRACED))
-        start += len(part)
-    return _Rendered(text, [], excluded, None, all_trained=True)
+def _with_parts(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return messages whose contents are lists with one part."""
+    return tuple(
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    )
 
 
 def _check_marks(text: str) -> None:

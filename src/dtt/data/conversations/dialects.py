@@ -6,10 +6,9 @@
 | completion | `prompt`, `completion`: text or messages | TRL |
 | ShareGPT | `conversations` of `from` and `value`; `tools` as JSON text | axolotl, LLaMA-Factory |
 | alpaca, dolly | PARTS, `output` or `response`; `history` | alpaca, LLaMA-Factory |
-| segments | `segments` of `text` and `label`: rendered text | axolotl's input_output |
 | pairs | `chosen`, `rejected`; the question under any name of QUESTIONS | TRL, LLaMA-Factory |
 
-All but segments may have `system` or `system_prompt`, and variables of the template in
+All may have `system` or `system_prompt`, and variables of the template in
 `template_kwargs` or `chat_template_kwargs`. A key is read, refused because ignoring it would change
 what is trained (REFUSED, TEXTS), or reported as not used, with the number of rows that have it.
 """
@@ -69,6 +68,7 @@ REPEATED = 20
 QUESTIONS = ("prompt", "messages", "conversations", "question", "instruction", "query", "input")
 """Keys of the question of a preference pair, in order of preference."""
 PICTURES = "the row has {key}, and dtt trains on text"
+RENDERED = "{key} is rendered text (axolotl's input_output): write messages"
 TOKENIZED = "the row is tokenized already: {key}; dtt reads ids from token files, data.type=tokens"
 KTO = "{key} marks good and bad answers (KTO), which dtt does not train"
 
@@ -92,6 +92,7 @@ REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     ),
     "functions": (_is_filled, "{key} is the old form of tools: write tools"),
     "function_call": (_is_filled, "{key} is the old form of tool calls: write tool_calls"),
+    "segments": (_is_filled, RENDERED),
     "input_ids": (_is_filled, TOKENIZED),
     "labels": (lambda value: isinstance(value, list), TOKENIZED),
 }
@@ -147,7 +148,7 @@ class _Row:
         texts = {key: [*_strings(self._values[key])] for key in unread if key in TEXTS}
         texts = {key: strings for key, strings in texts.items() if strings}
         if texts:
-            known = {*_strings([[one.messages, one.segments] for one in conversations])}
+            known = {*_strings([one.messages for one in conversations])}
             for key, strings in texts.items():
                 if not all(_is_repeated(text, known) for text in strings):
                     raise RefusedRow(
@@ -182,9 +183,6 @@ def parse_row(row: object) -> Conversation:
     Raises RefusedRow with the reason.
     """
     value = _Row(row)
-    if "segments" in value and "messages" not in value:
-        conversation = _from_segments(value)
-        return replace(conversation, unread=value.unread(conversation))
     messages, answers_from = _messages_of(value)
     conversation = _conversation(value, messages, answers_from)
     if all(message["role"] != "assistant" for message in conversation.messages):
@@ -354,20 +352,6 @@ def _history(row: _Row) -> Iterator[Message]:
             raise RefusedRow(f"history[{i}]: expected a question and an answer")
         yield {"role": "user", "content": turn[0]}
         yield {"role": "assistant", "content": turn[1]}
-
-
-def _from_segments(row: _Row) -> Conversation:
-    """Return the text that axolotl's `input_output` rows contain in rendered form."""
-    segments: list[tuple[str, bool]] = []
-    for i, part in enumerate(list_of(row.read("segments"), "segments")):
-        if not is_object(part) or not isinstance(part.get("text"), str):
-            raise RefusedRow(f"segments[{i}].text: expected a string")
-        if not isinstance(part.get("label"), bool):
-            raise RefusedRow(f"segments[{i}].label: expected true or false")
-        segments.append((part["text"], part["label"]))
-    if not any(label and text for text, label in segments):
-        raise RefusedRow("no segment is trained")
-    return Conversation((), segments=tuple(segments))
 
 
 def _conversation(row: _Row, messages: list[Any], answers_from: int) -> Conversation:

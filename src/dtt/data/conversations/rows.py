@@ -71,8 +71,6 @@ class Conversation:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     trained: tuple[bool, ...] = ()
     """One flag per message: False excludes its tokens from the targets."""
-    segments: tuple[tuple[str, bool], ...] = ()
-    """Text that is rendered already, instead of messages, with the same flags."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Keys of the row that dtt does not use."""
 

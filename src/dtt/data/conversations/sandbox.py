@@ -1,4 +1,4 @@
-"""A Jinja sandbox for chat templates, which traces messages.
+"""A Jinja sandbox for chat templates.
 
 The sandbox of Jinja keeps a template from running code. Beyond that, a template can do what it can
 do in `transformers`, within the limits of `render_limits`: a row must not hang a run.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -24,8 +23,8 @@ from jinja2.utils import pass_context, pass_environment, pass_eval_context
 from dtt.data.conversations.render_limits import CALL, MAX_CHARS, RenderSteps, TooCostly
 from dtt.data.conversations.template_trees import instrument
 
-STATE = "dtt state"
-"""Context variable of the RenderState. With a space in its name, no template can refer to it."""
+STEPS = "dtt steps"
+"""Context variable of the RenderSteps. With a space in its name, no template can refer to it."""
 SHALLOW = frozenset(
     (
         *("length", "count", "first", "last", "random", "list", "reverse", "items", "batch"),
@@ -50,30 +49,6 @@ STAND_INS = "".join(map(chr, range(0xFDD5, 0xFDF0)))
 row."""
 MARKS = re.compile("[\ufdd0-\ufdef]")
 """Pattern of all these: Unicode noncharacters, which are for internal use and occur in no text."""
-
-
-MESSAGE_END = -1
-"""The event of the end of a message; that of its start is its index."""
-
-
-@dataclass(slots=True)
-class RenderState:
-    """The state of one render, and the messages whose text is traced."""
-
-    messages: dict[int, int]
-    """Index of each message by the `id` of its object."""
-    open: list[bool] = field(default_factory=list)
-    """Loop bodies in progress, innermost last: True if the loop variable is a message."""
-    events: list[tuple[int, int]] = field(default_factory=list)
-    """(event, characters before it), in order."""
-    captured: bool = False
-    """True if there was an event inside of text that the template stores, for example in a macro.
-
-    Such text has no position yet, so the events do not show where the messages are.
-    """
-    size: int = 0
-    """Characters of the output so far."""
-    steps: RenderSteps = field(default_factory=RenderSteps)
 
 
 class GenerationTag(Extension):
@@ -136,11 +111,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests |= {name: _counted(name, one) for name, one in self.tests.items()}
         # Filters are called directly, which is faster than a function. With a space in their
         # names, no template can use them.
-        for hook in (_begin, _end, _read, _read_all):
+        for hook in (_turn, _read, _read_all):
             self.filters[f"dtt {hook.__name__[1:]}"] = hook
 
     def compile_template(self, text: str) -> Template:
-        """Compile a template with the hooks that trace messages. Raises TemplateSyntaxError."""
+        """Compile a template with the hooks that count steps. Raises TemplateSyntaxError."""
         tree = self.parse(text)
         for power in tree.find_all(nodes.Pow):
             exponent = power.right.value if isinstance(power.right, nodes.Const) else None
@@ -156,7 +131,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method or a function, and count it."""
-        steps: RenderSteps = context.parent[STATE].steps
+        steps: RenderSteps = context.parent[STEPS]
         steps.spend(CALL)
         steps.read(getattr(obj, "__self__", None), deep=type(obj).__name__ != "dict")
         return super().call(context, obj, *args, **kwargs)
@@ -172,12 +147,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Return the text of a generation block."""
         return caller()
 
-    def trace(self, parts: Iterable[str], state: RenderState) -> str:
-        """Return the concatenation of the output, whose size `state` has at any time."""
-        chunks = []
+    def concatenate(self, parts: Iterable[str]) -> str:
+        """Return the concatenation of the output; raise TemplateError if it is too long."""
+        size, chunks = 0, []
         for part in parts:
-            state.size += len(part)
-            if state.size > MAX_CHARS:
+            size += len(part)
+            if size > MAX_CHARS:
                 raise TemplateError(f"the template builds more than {MAX_CHARS:,} characters")
             chunks.append(part)
         return "".join(chunks)
@@ -203,7 +178,7 @@ DICT_ATTRIBUTES = frozenset(dir({}))
 @pass_context
 def _sum(context: Context, items: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
     """Return a sum, and count its steps: of lists, it takes quadratic time."""
-    steps: RenderSteps = context.parent[STATE].steps
+    steps: RenderSteps = context.parent[STEPS]
     if attribute is not None:
         items = context.environment.call_filter("map", items, (), {"attribute": attribute}, context)
     for item in items:
@@ -220,7 +195,7 @@ def _counted(name: str, function: Any) -> Callable[..., Any]:
 
     @pass_context
     def counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        steps: RenderSteps = context.parent[STATE].steps
+        steps: RenderSteps = context.parent[STEPS]
         steps.read(value, deep=deep)
         if slow and isinstance(value, str):
             steps.spend(len(value))
@@ -253,42 +228,19 @@ CONTEXT, EVAL_CONTEXT, ENVIRONMENT = (
 @pass_context
 def _read(context: Context, value: Any) -> Any:
     """Count the steps of a value that is stored; return it."""
-    context.parent[STATE].steps.read(value, deep=False)
+    context.parent[STEPS].read(value, deep=False)
     return value
 
 
 @pass_context
 def _read_all(context: Context, value: Any) -> Any:
     """Count the steps of a value that is compared or put out, with everything inside; return it."""
-    context.parent[STATE].steps.read(value, deep=True)
+    context.parent[STEPS].read(value, deep=True)
     return value
 
 
 @pass_context
-def _begin(context: Context, direct: bool, *variables: Any) -> str:
-    """Trace the start of a message if a loop variable is one; return "".
-
-    `direct` is True if the body of the loop is output immediately.
-    """
-    state: RenderState = context.parent[STATE]
-    state.steps.spend(1)
-    for variable in variables:
-        index = state.messages.get(id(variable))
-        if index is not None:
-            state.open.append(True)
-            state.events.append((index, state.size))
-            state.captured |= not direct
-            return ""
-    state.open.append(False)
-    return ""
-
-
-@pass_context
-def _end(context: Context, _: object) -> str:
-    """Trace the end of the current loop body if the body began with a message."""
-    state: RenderState = context.parent[STATE]
-    if not state.open:
-        state.captured = True
-    elif state.open.pop():
-        state.events.append((MESSAGE_END, state.size))
+def _turn(context: Context, _: object) -> str:
+    """Count a turn of a loop; return ""."""
+    context.parent[STEPS].spend(1)
     return ""

@@ -15,10 +15,9 @@ from jinja2 import TemplateSyntaxError
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_small
-from dtt.data.conversations.render_limits import TooCostly, memory_limit
+from dtt.data.conversations.render_limits import RenderSteps, TooCostly, memory_limit
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
-from dtt.data.conversations.sandbox import STATE, RenderState, Sandbox
-from dtt.data.conversations.template_trees import ends_with_prompt
+from dtt.data.conversations.sandbox import STEPS, Sandbox
 from dtt.data.text.side_files import object_beside
 
 CHATML = """\
@@ -84,10 +83,6 @@ equals text at inference.
 COSTLY_SHARE = 10
 """One render of so many may be beyond the limits: then the row is to blame, not the template."""
 
-Events = list[tuple[int, int]]
-"""Events of a traced render: the index of a message, or one of those of the sandbox, and the number
-of characters before it."""
-
 CALL = (
     {"role": "user", "content": "Weather?"},
     {
@@ -130,8 +125,6 @@ class ChatTemplate:
         self._sandbox = Sandbox(date)
         try:
             self._template = self._sandbox.compile_template(text)
-            self.ends_with_prompt = ends_with_prompt(self._sandbox.parse(text))
-            """True if each render with the generation prompt ends with the same text."""
         except TemplateSyntaxError as error:
             raise ConfigError(
                 "the chat template is not a valid Jinja template",
@@ -153,18 +146,7 @@ class ChatTemplate:
         It equals that of `apply_chat_template(tokenize=False)`. Raises RefusedRow if the template
         raises an error, or takes or builds more than the limits of the sandbox.
         """
-        return self.render_traced(conversation, add_generation_prompt)[0]
-
-    def render_traced(
-        self, conversation: Conversation, add_generation_prompt: bool = False
-    ) -> tuple[str, Events | None]:
-        """Return the text of a conversation, and the spans of its messages.
-
-        The text is that of `render`, as tracing adds nothing to it. The events are None if the
-        template keeps text of messages before it outputs it.
-        """
         messages = [self._message(message) for message in conversation.messages]
-        state = RenderState({id(message): i for i, message in enumerate(messages)})
         variables = {
             **self._variables,
             **conversation.template_kwargs,
@@ -172,12 +154,12 @@ class ChatTemplate:
             "tools": conversation.tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            STATE: state,
+            STEPS: RenderSteps(),
         }
         try:
             context = self._template.new_context(variables)
             with memory_limit:
-                text = self._sandbox.trace(self._template.root_render_func(context), state)
+                text = self._sandbox.concatenate(self._template.root_render_func(context))
         except RecursionError:
             raise RefusedRow("the chat template recurses too deeply") from None
         except (TooCostly, MemoryError) as error:
@@ -185,7 +167,7 @@ class ChatTemplate:
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             raise RefusedRow(f"the chat template rejects it: {_one_line(error)}") from None
         self._rendered += 1
-        return text, None if state.captured else state.events
+        return text
 
     def _too_costly(self, why: str) -> RefusedRow:
         """Return the refusal of a row; raise InputError if the template, not the row, is to blame.
