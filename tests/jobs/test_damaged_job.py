@@ -153,7 +153,7 @@ def commands_of(job: Path) -> dict[str, Callable[[], object]]:
         "status --json": lambda: job_listing.status(job, as_json=True),
         "ls": lambda: job_listing.ls(job.parent, as_json=False, tree=True),
         "ls --json": lambda: job_listing.ls(job.parent, as_json=True, tree=False),
-        "ckpt ls": lambda: ckpt.ls(job, as_json=False),
+        "ckpt ls": lambda: ckpt.ls(str(job), as_json=False),
     }
 
 
