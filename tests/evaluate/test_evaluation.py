@@ -254,7 +254,7 @@ MISTAKES = [
     (["jobs/tiny", "piqa", "copa"], 2, "dtt eval jobs/tiny --tasks piqa,copa"),
     (["jobs/tiny@5", "jobs/tiny@10"], 2, "dtt eval compare JOB[@STEP] JOB[@STEP]"),
     (["jobs/tiny@5", "--step", "all", "--tasks", "sums.yaml"], 2, "contradict each other"),
-    (["jobs/tiny@5", "--watch", "--tasks", "sums.yaml"], 2, "jobs/tiny@5 is one checkpoint"),
+    (["jobs/tiny@5", "--watch", "--tasks", "sums.yaml"], 2, "dtt eval jobs/tiny --watch"),
     (["jobs/tiny", "eval.bos=allways"], 2, "eval.bos"),
     (["jobs/tiny", "eval.bus=always"], 2, "eval.bos"),
     (["jobs/tiny", "eval.every=5"], 2, "does not read eval.every"),

@@ -23,10 +23,10 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import Preempted
 from dtt.checkpoint import store
 from dtt.config.load import load_job
-from dtt.config.schedule import WsdConfig
+from dtt.config.schedule import Decay, WsdConfig
 from dtt.config.train import TrainConfig
 from dtt.jobs.clock import Clock
-from dtt.optim.schedule import Decay, Schedule, resolve
+from dtt.optim.schedule import resolve
 from dtt.track import jsonl
 from dtt.train import run as train
 from dtt.train.supervise.time_budget import SHORTEST, SPARE_SECONDS, TimeBudget
@@ -53,7 +53,7 @@ class Simulated:
 
     def run(self) -> None:
         schedule = resolve(self.budget.schedule, self.budget.limit, tokens_before)
-        schedule = Schedule(**(vars(schedule) | {"decay": None}))
+        schedule = schedule.with_decay(None)
         worked = 0.0
         while self.step < (schedule.decay.end if schedule.decay else self.budget.limit):
             pauses = {"evaluate": EVALUATION, "tasks": TASKS, "save": SAVE} if self.step else {}
