@@ -295,11 +295,13 @@ def test_a_mistake_names_the_line_of_its_user(own: Dtt, case: str) -> None:
         assert 'lab/poly.py", line ' in done.stderr
 
 
-def test_a_job_of_another_user_runs_no_code_unless_trusted(
-    own: Dtt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("theirs", ["config.yaml", "own_code/poly.py"])
+def test_a_job_of_another_user_runs_no_code_unless_trusted(own: Dtt, theirs: str) -> None:
     own("train", "-c", "lab/run.yaml", *resumed.SETTINGS, "train.steps=2")
-    shutil.chown(own.folder / "jobs/t/own_code/poly.py", 12345)
+    job = own.folder / "jobs/t"
+    if theirs == "config.yaml":  # its owner may name any file, such as one beside it
+        (job / "own_code/poly.py").rename(job / "poly.py")
+    shutil.chown(job / theirs, 12345)
     arguments = ("train", "jobs/t", "train.steps=3", "--allow-change", "train.steps")
     done = own(*arguments, expect=ExitCode.USAGE)
     assert "code of another user" in done.stderr

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args
+from typing import Annotated, Any, Literal, Union, get_args
 
 from pydantic import ConfigDict, Field, create_model
 from pydantic.errors import PydanticUserError
@@ -130,6 +130,10 @@ def _class(
     tag: str, section: str, base: type[Section], origin: str, job: Path | None
 ) -> type[Section]:
     where = f"{section}.type={tag} ({origin})"
+    if job is not None:
+        # Before any import: the name in a stranger's job may lead to any file or module.
+        for path in (job / "config.yaml", job / CODE / Path(tag.rpartition(":")[0]).name):
+            _check_owner(path, where)
     name, _, wanted = tag.rpartition(":")
     with _code_of_user(where):
         if name.endswith(".py"):
@@ -161,10 +165,9 @@ def _find(name: str, origin: str, job: Path | None, where: str) -> OwnFile:
     found = [OwnFile(path.absolute(), read_small(path)) for path in places if path.is_file()]
     copy = None if job is None else job / CODE / Path(name).name
     if copy is not None and copy.is_file():
-        _check_owner(copy, where)
         kept = OwnFile(copy.absolute(), read_small(copy))
         if found and found[0].sha256 != kept.sha256:
-            _log_once(f"{found[0].path} has changed; the job goes on with {copy}")
+            _log_once(f"{found[0].path} has changed; the job continues with {copy}")
         return kept
     if not found:
         raise OwnCodeError(
@@ -191,17 +194,17 @@ def trust_other_users() -> None:
     os.environ[TRUST] = "1"
 
 
-def _check_owner(copy: Path, where: str) -> None:
-    """Raise ConfigError if the code in a job is that of another Unix user, who is not trusted."""
-    if os.environ.get(TRUST) == "1" or not copy.exists():
+def _check_owner(path: Path, where: str) -> None:
+    """Raise ConfigError if a file of a job is that of another Unix user, who is not trusted."""
+    if os.environ.get(TRUST) == "1" or not path.exists():
         return
-    owner = copy.stat().st_uid
+    owner = path.stat().st_uid
     if owner not in (os.geteuid(), 0):
         raise ConfigError(
-            "the job contains code of another user, which has not run",
+            "the job names code of another user, which has not run",
             where=where,
-            why=f"{copy} belongs to the user {owner}",
-            next="read that file; --trust runs it",
+            why=f"{path} belongs to the user {owner}",
+            next="read that code; --trust runs it",
         )
 
 
@@ -221,12 +224,6 @@ def _import_file(file: OwnFile) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-class _Bound(Section):
-    """What dtt adds to a class of a user's own."""
-
-    own_file: ClassVar[OwnFile]
 
 
 @cache
@@ -288,7 +285,7 @@ def _code_of_user(where: str) -> Iterator[None]:
             f"your code raised {type(error).__name__}: {error}",
             where=where,
             why="".join(["its traceback:\n", *_frames(error)]).rstrip(),
-            next="dtt only calls it: mend it in your file, and run the command again",
+            next="dtt only calls it: correct it in your file, and run the command again",
         ) from error
 
 

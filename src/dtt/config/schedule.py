@@ -46,7 +46,7 @@ class Decay:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run before it starts. Steps count from 0."""
+    """The facts of a run that are known before it starts. Steps count from 0."""
 
     steps: int
     """Number of steps of the run; with a time budget, the most."""
