@@ -210,10 +210,10 @@ class Case:
         return params_of(model)
 
     @cached_property
-    def own_state(self) -> float:
-        """Bytes of state for each element that an optimizer of a user's own updates."""
+    def own_state(self) -> float | None:
+        """Bytes of state for each element that an optimizer of a user's own updates; else None."""
         if isinstance(self.cfg.optim, AdamWConfig | MuonConfig):
-            return 0.0
+            return None
         return own.state_per_element(self.cfg.optim, groups.trained(self._params()))
 
     @cached_property

@@ -129,7 +129,7 @@ def optimizer_state(case: Case) -> int:
     AdamW keeps two moments per weight, Muon one, NorMuon another number per row, and hyperball the
     norm of a matrix in each row. That of an optimizer of a user's own is measured.
     """
-    if case.own_state:
+    if case.own_state is not None:  # 0.0 of one without state
         return round(case.own_state * case.held(case.trained))
     muon = case.held(case.muons)
     adamw = case.held(case.trained) - muon
@@ -155,7 +155,7 @@ def checkpoint_bytes(case: Case) -> int:
     muon = sum(prod(w.shape) for w in muons)
     rows = _numbers_per_row(case) * sum(w.shape[0] for w in muons)
     average = FP32 * (adamw + muon + owned) if case.cfg.train.ema_decay is not None else 0
-    state = round((case.weight_bytes + case.own_state) * owned)
+    state = round((case.weight_bytes + (case.own_state or 0.0)) * owned)
     return case.weight_bytes * (3 * adamw + 2 * muon + rows) + state + average
 
 

@@ -73,22 +73,34 @@ def _gb(size: int) -> float:
     return round(size / 1e9, 3)
 
 
+def least_memory(cfg: RunConfig, arch: Architecture, sizes: Sizes, precision: Precision) -> int:
+    """Return the bytes that a rank holds at least, without building anything of the model.
+
+    These are weights, gradients and optimizer state, sharded over the mesh. Below an adapter, the
+    frozen weights have neither gradients nor state.
+    """
+    # Weights, gradients, and what the optimizer keeps at least: Muon one number per weight of a
+    # hidden matrix, AdamW two per weight. One of a user's own may keep none, like SGD.
+    copies = 2 + {"muon": 1, "adamw": 2}.get(cfg.optim.type, 0)
+    total, adapter = count.parameters(arch), adapter_weights(cfg.adapter, arch)
+    frozen = precision.compute_dtype.itemsize * total if adapter else 0
+    trained = copies * precision.weights.itemsize * (adapter or total)
+    return (frozen + trained) // (prod(sizes) // sizes.replicate)
+
+
 def check_memory(
     cfg: RunConfig, arch: Architecture, sizes: Sizes, precision: Precision, world: World
 ) -> None:
     """Raise EnvironmentUnfit if the model cannot fit, before any of it is allocated.
 
-    Counts only what every run holds at once: weights, gradients and optimizer state, sharded over
-    the mesh, against all memory of the device. Below an adapter, the frozen weights have neither
-    gradients nor state. So a run that fits is never refused; one that is not refused may still run
-    out of memory. On a CPU the processes of this machine share its memory.
+    Compares `least_memory` with all memory of the device, so that a run that fits is never refused;
+    one that is not refused may still run out of memory. On a CPU the processes of this machine
+    share its memory.
     """
-    # Muon keeps one number per weight of a hidden matrix, AdamW two per weight.
-    copies = 2 + (1 if cfg.optim.type == "muon" else 2)
-    total, adapter = count.parameters(arch), adapter_weights(cfg.adapter, arch)
-    frozen = precision.compute_dtype.itemsize * total if adapter else 0
-    trained = copies * precision.weights.itemsize * (adapter or total)
-    needed = (frozen + trained) // (prod(sizes) // sizes.replicate)
+    # Not the prediction of `dtt plan`, which is wrong by some percent in both directions. It is
+    # never below this (tests/estimate/test_least_memory.py). And nothing is built to count: a model
+    # of a million layers by a slip of the hand would take minutes to be refused.
+    needed = least_memory(cfg, arch, sizes, precision)
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         has = int(torch.cuda.get_device_properties(world.device).total_memory)
@@ -99,7 +111,7 @@ def check_memory(
         raise EnvironmentUnfit(
             f"the model does not fit into the memory of this {'GPU' if on_gpu else 'machine'}",
             where="model",
-            why=f"{total / 1e6:,.0f}M parameters take at least "
+            why=f"{count.parameters(arch) / 1e6:,.0f}M parameters take at least "
             f"{needed / 1e9:,.0f} GB with gradients and optimizer state, and there are "
             f"{has / 1e9:,.0f} GB",
             next="a smaller model (model.dim, model.n_layers, model.ffn_dim, model.vocab_size), "

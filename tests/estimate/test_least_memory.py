@@ -1,0 +1,58 @@
+"""`dtt train` refuses for want of memory only what `dtt plan` predicts not to fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtt.config.load import resolve
+from dtt.estimate import gpus, memory
+from dtt.estimate.case import make_case
+from dtt.train.process_memory import least_memory
+
+SMALL_BATCHES = (  # weights are most of what is held
+    "model.dim=1024", "model.n_layers=8", "model.n_heads=4", "model.vocab_size=64",
+    "train.seq_len=16", "train.micro_batch=1", "train.global_batch_tokens=64",
+)  # fmt: skip
+LORA = ("optim.type=adamw", "adapter={type: lora, rank: 2}", "init.from=jobs/base")
+NO_STATE = """
+import torch
+
+import dtt
+
+
+class Plain(dtt.Optimizer):
+    def build(self, params, run):
+        return torch.optim.SGD([param.tensor for param in params.values()], lr=self.lr)
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("gpu", "keys"),
+    [
+        (1, ()),
+        (1, ("optim.type=muon",)),
+        (1, ("optim.type=adamw", "train.precision=bf16-pure")),
+        (1, ("optim.type={folder}/plain.py:Plain",)),
+        (1, LORA),
+        (1, ("optim.type=muon", "model.tie_embeddings=true", "train.ema_decay=0.99")),
+        (4, ("parallel.shard=4",)),
+        (4, ("parallel.replicate=2", "parallel.tensor=2")),
+        (4, ("parallel.pipeline=4", "optim.type=muon")),
+        (4, ("parallel.shard=2", "parallel.context=2")),
+        (4, ("parallel.shard=4", "optim.type={folder}/plain.py:Plain")),
+        (4, ("parallel.shard=4", *LORA)),
+    ],
+)
+def test_what_a_run_holds_at_least_is_never_more_than_the_plan(
+    tmp_path: Path, gpu: int, keys: tuple[str, ...], precision: str
+) -> None:
+    (tmp_path / "plain.py").write_text(NO_STATE)
+    keys = tuple(key.format(folder=tmp_path) for key in keys) if "{folder}" in str(keys) else keys
+    cfg = resolve(None, [*SMALL_BATCHES, f"train.precision={precision}", *keys], env={}).config
+    case = make_case(cfg, gpus.find("H100", gpu), 1, gpu, 64, cfg.train.steps)
+    planned = memory.memory(case)
+    least = least_memory(cfg, case.arch, case.sizes, case.precision)
+    assert 0 < least <= planned.total - planned.parts["framework"]
