@@ -163,7 +163,7 @@ def test_every_field_of_a_manifest_has_its_line(manifest: type[Manifest], sectio
 
 
 def test_every_key_named_exists() -> None:
-    known = {".".join(key) for key, _, _ in explain.all_fields()}
+    known = {".".join(key) for key, _, _ in explain.all_fields(entries=True)}
     dotted = re.compile(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`")
     files = (".json", ".jsonl", ".safetensors", ".py", ".yaml")
     named = {

@@ -8,7 +8,8 @@ import sys
 import dtt
 
 PROMISED = {
-    "MicroBatch", "Objective", "Optimizer", "Param", "Params", "RunFacts", "RunView", "Schedule",
+    "Action", "Documents", "MicroBatch", "Objective", "Optimizer", "Param", "Params", "RunFacts",
+    "RunView", "Schedule", "StepView",
 }  # fmt: skip
 
 

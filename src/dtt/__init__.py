@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtt.config.action import Action as Action
+    from dtt.config.documents import Documents as Documents
     from dtt.config.objective import Objective as Objective
     from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 INTERFACE = {
+    "Action": "dtt.config.action",
+    "Documents": "dtt.config.documents",
     "MicroBatch": "dtt.data.samples.loader",
     "Objective": "dtt.config.objective",
     "Optimizer": "dtt.config.optim",
@@ -25,6 +29,7 @@ INTERFACE = {
     "RunFacts": "dtt.config.schedule",
     "RunView": "dtt.train.own_objective",
     "Schedule": "dtt.config.schedule",
+    "StepView": "dtt.train.own_action",
 }
 """Names that `import dtt` offers, with their modules: they stay, as others build on them."""
 

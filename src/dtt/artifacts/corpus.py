@@ -19,7 +19,7 @@ class CorpusFile(FileRecord):
 class CorpusSource(Record):
     """The origin of documents, with everything needed to fetch the same ones again."""
 
-    kind: Literal["stdlib", "local", "hub"]
+    kind: Literal["stdlib", "local", "hub", "own"]
     id: str
     name: str | None = None
     split: str | None = None
@@ -41,6 +41,8 @@ class CorpusRequest(Record):
     max_files: int | None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    documents: dict[str, Any] | None = None
+    """Class of the documents of a user's own, as `type`, and its keys."""
 
 
 class CorpusDescription(Record):

@@ -12,6 +12,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from dtt.config.base import Section
+from dtt.config.documents import Documents
+
+OF_FILES = ("name", "split", "revision", "max_files", "include", "exclude")
+"""Keys of a dataset that say which of its files to read."""
 
 
 class DatasetConfig(Section):
@@ -20,6 +24,8 @@ class DatasetConfig(Section):
     dataset: str | None = None
     """A name in `configs/datasets/`, a Hugging Face dataset id (`org/name`), a local file or
     folder, or `python-stdlib`."""
+    documents: Documents | None = None
+    """Documents of your own, in place of `dataset`: `{type: FILE.py:CLASS}`, with its keys."""
     name: str | None = None
     """Subset (configuration) of a Hub dataset."""
     split: str | None = None
@@ -49,12 +55,25 @@ class DatasetConfig(Section):
     `data/corpus/<dataset>`."""
 
     @property
+    def names_one(self) -> bool:
+        """True if it names a dataset, or a class of documents."""
+        return self.dataset is not None or self.documents is not None
+
+    @property
     def slug(self) -> str:
         """The short name of the dataset in folder names: Hub name and subset, or file stem."""
+        if self.documents is not None:
+            return slug(self.documents.type.rpartition(":")[2])
         if self.dataset is None:
             return "corpus"
         stem = Path(self.dataset).name.split(".")[0] or "corpus"
         return slug("-".join(part for part in (stem, self.name, self.split) if part))
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for keys that choose among files, beside documents of a user's own."""
+        for name in ("dataset", *OF_FILES):
+            if self.documents is not None and getattr(self, name) not in (None, ()):
+                yield name, "is for datasets of files: documents of your own come from their class"
 
     @property
     def label(self) -> str:
@@ -74,18 +93,21 @@ class DownloadConfig(DatasetConfig):
     @property
     def is_named(self) -> bool:
         """True if the configuration names a dataset to download."""
-        return self.dataset is not None or bool(self.datasets)
+        return self.names_one or bool(self.datasets)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for datasets that are not named, or share a name, and for other keys."""
         if not self.datasets:
+            yield from self.conflicts()
             return
         for name in DatasetConfig.model_fields:
             if getattr(self, name) != DatasetConfig.model_fields[name].default:
                 yield name, "cannot be combined with datasets: set it in their entries"
         labels = [one.label for one in self.datasets]
         for i, one in enumerate(self.datasets):
-            if one.dataset is None:
+            for name, why in one.conflicts():
+                yield f"datasets.{i}.{name}", why
+            if not one.names_one:
                 yield f"datasets.{i}.dataset", "must name a dataset"
             elif labels.index(one.label) < i:
                 yield f"datasets.{i}.out", f"two are called {one.label}: set a folder for each"

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any, Literal, Union, get_args
+from types import ModuleType, NoneType
+from typing import Annotated, Any, Literal, Optional, TypeVar, Union, get_args, get_origin
 
 from pydantic import ConfigDict, Field, create_model
 from pydantic.errors import PydanticUserError
@@ -27,7 +27,10 @@ from pydantic.errors import PydanticUserError
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.log import log
 from dtt.base.reading import read_small
+from dtt.config.action import Action
 from dtt.config.base import Section
+from dtt.config.documents import Documents
+from dtt.config.key_types import Key
 from dtt.config.objective import Objective
 from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
@@ -35,9 +38,13 @@ from dtt.config.schedule import Schedule
 from dtt.config.source import Layer
 
 KINDS: Mapping[str, type[Section]] = {
-    "objective": Objective, "optim": Optimizer, "schedule": Schedule,
+    "objective": Objective, "optim": Optimizer, "schedule": Schedule, "actions": Action,
+    "download.documents": Documents, "download.datasets.documents": Documents,
 }  # fmt: skip
-"""The base class of each section that may have a class of a user's own."""
+"""The base class of each section that may have a class of a user's own. `actions` and
+`download.datasets` are lists, whose entries have no number here."""
+UNTRAINED = ("actions", "download")
+"""Sections whose classes change nothing of what is trained, once there is a corpus."""
 CODE = "own_code"
 """Folder of a job with the files of its user's classes, as it was trained with them."""
 
@@ -71,16 +78,40 @@ def run_config(layers: Sequence[Layer], *, runs: bool, job: Path | None) -> type
     Raises OwnCodeError for a class that cannot be used.
     """
     classes: dict[str, tuple[type[Section], ...]] = {}
-    for section, base in KINDS.items():
-        leaves = [layer[key] for layer in layers if (key := (section, "type")) in layer]
-        # The highest layer decides where the file is.
-        origins = {leaf.value: leaf.origin for leaf in leaves if is_own(leaf.value)}
-        if origins:
-            classes[section] = tuple(
-                _class(tag, section, base, origin, job) if runs else _opaque(tag, base)
-                for tag, origin in origins.items()
-            )
+    for section, origins in _tags(layers).items():
+        base = KINDS[section]
+        classes[section] = tuple(
+            _class(tag, section, base, origin, job) if runs else _opaque(tag, base)
+            for tag, origin in origins.items()
+        )
     return _with_classes(tuple(classes.items()))
+
+
+def _tags(layers: Sequence[Layer]) -> dict[str, dict[str, str]]:
+    """Return the own classes named in `layers`, by section, each with its origin."""
+    found: dict[str, dict[str, str]] = {}
+    for layer in layers:
+        for key, leaf in layer.items():
+            if not any(section.startswith(key[0]) for section in KINDS):
+                continue
+            for path, value in _leaves(key, leaf.value):
+                section = ".".join(path[:-1])
+                if path[-1] == "type" and is_own(value) and section in KINDS:
+                    # The highest layer decides where the file is.
+                    found.setdefault(section, {})[value] = leaf.origin
+    return found
+
+
+def _leaves(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
+    """Yield the values below a key; an entry of a list has the key of the list."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves((*key, str(name)), inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(key, inner)
+    else:
+        yield key, value
 
 
 class _OwnConfig(RunConfig):
@@ -88,21 +119,21 @@ class _OwnConfig(RunConfig):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes it again: its classes exist in this process only."""
-        sections = [(name, getattr(self, name)) for name in KINDS]
         own = [
-            (name, type(section).__name__, section.type, type(section).own_file)
-            for name, section in sections
-            if hasattr(type(section), "own_file")
+            (key, type(section).__name__, str(getattr(section, "type", "")), file)
+            for key, section, file in own_sections(self)
         ]
         return _made_again, (own, self.model_dump_json())
 
 
 def _made_again(files: list[tuple[str, str, str, OwnFile]], text: str) -> RunConfig:
-    classes = tuple(
-        (section, (_bound(getattr(_module(tag, file), name), tag, file),))
-        for section, name, tag, file in files
-    )
-    return _with_classes(classes).model_validate_json(text)
+    classes: dict[str, list[type[Section]]] = {}
+    for section, name, tag, file in files:
+        cls = _bound(getattr(_module(tag, file), name), tag, file)
+        if cls not in classes.setdefault(section, []):
+            classes[section].append(cls)
+    pairs = tuple((section, tuple(own)) for section, own in classes.items())
+    return _with_classes(pairs).model_validate_json(text)
 
 
 def _module(tag: str, file: OwnFile) -> ModuleType:
@@ -114,16 +145,50 @@ def _module(tag: str, file: OwnFile) -> ModuleType:
 def _with_classes(classes: tuple[tuple[str, tuple[type[Section], ...]], ...]) -> type[RunConfig]:
     if not classes:
         return RunConfig
+    own = {tuple(section.split(".")): found for section, found in classes}
+    return _extended(RunConfig, own, _OwnConfig)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def _extended(
+    cls: type[SectionT],
+    own: Mapping[Key, tuple[type[Section], ...]],
+    base: type[SectionT] | None = None,
+) -> type[SectionT]:
+    """Return a section class whose keys, and those below, also take the classes in `own`."""
     fields: dict[str, Any] = {}
-    for section, own in classes:
-        field = RunConfig.model_fields[section]
-        union: Any = Union[(*get_args(field.annotation), *own)]
-        fields[section] = (Annotated[union, Field(discriminator="type")], field.default)
+    for name in dict.fromkeys(path[0] for path in own):
+        field = cls.model_fields[name]
+        below = {path[1:]: found for path, found in own.items() if path[0] == name and path[1:]}
+        annotation = _annotation(field.annotation, own.get((name,), ()), below)
+        extra = field.json_schema_extra
+        fields[name] = (annotation, Field(default=field.default, json_schema_extra=extra))
     # The same name and module: the documentation of keys is read from the source of a class.
-    extended: type[RunConfig] = create_model(
-        RunConfig.__name__, __base__=_OwnConfig, __module__=RunConfig.__module__, **fields
+    extended: type[SectionT] = create_model(
+        cls.__name__, __base__=base or cls, __module__=cls.__module__, **fields
     )
     return extended
+
+
+def _annotation(
+    annotation: Any, own: tuple[type[Section], ...], below: Mapping[Key, tuple[type[Section], ...]]
+) -> Any:
+    """Return the annotation of a field that takes `own` classes, or has some in a section below.
+
+    The field is a section, a list of sections, a section or None, or a tagged union.
+    """
+    inner = get_args(annotation)
+    if get_origin(annotation) is tuple:
+        return tuple[_annotation(inner[0], own, below), ...]  # type: ignore[misc]
+    if not own:
+        return _extended(annotation, below)
+    # The bare base class is for none: then a section is an error, which names the mistake.
+    known = [one for one in inner if one is not NoneType and one not in KINDS.values()]
+    union: Any = Union[(*known, *own)]
+    tagged = union if len(known) + len(own) == 1 else Annotated[union, Field(discriminator="type")]
+    return Optional[tagged] if NoneType in inner else tagged  # noqa: UP045  of a value
 
 
 def _class(
@@ -246,21 +311,35 @@ def _opaque(tag: str, base: type[Section]) -> type[Section]:
 
 def own_keys() -> frozenset[str]:
     """Return the keys that may name a class of a user's own."""
-    return frozenset(f"{section}.type" for section in KINDS)
+    return frozenset(map(_key_of, KINDS))
+
+
+def _key_of(section: str) -> str:
+    """Return the key that names the class of a section; those of a list are in its key."""
+    return {
+        "actions": "actions", "download.datasets.documents": "download.datasets",
+    }.get(section, f"{section}.type")  # fmt: skip
+
+
+def own_sections(section: Section, key: Key = ()) -> Iterator[tuple[str, Section, OwnFile]]:
+    """Yield each section of an own class, with its key in `KINDS` and its file."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Section):
+                if (file := own_file_of(inner)) is not None:
+                    yield ".".join((*key, name)), inner, file
+                yield from own_sections(inner, (*key, name))
+
+
+def own_file_of(section: Section) -> OwnFile | None:
+    """Return the file of the class of a section; None for one of dtt."""
+    return getattr(type(section), "own_file", None)
 
 
 def own_files(config: RunConfig) -> dict[str, OwnFile]:
     """Return the files of the own classes of a configuration, by their names in a job."""
-    found: dict[str, OwnFile] = {}
-    for name in KINDS:
-        found |= own_files_of(getattr(config, name))
-    return found
-
-
-def own_files_of(section: Section) -> dict[str, OwnFile]:
-    """Return the file of a section's class, if it is one of a user's own."""
-    file: OwnFile | None = getattr(type(section), "own_file", None)
-    return {} if file is None else {file.path.name: file}
+    return {file.path.name: file for _, _, file in own_sections(config)}
 
 
 @contextmanager
@@ -299,10 +378,13 @@ def _frames(error: BaseException) -> list[str]:
     return traceback.format_list(own)
 
 
-def key_of_file(config: RunConfig, name: str) -> str:
-    """Return the key whose class is in the file `name` of a job."""
-    files = {key: own_files_of(getattr(config, key)) for key in KINDS}
-    return next(f"{key}.type" for key, found in files.items() if name in found)
+def trained_files(config: RunConfig) -> dict[str, tuple[str, OwnFile]]:
+    """Return the files that decide what is trained, by name, with the keys that name classes."""
+    return {
+        file.path.name: (_key_of(section), file)
+        for section, _, file in own_sections(config)
+        if not section.startswith(UNTRAINED)
+    }
 
 
 def kept_files(config: RunConfig, job: Path) -> dict[Path, bytes]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import NonNegativeInt
 
+from dtt.config.action import Action
 from dtt.config.adapter import AdapterConfig, LoraConfig, NoAdapterConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.base import Section, must_be, resumable
@@ -94,6 +95,9 @@ class RunConfig(Section):
     """Checkpoints."""
     eval: EvalConfig = EvalConfig()
     """Benchmark tasks."""
+    actions: tuple[Action, ...] = resumable(())
+    """What the run does after some of its steps, by classes of your own: a list of
+    `{type: FILE.py:CLASS, every: N}`, with their keys."""
     track: tuple[TrackerConfig, ...] = resumable(())
     """Trackers that receive metrics besides metrics.jsonl and the console: a list of
     `{type: wandb, …}`, `{type: tensorboard}`."""
@@ -155,6 +159,14 @@ class RunConfig(Section):
         yield from self._optimizer_problems()
         yield from self._adapter_problems()
         yield from self._mixture_problems()
+        yield from self._action_problems()
+
+    def _action_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for actions whose records would mix."""
+        labels = [action.label for action in self.actions]
+        for i, label in enumerate(labels):
+            if label in labels[:i]:
+                yield f"actions.{i}.name", f"two are called {label}: set a name for each"
 
     def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the tokenizer with the data and the model."""
@@ -289,7 +301,7 @@ class RunConfig(Section):
         return tuple(
             self.model_copy(
                 update={
-                    "download": DownloadConfig(**dict(one)),
+                    "download": type(self.download)(**dict(one)),
                     "tokenizer": tokenizer,
                     "tokenize": self.tokenize.model_copy(update={"out": out / one.label}),
                 }

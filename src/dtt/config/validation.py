@@ -38,9 +38,11 @@ def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
         yield (*key, *name.split(".")), why
     for name in type(section).model_fields:
         value = getattr(section, name)
-        for inner in value if isinstance(value, tuple) else (value,):
+        if isinstance(value, Section):
+            yield from _walk(value, (*key, name))
+        for i, inner in enumerate(value if isinstance(value, tuple) else ()):
             if isinstance(inner, Section):
-                yield from _walk(inner, (*key, name))
+                yield from _walk(inner, (*key, name, str(i)))
 
 
 def _describe_all(cls: type[Section], values: Any, error: ValidationError) -> list[Problem]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtt.base.reading import LARGEST_INT, Kind, fits, is_kind, parse, read_lines
 from dtt.report.curves import Series
-from dtt.track.base import Record
+from dtt.track.base import OWN, Record
 
 CURVES = ("train", "eval", "perf")
 """Kinds of records whose numbers become curves."""
@@ -35,7 +35,7 @@ class MetricsHistory:
     listed: dict[str, list[Record]] = field(default_factory=lambda: defaultdict(list))
     last_step: int = 0
     _columns: dict[str, dict[str, Series]] = field(
-        default_factory=lambda: {kind: defaultdict(Series) for kind in CURVES}
+        default_factory=lambda: defaultdict(lambda: defaultdict(Series))
     )
 
     @classmethod
@@ -54,7 +54,7 @@ class MetricsHistory:
     def add(self, record: Record) -> None:
         """Add one record."""
         kind, step = record["kind"], record["step"]
-        if kind in CURVES:
+        if kind in CURVES or kind.startswith(OWN):
             self.last_step = max(self.last_step, step)
             self._add_numbers(self._columns[kind], step, record)
             if kind == "train" and fits(record, PROGRESS):

@@ -21,6 +21,7 @@ A record is a dict with `kind` and `step`:
     save    blocked_seconds (training was blocked), write_seconds, verify_seconds, bytes;
             next_step_slowdown, slowdown (relative to the median step: of the next step, and the
             mean of all steps during the save)
+    own/NAME  the numbers of an action of the user's own (`dtt.config.action`)
 Only `start`, `perf` and `save` records differ between two runs of the same config. metrics.jsonl
 adds `time` to each record, the time of writing in seconds since 1970.
 """
@@ -31,6 +32,8 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 Record = dict[str, Any]
+OWN = "own/"
+"""Start of the kind of a record of an action of the user's own; its name follows."""
 
 
 def scalars(record: Record) -> Iterator[tuple[str, int | float]]:

@@ -21,7 +21,7 @@ from dtt.mesh.environment import install
 from dtt.track.base import Record, scalars
 
 NEEDED = "track requests wandb"
-KINDS = ("train", "eval", "task", "guard", "data", "sample", "start", "perf", "save")
+KINDS = ("train", "eval", "task", "guard", "data", "sample", "start", "perf", "save", "own")
 """Kinds of records that have metrics."""
 
 

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Literal
 
 from dtt.checkpoint import replicas
+from dtt.config.action import Action
+from dtt.config.own import own_code
 from dtt.config.run import RunConfig
 from dtt.evaluate.answers import AnswerEvaluator
 from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
@@ -20,6 +22,8 @@ from dtt.mesh.sharding import on_this_rank
 from dtt.track.base import Record
 from dtt.train.components import Run
 from dtt.train.data_hash import check_ranks
+from dtt.train.own_action import KEY, name_of, run_action, states_of
+from dtt.train.own_objective import RunView
 from dtt.train.state import Position, rng_tensors
 from dtt.train.supervise.watchdog import Phase
 
@@ -30,7 +34,7 @@ Rule = Callable[[Position], bool]
 
 
 @dataclass(frozen=True)
-class Action:
+class StepAction:
     """Something that a run does after some of its steps, on all ranks together."""
 
     name: str
@@ -98,7 +102,8 @@ def make_actions(
     answers: AnswerEvaluator | None,
     tasks: TaskEvaluator | None,
     sampler: Sampler | None,
-) -> list[Action]:
+    facts: RunView,
+) -> list[StepAction]:
     """Return the actions of a run in their order; those without their part are left out.
 
     `save` comes before those that take long, or more memory than a step: a process that ends in
@@ -107,17 +112,31 @@ def make_actions(
     by.
     """
     rule = rules(cfg, steps)
-    actions = [Action("log", rule["log"], log), Action("save", rule["save"], save, "save")]
+    actions = [StepAction("log", rule["log"], log), StepAction("save", rule["save"], save, "save")]
     if evaluator is not None:
         validation = partial(validate, evaluator, answers)
-        actions.append(Action("validate", rule["validate"], validation, "evaluate", "eval"))
+        actions.append(StepAction("validate", rule["validate"], validation, "evaluate", "eval"))
     if tasks is not None:
         scores = partial(evaluate_tasks, tasks)
-        actions.append(Action("tasks", rule["tasks"], scores, "tasks", "task"))
+        actions.append(StepAction("tasks", rule["tasks"], scores, "tasks", "task"))
     if sampler is not None:
         text = partial(sample, sampler)
-        actions.append(Action("sample", rule["sample"], text, "sample", "sample"))
+        actions.append(StepAction("sample", rule["sample"], text, "sample", "sample"))
+    for own in cfg.actions:
+        # Last: they see the validation of their step. A checkpoint of the step has been saved
+        # before, so a run that resumes from it runs them again, from the state that they had.
+        name = name_of(own)
+        work = partial(run_action, own, facts)
+        actions.append(StepAction(name, _own_rule(own, steps), work, "evaluate", name))
     return actions
+
+
+def _own_rule(own: Action, steps: Callable[[], int]) -> Rule:
+    def due(position: Position) -> bool:
+        with own_code(own, KEY):
+            return own.due(position.step, steps())
+
+    return due
 
 
 def log(run: Run, _stop: Stop) -> list[Record]:
@@ -217,7 +236,10 @@ def save(run: Run, _stop: Stop) -> list[Record]:
         position.step,
         params,
         state | on_this_rank(rng_tensors(world.rank, world.device)),
-        position.to_json() | {"run_id": run.run_id, "sources": sources} | run.schedule.state(),
+        position.to_json()
+        | {"run_id": run.run_id, "sources": sources}
+        | {"own_actions": states_of(run.cfg.actions, position)}
+        | run.schedule.state(),
         # Trackers are flushed before a checkpoint is complete: a run that resumes from it finds all
         # records up to it.
         run.observers.flush,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dtt.mesh.dist import World
     from dtt.mesh.mesh import Mesh
     from dtt.optim.ema import Ema
-    from dtt.train.actions import Action
+    from dtt.train.actions import StepAction
     from dtt.train.assemble import Assembled
     from dtt.train.components import Observers, TrainState
     from dtt.train.expert_load import ExpertLoad
@@ -65,6 +65,7 @@ def build(
     from dtt.data.samples.reference import with_reference
     from dtt.train.actions import make_actions
     from dtt.train.components import Control, TrainData
+    from dtt.train.own_objective import RunView
     from dtt.train.run_schedule import RunSchedule
     from dtt.train.supervise.stop_lead import StopLead
     from dtt.train.trainer import Trainer
@@ -86,6 +87,7 @@ def build(
         make_answers(cfg, world, dataset),
         make_tasks(inputs, state),
         make_sampler(cfg, dataset),
+        RunView.of(inputs),
     )
     return Trainer(
         cfg=cfg,
@@ -129,14 +131,11 @@ def set_up_objective(inputs: Inputs) -> Objective | None:
     """Prepare a loss of a user's own; return it, or None for one of dtt."""
     from dtt.train.own_objective import RunView
 
-    cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
+    cfg = inputs.cfg
     if isinstance(cfg.objective, NextTokenConfig | DpoConfig):
         return None
-    dtype = plan.precision.compute_dtype
-    path = inputs.attempt.job.root
-    view = RunView(world.device, dtype, world.rank, world.size, plan.steps, path)
     with own_code(cfg.objective, "objective"):
-        cfg.objective.setup(view)
+        cfg.objective.setup(RunView.of(inputs))
     return cfg.objective
 
 
@@ -267,7 +266,7 @@ def initial_weights(
     return start, base_reference(source, start, inputs.world, inputs.attempt.job.root)
 
 
-def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[Action]) -> Observers:
+def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[StepAction]) -> Observers:
     """Return the measurements and the trackers of a run."""
     from dtt.model.adapted_layers import adapter_weights
     from dtt.parallel.pipelining import Pipeline

@@ -19,7 +19,7 @@ from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.optim import horizon_keys
-from dtt.config.own import kept_files, key_of_file, own_files, own_keys
+from dtt.config.own import kept_files, own_keys, trained_files
 from dtt.config.run import RunConfig
 from dtt.config.run_length import with_both_lengths
 from dtt.config.schedule import Decay
@@ -77,21 +77,20 @@ def check_edited(job: JobDir, allow_change: Sequence[str]) -> None:
 def check_code(job: JobDir, cfg: RunConfig, allow_change: Sequence[str]) -> None:
     """Raise ConfigError if the user's own code is not that of the newest checkpoint."""
     steps = store.steps(job.checkpoints)
-    files = own_files(cfg)
+    files = trained_files(cfg)
     if not files or not steps or own_keys().intersection(allow_change):
         return
     try:
         trained = CheckpointManifest.read(store.folder_of(job.checkpoints, steps[-1])).code
     except DttError:
         return  # it is damaged: an older one may be used, or training says so
-    for name, file in files.items():
+    for name, (key, file) in files.items():
         if trained.get(name) != file.sha256:
             raise ConfigError(
                 f"{name} is not the file that the job has trained with",
                 where=file.path,
                 why="another class of the same name may train something else",
-                next="restore it, start a new job with name=ANOTHER, or use --allow-change "
-                + key_of_file(cfg, name),
+                next="restore it, start a new job with name=ANOTHER, or use --allow-change " + key,
             )
 
 

@@ -19,6 +19,7 @@ from dtt.config.own import own_code
 from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.sharding import FullTensor
 from dtt.model.output import TEXT_BYTES, Output
+from dtt.train.inputs import Inputs
 from dtt.train.step import LossFunction
 
 OBJECTIVE = "objective"
@@ -38,6 +39,13 @@ class RunView:
     steps: int
     path: Path
     """The folder of the job."""
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> RunView:
+        """Return what a class may see of the run that is built from `inputs`."""
+        plan, world = inputs.plan, inputs.world
+        dtype, path = plan.precision.compute_dtype, inputs.attempt.job.root
+        return cls(world.device, dtype, world.rank, world.size, plan.steps, path)
 
     def load_model(self, source: str) -> nn.Module:
         """Return a frozen model on the device, called with token ids [B, T] for logits [B, T, V].

@@ -28,6 +28,8 @@ class RunSchedule:
     """Batch-size and context-length schedules."""
     budget: TimeBudget | None = None
     """The time budget, on rank 0 of a run that a time limit ends."""
+    ended_by: str | None = None
+    """The action of the user's own that has ended the run before its last step."""
 
     def multiplier(self, step: int) -> float:
         """Return the learning rate of a step (counted from 0) as a fraction of the peak."""
@@ -59,6 +61,10 @@ class RunSchedule:
         self.steps, self.schedule = end, self.schedule.ending(step, end)
         return starts
 
+    def end_now(self, step: int, by: str) -> None:
+        """Make `step` the last one, without a decay: the action `by` has asked for it."""
+        self.steps, self.ended_by = step, by
+
     def expected_steps(self, step: int) -> int:
         """Return the step that the run is expected to end with; an estimate before the decay."""
         if self.budget is None or self.schedule.decay is not None:
@@ -76,4 +82,5 @@ class RunSchedule:
             "warmup": self.schedule.warmup,
             "decay": self.schedule.decay and asdict(self.schedule.decay),
             "speed": self.budget and self.budget.state(),
+            "ended_by": self.ended_by,
         }

@@ -19,6 +19,7 @@ from dtt.mesh.sharding import FullTensor, fill, zeros_sharded_as
 from dtt.optim import ema, own
 from dtt.optim.schedule import DECAY
 from dtt.params.table import Params
+from dtt.track.base import OWN
 
 RNG, GUARD, EXPERTS, OBJECTIVE = "rng", "guard", "experts", "objective"
 """First components of the paths of state that belongs to no optimizer."""
@@ -31,6 +32,7 @@ FIELDS: dict[str, Kind] = {
 OPTIONAL: dict[str, Kind] = {
     "trained": int, "skipped": list, "avoided": dict, "warmup": int, "decay": (dict, NONE),
     "speed": (dict, NONE), "tasks_evaluated": (int, NONE), "sampled": (int, NONE),
+    "own_actions": dict, "ended_by": (str, NONE),
 }  # fmt: skip
 """Fields that position.json may have, and their types."""
 ACTIONS = {"validate": "evaluated", "tasks": "tasks_evaluated", "sample": "sampled"}
@@ -105,6 +107,7 @@ class Position:
         done = {name: recorded.get(field) for name, field in ACTIONS.items()}
         # The checkpoint itself is saved, and what was logged before it as well.
         done |= {"log": step, "save": step}
+        done |= {f"{OWN}{name}": one["done"] for name, one in record.get("own_actions", {}).items()}
         return cls(
             step=step,
             done={name: at for name, at in done.items() if at is not None},

@@ -18,8 +18,8 @@ from dtt.jobs.stop import Request
 from dtt.mesh.compilation import compiler
 from dtt.optim.groups import peak_lr, set_learning_rate
 from dtt.track.base import Record
-from dtt.train import garbage
-from dtt.train.actions import Action, finished_saves
+from dtt.train import garbage, own_action
+from dtt.train.actions import StepAction, finished_saves
 from dtt.train.anomaly_guard import Rewind, finite
 from dtt.train.components import Run
 from dtt.train.data_hash import check_order
@@ -42,7 +42,7 @@ class Trainer(Run):
     """The training loop and everything it uses; `train/build.py` builds it."""
 
     objective: LossFunction
-    actions: Sequence[Action]
+    actions: Sequence[StepAction]
     """What the run does after a step, in order."""
     _unread: list[tuple[Record, Tensor, Names]] = field(default_factory=list)
     """Records of steps, values that are still on the device (the guard's `Judgement.values`, then
@@ -179,6 +179,7 @@ class Trainer(Run):
 
         If a stop request cuts one short, it is due again when the run resumes, with all after it.
         """
+        steps = self.schedule.steps
         for action in self.actions:
             if action.due(self.position):
                 # First the losses: a diverged run must not spend minutes on an evaluation.
@@ -187,6 +188,8 @@ class Trainer(Run):
                 if records is None:
                     return
                 self.observers.log(*records)
+        if self.schedule.steps != steps:
+            self.act()  # one of the user's own has ended the run: others are due at its end
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -264,7 +267,13 @@ class Trainer(Run):
         # Rank 0 reads the records: the trackers are there, and have dropped what is repeated.
         position = position_of(resume, self.job, self.cfg) if self.world.first else None
         vars(self.position).update(vars(self.world.from_first(position)))
-        self.data.dataset.restore(resume.position()["sources"])
+        record = resume.position()
+        self.data.dataset.restore(record["sources"])
+        own_action.restore(self.cfg.actions, record.get("own_actions", {}))
+        # Without the action that ended it, the run goes on.
+        for action in self.cfg.actions:
+            if own_action.name_of(action) == record.get("ended_by"):
+                self.schedule.end_now(resume.step, own_action.name_of(action))
         check_order(self.position, self.data.dataset)
         log.info("resumed from %s", resume.path)
 

@@ -85,10 +85,16 @@ def check_described(
     download: DatasetConfig, there: CorpusDescription, folder: Path, *, next: str
 ) -> None:
     """Raise ConfigError if `download` names a dataset, and `there` describes other documents."""
-    if download.dataset is None:  # such as on a node to which only the token files were copied
+    if not download.names_one:  # such as on a node to which only the token files were copied
         return
     differences = []
-    if not _is_same_dataset(download.dataset, there.source):
+    if download.documents is not None:
+        # Not the file of the class: another word in a comment of it changes no document.
+        now, found = download.documents.model_dump(mode="json"), there.request
+        if found is None or found.documents != now:
+            was = there.source.id if found is None or found.documents is None else found.documents
+            differences.append(f"documents is {was} there, {now} now")
+    elif not _is_same_dataset(str(download.dataset), there.source):
         differences.append(f"dataset is {there.source.id} there, {download.dataset} now")
     for option in OPTIONS:
         now, found = getattr(download, option), there.resolved(option)

@@ -13,10 +13,10 @@ from typing import Literal
 
 from dtt.artifacts.corpus import CorpusFile, CorpusManifest, CorpusRequest, CorpusSource
 from dtt.base.errors import ConfigError, InputError
-from dtt.base.files import check_space, exclusive, sha256_file, write_atomically
+from dtt.base.files import check_space, exclusive, remove, sha256_file, write_atomically
 from dtt.base.log import log, progress
 from dtt.config.data import DownloadConfig
-from dtt.data.corpus import stdlib, stdlib_chat
+from dtt.data.corpus import own_documents, stdlib, stdlib_chat
 from dtt.data.corpus.encodings import check_encodings
 from dtt.data.corpus.file_choice import FilePatterns, one_format
 from dtt.data.corpus.local_files import local_files, real_path
@@ -34,7 +34,8 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
     EnvironmentUnfit if the Hub cannot be reached, and StorageError if the disk has too little free
     space.
     """
-    if cfg.dataset is None:
+    dataset = cfg.dataset if cfg.documents is None else cfg.documents.type
+    if dataset is None:
         raise ConfigError(
             "no dataset is named",
             where="download.dataset",
@@ -42,13 +43,12 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
         )
     with exclusive(out, "dtt download"):
         # Of killed downloads. No other pattern: `dtt clean` may be writing into this folder.
-        for name in (CorpusManifest.filename, stdlib.NAME):
+        for name in (CorpusManifest.filename, stdlib.NAME, own_documents.PART):
             for torn in out.glob(f".{name}*.tmp"):
                 torn.unlink(missing_ok=True)
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
-        kind = _kind(cfg.dataset)
+        kind = "own" if cfg.documents is not None else _kind(dataset)
         _check_options(cfg, kind)
-        dataset = cfg.dataset
         _check_rows(cfg, rows=rows)
         if kind == "local":
             dataset = str(real_path(Path(dataset).expanduser()))
@@ -64,14 +64,21 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
                 manifest = _from_stdlib(dataset, out, previous)
             case "local":
                 manifest = _from_local(cfg, Path(dataset), out, previous, rows=rows)
+            case "own":
+                manifest = _from_own(cfg, out, previous, rows=rows)
             case _:
                 manifest = _from_hub(cfg, dataset, out, previous, rows=rows)
         asked = {name: getattr(cfg, name) for name in CorpusRequest.model_fields}
+        asked["documents"] = cfg.documents and cfg.documents.model_dump(mode="json")
         manifest = manifest.model_copy(update={"request": CorpusRequest(**asked)})
         if manifest == previous:
             log.info("already done: %s is complete and unchanged", out)
         else:
             write_atomically(out / CorpusManifest.filename, manifest.dump())
+        if previous is not None and kind == "own":
+            # Only now: until the manifest is replaced, it lists these files.
+            for path in {*previous.names()} - {*manifest.names()}:
+                remove(out / path)
         return manifest
 
 
@@ -93,7 +100,12 @@ def _kind(dataset: str) -> Literal["stdlib", "local", "hub"]:
 def _check_options(cfg: DownloadConfig, kind: str) -> None:
     """Raise ConfigError if an option is set that does not apply to this kind of dataset."""
     of_hub = ("name", "revision")
-    foreign = {"hub": (), "local": of_hub, "stdlib": (*of_hub, "split", "include", "exclude")}
+    foreign = {
+        "hub": (),
+        "own": (),
+        "local": of_hub,
+        "stdlib": (*of_hub, "split", "include", "exclude"),
+    }
     for option in foreign[kind]:
         value = getattr(cfg, option)
         if value not in (None, ()):
@@ -134,6 +146,23 @@ def _from_stdlib(dataset: str, out: Path, previous: CorpusManifest | None) -> Co
         txt_documents=None,
         files=(_record(path, path.name),),
     )
+
+
+def _from_own(
+    cfg: DownloadConfig, out: Path, previous: CorpusManifest | None, *, rows: bool
+) -> CorpusManifest:
+    documents = cfg.documents
+    assert documents is not None
+    version, paths = own_documents.read_into(documents, out)
+    known = {record.path: record for record in previous.files} if previous else {}
+    files = []
+    for path in paths:
+        record = known.get(path.name)
+        if record is None or not _is_unchanged(path, record):
+            record = _record(path, path.name)
+        files.append(record)
+    source = CorpusSource(kind="own", id=documents.type, revision=version)
+    return _manifest(cfg, source, out, tuple(files), rows=rows)
 
 
 def local_manifest(path: Path) -> CorpusManifest:

@@ -1,0 +1,184 @@
+"""Actions of a user's own: when they run, what they see and record, and how a job resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import resumed
+from support.forked_runs import run
+from support.running import ROOT, Dtt
+
+from dtt.base.errors import ExitCode
+from dtt.report.metrics_history import MetricsHistory
+from dtt.track.base import scalars
+
+NORMS = """
+import dtt
+
+
+class Norms(dtt.Action):
+    every: int = 2
+    _seen: int = 0
+
+    def run(self, run):
+        self._seen += 1
+        found = {"norm": run.full("embed.weight").norm(), "seen": self._seen}
+        return found | {"rank": run.mean(run.rank)}
+
+    def state(self):
+        return {"seen": self._seen}
+
+    def restore(self, state):
+        self._seen = state["seen"]
+"""
+ACTIONS = "actions: [{type: mine.py:Norms}, {type: mine.py:Norms, name: each, every: 1}]\n"
+
+
+def own(dtt: Dtt, code: str = NORMS, actions: str = ACTIONS) -> tuple[str, ...]:
+    (dtt.folder / "mine.py").write_text(code)
+    (dtt.folder / "run.yaml").write_text(actions)
+    return "-c", "run.yaml", *resumed.SETTINGS
+
+
+def recorded(dtt: Dtt, name: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (dtt.folder / "jobs/t/metrics.jsonl").read_text().splitlines())
+    found = [record for record in lines if record["kind"] == f"own/{name}"]
+    return [{key: value for key, value in one.items() if key != "time"} for one in found]
+
+
+def test_numbers_are_those_of_whole_tensors_in_every_layout(dtt: Dtt) -> None:
+    started = *own(dtt), "model.dropout=0.0"
+    run(dtt, "train", *started, "parallel.shard=2", ranks=2)
+    sharded = recorded(dtt, "Norms")
+    run(dtt, "train", *started, "name=u", ranks=1)
+    (dtt.folder / "jobs/t").rename(dtt.folder / "jobs/sharded")
+    (dtt.folder / "jobs/u").rename(dtt.folder / "jobs/t")
+    alone = recorded(dtt, "Norms")
+    assert [one["step"] for one in sharded] == [2, 4]
+    for one, other in zip(sharded, alone, strict=True):
+        assert one["norm"] == pytest.approx(other["norm"], rel=1e-5)
+        assert (one["rank"], other["rank"]) == (0.5, 0.0)
+
+
+def test_a_resume_repeats_no_action_and_changes_no_number(dtt: Dtt) -> None:
+    started = own(dtt)
+    dtt("train", *started)
+    whole = {name: recorded(dtt, name) for name in ("Norms", "each")}
+    assert [one["seen"] for one in whole["each"]] == [1, 2, 3, 4]
+    # The checkpoint of step 2 was saved before the actions of step 2.
+    for step in (4, 3):
+        folder = dtt.folder / f"jobs/t/checkpoints/step-{step:06d}"
+        if folder.exists():
+            folder.rename(dtt.folder / folder.name)
+    dtt("train", "jobs/t")
+    assert {name: recorded(dtt, name) for name in whole} == whole
+
+
+CUT = NORMS.replace(
+    "        self._seen += 1\n",
+    """        self._seen += 1
+        if run.step == 2 and not (run.path / "asked").exists():
+            (run.path / "asked").touch()
+            (run.path / "control/stop").touch()
+            while not run.stop_wanted():
+                pass
+            return None
+""",
+)
+
+
+def test_an_action_that_a_stop_request_cuts_short_runs_again_from_its_state(dtt: Dtt) -> None:
+    started = own(dtt, CUT, "actions: [{type: mine.py:Norms, every: 1}]\n")
+    dtt("train", *started, expect=ExitCode.PREEMPTED)
+    assert [one["seen"] for one in recorded(dtt, "Norms")] == [1]
+    dtt("train", "jobs/t")
+    assert [one["seen"] for one in recorded(dtt, "Norms")] == [1, 2, 3, 4]
+
+
+def test_its_numbers_are_curves_of_every_tracker(dtt: Dtt) -> None:
+    dtt("train", *own(dtt))
+    [record, *_] = recorded(dtt, "Norms")
+    assert {name for name, _ in scalars(record)} >= {"own/Norms/norm", "own/Norms/seen"}
+    series = MetricsHistory.read(dtt.folder / "jobs/t/metrics.jsonl").series
+    assert [*series["own/each/seen"].steps] == [1, 2, 3, 4]
+    assert "own/Norms/norm" in (dtt.folder / "jobs/t/report.html").read_text()
+
+
+STOPPING = f"""
+actions: [{{type: {ROOT}/examples/early_stopping.py:EarlyStopping, every: 1, patience: 2}}]
+optim: {{lr: 1e-30, adamw: {{lr: 1e-30}}}}
+train: {{steps: 9}}
+"""
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_run_that_an_action_ends_is_complete(dtt: Dtt, tokens: Path, every: int) -> None:
+    """It is evaluated, saved and done; a resume, with and without the action, knows that."""
+    (dtt.folder / "run.yaml").write_text(STOPPING)
+    others = ("train.steps", "train.eval", "data.")
+    keys = [key for key in resumed.SETTINGS if not key.startswith(others)]
+    keys += [
+        f"data.tokens={tokens}",
+        f"checkpoint.every={every}",
+        "train.eval_every=1",
+        "train.eval_tokens=60",
+    ]
+    started = ("-c", "run.yaml", *keys, "train.sample_tokens=8", "train.sample_every=0")
+    done = dtt("train", *started)
+    assert "EarlyStopping ends the run after step 3" in done.stderr
+    lines = (dtt.folder / "jobs/t/metrics.jsonl").read_text().splitlines()
+    kinds = [(r["kind"], r["step"]) for r in map(json.loads, lines)]
+    assert {("eval", 3), ("sample", 3)} <= {*kinds}
+    assert (dtt.folder / "jobs/t/checkpoints/step-000003").is_dir()
+    again = dtt("train", "jobs/t")
+    assert "step 4" not in again.stderr
+    assert recorded(dtt, "EarlyStopping")[-1]["step"] == 3
+    dtt("train", "jobs/t", "actions=[]")
+    assert (dtt.folder / "jobs/t/checkpoints/step-000009").is_dir()
+
+
+WRONG = {
+    "no method": ("def run(self, run):", "def go(self, run):", "NotImplementedError"),
+    "an exception": ("run.mean(run.rank)", "run.nothing", "has no attribute 'nothing'"),
+    "no number": ("run.mean(run.rank)", "'x'", "could not convert string to float"),
+    "no mapping": ("return found |", "return 1 or found |", "returned int"),
+    "a reserved name": ('"rank":', '"step":', "'step', of every record"),
+    "no JSON": ('"seen": self._seen}\n\n', '"seen": {1}}\n\n', "set is not JSON serializable"),
+    "no such parameter": ("embed.weight", "embedding", "KeyError: 'embedding'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_names_the_line_of_its_user(dtt: Dtt, case: str) -> None:
+    old, new, said = WRONG[case]
+    assert old in NORMS
+    started = own(dtt, NORMS.replace(old, new), "actions: [{type: mine.py:Norms}]\n")
+    done = dtt("train", *started, expect=ExitCode.USAGE)
+    assert said in done.stderr
+    assert "actions.type=mine.py:Norms" in done.stderr
+    assert "this is a bug" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("actions", "said"),
+    [
+        ("[{every: 2}]", "actions.0.type: must name a class"),
+        ("[{type: nothing}]", "actions.0.type: must name a class"),
+        ("[{type: mine.py:Norms, evry: 1}]", "actions.0.evry: unknown key"),
+        ("[{type: mine.py:Norms}, {type: mine.py:Norms}]", "actions.1.name: two are called Norms"),
+        ("[{type: mine.py:Norms, name: a/b}]", "actions.0.name: takes letters"),
+    ],
+)
+def test_a_wrong_entry_is_refused_by_name(dtt: Dtt, actions: str, said: str) -> None:
+    done = dtt("train", *own(dtt, NORMS, f"actions: {actions}\n"), expect=ExitCode.USAGE)
+    assert said in done.stderr
+
+
+def test_actions_may_change_on_a_resume(dtt: Dtt) -> None:
+    dtt("train", *resumed.SETTINGS, "train.steps=2")
+    dtt("train", *own(dtt), "train.steps=4", "--allow-change", "train.steps")
+    assert [one["step"] for one in recorded(dtt, "each")] == [2, 3, 4]
+    assert (dtt.folder / "jobs/t/own_code/mine.py").read_text() == NORMS
