@@ -12,8 +12,8 @@ force. It prints how many documents were removed, how many of them have no kept 
 Jaccard similarity of at least 0.8 (lost), and how many pairs of kept documents reach it (missed).
 
 `speed` times complete commands on the Parquet files of FOLDER (column `text`), `--copies` times,
-each copy with other words in place of every fourth one; and `dtt clean` again after one document
-has changed. It prints the largest memory of a process of dtt.
+each copy with other words in place of every fourth one. It prints the largest memory of a process
+of dtt.
 
 `documents` cuts the same texts into documents of so many bytes. It prints the speed of one core, by
 processor time, best of three: of signatures (shingles, sketches and band keys) and of pass 1 of a
@@ -152,7 +152,7 @@ def oracle(work: Path, count: int, python: str | None) -> None:
 
 
 def speed(work: Path, folder: Path, copies: int, python: str | None) -> None:
-    """Print the seconds of each tool, also after a change of one document, and the peak memory."""
+    """Print the seconds of each tool and the peak memory."""
     files = sorted(folder.glob("*.parquet"))
     texts = [
         text for file in files for text in pq.read_table(file, columns=["text"])[0].to_pylist()
@@ -167,13 +167,6 @@ def speed(work: Path, folder: Path, copies: int, python: str | None) -> None:
         for selection in (work / "data/corpus/in").glob("selection-*"):
             shutil.rmtree(selection)
         seconds["dtt clean, 2 ranks"] = timed(both, work)
-    changed = max((work / "in").iterdir())
-    table = pq.read_table(changed)
-    rows = [{**row, "text": f"changed {row['text']}"} if i == 0 else row
-            for i, row in enumerate(table.to_pylist())]  # fmt: skip
-    pq.write_table(pa.Table.from_pylist(rows), changed, row_group_size=500)
-    dtt("download", "-d", "in", folder=work)
-    seconds["one document changed, 1 rank"] = timed(command, work)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     if python:
         start = time.perf_counter()
@@ -236,7 +229,7 @@ def measure_unit(folder: Path) -> tuple[float, float, int]:
     bands, rows = bands_and_rows(THRESHOLD)
 
     def one_pass() -> None:
-        pass_one(section, PlacedUnit(corpus, unit, "unit"), (), None, steps, bad)
+        pass_one(section, PlacedUnit(0, corpus, unit, "unit"), (), None, steps, bad)
 
     def signatures() -> None:
         for texts in batches:

@@ -203,21 +203,6 @@ class Cleaning(Tokenizing):
         return [self.selection(folder) / name for name in files]
 
 
-class CleaningAgain(Cleaning):
-    """`dtt clean` after a quarter of the files have changed: it takes over results of before."""
-
-    def prepare(self, folder: Path) -> None:
-        super().prepare(folder)
-        changed = {path: path.read_text() for path in (folder / "copies").glob("*[258].jsonl")}
-        for path, text in changed.items():
-            path.write_text(text.replace("import", "fetch"))
-        dtt("download", "-d", "copies", folder=folder)
-        dtt(*self.arguments, folder=folder)
-        for path, text in changed.items():
-            path.write_text(text)
-        dtt("download", "-d", "copies", folder=folder)
-
-
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 TASKS = {
     "sums": 'type: multiple_choice\nprompt: "Q: {question}"\nchoices: "{choices}"\ngold: "{gold}"',
@@ -348,5 +333,5 @@ class Pipeline(Work):
 
 WORKS: dict[str, type[Work]] = {
     "train": Training, "tokenize": Tokenizing, "clean": Cleaning,
-    "clean-again": CleaningAgain, "eval": Evaluating, "pipeline": Pipeline,
+    "eval": Evaluating, "pipeline": Pipeline,
 }  # fmt: skip

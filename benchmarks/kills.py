@@ -10,7 +10,6 @@ WORK is one of
     tokenize   `dtt tokenize` on one to three ranks, under mpirun or with the file-based rendezvous
                of a plain `srun`; each start has another number of ranks
     clean      `dtt clean` of exact and near duplicates, on one to three ranks like tokenize
-    clean-again  the same, after a quarter of the files have changed since an earlier selection
     eval       `dtt eval` on tasks of every type, in one or two processes
     pipeline   `dtt pipeline`: three stages of pretraining and one of fine-tuning, in one or two
                processes; done stages must not be started again

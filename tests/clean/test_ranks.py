@@ -11,7 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +23,9 @@ from support.planted_copies import json_lines, planted
 
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
-from dtt.clean import partitions, unit_pass
+from dtt.clean import partitions, sorted_files, unit_pass, verified_pairs
 from dtt.clean.passes import Part
+from dtt.clean.steps import Steps
 
 TEXTS = planted(3000, seed=3)
 NEAR = "clean.near.threshold=0.8"
@@ -103,24 +107,53 @@ def test_parts_are_found_by_the_passes_after_them(corpus: CleanedCorpus) -> None
     assert {path: path.stat().st_mtime_ns for path in folder.glob(".work/unit-*")} == finished
 
 
-def test_partitions_and_runs_of_keys_change_nothing(
-    corpus: CleanedCorpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = fresh(corpus)
-    monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 900)
-    monkeypatch.setattr(partitions, "GATHERED_BYTES", 3 * 900 * unit_pass.ENTRY.itemsize)
-    monkeypatch.setattr(partitions, "GATHERED_ROWS", 50)
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every group small: partitions, sorted runs, batches, merges and open files."""
+    monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 5000)
     monkeypatch.setattr(unit_pass, "RUN_ENTRIES", 5000)
     monkeypatch.setattr(unit_pass, "BATCH_BYTES", 30_000)
+    monkeypatch.setattr(sorted_files, "MERGED_ROWS", 900)
+    for module in (sorted_files, verified_pairs):
+        monkeypatch.setattr(module, "OPEN_FILES", 2)
+
+
+def test_no_size_of_a_group_changes_anything(
+    corpus: CleanedCorpus, request: pytest.FixtureRequest
+) -> None:
+    expected = fresh(corpus)
+    request.getfixturevalue("small")
     assert result_bytes(corpus.clean()) == expected
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_after_kills_at_random_moments_a_rerun_gives_the_same_bytes(
-    corpus: CleanedCorpus, seed: int
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
+    corpus: CleanedCorpus, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = fresh(corpus)
-    draw = random.Random(seed)
+    request.getfixturevalue("small")
+    written: Counter[str] = Counter()
+    write = Steps.write
+
+    def killed(self: Steps, name: str, *given: Any) -> None:
+        if written[name] == 0 and written.total() % 5 == 4:
+            written["killed"] += 1
+            raise KeyboardInterrupt
+        write(self, name, *given)
+        written[name] += 1
+
+    monkeypatch.setattr(Steps, "write", killed)
+    while written.total() < 1000:
+        with suppress(KeyboardInterrupt):
+            assert result_bytes(corpus.clean()) == expected
+            break
+    assert written.pop("killed") > 9
+    assert {*written.values()} == {1}  # nothing is done twice
+
+
+@pytest.mark.slow
+def test_after_kills_at_random_moments_a_rerun_gives_the_same_bytes(corpus: CleanedCorpus) -> None:
+    expected = fresh(corpus)
+    draw = random.Random(1)
     for _ in range(3):
         job = subprocess.Popen(command(corpus), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         end = time.monotonic() + 100
@@ -178,35 +211,3 @@ def test_a_file_that_changed_after_the_download_is_refused(corpus: CleanedCorpus
         corpus.clean()
     path.write_bytes(content)  # with another time, but the content of the manifest
     assert numbered(corpus.clean())
-
-
-def test_a_changed_file_is_read_again_and_the_others_are_not(tmp_path: Path) -> None:
-    files = {"a.jsonl": json_lines(TEXTS[:1500]), "b.jsonl": json_lines(TEXTS[1500:])}
-    first = CleanedCorpus(tmp_path, files).clean()
-    files["b.jsonl"] += json_lines([TEXTS[1501]])
-    corpus = CleanedCorpus(tmp_path, files)
-    second = corpus.clean()
-    assert first != second
-    shared = {path.name for path in first.glob(".work/*")} & {
-        path.name for path in second.glob(".work/*")
-    }
-    taken = [name for name in shared if (first / ".work" / name).samefile(second / ".work" / name)]
-    assert any(name.endswith(".keys") for name in taken)
-    alone = CleanedCorpus(tmp_path / "alone", files).clean()
-    assert result_bytes(second) == result_bytes(alone)
-
-
-@needs_mpirun
-def test_ranks_take_over_what_one_process_made(corpus: CleanedCorpus) -> None:
-    first = corpus.clean()
-    changed = json_lines([*TEXTS[2000:-1], TEXTS[2100] + " end"])
-    corpus = CleanedCorpus(corpus.folder.parent, {"b.jsonl": changed})
-    job = [str(MPIRUN), "-n", "2", *command(corpus, "--json")]
-    done = subprocess.run(job, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert 0 < json.loads(done.stdout)["units_read"] < len(SelectionManifest.read(first).units)
-    second = corpus.folder.parent / json.loads(done.stdout)["selection"]
-    shutil.rmtree(first)
-    found = result_bytes(second)
-    shutil.rmtree(second)
-    assert result_bytes(corpus.clean()) == found

@@ -2,68 +2,104 @@
 
 from __future__ import annotations
 
+import random
 import resource
+import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from support.cleaned_corpus import CleanedCorpus, result_bytes
-from support.planted_copies import json_lines, planted
+from support.planted_copies import json_lines
 
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import InUse
 from dtt.base.files import exclusive
-from dtt.clean import partitions, passes
+from dtt.clean import partitions, passes, sorted_files, verified_pairs
 from dtt.clean.passes import Part
-from dtt.clean.steps import Steps
 from dtt.data.corpus import units
 
-TEXTS = planted(200, seed=5)
+UNITS, DOCUMENTS = 40, 5
+
+
+def text(number: int) -> str:
+    """Fifty words; the first documents of all units resemble each other or are equal."""
+    unit, place = divmod(number, DOCUMENTS)
+    draw = random.Random(number if place > 1 else place)
+    words = ["".join(draw.choices("abcdefghij", k=6)) for _ in range(50)]
+    return " ".join([f"{unit % 7:06}", *words] if place == 0 else words)
+
+
 NEAR = "clean.near.threshold=0.8"
+
+
+def corpus_of(folder: Path, count: int) -> CleanedCorpus:
+    """A corpus of `count` units."""
+    starts = range(0, count * DOCUMENTS, DOCUMENTS)
+    lots = [json_lines([text(i + j) for j in range(DOCUMENTS)]) for i in starts]
+    return CleanedCorpus(folder, {f"{i:04d}.jsonl": lot for i, lot in enumerate(lots)})
 
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CleanedCorpus:
-    """A corpus of many small units, with many partitions."""
-    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 5000)
-    monkeypatch.setattr(units, "MAX_UNIT_BYTES", 5000)
-    monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 100)
-    files = {f"{i:03d}.jsonl": json_lines(TEXTS[i : i + 5]) for i in range(0, len(TEXTS), 5)}
-    return CleanedCorpus(tmp_path, files)
+    """A corpus of many small units, whose files are merged several times, with many partitions."""
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 2000)
+    monkeypatch.setattr(units, "MAX_UNIT_BYTES", 2000)
+    monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 50)
+    for module in (sorted_files, verified_pairs):
+        monkeypatch.setattr(module, "OPEN_FILES", 6)
+    return corpus_of(tmp_path, UNITS)
 
 
 def test_few_files_are_open_at_a_time(corpus: CleanedCorpus) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = len(list(Path("/proc/self/fd").iterdir()))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (now + 40, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + 20, hard))
     try:
-        folder = corpus.clean("clean.exact=true")
+        folder = corpus.clean(NEAR)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(list(folder.glob(".work/exact-*.json"))) == 2
-    assert len(list(folder.glob(".work/unit-*.json"))) >= 40
+    assert len(SelectionManifest.read(folder).units) == UNITS
 
 
-def test_four_times_the_units_and_partitions_open_four_times_the_files(
-    tmp_path: Path, corpus: CleanedCorpus, monkeypatch: pytest.MonkeyPatch
+OPENED: Counter[str] = Counter()
+"""Opens of files of steps, by kind. An audit hook cannot be removed, so all tests share one."""
+
+
+@pytest.fixture(scope="module")
+def opened() -> Counter[str]:
+    """Count the opens of this process, through whatever function, from now on."""
+
+    def count(event: str, given: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(given[0], (str, Path)):
+            path = Path(given[0])
+            if path.parent.name == SelectionManifest.work:
+                OPENED[path.name.lstrip(".").split("-")[0]] += 1
+
+    sys.addaudithook(count)
+    return OPENED
+
+
+def test_files_are_opened_in_proportion_to_units_and_partitions(
+    tmp_path: Path, corpus: CleanedCorpus, opened: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    array = Steps.array
+    quarter = corpus_of(tmp_path / "quarter", UNITS // 4)
 
-    def counted(self: Steps, name: str, ending: str, dtype: object) -> object:
-        opened.append(ending)
-        return array(self, name, ending, dtype)
+    def opens(cleaned: CleanedCorpus) -> Counter[str]:
+        opened.clear()
+        shutil.rmtree(cleaned.clean(NEAR))
+        return opened.copy()
 
-    monkeypatch.setattr(Steps, "array", counted)
-    corpus.clean(NEAR)
-    many = Counter(opened)
-    opened.clear()
-    quarter = TEXTS[: len(TEXTS) // 4]
-    files = {f"{i:03d}.jsonl": json_lines(quarter[i : i + 5]) for i in range(0, len(quarter), 5)}
-    CleanedCorpus(tmp_path / "quarter", files).clean(NEAR)
-    few = Counter(opened)
-    for ending in ("exact", "keys", "pairs", "earlier"):
-        assert 0 < many[ending] <= 6 * few[ending], ending  # the sizes of units differ
+    few, many = opens(quarter), opens(corpus)
+    assert few.keys() == {"unit", "exact", "pairs", "merged", "shingles", "verified"}
+    assert many.total() <= 4.2 * few.total(), (few, many)
+    assert many["unit"] <= 4 * few["unit"]
+    monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 12)
+    more = opens(corpus)
+    assert all(more[kind] == many[kind] for kind in ("unit", "shingles", "verified"))
+    assert more["pairs"] <= 4.2 * many["pairs"]
+    assert more.total() <= 4.2 * many.total()
 
 
 def test_parts_and_the_whole_command_do_not_meet(corpus: CleanedCorpus) -> None:
@@ -96,14 +132,4 @@ def test_a_kill_near_the_end_leaves_neither_an_old_page_nor_large_files(
             corpus.clean(NEAR)
     corpus.clean(NEAR)
     assert result_bytes(folder) == expected
-    assert not list(folder.glob(".work/shingles-*"))
-
-
-def test_an_unreadable_selection_of_another_user_is_passed_over(corpus: CleanedCorpus) -> None:
-    other = corpus.clean(NEAR)
-    for marker in other.glob(".work/*.json"):
-        marker.unlink()
-        marker.mkdir()  # like a missing permission, an OSError also for root
-    own = corpus.clean("clean.near.threshold=0.7")
-    assert own != other
-    assert SelectionManifest.read(own).units
+    assert {path.name.split("-")[0] for path in folder.glob(".work/*")} == {"unit"}

@@ -30,10 +30,6 @@ class DocumentOrder:
         self.own = sum(unit.other is not None for unit in units)
         """Place of the first unit of the corpus that is cleaned."""
 
-    def numbers(self, place: int, documents: npt.NDArray[np.uint32]) -> U64:
-        """Return the numbers of documents of the unit at a place."""
-        return documents.astype(np.uint64) | np.uint64(place << 32)
-
     def is_own(self, numbers: U64) -> npt.NDArray[np.bool_]:
         """Return which documents belong to the corpus that is cleaned."""
         return numbers >= np.uint64(self.own << 32)

@@ -14,8 +14,9 @@ from dtt.base.files import write_atomically
 from dtt.base.log import log
 from dtt.clean.contamination import MAX_DOCUMENTS, TaskNgrams
 from dtt.clean.document_order import DocumentOrder, DocumentSet
-from dtt.clean.partitions import Pairs, exact_partitions, pairs_of_units
+from dtt.clean.partitions import PAIR, Pairs, pairs_of_unit
 from dtt.clean.removals import RemovedRow, decode, encode
+from dtt.clean.sorted_files import SortedFile, SortedFiles
 from dtt.clean.steps import Steps
 from dtt.clean.verified_pairs import SCORED
 
@@ -36,7 +37,9 @@ class Decisions:
     its twin. So in a chain A ~ B ~ C in which A and C differ, B is removed and C stays.
     """
 
-    def __init__(self, order: DocumentOrder, steps: Steps, tasks: TaskNgrams | None) -> None:
+    def __init__(
+        self, order: DocumentOrder, steps: Steps, copies: SortedFiles, tasks: TaskNgrams | None
+    ) -> None:
         """Prepare for the units of `order`, whose pairs are finished steps."""
         self._order, self._steps = order, steps
         self._tasks = tasks
@@ -49,8 +52,8 @@ class Decisions:
         """Documents that stay although they share n-grams with tasks, and these questions."""
         self._removed = DocumentSet(order)
         self._copied = DocumentSet(order)
-        for partition in range(exact_partitions(order)):
-            self._copied.add(steps.array(f"exact-{partition:05d}", "earlier", np.uint64))
+        for pairs in copies.chunks():
+            self._copied.add(pairs["earlier"])
         self._near: dict[int, tuple[int, float]] = {}
         """Twin and similarity of removed documents that have exact copies: those of the copies."""
 
@@ -120,18 +123,19 @@ class Decisions:
 def write_units(
     order: DocumentOrder,
     steps: Steps,
+    copies: list[SortedFile],
     out: Path,
     tasks: TaskNgrams | None,
     *,
     near: bool,
 ) -> list[SelectionUnit]:
     """Write the file of each unit of the corpus; return what the manifest says of them."""
-    decisions = Decisions(order, steps, tasks)
+    pairs = SortedFiles(steps, copies, PAIR)
+    decisions = Decisions(order, steps, pairs, tasks)
     units, rules = [], Counter[str]()
-    places = range(order.own, len(order.units))
-    for place, exact in pairs_of_units(order, steps, "exact", exact_partitions(order), places):
-        placed = order.units[place]
-        rows = decisions.unit(place, exact, near=near)
+    for placed in order.units[order.own :]:
+        exact = pairs_of_unit(pairs, placed.place)
+        rows = decisions.unit(placed.place, exact, near=near)
         path = out / removals_name(placed.unit.index)
         digest = None
         rules.update(row.rule for row in rows if row.reason == "rules")

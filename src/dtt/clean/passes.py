@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,19 +18,19 @@ from dtt.clean.filters import Filter
 from dtt.clean.linear_pass import write_units
 from dtt.clean.make_filters import make_filters, make_tasks
 from dtt.clean.partitions import (
+    DOCUMENT,
+    FIRST_FEW,
     PAIR,
-    band_partitions,
+    PARTITION_ENTRIES,
     candidate_pairs,
-    documents_in_pairs,
-    exact_groups,
-    exact_partitions,
-    pairs_of_units,
-    partition_groups,
+    exact_copies,
+    pairs_of_unit,
 )
 from dtt.clean.selection_page import FILENAME, write_page
+from dtt.clean.sorted_files import OPEN_FILES, SortedFile, SortedFiles
 from dtt.clean.steps import Steps
-from dtt.clean.unit_pass import ENTRY, EXACT, PlacedUnit, columns_of, pass_one, unit_key
-from dtt.clean.verified_pairs import shingle_sets, units_to_compare, verified_pairs
+from dtt.clean.unit_pass import PlacedUnit, columns_of, pass_one, unit_key
+from dtt.clean.verified_pairs import ShingleSets, verified_pairs
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -103,10 +102,11 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         if part is not None:
             return Cleaned(out, None, done) if first else None
         order = DocumentOrder(units, steps)
-        _find_pairs(section, order, steps, comm)
+        copies = _find_pairs(section, order, steps, comm)
         manifest = None
         if first:
-            manifest = _finish(key, corpus, order, steps, out, tasks, near=section.near is not None)
+            near = section.near is not None
+            manifest = _finish(key, corpus, order, steps, copies, out, tasks, near=near)
             write_page(corpus, out, manifest)
         # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
         comm.barrier()
@@ -176,7 +176,7 @@ def _place_units(
 ) -> list[PlacedUnit]:
     """Return the units of all corpora in their order."""
     folders = section.near.against if section.near else ()
-    placed = []
+    placed: list[PlacedUnit] = []
     for number, named in enumerate(folders):
         folder, selection = selected(named)
         other = Corpus(folder, comm=comm)
@@ -184,15 +184,15 @@ def _place_units(
         for unit in other.units(size):
             gone = None if selection is None else selection.key(unit.index)
             key = unit_key(section, other, unit, filtered=False, gone=gone)
-            placed.append(PlacedUnit(other, unit, key, number, selection))
+            placed.append(PlacedUnit(len(placed), other, unit, key, number, selection))
     own = corpus.units(corpus.unit_bytes())
     if not own:
         raise InputError("the corpus contains no documents", where=corpus.folder)
     sha256 = None if tasks is None else tasks.sha256
-    return placed + [
-        PlacedUnit(corpus, unit, unit_key(section, corpus, unit, filtered=True, tasks=sha256))
-        for unit in own
-    ]
+    for unit in own:
+        key = unit_key(section, corpus, unit, filtered=True, tasks=sha256)
+        placed.append(PlacedUnit(len(placed), corpus, unit, key))
+    return placed
 
 
 def _check_unchanged(units: Sequence[PlacedUnit], comm: Comm) -> None:
@@ -239,37 +239,32 @@ def _pass_one(
     return done
 
 
-def _find_pairs(section: CleanConfig, order: DocumentOrder, steps: Steps, comm: Comm) -> None:
-    """Do passes 2 and 3, apart from the steps whose inputs another selection had, too."""
-    exact = exact_partitions(order)
-    for group in partition_groups(EXACT, exact, comm.size)[comm.rank :: comm.size]:
-        exact_groups(order, steps, group, exact)
-    comm.barrier()
+def _find_pairs(
+    section: CleanConfig, order: DocumentOrder, steps: Steps, comm: Comm
+) -> list[SortedFile]:
+    """Do passes 2 and 3; return the files of the pairs of exact copies."""
+    # One key for all their steps: each depends on keys or texts of all units. The constants are in
+    # it because another version of dtt may go on with what this one left behind.
+    settings = [section.model_dump(mode="json"), FIRST_FEW, PARTITION_ENTRIES, OPEN_FILES]
+    key = fingerprint([settings, [unit.key for unit in order.units]])
+    files = exact_copies(order, steps, key, comm)
     near = section.near
     if near is None:
-        return
+        return files
     copies = DocumentSet(order)
-    for partition in range(exact):
-        copies.add(steps.array(f"exact-{partition:05d}", "pairs", PAIR)["later"])
-    bands, units = band_partitions(order), range(len(order.units))
-    for group in partition_groups(ENTRY, bands, comm.size)[comm.rank :: comm.size]:
-        candidate_pairs(order, steps, copies, group, bands)
+    for pairs in SortedFiles(steps, files, PAIR).chunks():
+        copies.add(pairs["later"])
+    candidates, documents = candidate_pairs(order, steps, key, copies, comm)
+    sets = ShingleSets(order, steps)
+    sets.write(near, key, SortedFiles(steps, documents, DOCUMENT), comm)
+    opened = SortedFiles(steps, candidates, PAIR)
+    for place in range(comm.rank, len(order.units), comm.size):
+        name = f"verified-{place:05d}"
+        if not steps.done(name, key):
+            found = verified_pairs(sets, near, pairs_of_unit(opened, place))
+            steps.write(name, key, {"pairs": [found]})
     comm.barrier()
-    mine = units[comm.rank :: comm.size]
-    needed = {
-        place: units_to_compare(order, steps, near, place, pairs)
-        for place, pairs in pairs_of_units(order, steps, "pairs", bands, mine)
-    }
-    # All ranks must divide the same units among themselves.
-    everywhere = comm.gather(sorted({place for some in needed.values() for place in some or ()}))
-    compared = sorted(set(chain(*everywhere)))[comm.rank :: comm.size]
-    for place, documents in documents_in_pairs(order, steps, bands, compared):
-        shingle_sets(order, steps, near, place, documents)
-    comm.barrier()
-    changed = [place for place, some in needed.items() if some is not None]
-    for place, pairs in pairs_of_units(order, steps, "pairs", bands, changed):
-        verified_pairs(order, steps, near, place, pairs)
-    comm.barrier()
+    return files
 
 
 def _finish(
@@ -277,18 +272,19 @@ def _finish(
     corpus: Corpus,
     order: DocumentOrder,
     steps: Steps,
+    copies: list[SortedFile],
     out: Path,
     tasks: TaskNgrams | None,
     *,
     near: bool,
 ) -> SelectionManifest:
-    """Write the files of the units and the manifest; keep what another selection can take over."""
+    """Write the files of the units and the manifest; remove what only this run needs."""
     manifest = SelectionManifest(
         key=fingerprint(key),
         key_parts=key,
         tasks=None if tasks is None else tasks.sha256,
         unit_bytes=corpus.unit_bytes(),
-        units=tuple(write_units(order, steps, out, tasks, near=near)),
+        units=tuple(write_units(order, steps, copies, out, tasks, near=near)),
     )
     # Before the manifest: a complete selection is not tidied again.
     steps.tidy(units=[unit.step for unit in order.units])

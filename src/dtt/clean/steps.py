@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from pydantic import Field
 
 from dtt.artifacts.manifest import Record
@@ -21,7 +17,6 @@ from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
 from dtt.base.files import named, sha256_file
 from dtt.base.reading import read_small
-from dtt.data.corpus.selection import VERSION
 
 Content = bytes | npt.NDArray[Any]
 
@@ -37,15 +32,6 @@ class StepMarker(Record):
     """Counts that the steps after it need."""
 
 
-def inputs_key(settings: Sequence[object], *arrays: npt.NDArray[Any]) -> str:
-    """Return a fingerprint of the inputs of a step, which any corpus with the same ones has."""
-    # Not sha256, which takes ten times as long: all keys of the corpus pass through here.
-    digest = xxhash.xxh3_128(repr((VERSION, settings, [len(one) for one in arrays])).encode())
-    for one in arrays:
-        digest.update(one.view(np.uint8).data)
-    return digest.hexdigest()
-
-
 class Steps:
     """The folder of the finished steps of one selection.
 
@@ -55,25 +41,13 @@ class Steps:
     def __init__(self, selection: Path) -> None:
         """Use the work folder of the selection in folder `selection`."""
         self._folder = selection / SelectionManifest.work
-        self._others = [
-            other / SelectionManifest.work
-            for other in sorted(selection.parent.glob("selection-*"))
-            if other.name != selection.name
-        ]
 
     def path(self, name: str, ending: str) -> Path:
         """Return the path of a file of a step."""
         return self._folder / f"{name}.{ending}"
 
     def done(self, name: str, key: str) -> bool:
-        """Return True if the step is finished here, or in another selection of the corpus.
-
-        The files of the other selection become hard links where the file system has them.
-        """
-        return self._sound(name, key) or self._adopt(name, key)
-
-    def _sound(self, name: str, key: str) -> bool:
-        """Return True if the step is finished here and each of its files has its hash."""
+        """Return True if the step is finished and each of its files has its hash."""
         marker = _marker(self._folder / f"{name}.json")
         return (
             marker is not None
@@ -84,20 +58,6 @@ class Steps:
                 for ending, expected in marker.files.items()
             )
         )
-
-    def _adopt(self, name: str, key: str) -> bool:
-        """Take the files of a step from another selection; return True if possible."""
-        for other in self._others:
-            marker = _marker(other / f"{name}.json")
-            if marker is None or marker.key != key:
-                continue
-            with suppress(OSError):  # another process may delete what it reads
-                for ending in marker.files:
-                    _link(other / f"{name}.{ending}", self.path(name, ending))
-                self._mark(name, marker)
-                if self._sound(name, key):
-                    return True
-        return False
 
     def write(
         self,
@@ -168,13 +128,14 @@ class Steps:
     def tidy(self, units: Iterable[str] | None = None) -> None:
         """Remove leftovers of killed processes.
 
-        With `units`, the steps of pass 1 of a finished selection, also remove those of other units,
-        and shingle sets, which are about as large as the corpus.
+        With `units`, the steps of pass 1 of a finished selection, also remove all others: their
+        files are about as large as the corpus. Those of `units` are kept, as they take the longest:
+        a damaged selection is made again without them being read.
         """
         kept = None if units is None else set(units)
         for path in (*self._folder.glob("*"), *self._folder.parent.glob(".*.tmp")):
             gone = path.name.startswith(".") and path.name.endswith(".tmp")
-            if kept is not None and path.name.startswith(("unit-", "shingles-")):
+            if kept is not None and not path.name.startswith("."):
                 gone = path.stem not in kept
             if gone and path.is_file():
                 path.unlink(missing_ok=True)
@@ -185,17 +146,3 @@ def _marker(path: Path) -> StepMarker | None:
         return StepMarker.model_validate_json(read_small(path))
     except (OSError, ValueError):  # also another user's, which may be unreadable
         return None
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make `target` a hard link of `source`, or a copy where the file system has no links."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        try:
-            os.link(source, aside)
-        except OSError:
-            shutil.copyfile(source, aside)
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from dtt.clean.filters import Filter, Removal
 from dtt.clean.removals import RemovedRow, encode
 from dtt.clean.shingles import U64, shingles
 from dtt.clean.sketches import EMPTY, band_keys, bands_and_rows, sketches
+from dtt.clean.sorted_files import Rows, sorting
 from dtt.clean.steps import Content, Steps
 from dtt.config.clean import CleanConfig, NearConfig
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -33,13 +34,12 @@ BATCH_DOCUMENTS = 2**11
 """Documents that are hashed at once, for the same reason: a sketch takes 1 kB, however short."""
 RUN_ENTRIES = 2**21
 """Band keys that are sorted at once. Units of short documents have several sorted runs of them."""
-ENTRY = np.dtype([("key", "<u8"), ("document", "<u4")])
-"""A band key and the number of a document in its unit."""
-EXACT = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u4")])
-"""The xxh3-128 of a text, up to white space, and the number of a document in its unit."""
+ENTRY = np.dtype([("key", "<u8"), ("number", "<u8")])
+"""A band key and the number of a document in the order of all documents."""
+EXACT = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
+"""The xxh3-128 of a text, up to white space, and the number of a document."""
 
 U32 = npt.NDArray[np.uint32]
-Entries = npt.NDArray[Any]
 Files = dict[str, list[Content]]
 
 
@@ -47,6 +47,8 @@ Files = dict[str, list[Content]]
 class PlacedUnit:
     """A unit and its results of pass 1."""
 
+    place: int
+    """Place in the order of all units, which is in the numbers of its documents."""
     corpus: Corpus
     unit: Unit
     key: str
@@ -58,8 +60,12 @@ class PlacedUnit:
 
     @property
     def step(self) -> str:
-        """Name of its step of pass 1: units of the same content share it."""
-        return f"unit-{self.key[:24]}"
+        """Name of its step of pass 1."""
+        return f"unit-{self.place:05d}"
+
+    def numbers(self, documents: U32) -> U64:
+        """Return the numbers of documents of the unit in the order of all documents."""
+        return documents.astype(np.uint64) | np.uint64(self.place << 32)
 
 
 def unit_key(
@@ -76,8 +82,7 @@ def unit_key(
     `tasks` is the hash of the tasks of `clean.decontaminate`, `gone` that of the documents of
     another corpus that its selection removes.
 
-    It contains hashes of the files, so another selection of the corpus, or of a later version of
-    it, finds the results of the units that did not change.
+    It contains hashes of the files, not their names or times: a copied corpus keeps its results.
     """
     files = [
         [corpus.manifest.files[span.file].sha256, span.start, span.stop] for span in unit.spans
@@ -106,11 +111,11 @@ def pass_one(
     Empty documents, and those of white space, have no keys: they stay, and are nobody's twin. Nor
     have those that a selection of another corpus removes.
     """
-    files: Files = {name: [] for name in ("sizes", "texts", "filtered", "exact", "hits", "hit")}
+    files: Files = {name: [] for name in ("sizes", "filtered", "exact", "hits", "hit")}
     runs: list[int] = []
     facts: dict[str, Any] = {"runs": runs}
 
-    def read() -> Iterator[Entries]:
+    def read() -> Iterator[Rows]:
         """Yield the band keys of the unit, batch by batch, and fill the other files."""
         exact = [np.empty(0, EXACT)]
         removed: list[RemovedRow] = []
@@ -118,9 +123,9 @@ def pass_one(
             if tasks is not None:
                 _add_hits(numbers, texts, tasks, files)
             if clean.exact:
-                exact.append(_exact_entries(numbers, texts))
+                exact.append(_exact_entries(placed.numbers(numbers), texts))
             if clean.near is not None:
-                yield _band_entries(numbers, texts, clean.near)
+                yield _band_entries(placed.numbers(numbers), texts, clean.near)
         entries = np.concatenate(exact)
         files["exact"].append(np.take(entries, sorting(entries["high"])))
         files["filtered"].append(encode(removed))
@@ -156,8 +161,7 @@ def _kept(
 ) -> Iterator[tuple[U32, list[bytes]]]:
     """Yield the numbers and texts of documents that have text and that all filters keep.
 
-    Adds the bytes and the xxh3-128 of all documents to `files`: a pair is compared again if one of
-    them changes. Adds those that filters remove to `removed`.
+    Adds the bytes of all documents to `files`, and those that filters remove to `removed`.
     """
     corpus, unit, selection = placed.corpus, placed.unit, placed.selection
     gone = np.empty(0, np.uint32) if selection is None else selection.removed(unit.index)
@@ -179,7 +183,6 @@ def _kept(
                 stays[place] = False
         stays[gone[(gone >= first) & (gone < first + len(batch))] - first] = False
         files["sizes"].append(size)
-        files["texts"] += map(xxhash.xxh3_128_digest, texts)
         kept = np.flatnonzero(stays)
         for start in range(0, len(kept), BATCH_DOCUMENTS):
             some = kept[start : start + BATCH_DOCUMENTS]
@@ -197,7 +200,7 @@ def _judged(content: bytes, row: dict[str, Any], filters: Sequence[Filter]) -> R
 _WHITE = bytes.maketrans(b"\t\n\v\f\r", b"     ")
 
 
-def _exact_entries(numbers: U32, texts: list[bytes]) -> Entries:
+def _exact_entries(numbers: U64, texts: list[bytes]) -> Rows:
     """Return the exact keys of documents.
 
     A run of ASCII white space counts as a single space. All texts are folded at once, which takes a
@@ -215,35 +218,24 @@ def _exact_entries(numbers: U32, texts: list[bytes]) -> Entries:
     found = [xxhash.xxh3_128_digest(folded[a : b - 1]) for a, b in pairwise([0, *ends.tolist()])]
     halves = np.frombuffer(b"".join(found), "<u8")
     entries = np.empty(len(texts), EXACT)
-    entries["high"], entries["low"], entries["document"] = halves[::2], halves[1::2], numbers
+    entries["high"], entries["low"], entries["number"] = halves[::2], halves[1::2], numbers
     return entries
 
 
-def _band_entries(numbers: U32, texts: list[bytes], near: NearConfig) -> Entries:
+def _band_entries(numbers: U64, texts: list[bytes], near: NearConfig) -> Rows:
     """Return the band keys of the documents that have shingles, in the order of documents."""
     bands, rows = bands_and_rows(near.threshold)
     values = sketches(shingles(texts, near.shingle), len(texts), bands * rows)
     has = values[:, 0] != EMPTY
     entries = np.empty((np.count_nonzero(has), bands), ENTRY)
     entries["key"] = band_keys(values[has], bands, rows)
-    entries["document"] = numbers[has, None]
+    entries["number"] = numbers[has, None]
     return entries.ravel()
 
 
-def _sorted_runs(entries: Iterator[Entries], lengths: list[int]) -> Iterator[Entries]:
+def _sorted_runs(entries: Iterator[Rows], lengths: list[int]) -> Iterator[Rows]:
     """Yield sorted runs of about RUN_ENTRIES entries; add their lengths to `lengths`."""
     for group in batches(entries, RUN_ENTRIES):
         joined = np.concatenate(group)
         lengths.append(len(joined))
         yield np.take(joined, sorting(joined["key"]))  # an index takes twice as long
-
-
-def sorting(keys: U64) -> npt.NDArray[np.int64]:
-    """Return the order of keys by at least their upper 32 bits, and then by their places.
-
-    So equal keys stay in their order. A stable argsort takes five times as long.
-    """
-    places = np.uint64((1 << max(len(keys) - 1, 0).bit_length()) - 1)
-    packed = keys & ~places | np.arange(len(keys), dtype=np.uint64)
-    packed.sort()
-    return (packed & places).view(np.int64)

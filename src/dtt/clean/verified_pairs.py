@@ -3,99 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
-from dtt.clean.document_order import IN_UNIT, UNIT_BITS, DocumentOrder
+from dtt.clean.document_order import IN_UNIT, DocumentOrder
 from dtt.clean.partitions import PAIR, Pairs
 from dtt.clean.shingles import U64, Int, shingles
-from dtt.clean.steps import Content, Steps, inputs_key
+from dtt.clean.sorted_files import OPEN_FILES, SortedFiles
+from dtt.clean.steps import Steps
 from dtt.config.clean import NearConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_batches
+from dtt.mesh.comm import Comm
 
 SHINGLES_AT_ONCE = 2**20
 """Number of shingles of the pairs that are compared at once."""
-OPEN_UNITS = 100
-"""Units of whose shingles three files are mapped at a time; a process may open about 1,000."""
 SCORED = np.dtype([*PAIR.descr, ("score", "<f8")])
 """Two documents and their Jaccard similarity."""
 
 
-class ShingleSets(NamedTuple):
-    """The shingle sets of those documents of a unit that are in candidate pairs."""
+class ShingleSets:
+    """The shingle sets of all documents in candidate pairs, by blocks of units.
 
-    documents: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    hashes: U64
-
-    def of(self, document: int) -> U64:
-        """Return the sorted shingle set of a document."""
-        at = int(np.searchsorted(self.documents, document))
-        return self.hashes[self.ends[at - 1] if at else 0 : self.ends[at]]
-
-
-def units_to_compare(
-    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, pairs: Pairs
-) -> list[int] | None:
-    """Return the places of the units whose shingle sets `verified_pairs` needs for a unit.
-
-    `pairs` are the candidate pairs of the unit.
-    None if its pairs are verified, here or in another selection of the corpus.
+    A block has one file: the sets, where each ends, the numbers of the documents, and how many
+    there are. Documents are compared with those of any other unit. With a file for each unit, all
+    units with copies in each other were opened units² times, and few can be held open.
     """
-    key = _pairs_key(order, steps, near, pairs)
-    if steps.done(f"verified-{place:05d}", key):
-        return None
-    places: list[int] = np.unique(pairs.view(np.uint64) >> UNIT_BITS).tolist()
-    return places
+
+    def __init__(self, order: DocumentOrder, steps: Steps) -> None:
+        """Divide the units into at most OPEN_FILES blocks."""
+        self._order, self._steps = order, steps
+        self._size = -(-len(order.units) // OPEN_FILES)
+        self._opened: dict[int, tuple[U64, U64, U64]] = {}
+
+    def write(self, near: NearConfig, key: str, documents: SortedFiles, comm: Comm) -> None:
+        """Read the units with `documents` again and write their sets; collective."""
+        places = range(len(self._order.units))
+        blocks = [places[i : i + self._size] for i in range(0, len(places), self._size)]
+        for block in range(comm.rank, len(blocks), comm.size):
+            if not self._steps.done(_block_name(block), key):
+                sets = self._sets(near, blocks[block], documents)
+                self._steps.write(_block_name(block), key, {"sets": sets})
+        comm.barrier()
+
+    def _sets(self, near: NearConfig, places: range, documents: SortedFiles) -> Iterator[U64]:
+        """Yield the content of the file of a block."""
+        numbers, lengths = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+        for place in places:
+            wanted = np.unique(documents.between(place << 32, place + 1 << 32)["number"])
+            numbers.append(wanted)
+            texts = _texts(self._order, self._steps, place, (wanted & IN_UNIT).astype(np.int64))
+            for some in texts if len(wanted) else ():
+                cut = shingles(some, near.shingle)
+                edges = np.searchsorted(cut.document, np.arange(len(some) + 1))
+                sizes = np.empty(len(some), np.uint64)
+                for i, (first, last) in enumerate(pairwise(edges.tolist())):
+                    found = np.sort(cut.hashes[first:last])  # np.unique takes five times as long
+                    found = found[np.append(True, found[1:] != found[:-1])]
+                    sizes[i] = len(found)
+                    yield found
+                lengths.append(sizes)
+        yield np.cumsum(np.concatenate(lengths), dtype=np.uint64)
+        yield np.concatenate(numbers)
+        yield np.array([sum(map(len, numbers))], np.uint64)
+
+    def of(self, number: int) -> U64:
+        """Return the sorted shingle set of a document."""
+        block = (number >> 32) // self._size
+        if block not in self._opened:
+            content = self._steps.array(_block_name(block), "sets", np.uint64)
+            count = int(content[-1])
+            ends, numbers = content[-1 - 2 * count : -1].reshape(2, count)
+            self._opened[block] = content, ends, numbers
+        content, ends, numbers = self._opened[block]
+        at = int(np.searchsorted(numbers, np.uint64(number)))
+        return content[int(ends[at - 1]) if at else 0 : int(ends[at])]
 
 
-def _pairs_key(order: DocumentOrder, steps: Steps, near: NearConfig, pairs: Pairs) -> str:
-    """Return the key of `verified_pairs` for candidate pairs."""
-    texts = _text_hashes(order, steps, np.unique(pairs.view(np.uint64)))
-    return inputs_key([near.threshold, near.shingle], pairs, texts)
-
-
-def _text_hashes(order: DocumentOrder, steps: Steps, numbers: U64) -> npt.NDArray[Any]:
-    """Return the hashes of the texts of documents, whose numbers ascend."""
-    places, first = np.unique(numbers >> UNIT_BITS, return_index=True)
-    parts = [np.empty(0, "V16")]
-    for place, some in zip(places.tolist(), np.split(numbers, first[1:]), strict=False):
-        hashes = steps.array(order.units[place].step, "texts", "V16")
-        parts.append(hashes[some & IN_UNIT])
-    return np.concatenate(parts)
-
-
-def shingle_sets(
-    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, numbers: U64
-) -> None:
-    """Read a unit again and write the shingle sets of its documents in candidate pairs."""
-    name, texts = f"shingles-{place:05d}", _text_hashes(order, steps, numbers)
-    key = inputs_key([near.shingle], numbers, texts)
-    if steps.done(name, key):
-        return
-    wanted = (numbers & IN_UNIT).astype(np.int64)
-    ends: list[Content] = []
-
-    def pieces() -> Iterator[Content]:
-        """Yield the sets, and fill `ends`."""
-        lengths: list[int] = []
-        for some in _texts(order, steps, place, wanted) if len(wanted) else ():
-            cut = shingles(some, near.shingle)
-            edges = np.searchsorted(cut.document, np.arange(len(some) + 1))
-            for first, last in pairwise(edges.tolist()):
-                found = np.sort(cut.hashes[first:last])  # np.unique takes five times as long
-                found = found[np.append(True, found[1:] != found[:-1])]
-                lengths.append(len(found))
-                yield found
-        ends.append(np.cumsum(lengths, dtype=np.int64))
-
-    steps.write(name, key, {"hashes": pieces(), "in-pairs": [wanted], "ends": ends})
+def _block_name(block: int) -> str:
+    return f"shingles-{block:05d}"
 
 
 def _texts(order: DocumentOrder, steps: Steps, place: int, wanted: Int) -> Iterator[list[bytes]]:
@@ -122,17 +111,8 @@ def _texts(order: DocumentOrder, steps: Steps, place: int, wanted: Int) -> Itera
     )
 
 
-def verified_pairs(
-    order: DocumentOrder, steps: Steps, near: NearConfig, place: int, pairs: Pairs
-) -> None:
-    """Write the pairs of a unit whose Jaccard similarity reaches the threshold, and its value."""
-
-    @lru_cache(maxsize=OPEN_UNITS)
-    def sets(unit: int) -> ShingleSets:
-        name = f"shingles-{unit:05d}"
-        endings = {"in-pairs": np.int64, "ends": np.int64, "hashes": np.uint64}
-        return ShingleSets(*(steps.array(name, e, dtype) for e, dtype in endings.items()))
-
+def verified_pairs(sets: ShingleSets, near: NearConfig, pairs: Pairs) -> Pairs:
+    """Return the pairs whose Jaccard similarity reaches the threshold, and its value."""
     verified = [np.empty(0, SCORED)]
     batch: list[tuple[int, int, U64, U64]] = []
     size = 0
@@ -145,7 +125,7 @@ def verified_pairs(
         batch.clear()
 
     for a, b in pairs.tolist():
-        one, two = (sets(n >> 32).of(n & (2**32 - 1)) for n in (a, b))
+        one, two = sets.of(a), sets.of(b)
         # Sets of such different sizes cannot be similar enough.
         if min(len(one), len(two)) / max(len(one), len(two)) < near.threshold:
             continue
@@ -156,8 +136,7 @@ def verified_pairs(
             size = 0
     if batch:
         compare()
-    key = _pairs_key(order, steps, near, pairs)
-    steps.write(f"verified-{place:05d}", key, {"pairs": [np.concatenate(verified)]})
+    return np.concatenate(verified)
 
 
 def jaccard(pairs: list[tuple[U64, U64]]) -> npt.NDArray[np.float64]:
