@@ -15,12 +15,21 @@ if TYPE_CHECKING:
     from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
     from dtt.config.schedule import Schedule as Schedule
+    from dtt.library import Job as Job
+    from dtt.library import evaluate as evaluate
+    from dtt.library import export as export
+    from dtt.library import generate as generate
+    from dtt.library import load as load
+    from dtt.library import load_model as load_model
+    from dtt.library import open_job as open_job
+    from dtt.library import train as train
 
 __version__ = "0.1.0"
 
 INTERFACE = {
     "Action": "dtt.config.action",
     "Documents": "dtt.config.documents",
+    "Job": "dtt.library",
     "MicroBatch": "dtt.data.samples.loader",
     "Objective": "dtt.config.objective",
     "Optimizer": "dtt.config.optim",
@@ -30,6 +39,13 @@ INTERFACE = {
     "RunView": "dtt.train.own_objective",
     "Schedule": "dtt.config.schedule",
     "StepView": "dtt.train.own_action",
+    "evaluate": "dtt.library",
+    "export": "dtt.library",
+    "generate": "dtt.library",
+    "load": "dtt.library",
+    "load_model": "dtt.library",
+    "open_job": "dtt.library",
+    "train": "dtt.library",
 }
 """Names that `import dtt` offers, with their modules: they stay, as others build on them."""
 

@@ -158,6 +158,25 @@ def run(
             print(Verbatim(_record(texts[number], reply) if as_json else whole), flush=True)
 
 
+def continuations(
+    source: str, prompts: Sequence[str], sampling: Sampling, batch_size: int = 16
+) -> list[str]:
+    """Return the text that a model generates for each prompt, as `run` would print it."""
+    import torch
+
+    from dtt.data.text.continuation import Continuation
+
+    trained = load_model(source, ema=False)
+    tokenizer = trained.open_tokenizer()
+    prompt_ids = _encode_all(prompts, tokenizer, trained)
+    model = on_device(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    replies = [Continuation(tokenizer, ids, trained.stop_tokens()) for ids in prompt_ids]
+    for start in range(0, len(replies), batch_size):
+        for _ in _texts(model, replies[start : start + batch_size], sampling):
+            pass
+    return [reply.content for reply in replies]
+
+
 def _texts(model: Decoder, replies: Sequence[Continuation], sampling: Sampling) -> Iterator[str]:
     """Generate a batch of replies; yield each text as it is appended to one of them."""
     from dtt.model.generate import generate_batch

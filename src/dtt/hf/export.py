@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest, ExportManifest
@@ -30,26 +30,42 @@ WHOLE = ("export.dtype=", "export.max_shard_size=")
 
 
 def run(
+    source: str, overrides: Sequence[str], *, as_json: bool = False, **options: Any
+) -> ExportManifest:
+    """Export a checkpoint as `export` does, and print its result.
+
+    Prints the folder and the largest difference between the logits of dtt and of `transformers`, or
+    PEFT, or the manifest if `as_json` is set.
+    """
+    show = (lambda line: None) if as_json else print
+    folder, manifest, url = export(source, overrides, show=show, **options)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "url": url} | manifest.model_dump(mode="json")))
+    elif url is not None:
+        print(url)
+    return manifest
+
+
+def export(
     source: str,
     overrides: Sequence[str],
     *,
     out: Path | None,
-    upload: str | None,
-    private: bool,
+    upload: str | None = None,
+    private: bool = False,
     revision: str | None = None,
     ema: bool = False,
     adapter: bool = False,
-    as_json: bool = False,
-) -> ExportManifest:
-    """Export a checkpoint, unless it is exported already.
+    show: Callable[[str], None] = lambda line: None,
+) -> tuple[Path, ExportManifest, str | None]:
+    """Export a checkpoint, unless it is exported already; return the folder, and its address.
 
     `source` is `JOB`, whose newest checkpoint is exported, or `JOB@STEP`.
     With `ema`, exports the exponential moving average of the weights; with `adapter`, only the
     adapter of the job, in the format of PEFT, to `exports/<name>-adapter` by default. Replaces an
-    earlier export of the same job. Prints the folder and the largest difference between the logits
-    of dtt and of `transformers`, or PEFT, or the manifest if `as_json` is set. `upload` names a Hub
-    repository to upload the folder to, `revision` a branch of it; a new repository is created
-    `private` if asked.
+    earlier export of the same job. `upload` names a Hub repository to upload the folder to,
+    `revision` a branch of it; a new repository is created `private` if asked. `show` is called with
+    the result before the upload, which takes long.
     """
     _check_options(overrides, upload, revision, adapter=adapter)
     checkpoints, step = store.parse(source)
@@ -78,17 +94,12 @@ def run(
             log.info("export: already done, %s contains this checkpoint", folder)
         else:
             manifest = _export(cfg, JobDir(job), checkpoint, origin, part, folder)
-        if not as_json:
-            print(f"{folder}: {_described(manifest)}")
+        show(f"{folder}: {_described(manifest)}")
         if upload is not None:
             names = [manifest.filename, *manifest.names()]
             message = f"{cfg.name}, step {manifest.step}"
             url = hub.upload(folder, names, upload, revision, message=message)
-    if as_json:
-        print(json.dumps({"folder": str(folder), "url": url} | manifest.model_dump(mode="json")))
-    elif url is not None:
-        print(url)
-    return manifest
+    return folder, manifest, url
 
 
 def _folder(job: Path, cfg: RunConfig, suffix: str) -> Path:

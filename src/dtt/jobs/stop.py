@@ -62,8 +62,12 @@ class Requests:
     nothing to save: between `act_at_once` and `defer`, any stop signal ends the process.
     """
 
-    def __init__(self) -> None:
-        """Install the signal handlers."""
+    def __init__(self, *, ends_process: bool = True) -> None:
+        """Install the signal handlers.
+
+        Without `ends_process`, the process is that of a program that goes on: only Ctrl-C is
+        handled, and before the first step it raises KeyboardInterrupt.
+        """
         self.reason = ""
         """Signal, or author, of the stop request; empty without one."""
         self.job: JobDir | None = None
@@ -78,7 +82,11 @@ class Requests:
         """Function that names the rank that was lost, once the attempt has a number."""
         self._wakeup: int | None = None
         """Write end of a pipe that receives the number of every signal, during start-up."""
-        for number in STOP_SIGNALS:
+        self._ends_process = ends_process
+        self._early = False
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python handles signals in the main thread only; the trigger files remain
+        for number in STOP_SIGNALS if ends_process else (signal.SIGINT,):
             # nohup sets SIGHUP to be ignored, and children inherit that.
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # under nohup the run outlives its terminal
@@ -86,7 +94,7 @@ class Requests:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # The second Ctrl-C: the user does not want to wait for the save.
-        if number == signal.SIGINT and self.reason:
+        if number == signal.SIGINT and (self.reason or self._early):
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
 
@@ -96,6 +104,9 @@ class Requests:
         A thread acts on them, because Python's signal handlers run in the main thread between two
         bytecodes: in a rendezvous, or while a library is loaded, that may take minutes.
         """
+        self._early = not self._ends_process
+        if self._early or threading.current_thread() is not threading.main_thread():
+            return
         reader, self._wakeup = os.pipe()
         # A signal handler must never block on a full pipe.
         os.set_blocking(self._wakeup, False)
@@ -107,6 +118,7 @@ class Requests:
 
     def defer(self) -> None:
         """Let stop signals only set the flag, which the training loop checks from now on."""
+        self._early = False
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             # Cleared before the pipe is closed: the thread then takes later bytes for no request.

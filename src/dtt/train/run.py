@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @garbage.scheduled()
 def run(
-    config: str | None,
+    config: str | Layer | None,
     arguments: Sequence[str],
     allow_change: Sequence[str],
     from_step: int | None,
@@ -66,15 +66,16 @@ def run(
     stage: str | None = None,
     as_json: bool = False,
     instrument: Instrument = unchanged,
+    requests: Requests | None = None,
 ) -> None:
     """Train a job to its end.
 
     The job is the one that `config` describes, or a `stage` of it, the job directory among
     `arguments`, or a branch of `branch_of` (JOB@STEP). `from_step` resumes from that step
     instead of the newest checkpoint. With `as_json`, prints a summary at the end. `dtt verify`
-    records the steps through `instrument`.
+    records the steps through `instrument`; `requests` are those of a caller that goes on.
     """
-    requests = Requests()  # handle signals before the slow imports
+    requests = requests or Requests()  # handle signals before the slow imports
     ranks, laps = Ranks.detect(), PhaseTimer()
     requests.act_at_once(ranks)
     try:
@@ -92,6 +93,7 @@ def run(
             if branch_of is None:
                 resolved, job = find_job(config, arguments, allow_change, stage)
             else:
+                assert not isinstance(config, dict), "a command line names a file"
                 resolved, job, branched = branch.find(
                     branch_of, config, arguments, allow_change, from_step
                 )
@@ -262,7 +264,7 @@ def find_stages(
 
 
 def _stage_of(
-    config: str | None,
+    config: str | Layer | None,
     arguments: Sequence[str],
     stage: str | None,
     resolved: Resolved,

@@ -23,6 +23,7 @@ from dtt.config.load import with_steps
 from dtt.config.objective import DpoConfig
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
+from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.evaluate.evaluation import open_evaluation
 from dtt.jobs.attempt import attempt, holding
@@ -76,7 +77,7 @@ class Start:
 
 @contextmanager
 def recorded_refusal(
-    config: str | None,
+    config: str | Layer | None,
     branch_of: str | None,
     arguments: Sequence[str],
     ranks: Ranks,

@@ -1,0 +1,117 @@
+"""dtt as a library: the snippets of its page, Ctrl-C, threads and errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pytest
+from support.running import ROOT
+
+import dtt
+from dtt.base.errors import ConfigError, InputError
+
+RUN = """
+model: {{dim: 32, n_layers: 1, n_heads: 2}}
+data: {{tokens: {tokens}}}
+train:
+  seq_len: 32
+  global_batch_tokens: 128
+  micro_batch: 2
+  device: cpu
+  steps: 4
+  eval_every: 2
+  eval_tokens: 64
+  log_every: 1
+  sample_tokens: 0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run.yaml").write_text(RUN.format(tokens=tokens))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_script(text: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_snippets_of_the_page_run_one_after_the_other(folder: Path) -> None:
+    page = (ROOT / "docs/library.md").read_text()
+    said = run_script("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    assert "32 from run.yaml:5" in said
+    assert "jobs/first done [20] " in said
+    assert (folder / "exports/first/model.safetensors").is_file()
+
+
+def test_train_returns_the_job_and_resumes_it(folder: Path) -> None:
+    seen: list[Any] = []
+    job = dtt.train(dtt.load("run.yaml", name="a"), on_log=seen.append)
+    assert job.path == folder / "jobs/a"
+    assert (job.state, job.checkpoints) == ("done", [4])
+    kinds = job.metrics["kind"].to_pylist()
+    assert [record["kind"] for record in seen] == kinds
+    evals = job.metrics.filter(pc.equal(job.metrics["kind"], "eval"))
+    lowest = min(zip(evals["loss"].to_pylist(), evals["step"].to_pylist(), strict=True))
+    assert job.best() == lowest[1]
+    with pytest.raises(InputError, match=r"no record of eval\.los"):
+        job.best("eval.los")
+    # The package dtt.train is imported by now, and still is the function.
+    again = dtt.train("jobs/a")
+    assert again == dtt.open_job("jobs/a") == job
+    assert again.metrics["kind"].to_pylist() == kinds
+    assert Path.cwd() == folder
+
+
+def test_mistakes_are_exceptions(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.stps: unknown key; did you mean train\.steps"):
+        dtt.load("run.yaml", "train.stps=4")
+    with pytest.raises(ConfigError, match="2 mistakes"):
+        dtt.load({"train": {"steps": -1}, "optim": {"lr": "x"}})
+    with pytest.raises(InputError):
+        dtt.open_job("jobs/none")
+    cfg = dtt.load("run.yaml", name="a", train={"steps": 2})
+    assert cfg.config.train.steps == 2
+    dtt.train(cfg)
+    with pytest.raises(ConfigError, match=r"started with different values of: train\.seq_len"):
+        dtt.train(dtt.load("run.yaml", "train.seq_len=16", name="a", train={"steps": 2}))
+    assert dtt.open_job("jobs/a").state == "done"
+
+
+def test_it_trains_in_a_thread_where_signals_cannot_be_handled(folder: Path) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(dtt.train("run.yaml", "name=t")))
+    thread.start()
+    thread.join()
+    assert found[0].state == "done"
+
+
+INTERRUPTED = """
+import os, signal, dtt
+
+def log(record):
+    if record["kind"] == "train" and record["step"] == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+
+before = signal.getsignal(signal.SIGINT)
+job = dtt.train("run.yaml", "name=c", "train.steps=100000", on_log=log)
+assert signal.getsignal(signal.SIGINT) is before
+print(job.state, job.checkpoints[0] < 10)
+"""
+
+
+def test_ctrl_c_saves_and_returns(folder: Path) -> None:
+    state, early = run_script(INTERRUPTED).split()
+    assert (state, early) == ("stopped", "True")
