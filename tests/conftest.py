@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.forked import PACKAGE
 from support.running import ROOT, Dtt, write_documents
 
@@ -31,12 +32,15 @@ os.environ.update(
 )
 # But pytest itself keeps its rewritten test files: that takes a fifth of the time to collect them.
 sys.dont_write_bytecode = False
-# What must pass before a merge tries the same examples every time; others try new ones.
-if os.environ.get("DTT_NO_SKIP") == "1":
-    from hypothesis import settings
-
-    settings.register_profile("same", derandomize=True, deadline=None)
-    settings.load_profile("same")
+# Under load an example takes seconds, which is no fault. What must pass before a merge tries the
+# same examples every time; others try new ones.
+settings.register_profile(
+    "dtt",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    derandomize=bool(os.environ.keys() & {"CI", "DTT_NO_SKIP"}),
+)
+settings.load_profile("dtt")
 # A shell starts background commands with SIGINT ignored, nohup with SIGHUP ignored, and children
 # inherit that; processes of tests must receive both.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -32,7 +32,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SHAPES, st.integers(1, 7))
 def test_checkpoints_of_any_number_of_ranks_are_read_back_completely(
     tmp_path_factory: pytest.TempPathFactory,

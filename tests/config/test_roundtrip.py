@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dtt.config import explain
@@ -77,9 +77,7 @@ class Unchecked:
 
 @settings(
     max_examples=40,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],  # shrinking so large an example takes minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(values=hostile_values())
 def test_what_dtt_writes_it_reads(tmp_path: Path, values: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import on_ranks
 from support.running import Dtt, in_this_process
@@ -133,7 +133,6 @@ def wanted(cfg: RunConfig, steps: int) -> Done:
     return [(step, name) for step in range(steps + 1) for name in due if step in due[name]]
 
 
-@settings(deadline=None)
 @given(CONFIGS, st.integers(1, 9))
 def test_every_action_runs_after_the_steps_that_the_configuration_names(
     cfg: RunConfig, steps: int
@@ -141,7 +140,6 @@ def test_every_action_runs_after_the_steps_that_the_configuration_names(
     assert Simulation(cfg, steps).run() == wanted(cfg, steps)
 
 
-@settings(deadline=None)
 @given(CONFIGS, st.integers(1, 9), *[st.lists(st.integers(1, 40), max_size=6)] * 2)
 def test_kills_and_stop_requests_neither_repeat_nor_leave_out_an_action(
     cfg: RunConfig, steps: int, kills: list[int], cuts: list[int]

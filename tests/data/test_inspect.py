@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_job import make_tokenizer
 from support.token_files import END, random_documents, write_folder, write_pair
@@ -50,7 +50,6 @@ def test_sampled_ranges_are_spread_evenly_and_never_overlap() -> None:
 DOCUMENTS = st.lists(st.lists(st.integers(1, 9), max_size=12), max_size=12)
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.booleans(), st.integers(1, 9))
 def test_place_by_place_every_document_is_seen_once(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], pair: bool, size: int

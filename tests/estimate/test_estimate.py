@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -394,7 +393,7 @@ def test_muon_sends_as_much_as_real_ranks_do() -> None:
         assert planned == max(max(count) for count in counts), mesh
 
 
-def _step_peaks(pipe: object) -> None:
+def step_peaks(world: World) -> list[int]:
     from support.simulated_ranks import Trace
 
     found = []
@@ -418,7 +417,7 @@ def _step_peaks(pipe: object) -> None:
                     optimizer.zero_grad()
                 ema.update(torch.zeros(()))
         found.append(trace.peak)
-    pipe.send(found)  # type: ignore[attr-defined]
+    return found
 
 
 STEPS = (
@@ -443,12 +442,7 @@ def of_step(settings: list[str]) -> Case:
 
 @pytest.mark.slow
 def test_a_step_holds_what_the_formulas_say_of_the_variants_of_its_optimizer() -> None:
-    here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_step_peaks, args=(there,))
-    process.start()
-    there.close()
-    peaks = here.recv()  # EOFError: see its traceback
-    process.join()
+    (peaks,) = on_ranks(1, step_peaks)
     for settings, peak in zip(STEPS, peaks, strict=True):
         step = next(m for m in moments(of_step(settings)) if m.moment == "the optimizer's step")
         planned = step.total - step.parts["framework"] - step.parts["batches"]
@@ -461,7 +455,7 @@ SIMULATED = (
 )
 
 
-def _simulate(pipe: object, arguments: str) -> None:
+def planned_and_simulated(world: World, arguments: str) -> tuple[tuple[int, ...], ...]:
     import sys
 
     from support.simulated_ranks import case_of, parse_arguments, simulate
@@ -474,18 +468,13 @@ def _simulate(pipe: object, arguments: str) -> None:
         for moment in moments(one)
     )
     planned = max(passes), step, sum(e.bytes for e in collective_costs(one))
-    pipe.send((planned, (*peaks, sum(received.values()))))  # type: ignore[attr-defined]
+    return planned, (*peaks, sum(received.values()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", SIMULATED)
 def test_simulated_ranks_hold_and_receive_what_the_formulas_say(arguments: str) -> None:
-    here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_simulate, args=(there, arguments))
-    process.start()
-    there.close()
-    planned, simulated = here.recv()  # EOFError: see its traceback
-    process.join()
+    [(planned, simulated)] = on_ranks(1, planned_and_simulated, arguments)
     *peaks, received = (a / b for a, b in zip(planned, simulated, strict=True))
     assert peaks == pytest.approx([1, 1], abs=0.05)
     assert received == pytest.approx(1, abs=0.01)

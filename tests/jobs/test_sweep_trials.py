@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
@@ -109,9 +109,7 @@ def test_more_than_max_trials_are_refused_with_their_number() -> None:
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(20, 10**9), min_size=1, max_size=4, unique=True),
     st.lists(st.text(max_size=4), min_size=1, max_size=4, unique=True),

@@ -45,7 +45,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     share=st.none() | st.sampled_from([0.005, 0.05, 0.6]),
     groups=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tiles_equal_a_dense_mask_in_output_and_gradients(
     seed: int,
     rows: int,
@@ -69,7 +69,7 @@ def test_tiles_equal_a_dense_mask_in_output_and_gradients(
     window=st.none() | st.integers(1, 3 * TILE),
     share=st.none() | st.sampled_from([0.005, 0.05, 0.6]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tiles_of_some_queries_give_their_rows_of_a_dense_mask(
     seed: int, rank: int, length: int, window: int | None, share: float | None
 ) -> None:

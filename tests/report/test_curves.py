@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtt.report.curves import MAX_BUCKETS, Series, bucket_width, rounded
@@ -19,7 +19,6 @@ def series(values: dict[int, float]) -> Series:
     return column
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 5000), min_size=1), st.integers(1, 100))
 def test_the_width_is_the_smallest_power_of_two_that_leaves_few_enough_buckets(
     steps: set[int], most: int
@@ -58,7 +57,6 @@ def test_every_bucket_of_a_million_steps_equals_a_recount() -> None:
     assert max(curve["max"]) == 40.0  # the spike
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.integers(0, 300), st.floats(-1e9, 1e9), min_size=1),
     st.sampled_from([1, 2, 8, 64]),

@@ -35,7 +35,7 @@ def section(**keys: Any) -> TrainConfig:
     return TrainConfig.model_validate_json(json.dumps(sizes | keys))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     schedule=st.sampled_from(SCHEDULES),
     samples=st.integers(100, 3000),

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dtt.data.conversations.dialects import (
@@ -268,7 +268,6 @@ VALUES = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
 @example({"system": "TEXT", "history": True})
 @example({"system": "TEXT", "history": "TEXT"})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtt.config.data import DownloadConfig
@@ -34,7 +34,6 @@ def read(content: bytes) -> list[Any]:
     return [one.value for one in elements(io.BufferedReader(io.BytesIO(content)), 10**6)]
 
 
-@settings(deadline=None)
 @given(st.lists(VALUES, max_size=6), st.sampled_from([None, 1, "\t"]), st.integers(1, 40))
 def test_the_elements_are_those_of_json_in_pieces_of_any_size(
     values: list[Any], indent: Any, piece: int

@@ -111,7 +111,7 @@ def test_all_ranks_together_hold_the_same_global_batch(
         assert sum(real) == parts[0].targets
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(size=st.sampled_from([1, 2, 4, 8]), micro_batch=st.integers(1, 9), step=st.integers(0, 900))
 def test_row_i_of_a_step_does_not_depend_on_start_ranks_or_micro_batches(
     any_dataset: Dataset, size: int, micro_batch: int, step: int

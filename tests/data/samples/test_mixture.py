@@ -58,14 +58,14 @@ def assert_shares_hold(sources: list[int], given: Weights) -> None:
     assert np.all(np.abs(counts * parts.sum() - positions * parts) < parts.sum())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(given=SOME_WEIGHTS)
 def test_every_prefix_holds_each_share_to_within_one_sample(given: Weights) -> None:
     mixed = mixture([7] * len(given), given, samples=3000)
     assert_shares_hold([source for source, _ in order(mixed)], given)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     phases=st.lists(st.tuples(st.integers(1, 400), *[st.integers(0, 50)] * 3), max_size=4).filter(
         lambda found: all(any(phase[1:]) for phase in found)
@@ -87,7 +87,7 @@ def test_shares_are_exact_in_every_phase_and_positions_continue(
         assert places == list(range(len(places)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=SIZES,
     data=st.data(),
@@ -110,7 +110,7 @@ def test_any_position_of_the_run_is_computed_directly(
         assert mixed.counts(first).tolist() == counts[first].tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=SIZES, data=st.data())
 def test_stop_ends_with_the_last_sample_of_the_first_source_exhausted(
     sizes: list[int], data: st.DataObject
@@ -122,7 +122,7 @@ def test_stop_ends_with_the_last_sample_of_the_first_source_exhausted(
     assert order(mixture(sizes, given, "stop", 5000)) == endless[: last + 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=SIZES, data=st.data())
 def test_renormalise_sees_every_sample_once_and_keeps_the_proportions_of_those_left(
     sizes: list[int], data: st.DataObject
@@ -231,7 +231,7 @@ def order_by_definition(sizes: list[int], given: Weights, samples: int) -> list[
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=SIZES, data=st.data())
 def test_the_order_is_that_of_its_definition(sizes: list[int], data: st.DataObject) -> None:
     given = data.draw(st.lists(DECIMALS, min_size=len(sizes), max_size=len(sizes)).map(tuple))

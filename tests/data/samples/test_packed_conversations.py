@@ -69,7 +69,7 @@ def samples(source: TokenSource) -> list[list[Conversation]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shards=SHARDS)
 def test_every_conversation_that_fits_is_complete_in_one_sample_with_its_targets(
     shards: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
@@ -91,7 +91,7 @@ def test_every_conversation_that_fits_is_complete_in_one_sample_with_its_targets
     assert left_out.targets == sum(sum(mask) for _, mask in fitting)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shards=SHARDS)
 def test_whole_turns_cuts_after_the_last_answer_that_fits(
     shards: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
@@ -119,7 +119,7 @@ def test_whole_turns_cuts_after_the_last_answer_that_fits(
     assert source.packing_counts.cut == cut
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), capacity=st.integers(30, 60))
 def test_least_slack_fills_the_first_bin_as_well_as_any_choice_of_items(
     lengths: list[int], capacity: int

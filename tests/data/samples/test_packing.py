@@ -31,7 +31,7 @@ def bounds(lengths: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.cumsum([7, *lengths], dtype=np.int64)  # documents need not begin at 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(lengths=LENGTHS, capacity=CAPACITY)
 def test_every_token_is_in_one_bin_and_no_bin_holds_too_many(
     lengths: list[int], capacity: int
@@ -49,7 +49,7 @@ def test_every_token_is_in_one_bin_and_no_bin_holds_too_many(
         assert (np.diff(packed.start[first:stop]) > 0).all()  # in the order of the text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(lengths=LENGTHS, capacity=CAPACITY)
 def test_only_documents_longer_than_a_bin_are_cut(lengths: list[int], capacity: int) -> None:
     packed = pack(bounds(lengths), capacity)
@@ -62,7 +62,7 @@ def test_only_documents_longer_than_a_bin_are_cut(lengths: list[int], capacity: 
     assert found == expected
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(lengths=st.lists(st.integers(1, 40), max_size=80), capacity=st.integers(40, 60))
 def test_bins_are_those_of_best_fit_decreasing_item_by_item(
     lengths: list[int], capacity: int

@@ -62,7 +62,7 @@ def assert_grows(schedule: dict[str, Any], sizes: Sizes, unit: str) -> None:
     assert [sizes.batch_tokens(step) for step in range(300)] == taken
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(unit=units, every=st.integers(1, 40), start=st.integers(1, 63))
 def test_a_batch_doubles_each_time_until_it_is_full(unit: str, every: int, start: int) -> None:
     between = in_unit(every, unit)
@@ -73,7 +73,7 @@ def test_a_batch_doubles_each_time_until_it_is_full(unit: str, every: int, start
     assert_grows(schedule, sizes, unit)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(unit=units, length=lengths, start=st.sampled_from([64, 128, 256, 1024, 2048]))
 def test_a_batch_grows_along_a_straight_line(unit: str, length: int, start: int) -> None:
     over = in_unit(length, unit)
@@ -86,7 +86,7 @@ def test_a_batch_grows_along_a_straight_line(unit: str, length: int, start: int)
     assert_grows(schedule, sizes, unit)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     unit=units,
     starts=st.lists(lengths, min_size=1, max_size=6, unique=True).map(sorted),
@@ -104,7 +104,7 @@ def test_a_list_gives_the_start_of_each_size(
     assert_grows({"type": "list", "stages": stages}, expected, unit)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.sampled_from(["constant", "doubling", "linear"]),
     unit=units,

@@ -18,7 +18,7 @@ def positions(count: int) -> SampleNumbers:
     return np.arange(count, dtype=np.uint64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(size=st.integers(1, 5000), key=st.binary(max_size=12))
 def test_every_index_has_exactly_one_position(size: int, key: bytes) -> None:
     image = permutation(positions(size), size, key)
@@ -54,7 +54,7 @@ def test_sorted_data_comes_out_as_after_a_random_shuffle(size: int) -> None:
     assert np.all(np.abs(means - [0, 0, 1 / 3, 1]) < 5 * spread)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     samples=st.integers(BLOCK - 1, 3 * BLOCK),
     cuts=st.lists(
@@ -82,7 +82,7 @@ def test_the_order_is_the_same_in_every_version() -> None:
     assert ledger.hex() == GOLDEN_LEDGER
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     ids=st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=20, unique=True),
     place=st.integers(0, 10**6),

@@ -74,7 +74,7 @@ def test_a_shard_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("packing", ["concat", "best-fit"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5),
     seq_len=st.integers(1, 25),

@@ -158,7 +158,7 @@ ANY_TEXT = st.lists(st.sampled_from(FRAGMENTS) | CHARACTERS, max_size=12).map(""
 @pytest.mark.slow(except_for=["gpt2"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_fast_engine_gives_the_same_ids_for_any_text(both: Both, name: str) -> None:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.lists(ANY_TEXT, max_size=8))
     def same(texts: list[str]) -> None:
         assert_equal(both(name), texts)

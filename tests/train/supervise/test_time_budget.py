@@ -91,7 +91,7 @@ def simulated(clock: Clock, seconds: Callable[[float], float], **changes: Any) -
     return run
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.floats(0.3, 3),
     st.floats(0.4, 2.5),
