@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 from support.forked import PACKAGE
-from support.running import ROOT, Dtt, write_documents
+from support.running import ROOT, TIMEOUT, Dtt, write_documents
 
 if TYPE_CHECKING:  # keeps playwright out of tests that open no page
     from playwright.sync_api import Browser
@@ -204,7 +204,7 @@ def mpirun() -> MpiRun:
         return subprocess.run(
             [program, "-n", str(ranks), sys.executable, *args],
             env=os.environ | lines | root | crowd,
-            capture_output=True, text=True, check=False, timeout=60,
+            capture_output=True, text=True, check=False, timeout=TIMEOUT,
         )  # fmt: skip
 
     return run

@@ -14,21 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.running import Dtt
+from support.running import Dtt, wait_until
 
 from dtt.base.files import exclusive
 
 Settings = Callable[..., list[str]]
-SECONDS = 15.0
-"""In which ranks must have ended; on an idle machine it is one."""
 HANG = "import time\nfrom dtt.mesh.process import command\nwith command(): time.sleep(600)"
-
-
-def wait_until(true: Callable[[], object], limit: float = 200.0) -> None:
-    deadline = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def running(process: psutil.Process) -> bool:
@@ -83,8 +74,8 @@ def test_ranks_end_with_torchrun_in_every_phase_and_let_go_of_the_job(
         wait_until((job / "metrics.jsonl").exists)
         wait_until(lambda: '"train"' in (job / "metrics.jsonl").read_text())
     agent.kill()
-    wait_until(lambda: not any(map(running, ranks)), SECONDS)
-    with exclusive(job, "dtt train", patience=SECONDS):  # as the next start of the job does
+    wait_until(lambda: not any(map(running, ranks)))
+    with exclusive(job, "dtt train", patience=200):  # as the next start of the job does
         pass
     for process in clean:  # one may still sleep before its first line of dtt
         if running(process):
@@ -111,7 +102,7 @@ def test_ranks_end_with_mpirun_and_its_process_manager(
     clean.extend([*ranks, manager, launcher])
     wait_until(lambda: all(map(watched, ranks)))
     (launcher if victim == "mpirun" else manager).kill()
-    wait_until(lambda: not any(map(running, ranks)), SECONDS)
+    wait_until(lambda: not any(map(running, ranks)))
     job.kill()
     job.wait()
 
@@ -135,7 +126,7 @@ def test_a_task_of_srun_ends_with_its_step_daemon_also_below_a_shell(
     task = below[-1]
     wait_until(lambda: watched(task))
     daemon.kill()
-    wait_until(lambda: not running(task), SECONDS)
+    wait_until(lambda: not running(task))
     assert daemon.stderr is not None
     assert b"Slurm's step daemon has ended" in daemon.stderr.read()
 
@@ -172,7 +163,7 @@ def test_a_signal_in_the_rendezvous_ends_a_rank_at_once(
     time.sleep(1)
     waiting, late_one = sorted(ranks, key=lambda process: process.environ()["RANK"])
     agent.send_signal(number)
-    wait_until(lambda: not running(waiting), SECONDS)
+    wait_until(lambda: not running(waiting))
     late_one.kill()
     stopped = Dtt.wait(agent)
     assert "stopped before the first step of this attempt" in stopped.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.running import TIMEOUT
 
 from dtt.base import local
 
@@ -60,7 +61,7 @@ def test_a_signal_is_forwarded_once_and_the_exit_code_returned(
 ) -> None:
     process, _ = parent
     process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=TIMEOUT)
     assert out.splitlines() == [f"child got {number.name}", "parent saw 75"]
 
 
@@ -69,9 +70,9 @@ def test_a_child_receives_sigterm_when_its_parent_is_killed(parent: Family) -> N
         pytest.skip("only Linux tells a child that its parent has died")
     process, child = parent
     process.kill()
-    out, _ = process.communicate(timeout=30)  # ends with the child, which holds the pipe too
+    out, _ = process.communicate(timeout=TIMEOUT)  # ends with the child, which holds the pipe too
     assert out.splitlines() == ["child got SIGTERM"]
-    assert psutil.wait_procs([child], timeout=30)[1] == []
+    assert psutil.wait_procs([child], timeout=TIMEOUT)[1] == []
 
 
 @pytest.mark.parametrize("code", [0, 1, 76])

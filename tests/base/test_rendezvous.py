@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.running import TIMEOUT
 
 from dtt.base.rendezvous import launch_name
 
@@ -64,7 +65,7 @@ def srun(tmp_path: Path) -> Iterator[Start]:
 
 def ends(job: Job) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each."""
-    said = [process.communicate(timeout=60) for process in job]
+    said = [process.communicate(timeout=TIMEOUT) for process in job]
     return [(process.returncode, *words) for process, words in zip(job, said, strict=True)]
 
 

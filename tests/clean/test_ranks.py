@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered, result_bytes
 from support.planted_copies import json_lines, planted
+from support.running import TIMEOUT
 
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
@@ -71,7 +72,7 @@ needs_mpirun = pytest.mark.skipif(
 def test_ranks_of_mpi_write_the_same_bytes(corpus: CleanedCorpus, ranks: int) -> None:
     expected = fresh(corpus)
     job = [str(MPIRUN), "-n", str(ranks), *command(corpus, "--json")]
-    done = subprocess.run(job, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(job, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["units_read"] == len(
         SelectionManifest.read(selection(corpus)).units
@@ -90,7 +91,7 @@ def test_tasks_of_srun_without_mpi_write_the_same_bytes(corpus: CleanedCorpus) -
         )
         for rank in range(3)
     ]  # fmt: skip
-    results = [task.communicate(timeout=100) for task in tasks]
+    results = [task.communicate(timeout=TIMEOUT) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0, 0], results
     assert [output.count("selection") > 0 for output, _ in results] == [True, False, False]
     assert result_bytes(selection(corpus)) == expected
@@ -162,7 +163,7 @@ def test_after_kills_at_random_moments_a_rerun_gives_the_same_bytes(corpus: Clea
             if len(list(corpus.folder.glob("selection-*/.work/*"))) >= wanted:
                 break
         job.send_signal(signal.SIGKILL)
-        job.communicate(timeout=100)
+        job.communicate(timeout=TIMEOUT)
     folder = corpus.clean()
     assert result_bytes(folder) == expected
     assert not list(folder.rglob("*.tmp"))

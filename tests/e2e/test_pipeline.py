@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pytest
-from support.running import Dtt
+from support.running import Dtt, kill_when, wait_until
 
 pytestmark = pytest.mark.timeout(600)  # each test runs several pipelines, perhaps on busy cores
 SMALL = (
@@ -79,12 +77,8 @@ def test_killed_in_every_step_it_resumes_to_the_same_weights(dtt: Dtt, books: Pa
     }
     command += ("name=again", "tokenize.out=data/tokens/again")
     for mark in marks.values():
-        process = dtt.start(*command)
-        while not mark.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        Dtt.wait(process)
+        kill_when(mark.exists, dtt.start(*command))
+        assert mark.exists()
     dtt(*command)
     for name in ("model", "state"):
         file = f"checkpoints/step-000012/{name}-00000.safetensors"
@@ -110,9 +104,7 @@ def test_the_exit_code_is_that_of_the_stage_that_failed(dtt: Dtt, books: Path) -
 def test_a_stopped_pipeline_saves_and_resumes(dtt: Dtt, books: Path) -> None:
     command = ("pipeline", "-c", "quickstart", "-d", books, *SMALL, "name=long")
     process = dtt.start(*command, "train.steps=100000", "train.precision=fp32")
-    while not (dtt.folder / "jobs/long/checkpoints/step-000005").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+    wait_until((dtt.folder / "jobs/long/checkpoints/step-000005").exists, process)
     process.terminate()
     stopped = Dtt.wait(process)
     assert stopped.returncode == 75, stopped.stderr

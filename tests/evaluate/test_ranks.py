@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from support import forked_runs
 from support.local_tasks import write_tasks
 from support.ranks import on_ranks
-from support.running import Dtt
+from support.running import Dtt, wait_until
 from support.tiny_job import IM_END, write_chat_job, write_job
 
 from dtt.artifacts.manifests import DataManifest
@@ -129,10 +130,8 @@ def test_a_lost_rank_is_not_a_bug(dtt: Dtt, job: Path) -> None:
     ranks = forked_runs.start(
         dtt, "eval", job, "--tasks", "sums.yaml", "eval.batch_tokens=512", ranks=2
     )
-    deadline = time.monotonic() + 60
-    while not any(path.stat().st_size for path in (dtt.folder / job).glob("evals/*/sums-*.jsonl")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    files = partial((dtt.folder / job).glob, "evals/*/sums-*.jsonl")
+    wait_until(lambda: any(path.stat().st_size for path in files()))
     os.kill(ranks.pids[1], 9)
     codes = ranks.wait()
     assert "another process of this run has ended" in codes.stderr

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from support.loopback_wandb import KEY, LoopbackWandb
-from support.running import Dtt
+from support.running import Dtt, wait_until
 from support.tiny_job import write_checkpoint, write_job
 
 from dtt.artifacts.jobdir import JobDir
@@ -67,14 +67,6 @@ def sealed(job: JobDir) -> dict[str, int]:
 
 def links(job: JobDir) -> list[Path]:
     return list(job.evals.glob("*/checkpoint-*"))
-
-
-def wait_until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert process.poll() is None, Dtt.wait(process)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_each_checkpoint_of_an_ended_job_is_evaluated_once(dtt: Dtt, job: JobDir) -> None:

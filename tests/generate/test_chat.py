@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.running import Dtt
+from support.running import TIMEOUT, Dtt
 from support.tiny_job import (
     END_OF_DOCUMENT,
     IM_END,
@@ -458,7 +458,7 @@ def test_a_pipe_gets_text_while_it_is_generated_and_ctrl_c_ends_it(tmp_path: Pat
         process.stdin.flush()
         assert process.stdout.read(10) == b"a" * 10
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=100)
+        rest, said = process.communicate(timeout=TIMEOUT)
         assert re.fullmatch(rb"a*\n", rest)
         assert said.endswith(b"interrupted\n")
         assert process.returncode == 130

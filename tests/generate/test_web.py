@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 from playwright.sync_api import Browser, expect
 from support.browser import OpenPage
-from support.running import Dtt
+from support.running import TIMEOUT, Dtt
 from support.tiny_job import make_tokenizer, write_chat_job, write_checkpoint, write_job
 
 from dtt.data.text.continuation import Continuation
@@ -64,7 +64,7 @@ def serve(folder: Path, *arguments: object) -> Iterator[Served]:
         yield Served(url, str(arguments[0]))
     finally:
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0
     assert "Traceback" not in error
 
@@ -73,7 +73,7 @@ def post(served: Served, body: str) -> bytes:
     """Return the response to a request for a continuation."""
     parts = urlsplit(served.url)
     assert parts.port is not None
-    with socket.create_connection(("127.0.0.1", parts.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", parts.port), timeout=TIMEOUT) as connection:
         head = f"POST /{served.token}/v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         received = b""
@@ -247,7 +247,7 @@ def test_a_body_that_is_no_object_is_refused(body: str, chat: Served) -> None:
 
 
 def test_two_clients_are_answered_at_the_same_time(endless: Served) -> None:
-    both_begun = threading.Barrier(2, timeout=60)
+    both_begun = threading.Barrier(2, timeout=TIMEOUT)
     ended = []
 
     def read() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import Settings
-from support.running import Dtt, in_this_process
+from support.running import Dtt, in_this_process, kill_when
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.config import explain, source
@@ -154,12 +152,10 @@ def test_a_stage_resumes_before_it_looks_at_its_predecessor(
     dtt: Dtt, tiny_stages: str, pretrained: Path, by_hand: dict[str, bytes]
 ) -> None:
     shutil.copytree(pretrained, dtt.folder, dirs_exist_ok=True)
-    half = dtt.start("train", "-c", tiny_stages, "--stage", "midtrain", "checkpoint.every=1")
-    while not (dtt.folder / "jobs/s/midtrain/checkpoints/step-000003").exists():
-        assert half.poll() is None, half.communicate()
-        time.sleep(0.001)
-    half.send_signal(signal.SIGKILL)
-    dtt.wait(half)
+    half = ("train", "-c", tiny_stages, "--stage", "midtrain", "checkpoint.every=1")
+    checkpoints = dtt.folder / "jobs/s/midtrain/checkpoints"
+    while not kill_when((checkpoints / "step-000003").exists, dtt.start(*half)):
+        shutil.rmtree(checkpoints.parent)  # too late: again from the start
     resumed = dtt("train", "-c", tiny_stages, "--stage", "midtrain")
     assert "resumed from jobs/s/midtrain/checkpoints/step-00000" in resumed.stderr
     train(dtt, tiny_stages, "last")

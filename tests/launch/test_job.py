@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.fake_slurm import NO_CONTROLLER, SQUEUE, FakeSlurm
-from support.running import Dtt
+from support.running import TIMEOUT, Dtt, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode
@@ -25,14 +25,6 @@ from dtt.jobs.sweep_trials import SweepManifest, TrialRecord
 Settings = Callable[..., list[str]]
 ALONE = {"PATH": "/nonexistent"}
 """No Slurm."""
-
-
-def wait_until(true: Callable[[], Any], limit: float = 60.0) -> None:
-    """Poll for something another process does."""
-    end = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -343,7 +335,7 @@ def test_rm_at_a_terminal_deletes_only_after_an_answer(
     while b"[Y/n]" not in said:
         said += os.read(ours, 1024)
     os.write(ours, answer.encode())
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == (0 if deletes else 2)
     assert printed.startswith(b"deleted jobs/t") == deletes
     assert job.exists() != deletes
@@ -357,7 +349,7 @@ def test_rm_without_yes_deletes_nothing_unless_both_question_and_answer_have_a_t
     with (dtt.folder / stream).open("w+") as file:
         process = rm_at(theirs, dtt.folder, **{stream: file.fileno()})
         os.write(ours, b"y\n")
-        process.communicate(timeout=60)
+        process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2
     assert (job / "config.yaml").exists()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.fake_slurm import SQUEUE
-from support.running import Dtt
+from support.running import TIMEOUT, Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest
@@ -373,7 +373,7 @@ def test_submit_asks_for_confirmation_at_a_terminal(
     while b"submit? [Y/n]" not in said:
         said += os.read(ours, 1024)
     os.write(ours, answer.encode())
-    reported, _ = process.communicate(timeout=60)
+    reported, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0
     assert json.loads(reported)["job_id"] == ("17" if submits else None)
     os.close(ours)
@@ -415,7 +415,7 @@ def test_a_job_with_code_copy_runs_the_copy(
         "-c",
         "import dtt.main, dtt.config.load as l; print(dtt.__file__, l.find('quickstart'))",
     )
-    out, _ = dtt.start_python(*show, PYTHONPATH=str(code)).communicate(timeout=60)
+    out, _ = dtt.start_python(*show, PYTHONPATH=str(code)).communicate(timeout=TIMEOUT)
     assert out.split() == [f"{code}/dtt/__init__.py", f"{code}/dtt/configs/quickstart.yaml"]
 
 
@@ -568,6 +568,6 @@ def test_a_login_node_needs_nothing_slow(dtt: Dtt, tiny: Settings, slurm: dict[s
         f"sys.argv = {['dtt', 'submit', 'train', *map(str, tiny())]!r}\n"
         "from dtt.main import main\nmain()"
     )
-    out, err = dtt.start_python("-c", code, **slurm).communicate(timeout=60)
+    out, err = dtt.start_python("-c", code, **slurm).communicate(timeout=TIMEOUT)
     assert "submitted  17" in out, err
     assert out.splitlines()[-1] == "slow:"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.running import Done, Dtt
+from support.running import TIMEOUT, Done, Dtt
 
 from dtt.base.errors import ExitCode
 
@@ -22,7 +22,7 @@ def shell(folder: Path, script: str) -> Done:
     """Run a bash script that fails when any part of a pipeline does."""
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", script],
-        cwd=folder, capture_output=True, text=True, timeout=60,
+        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
 
 

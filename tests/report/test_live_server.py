@@ -24,7 +24,7 @@ from dtt.base.local_server import LocalServer
 from dtt.jobs.job_state import Status, find
 from dtt.report.live_server import Pages
 
-SECONDS = 10.0
+SECONDS = 100.0
 """Longest time that a test waits for something that must happen."""
 
 

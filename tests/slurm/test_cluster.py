@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from support import fake_slurm
 from support.planted_copies import planted
+from support.running import TIMEOUT
 
 from dtt.jobs.slurm import squeue
 
@@ -399,7 +400,7 @@ def test_plain_srun_tokenizes_on_two_nodes_without_mpi_with_the_same_bytes(
     tokenize = [sys.executable, "-m", "dtt.main", "tokenize", *TOKENIZE]
     said = subprocess.run(
         ["srun", "-N2", "-n4", "--mpi=none", *tokenize],
-        cwd=dtt.folder, capture_output=True, text=True, timeout=120,
+        cwd=dtt.folder, capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("tokens      tokens") == 1
@@ -438,7 +439,7 @@ def test_a_selection_has_the_same_bytes_alone_from_plain_srun_and_as_a_job(
     assert any(name.endswith(".removed.parquet") for name in alone)
     said = subprocess.run(
         ["srun", "-N2", "-n4", "--mpi=none", sys.executable, "-m", "dtt.main", "clean", *options],
-        cwd=dtt.folder, capture_output=True, text=True, timeout=120,
+        cwd=dtt.folder, capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
     assert made() == alone

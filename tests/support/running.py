@@ -85,12 +85,26 @@ def in_this_process(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def wait_until(true: Callable[[], object], seconds: float = 200.0) -> None:
-    """Poll for something another process does."""
-    end = time.monotonic() + seconds
+def wait_until(true: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Poll for something that another process does; `process` must not end before it is done."""
+    end = time.monotonic() + 200
     while not true():
+        if process is not None and process.poll() is not None:
+            assert true(), process.communicate()  # it may have been done since the last look
+            return
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.005)
+
+
+def kill_when(true: Callable[[], object], process: subprocess.Popen[str], after: float = 0) -> bool:
+    """Kill a process `after` seconds when something is true; return False if it had ended by then.
+
+    A test must repeat what came too late: on busy cores it may sleep for as long as a run takes.
+    """
+    wait_until(lambda: process.poll() is not None or true())
+    time.sleep(after)
+    process.kill()
+    return Dtt.wait(process).returncode == -signal.SIGKILL
 
 
 def write_documents(path: Path) -> None:

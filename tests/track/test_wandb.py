@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.loopback_wandb import KEY, LoopbackWandb
+from support.running import TIMEOUT, wait_until
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.config.train import WandbConfig
@@ -46,7 +46,7 @@ def attempt(folder: Path, first: int, last: int, **env: str) -> subprocess.Compl
     return subprocess.run(
         [sys.executable, "-c", ATTEMPT, str(folder), str(first), str(last)],
         env=clean | {"HOME": str(folder), "WANDB_SILENT": "true"} | env,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=120,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=TIMEOUT,
     )  # fmt: skip
 
 
@@ -119,11 +119,9 @@ def test_a_network_failure_neither_stops_nor_delays_the_run(
             env=clean | {"HOME": str(tmp_path)} | env,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        while "me/p/abc123" not in server.runs:
-            assert run.poll() is None, run.communicate()
-            time.sleep(0.01)
+        wait_until(lambda: "me/p/abc123" in server.runs, run)
         server.silent.set()
-        out, err = run.communicate("go on\n", timeout=120)
+        out, err = run.communicate("go on\n", timeout=TIMEOUT)
     assert (run.returncode, "went on" in out) == (0, True), err
     assert "Traceback" not in err
 

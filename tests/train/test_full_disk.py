@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.running import Dtt, in_this_process, wait_until
+from support.running import TIMEOUT, Dtt, in_this_process, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import reading
@@ -212,7 +212,7 @@ def test_one_input_output_error_of_each_small_file_ends_no_run(
     command = [STRACE or "", "-f", "--seccomp-bpf", "-o", str(trace), *options, sys.executable]
     done = subprocess.run(
         [*command, "-c", WITHOUT_WAITING, "train", *tiny(**sizes(4))],
-        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=150,
+        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     struck = [line for line in trace.read_text().splitlines() if "INJECTED" in line]
     assert [name for name in names if not any(f'"jobs/t/{name}"' in line for line in struck)] == []

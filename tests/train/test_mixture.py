@@ -7,13 +7,13 @@ import random
 import shlex
 import shutil
 import sys
-import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Dtt
+from support.running import Dtt, kill_when
 from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
 from support.token_files import write_folder
 
@@ -76,16 +76,14 @@ def metrics(job: Path, *kinds: str) -> list[dict[str, Any]]:
 def killed(mixed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same job, ended by kill -9 after a checkpoint, somewhere within a step."""
     dtt = Dtt(tmp_path_factory.mktemp("killed"))
-    process = dtt.start("train", *mixed)
-    checkpoints = dtt.folder / "jobs/t/checkpoints"
-    end = time.monotonic() + 100
-    while not list(checkpoints.glob("step-*")) and time.monotonic() < end:
-        assert process.poll() is None
-        time.sleep(0.002)
-    time.sleep(random.Random(0).random() * 0.05)
-    process.kill()
-    assert Dtt.wait(process).returncode == -9
-    return dtt.folder / "jobs/t"
+    job, generator = dtt.folder / "jobs/t", random.Random(0)
+    saved = partial((job / "checkpoints").glob, "step-*")
+    while True:
+        process = dtt.start("train", *mixed)
+        killed = kill_when(lambda: list(saved()), process, generator.random() * 0.05)
+        if killed and job / "checkpoints/step-000040" not in saved():
+            return job
+        shutil.rmtree(job)  # too late: again from the start
 
 
 @pytest.mark.slow

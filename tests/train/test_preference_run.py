@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from support import forked_runs
 from support.preference_pairs import prepare, settings
-from support.running import Dtt
+from support.running import Dtt, kill_when
 from torch import Tensor
 
 from dtt.checkpoint import store
@@ -100,9 +98,7 @@ def test_micro_batches_of_one_row_have_the_same_losses(dtt: Dtt) -> None:
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bits(dtt: Dtt) -> None:
     process = dtt.start("train", *settings())
-    wait_for(dtt.folder / "jobs/t/checkpoints/step-000004", process)
-    process.kill()
-    process.wait()
+    kill_when((dtt.folder / "jobs/t/checkpoints/step-000004").exists, process)
     shutil.rmtree(dtt.folder / "jobs/tiny")  # the log-probabilities are in the job
     dtt("train", "jobs/t")
     theirs = weights(dtt.folder / "jobs/one", 8)
@@ -120,12 +116,6 @@ def test_a_pipeline_computes_the_same_and_resumes_to_the_same_bits(dtt: Dtt) -> 
     forked_runs.run(dtt, "train", "jobs/t", "--from-step", 4, ranks=2)
     for name, value in weights(job, 8).items():
         assert value.equal(expected[name]), name
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    while not path.exists():
-        assert process.poll() is None, "it ended before it was killed"
-        time.sleep(0.01)
 
 
 def test_without_its_log_probabilities_a_started_job_is_refused(dtt: Dtt) -> None:

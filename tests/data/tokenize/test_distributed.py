@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.running import TIMEOUT
 from support.token_files import sums
 from tokenizers import Tokenizer
 
@@ -320,7 +321,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(corpus: Corpus, tmp_path: Pat
     expected = sums(tmp_path / "alone")
     for ranks in (1, 2, 3):
         process = start(ranks, corpus, tmp_path / f"out{ranks}")
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 0, errors
         assert sums(tmp_path / f"out{ranks}") == expected
         assert output.count("speed ") == 1
@@ -344,13 +345,13 @@ def test_a_killed_rank_ends_the_job_and_a_rerun_gives_the_same_bytes(
         assert job.poll() is None, job.communicate()
         rank = rank or find_rank(job, killed)
     os.kill(rank, signal.SIGKILL)
-    job.communicate(timeout=60)
+    job.communicate(timeout=TIMEOUT)
     blocked.unlink()
     assert job.returncode != 0
     assert not TokensManifest.exists(out)
     finished = len(list(out.glob(".units/0*.json")))
     again = start(then, corpus, out)
-    _, errors = again.communicate(timeout=60)
+    _, errors = again.communicate(timeout=TIMEOUT)
     assert again.returncode == 0, errors
     assert finished >= 1
     assert sums(out) == sums(tmp_path / "alone")
@@ -372,7 +373,7 @@ def find_rank(job: subprocess.Popen[str], rank: int) -> int | None:
 def test_an_error_in_one_rank_ends_all_with_its_exit_code(corpora: Any, tmp_path: Path) -> None:
     corpus = corpora.make({"a.jsonl": jsonl(TEXTS) + b"broken\n" + jsonl(TEXTS)})
     job = start(3, corpus, tmp_path / "out", "tokenize.on_bad_document=stop")
-    _, errors = job.communicate(timeout=60)
+    _, errors = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 65, errors
     assert "a.jsonl:2001" in errors
     assert "Traceback" not in errors

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.conversation_files import conversation, write_tokenizer
-from support.running import Dtt
+from support.running import TIMEOUT, Dtt
 from support.selections import (
     CLEAN,
     comma_separated,
@@ -374,7 +374,7 @@ def test_two_ranks_leave_out_the_same_documents(corpus: Corpus, tmp_path: Path) 
             f"download.out={corpus.folder}", f"tokenize.out={tmp_path / 'two'}",
             "tokenizer.vocab_size=300", "tokenize.validation_fraction=0.1",
         ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sums(tmp_path / "one") == sums(tmp_path / "two")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.running import TIMEOUT
 
 from dtt.data.tokenize.threads import BackgroundWriter, ahead
 
@@ -43,7 +44,7 @@ def test_no_more_actions_wait_than_allowed() -> None:
     go, returned = threading.Event(), threading.Semaphore(0)
 
     def wait() -> None:
-        go.wait(10)
+        go.wait(TIMEOUT)
 
     def caller() -> None:
         with BackgroundWriter(2) as behind:
@@ -53,10 +54,10 @@ def test_no_more_actions_wait_than_allowed() -> None:
 
     thread = threading.Thread(target=caller)
     thread.start()
-    assert all(returned.acquire(timeout=10) for _ in range(3))
+    assert all(returned.acquire(timeout=TIMEOUT) for _ in range(3))
     assert not returned.acquire(timeout=0.1)
     go.set()
-    assert returned.acquire(timeout=10)
+    assert returned.acquire(timeout=TIMEOUT)
     thread.join()
 
 
@@ -65,7 +66,7 @@ def test_an_error_of_the_writer_is_raised_and_stops_further_actions() -> None:
     done: list[int] = []
 
     def fail() -> None:
-        go.wait(10)
+        go.wait(TIMEOUT)
         raise OSError("disk full")
 
     def use() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.running import ROOT
+from support.running import ROOT, TIMEOUT
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
@@ -340,7 +340,7 @@ def execute(text: str, folder: Path, fakes: Path, *arguments: str, **env: str) -
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-c", 'export BATCH=$$; exec bash "$@"', "x", path, *arguments],
-        env=slurm_env | env, cwd=folder, text=True, timeout=30,
+        env=slurm_env | env, cwd=folder, text=True, timeout=TIMEOUT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.returncode, done.stdout

@@ -8,13 +8,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import psutil
 import pytest
-from support.running import Dtt
+from support.running import Dtt, wait_until
 
 Settings = Callable[..., list[str]]
 
@@ -24,12 +25,6 @@ def write_sweep(dtt: Dtt, settings: list[str], parameters: dict[str, Any], **sai
     overrides = [one for one in settings if not one.startswith("name=")]
     document = {"overrides": overrides, "parameters": parameters} | said
     (dtt.folder / "s.json").write_text(json.dumps(document))
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    """Return when `true()` is; the test's own time limit ends a wait in vain."""
-    while not true():
-        time.sleep(0.01)
 
 
 def records(job: Path, kind: str) -> list[dict[str, Any]]:
@@ -61,8 +56,9 @@ def process_of(parent: int, job: Path) -> psutil.Process:
     """The process that trains `job`."""
     while True:
         for child in psutil.Process(parent).children(recursive=True):
-            if child.cmdline()[-1:] == [str(Path("jobs/s") / job.name)]:
-                return child
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if child.cmdline()[-1:] == [str(Path("jobs/s") / job.name)]:
+                    return child
         time.sleep(0.01)
 
 

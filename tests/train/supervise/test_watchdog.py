@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 from support.ranks import on_ranks
+from support.running import TIMEOUT, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.ranks import Ranks
 from dtt.mesh.dist import World
 from dtt.train.supervise.watchdog import RankReport, Watchdog, judge
 
-LIMIT = 1.0
+LIMIT = 2.0
 
 
 @pytest.fixture
@@ -35,15 +36,8 @@ def job(tmp_path: Path) -> JobDir:
 
 
 def watch(job: JobDir, ranks: Ranks = Ranks(), **limits: Any) -> Watchdog:  # noqa: B008  frozen
-    settings = {"attempt": 1, "hang_seconds": LIMIT, "interval": 0.05, "patience": 1.0} | limits
+    settings = {"attempt": 1, "hang_seconds": LIMIT, "interval": 0.05, "patience": 60.0} | limits
     return Watchdog(job, ranks, 100, **settings)
-
-
-def wait_until(true: Callable[[], Any], limit: float = 200.0) -> None:
-    end = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.005)
 
 
 def heartbeat(job: JobDir) -> dict[str, Any]:
@@ -152,59 +146,56 @@ def test_a_rank_that_waits_for_an_untimed_phase_raises_no_alarm(job: JobDir) -> 
 # ---- one rank ------------------------------------------------------------------------------------
 
 PHASES = """
-import sys, threading, time
-from dtt.base.ranks import Ranks
+import sys
+from pathlib import Path
 from dtt.artifacts.jobdir import JobDir
+from dtt.base.ranks import Ranks
 from dtt.train.supervise.watchdog import Watchdog
 
 def long():
-    time.sleep(3 * limit)  # there is no event: what must not happen has no moment
+    for _ in range(20):
+        dog._check_progress(5.0)
 
-limit = float(sys.argv[2])
-job = JobDir(__import__("pathlib").Path(sys.argv[1]))
-dog = Watchdog(job, Ranks(), 100, attempt=1, hang_seconds=limit, interval=0.02, patience=1)
-with dog:
-    long()
-    with dog.phase("step"):
-        for step in (1, 2):
+dog = Watchdog(JobDir(Path(sys.argv[1])), Ranks(), 100, attempt=1, hang_seconds=60, interval=5)
+long()
+with dog.phase("step"):
+    for step in (1, 2):
+        long()
+        dog.step(step)
+    for phase in ("evaluate", "sample", "save"):
+        with dog.phase(phase):
             long()
-            dog.step(step)
-        for phase in ("evaluate", "sample", "save"):
-            with dog.phase(phase):
-                long()
-            dog.step(step := step + 1)
-            print(phase, flush=True)
-        with dog.phase("evaluate"):
-            for _ in range(3):
-                dog.beat()
-        threading.Event().wait()
+        dog.step(step := step + 1)
+        print(phase, flush=True)
+    with dog.phase("evaluate"):
+        for _ in range(3):
+            dog.beat()
+    long()
 """
+"""A watchdog whose thread has not started: it looks when `long` says that 100 s have passed."""
 
 
-@pytest.mark.slow
-def test_only_later_steps_have_a_time_limit(
-    job: JobDir,
-) -> None:
+def test_only_later_steps_have_a_time_limit(job: JobDir) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", PHASES, job.root, "0.2"],
-        capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", PHASES, job.root],
+        capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     assert run.returncode == 1
     assert run.stdout.split() == ["evaluate", "sample", "save"]
     assert (reports(job)[0]["phase"], reports(job)[0]["step"]) == ("step", 5)
     assert run.stderr.startswith("dtt: no progress for ")
     assert ending(job)["reason"] in run.stderr
-    assert heartbeat(job)["phase"] == "step"
 
 
 def test_heartbeats_continue_while_the_main_thread_is_in_native_code(job: JobDir) -> None:
     native = ctypes.CDLL(None)
-    times = set()
+    times, awake = set(), threading.Event()
 
     def wake() -> None:
         """End the main thread's sleep after some beats."""
         wait_until(lambda: len(times) > 3 or times.add(heartbeat(job)["time"]))
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        while not awake.wait(0.1):  # a signal before the sleep interrupts nothing
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
@@ -213,6 +204,7 @@ def test_heartbeats_continue_while_the_main_thread_is_in_native_code(job: JobDir
             waker = threading.Thread(target=wake)
             waker.start()
             assert native.usleep(ctypes.c_uint(60_000_000)) == -1  # it was interrupted
+            awake.set()
             waker.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
