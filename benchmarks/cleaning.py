@@ -225,11 +225,11 @@ def measure_unit(folder: Path) -> tuple[float, float, int]:
     corpus = Corpus(folder)
     unit = corpus.units(256 * 10**6)[0]
     section = CleanConfig(near=NearConfig(threshold=THRESHOLD))
-    steps, bad = Steps(folder / "selection-x"), BadDocuments()
+    steps, bad = Steps(folder / "selection-x", ""), BadDocuments()
     bands, rows = bands_and_rows(THRESHOLD)
 
     def one_pass() -> None:
-        pass_one(section, PlacedUnit(0, corpus, unit, "unit"), (), None, steps, bad)
+        pass_one(section, PlacedUnit(0, corpus, unit), (), None, steps, bad)
 
     def signatures() -> None:
         for texts in batches:

@@ -33,7 +33,7 @@ DOCUMENT = np.dtype([("number", "<u8")])
 Pairs = npt.NDArray[Any]
 
 
-def exact_copies(order: DocumentOrder, steps: Steps, key: str, comm: Comm) -> list[SortedFile]:
+def exact_copies(order: DocumentOrder, steps: Steps, comm: Comm) -> list[SortedFile]:
     """Write the documents whose text equals an earlier one's, with the first one; collective.
 
     Returns the files of these pairs.
@@ -50,14 +50,14 @@ def exact_copies(order: DocumentOrder, steps: Steps, key: str, comm: Comm) -> li
         return {"pairs": [different(_pairs(number[later], first[later]))]}
 
     units = [SortedFile(unit.step, "exact") for unit in order.units]
-    keys = SortedFiles(steps, merge(steps, key, "merged-exact", units, EXACT, comm), EXACT)
-    names = _partitions(steps, key, "exact", keys, sum(order.counts), pairs, comm)
+    keys = SortedFiles(steps, merge(steps, "merged-exact", units, EXACT, comm), EXACT)
+    names = _partitions(steps, "exact", keys, sum(order.counts), pairs, comm)
     files = [SortedFile(name, "pairs") for name in names]
-    return merge(steps, key, "merged-copies", files, PAIR, comm)
+    return merge(steps, "merged-copies", files, PAIR, comm)
 
 
 def candidate_pairs(
-    order: DocumentOrder, steps: Steps, key: str, copies: DocumentSet, comm: Comm
+    order: DocumentOrder, steps: Steps, copies: DocumentSet, comm: Comm
 ) -> tuple[list[SortedFile], list[SortedFile]]:
     """Write pairs of documents with a common band key; leave out exact copies of earlier ones.
 
@@ -85,18 +85,17 @@ def candidate_pairs(
 
     runs = [facts["runs"] for facts in order.facts]
     units = [SortedFile(u.step, "keys", some) for u, some in zip(order.units, runs, strict=True)]
-    keys = SortedFiles(steps, merge(steps, key, "merged-keys", units, ENTRY, comm), ENTRY)
-    names = _partitions(steps, key, "pairs", keys, sum(map(sum, runs)), pairs, comm)
+    keys = SortedFiles(steps, merge(steps, "merged-keys", units, ENTRY, comm), ENTRY)
+    names = _partitions(steps, "pairs", keys, sum(map(sum, runs)), pairs, comm)
     files, documents = ([SortedFile(name, e) for name in names] for e in ("pairs", "documents"))
     return (
-        merge(steps, key, "merged-pairs", files, PAIR, comm),
-        merge(steps, key, "merged-documents", documents, DOCUMENT, comm),
+        merge(steps, "merged-pairs", files, PAIR, comm),
+        merge(steps, "merged-documents", documents, DOCUMENT, comm),
     )
 
 
 def _partitions(
     steps: Steps,
-    key: str,
     kind: str,
     keys: SortedFiles,
     entries: int,
@@ -111,9 +110,9 @@ def _partitions(
     lows = [-(-(i << 32) // count) << 32 for i in range(count + 1)]
     names = [f"{kind}-{partition:05d}" for partition in range(count)]
     for partition in range(comm.rank, count, comm.size):
-        if not steps.done(names[partition], key):
+        if not steps.done(names[partition]):
             rows = keys.between(lows[partition], lows[partition + 1])
-            steps.write(names[partition], key, pairs(rows))
+            steps.write(names[partition], pairs(rows))
     comm.barrier()
     return names
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ from dtt.clean.partitions import (
 )
 from dtt.clean.selection_page import FILENAME, write_page
 from dtt.clean.sorted_files import OPEN_FILES, SortedFile, SortedFiles
-from dtt.clean.steps import Steps
-from dtt.clean.unit_pass import PlacedUnit, columns_of, pass_one, unit_key
+from dtt.clean.steps import Steps, have_unread, tidy
+from dtt.clean.unit_pass import PlacedUnit, columns_of, pass_one
 from dtt.clean.verified_pairs import ShingleSets, verified_pairs
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
@@ -76,26 +77,26 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         key = key_parts(section, corpus.manifest)
         finished = _finished(out, key, tasks) if first and part is None else None
         stop = cfg.tokenize.on_bad_document == "stop"
-        if finished is not None and stop and Steps(out).have_unread():
+        if finished is not None and stop and have_unread(out):
             finished = None  # it was made with `skip`: pass 1 reads these units again, and stops
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():
-                Steps(out).tidy()
+                tidy(out)
                 write_page(corpus, out, finished)
             return Cleaned(out, finished, 0) if first else None
-        filters = make_filters(cfg)  # before the units, whose keys have the version of py3langid
+        filters = make_filters(cfg)  # before the key of the steps, with the version of py3langid
         if first and tasks is not None:
             for name, count in tasks.unmatched.items():
                 log.info("%s: %d questions are too short to be looked for", name, count)
-        units = _place_units(section, corpus, tasks, comm)
+        units = _place_units(section, corpus, comm)
         _check_unchanged(units, comm)
-        steps = Steps(out)
+        steps = Steps(out, _key_of_steps(key, section, tasks, units))
         if first:
             check_columns(corpus, columns_of(filters))
         if first and part is None:
             for name in (SelectionManifest.filename, FILENAME):
                 (out / name).unlink(missing_ok=True)
-            steps.tidy()
+            tidy(out)
         comm.barrier()
         share = units if part is None else units[part.number :: part.of]
         done = sum(comm.gather(_pass_one(cfg, share, filters, tasks, steps, comm)))
@@ -171,28 +172,33 @@ def _finished(out: Path, key: dict[str, Any], tasks: TaskNgrams | None) -> Selec
     return manifest
 
 
-def _place_units(
-    section: CleanConfig, corpus: Corpus, tasks: TaskNgrams | None, comm: Comm
-) -> list[PlacedUnit]:
+def _place_units(section: CleanConfig, corpus: Corpus, comm: Comm) -> list[PlacedUnit]:
     """Return the units of all corpora in their order."""
-    folders = section.near.against if section.near else ()
     placed: list[PlacedUnit] = []
-    for number, named in enumerate(folders):
+    for number, named in enumerate(section.near.against if section.near else ()):
         folder, selection = selected(named)
         other = Corpus(folder, comm=comm)
         size = other.unit_bytes() if selection is None else selection.manifest.unit_bytes
         for unit in other.units(size):
-            gone = None if selection is None else selection.key(unit.index)
-            key = unit_key(section, other, unit, filtered=False, gone=gone)
-            placed.append(PlacedUnit(len(placed), other, unit, key, number, selection))
+            placed.append(PlacedUnit(len(placed), other, unit, number, selection))
     own = corpus.units(corpus.unit_bytes())
     if not own:
         raise InputError("the corpus contains no documents", where=corpus.folder)
-    sha256 = None if tasks is None else tasks.sha256
-    for unit in own:
-        key = unit_key(section, corpus, unit, filtered=True, tasks=sha256)
-        placed.append(PlacedUnit(len(placed), corpus, unit, key))
-    return placed
+    return placed + [PlacedUnit(i, corpus, unit) for i, unit in enumerate(own, len(placed))]
+
+
+def _key_of_steps(
+    key: dict[str, Any], section: CleanConfig, tasks: TaskNgrams | None, units: list[PlacedUnit]
+) -> str:
+    """Return a fingerprint of everything that determines the files of the steps.
+
+    `key` has the settings and the texts of all corpora. Constants are added because another version
+    of dtt may go on with what this one has left behind; that of py3langid may have another model.
+    """
+    language = None if section.language is None else metadata.version("py3langid")
+    sizes = [placed.unit.text_bytes for placed in units]
+    constants = [FIRST_FEW, PARTITION_ENTRIES, OPEN_FILES]
+    return fingerprint([key, None if tasks is None else tasks.sha256, language, sizes, constants])
 
 
 def _check_unchanged(units: Sequence[PlacedUnit], comm: Comm) -> None:
@@ -228,7 +234,7 @@ def _pass_one(
     total = sum(placed.unit.text_bytes for placed in mine)
     with progress("reading", total, shown=comm.rank == 0) as advance:
         for placed in mine:
-            done_before = steps.done(placed.step, placed.key)
+            done_before = steps.done(placed.step)
             if not done_before or (stop and steps.facts(placed.step)["unread"]):
                 # What `near.against` names stays, so nothing judges it.
                 judges, of = (filters, tasks) if placed.other is None else ((), None)
@@ -243,26 +249,22 @@ def _find_pairs(
     section: CleanConfig, order: DocumentOrder, steps: Steps, comm: Comm
 ) -> list[SortedFile]:
     """Do passes 2 and 3; return the files of the pairs of exact copies."""
-    # One key for all their steps: each depends on keys or texts of all units. The constants are in
-    # it because another version of dtt may go on with what this one left behind.
-    settings = [section.model_dump(mode="json"), FIRST_FEW, PARTITION_ENTRIES, OPEN_FILES]
-    key = fingerprint([settings, [unit.key for unit in order.units]])
-    files = exact_copies(order, steps, key, comm)
+    files = exact_copies(order, steps, comm)
     near = section.near
     if near is None:
         return files
     copies = DocumentSet(order)
     for pairs in SortedFiles(steps, files, PAIR).chunks():
         copies.add(pairs["later"])
-    candidates, documents = candidate_pairs(order, steps, key, copies, comm)
+    candidates, documents = candidate_pairs(order, steps, copies, comm)
     sets = ShingleSets(order, steps)
-    sets.write(near, key, SortedFiles(steps, documents, DOCUMENT), comm)
+    sets.write(near, SortedFiles(steps, documents, DOCUMENT), comm)
     opened = SortedFiles(steps, candidates, PAIR)
     for place in range(comm.rank, len(order.units), comm.size):
         name = f"verified-{place:05d}"
-        if not steps.done(name, key):
+        if not steps.done(name):
             found = verified_pairs(sets, near, pairs_of_unit(opened, place))
-            steps.write(name, key, {"pairs": [found]})
+            steps.write(name, {"pairs": [found]})
     comm.barrier()
     return files
 
@@ -287,7 +289,7 @@ def _finish(
         units=tuple(write_units(order, steps, copies, out, tasks, near=near)),
     )
     # Before the manifest: a complete selection is not tidied again.
-    steps.tidy(units=[unit.step for unit in order.units])
+    tidy(out, units=[unit.step for unit in order.units])
     # Last: a folder with a manifest is complete.
     write_atomically(out / SelectionManifest.filename, manifest.dump())
     return manifest

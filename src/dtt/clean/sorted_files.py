@@ -83,7 +83,7 @@ class SortedFiles:
 
 
 def merge(
-    steps: Steps, key: str, name: str, files: list[SortedFile], dtype: np.dtype[Any], comm: Comm
+    steps: Steps, name: str, files: list[SortedFile], dtype: np.dtype[Any], comm: Comm
 ) -> list[SortedFile]:
     """Merge files, in their order, until OPEN_FILES are left, and return those; collective.
 
@@ -95,9 +95,9 @@ def merge(
         starts = range(0, len(files), OPEN_FILES)
         merged = [SortedFile(f"{name}-{level}-{i:05d}", "rows") for i in range(len(starts))]
         for i in range(comm.rank, len(starts), comm.size):
-            if not steps.done(merged[i].step, key):
+            if not steps.done(merged[i].step):
                 some = SortedFiles(steps, files[starts[i] : starts[i] + OPEN_FILES], dtype)
-                steps.write(merged[i].step, key, {"rows": some.chunks()})
+                steps.write(merged[i].step, {"rows": some.chunks()})
         comm.barrier()
         files = merged
     return files

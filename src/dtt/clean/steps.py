@@ -25,7 +25,7 @@ class StepMarker(Record):
     """The marker of a finished step."""
 
     key: str
-    """Fingerprint of everything that determines its files; with another one the step is redone."""
+    """The key of the steps that it belongs to; with another one it is redone."""
     files: dict[str, str]
     """The sha256 of each of its files, by the ending of the name."""
     facts: dict[str, Any] = Field(default_factory=dict)
@@ -38,20 +38,23 @@ class Steps:
     The ranks share it. Each step is done by one rank, which writes files of its own, by rename.
     """
 
-    def __init__(self, selection: Path) -> None:
-        """Use the work folder of the selection in folder `selection`."""
-        self._folder = selection / SelectionManifest.work
+    def __init__(self, selection: Path, key: str) -> None:
+        """Use the work folder of the selection in folder `selection`.
+
+        `key` is a fingerprint of everything that determines the files of all steps.
+        """
+        self._folder, self._key = selection / SelectionManifest.work, key
 
     def path(self, name: str, ending: str) -> Path:
         """Return the path of a file of a step."""
         return self._folder / f"{name}.{ending}"
 
-    def done(self, name: str, key: str) -> bool:
+    def done(self, name: str) -> bool:
         """Return True if the step is finished and each of its files has its hash."""
         marker = _marker(self._folder / f"{name}.json")
         return (
             marker is not None
-            and marker.key == key
+            and marker.key == self._key
             and all(
                 self.path(name, ending).is_file()
                 and sha256_file(self.path(name, ending)) == expected
@@ -62,7 +65,6 @@ class Steps:
     def write(
         self,
         name: str,
-        key: str,
         files: Mapping[str, Iterable[Content]],
         facts: dict[str, Any] | None = None,
     ) -> None:
@@ -71,12 +73,9 @@ class Steps:
         The pieces of a file may change the files after it, and `facts`.
         """
         sums = {ending: self._write(self.path(name, ending), files[ending]) for ending in files}
-        self._mark(name, StepMarker(key=key, files=sums, facts=facts or {}))
-
-    def _mark(self, name: str, marker: StepMarker) -> None:
-        self._write(
-            self._folder / f"{name}.json", [f"{marker.model_dump_json(indent=1)}\n".encode()]
-        )
+        marker = StepMarker(key=self._key, files=sums, facts=facts or {})
+        content = f"{marker.model_dump_json(indent=1)}\n".encode()
+        self._write(self._folder / f"{name}.json", [content])
 
     def _write(self, path: Path, pieces: Iterable[Content]) -> str:
         """Write a file by rename, piece by piece; return its sha256.
@@ -99,11 +98,6 @@ class Steps:
             aside.unlink(missing_ok=True)
         return digest.hexdigest()
 
-    def have_unread(self) -> bool:
-        """Return True if a finished step has left out documents that cannot be read."""
-        markers = map(_marker, self._folder.glob("*.json"))
-        return any(marker.facts.get("unread") for marker in markers if marker is not None)
-
     def facts(self, name: str) -> dict[str, Any]:
         """Return the counts of a finished step."""
         marker = _marker(self._folder / f"{name}.json")
@@ -125,20 +119,27 @@ class Steps:
             # A plain view, because slices of np.memmap take ten times as long.
             return np.asarray(np.memmap(path, dtype, "r"))
 
-    def tidy(self, units: Iterable[str] | None = None) -> None:
-        """Remove leftovers of killed processes.
 
-        With `units`, the steps of pass 1 of a finished selection, also remove all others: their
-        files are about as large as the corpus. Those of `units` are kept, as they take the longest:
-        a damaged selection is made again without them being read.
-        """
-        kept = None if units is None else set(units)
-        for path in (*self._folder.glob("*"), *self._folder.parent.glob(".*.tmp")):
-            gone = path.name.startswith(".") and path.name.endswith(".tmp")
-            if kept is not None and not path.name.startswith("."):
-                gone = path.stem not in kept
-            if gone and path.is_file():
-                path.unlink(missing_ok=True)
+def have_unread(selection: Path) -> bool:
+    """Return True if a finished step has left out documents that cannot be read."""
+    markers = map(_marker, (selection / SelectionManifest.work).glob("*.json"))
+    return any(marker.facts.get("unread") for marker in markers if marker is not None)
+
+
+def tidy(selection: Path, units: Iterable[str] | None = None) -> None:
+    """Remove leftovers of killed processes from the folder of a selection.
+
+    With `units`, the steps of pass 1 of a finished selection, also remove all other steps: their
+    files are about as large as the corpus. Those of `units` are kept, as they take the longest: a
+    damaged selection is made again without the corpus being read.
+    """
+    kept = None if units is None else set(units)
+    for path in (*(selection / SelectionManifest.work).glob("*"), *selection.glob(".*.tmp")):
+        gone = path.name.startswith(".") and path.name.endswith(".tmp")
+        if kept is not None and not path.name.startswith("."):
+            gone = path.stem not in kept
+        if gone and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def _marker(path: Path) -> StepMarker | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dtt.artifacts.manifest import fingerprint
 from dtt.clean.contamination import TaskNgrams
 from dtt.clean.filters import Filter, Removal
 from dtt.clean.removals import RemovedRow, encode
@@ -24,7 +22,7 @@ from dtt.config.clean import CleanConfig, NearConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_columns import read_with_columns
 from dtt.data.corpus.documents import batches, read_batches
-from dtt.data.corpus.selection import VERSION, Selection
+from dtt.data.corpus.selection import Selection
 from dtt.data.corpus.units import Corpus, Unit
 
 BATCH_BYTES = 2**19
@@ -51,8 +49,6 @@ class PlacedUnit:
     """Place in the order of all units, which is in the numbers of its documents."""
     corpus: Corpus
     unit: Unit
-    key: str
-    """Fingerprint of what pass 1 computes of it."""
     other: int | None = None
     """Number of the corpus in `near.against`; None for the corpus that is cleaned."""
     selection: Selection | None = None
@@ -66,36 +62,6 @@ class PlacedUnit:
     def numbers(self, documents: U32) -> U64:
         """Return the numbers of documents of the unit in the order of all documents."""
         return documents.astype(np.uint64) | np.uint64(self.place << 32)
-
-
-def unit_key(
-    clean: CleanConfig,
-    corpus: Corpus,
-    unit: Unit,
-    *,
-    filtered: bool,
-    tasks: str | None = None,
-    gone: str | None = None,
-) -> str:
-    """Return a fingerprint of everything that determines the result of pass 1 for a unit.
-
-    `tasks` is the hash of the tasks of `clean.decontaminate`, `gone` that of the documents of
-    another corpus that its selection removes.
-
-    It contains hashes of the files, not their names or times: a copied corpus keeps its results.
-    """
-    files = [
-        [corpus.manifest.files[span.file].sha256, span.start, span.stop] for span in unit.spans
-    ]
-    section = clean.model_dump(mode="json")
-    near = clean.near and [clean.near.shingle, *bands_and_rows(clean.near.threshold)]
-    filters = {name: section[name] for name in section.keys() - {"exact", "near"}}
-    if clean.language is not None:  # another version may have another model
-        filters["py3langid"] = metadata.version("py3langid")
-    manifest = corpus.manifest
-    reading = [manifest.file_format, manifest.text_column, manifest.txt_documents]
-    judged = [filters, tasks] if filtered else None
-    return fingerprint([VERSION, files, reading, clean.exact, near, judged, gone])
 
 
 def pass_one(
@@ -135,7 +101,7 @@ def pass_one(
 
     # Runs are written as they come, because the keys of short documents take three times as much
     # space as their text. The order matters: the other files are full when the keys are written.
-    steps.write(placed.step, placed.key, {"keys": _sorted_runs(read(), runs), **files}, facts)
+    steps.write(placed.step, {"keys": _sorted_runs(read(), runs), **files}, facts)
 
 
 def _add_hits(numbers: U32, texts: list[bytes], tasks: TaskNgrams, files: Files) -> None:

@@ -29,8 +29,8 @@ class ShingleSets:
     """The shingle sets of all documents in candidate pairs, by blocks of units.
 
     A block has one file: the sets, where each ends, the numbers of the documents, and how many
-    there are. Documents are compared with those of any other unit. With a file for each unit, all
-    units with copies in each other were opened units² times, and few can be held open.
+    there are. A document may resemble one of any other unit, and few files can be held open: with
+    a file for each unit, units that share much text would be opened again and again, units² times.
     """
 
     def __init__(self, order: DocumentOrder, steps: Steps) -> None:
@@ -39,14 +39,14 @@ class ShingleSets:
         self._size = -(-len(order.units) // OPEN_FILES)
         self._opened: dict[int, tuple[U64, U64, U64]] = {}
 
-    def write(self, near: NearConfig, key: str, documents: SortedFiles, comm: Comm) -> None:
+    def write(self, near: NearConfig, documents: SortedFiles, comm: Comm) -> None:
         """Read the units with `documents` again and write their sets; collective."""
         places = range(len(self._order.units))
         blocks = [places[i : i + self._size] for i in range(0, len(places), self._size)]
         for block in range(comm.rank, len(blocks), comm.size):
-            if not self._steps.done(_block_name(block), key):
+            if not self._steps.done(_block_name(block)):
                 sets = self._sets(near, blocks[block], documents)
-                self._steps.write(_block_name(block), key, {"sets": sets})
+                self._steps.write(_block_name(block), {"sets": sets})
         comm.barrier()
 
     def _sets(self, near: NearConfig, places: range, documents: SortedFiles) -> Iterator[U64]:
