@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -142,6 +143,14 @@ def leaves_out_slow(config: pytest.Config) -> bool:
     write."""
     chosen = config.option.all or config.option.markexpr or "DTT_WRITE_DOCS" in os.environ
     return not chosen and not any("::" in argument for argument in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed what draws without a generator of its own: no draw depends on the tests before."""
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 def is_slow(item: pytest.Item) -> bool:

@@ -8,7 +8,6 @@ import os
 import pickle
 import resource
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,12 +195,11 @@ def test_a_sealed_checkpoint_that_dtt_never_wrote_is_rejected(
 ) -> None:
     change(newest(job))
     seal(newest(job))
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = store.newest(job / "checkpoints", check_position)
     assert found is not None
     assert found.step == 4
     assert "step-000008 is damaged" in caplog.text
-    assert time.monotonic() - started < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
     assert not Path("went-off").exists()
 
@@ -227,12 +225,11 @@ def test_fifos_and_devices_in_place_of_a_file_neither_hang_nor_fill_the_memory(
     job: Path, name: str, put: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     put(newest(job) / name)
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = store.newest(job / "checkpoints", check_position)
     assert found is not None
     assert found.step == 4
     assert name in caplog.text
-    assert time.monotonic() - started < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
 
 

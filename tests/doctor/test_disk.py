@@ -69,7 +69,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path)]
     if os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0:
         yield tmp_path
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
         return
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

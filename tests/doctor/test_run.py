@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked import ForkedDtt
 from support.running import Dtt
 
 from dtt import __version__
 from dtt.base.errors import ExitCode
+from dtt.verify.forked_ranks import rendezvous
 
 NODE = socket.gethostname()
 
@@ -60,24 +62,19 @@ def test_two_ranks_of_torchrun_run_collectives_and_rank_0_reports(dtt: Dtt) -> N
     assert lines[-1] == "no problems found"
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
-
-
 @pytest.mark.slow
 def test_rank_0_of_srun_reports_the_bad_disk_of_another_node(dtt: Dtt, tmp_path: Path) -> None:
-    port, processes = free_port(), []
+    store, processes = rendezvous(), []
     for rank, folder in enumerate((tmp_path, "/proc/1")):
         variables: dict[str, Any] = {
             "SLURM_PROCID": rank, "SLURM_LOCALID": 0, "SLURM_STEP_ID": 0, "SLURM_NODEID": rank,
             "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,  # ours: rank 0 binds no port
         }  # fmt: skip
         env = {name: str(value) for name, value in variables.items()}
-        processes.append(dtt.start("doctor", "--device", "cpu", "--path", folder, "--json", **env))
+        command = ["doctor", "--device", "cpu", "--path", str(folder), "--json"]
+        processes.append(ForkedDtt(command, dtt.folder, env))
     first, second = map(dtt.wait, processes)
     assert (first.returncode, second.returncode) == (ExitCode.UNFIT, 0), first.stderr
     assert second.stdout == ""

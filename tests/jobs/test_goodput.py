@@ -116,7 +116,9 @@ def test_an_attempt_that_stops_before_its_first_log_line_has_its_steps_counted(
 def test_a_clock_that_is_set_while_a_run_starts_changes_no_measurement(
     tmp_path: Path, hours: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, age = time.time, Clock(attempts(tmp_path / "before", {}), 1).ran()
+    before = Clock(attempts(tmp_path / "before", {}), 1)
+    before.close()
+    now, age = time.time, before.ran()
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
     job = attempts(tmp_path, {})
     clock, timer = Clock(job, 1), PhaseTimer()

@@ -23,6 +23,7 @@ from playwright.sync_api import (
     Request,
     Route,
     WebSocket,
+    expect,
     sync_playwright,
 )
 
@@ -38,6 +39,7 @@ document.addEventListener("securitypolicyviolation", event => console.error(
 """
 TIMEOUT = 60_000
 """Milliseconds that a wait may take before it fails."""
+expect.set_options(timeout=TIMEOUT)
 
 
 @contextmanager

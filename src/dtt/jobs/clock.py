@@ -71,7 +71,7 @@ class Clock:
     def close(self) -> None:
         """Write the time once more, and stop."""
         self._over.set()
-        self._thread.join(timeout=1.0)  # a file system that hangs must not block the exit
+        self._thread.join(timeout=5.0)  # a file system that hangs must not block the exit
 
     def _run(self) -> None:
         over = False

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.running import in_this_process
+from support.running import in_this_process, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import Preempted
@@ -207,7 +207,8 @@ def test_a_run_interrupted_in_its_decay_resumes_the_decay(tiny: Settings) -> Non
 
 
 def stop_when_saved(job: JobDir) -> None:
-    """Ask for a stop as soon as there is a checkpoint: one is saved where the decay begins."""
-    while not store.steps(job.checkpoints):
-        time.sleep(0.01)
+    """Ask for a stop one step after a checkpoint: one is saved where the decay begins."""
+    wait_until(
+        lambda: (steps := store.steps(job.checkpoints)) and (job.last_step() or 0) > steps[0]
+    )
     job.stop.touch()
