@@ -9,7 +9,7 @@ import dtt
 
 PROMISED = {
     "Action", "Documents", "MicroBatch", "Objective", "Optimizer", "Param", "Params", "RunFacts",
-    "RunView", "Schedule", "StepView",
+    "RunView", "Schedule", "Source", "StepView",
     "Job", "evaluate", "export", "generate", "load", "load_model", "open_job", "train",
 }  # fmt: skip
 

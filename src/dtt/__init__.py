@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtt.config.action import Action as Action
+    from dtt.config.data import Source as Source
     from dtt.config.documents import Documents as Documents
     from dtt.config.objective import Objective as Objective
     from dtt.config.optim import Optimizer as Optimizer
@@ -38,6 +39,7 @@ INTERFACE = {
     "RunFacts": "dtt.config.schedule",
     "RunView": "dtt.train.own_objective",
     "Schedule": "dtt.config.schedule",
+    "Source": "dtt.config.data",
     "StepView": "dtt.train.own_action",
     "evaluate": "dtt.library",
     "export": "dtt.library",

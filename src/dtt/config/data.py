@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -364,6 +364,36 @@ class SyntheticDataConfig(_OtherDataConfig):
     """Number of different ids."""
 
 
+class Source(_OtherDataConfig):
+    """Samples that are not documents. One of your own defines `samples` and `read`."""
+
+    mask_documents: ClassVar[bool] = False
+    eod_mask_loss: ClassVar[bool] = False
+
+    type: str
+    tokenizer: Path
+    """The tokenizer.json whose ids the samples have."""
+    held_out: int = Field(default=0, ge=0)
+    """Number of samples that are held out for validation: the last ones."""
+
+    def samples(self) -> int:
+        """Return the number of samples, those held out included."""
+        raise NotImplementedError
+
+    def read(self, number: int, tokens: int) -> Any:
+        """Return the token ids of a sample (from 0), at most `tokens`; the same ones each time.
+
+        dtt shuffles the samples in each epoch, and pads them. With a second sequence of the same
+        length beside the ids, only the ids for which it is True are targets of the loss. Each rank
+        reads all samples of a step, to count the targets.
+        """
+        raise NotImplementedError
+
+    def version(self) -> str:
+        """Return a text that changes when the samples do: then a job is not resumed with them."""
+        return ""
+
+
 class _ConversationsConfig(_TokenFilesConfig):
     packing: ClassVar[Literal["best-fit"]] = "best-fit"
     mask_documents: ClassVar[bool] = True
@@ -391,7 +421,14 @@ class PreferenceDataConfig(_ConversationsConfig):
     type: Literal["preference"] = "preference"
 
 
-DataConfig = Annotated[
-    TokensDataConfig | TextDataConfig | ChatDataConfig | PreferenceDataConfig | SyntheticDataConfig,
-    Field(discriminator="type"),
-]
+if TYPE_CHECKING:
+    DataConfig = (
+        TokensDataConfig | TextDataConfig | ChatDataConfig | PreferenceDataConfig
+        | SyntheticDataConfig | Source
+    )  # fmt: skip
+else:
+    DataConfig = Annotated[
+        TokensDataConfig | TextDataConfig | ChatDataConfig | PreferenceDataConfig
+        | SyntheticDataConfig,
+        Field(discriminator="type"),
+    ]  # fmt: skip

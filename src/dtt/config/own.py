@@ -29,6 +29,7 @@ from dtt.base.log import log
 from dtt.base.reading import read_small
 from dtt.config.action import Action
 from dtt.config.base import Section
+from dtt.config.data import Source
 from dtt.config.documents import Documents
 from dtt.config.key_types import Key
 from dtt.config.objective import Objective
@@ -38,7 +39,8 @@ from dtt.config.schedule import Schedule
 from dtt.config.source import Layer
 
 KINDS: Mapping[str, type[Section]] = {
-    "objective": Objective, "optim": Optimizer, "schedule": Schedule, "actions": Action,
+    "objective": Objective, "optim": Optimizer, "schedule": Schedule, "data": Source,
+    "actions": Action,
     "download.documents": Documents, "download.datasets.documents": Documents,
 }  # fmt: skip
 """The base class of each section that may have a class of a user's own. `actions` and

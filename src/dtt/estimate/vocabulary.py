@@ -5,9 +5,14 @@ from __future__ import annotations
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.log import log
 from dtt.base.reading import read_whole
-from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
+from dtt.config.data import (
+    GivenTokenizerConfig,
+    Source,
+    SyntheticDataConfig,
+    TrainedTokenizerConfig,
+)
 from dtt.config.run import RunConfig
-from dtt.data.samples.dataset import open_dataset
+from dtt.data.samples.dataset import open_dataset, read_vocabulary
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import find_tokenizer
 
@@ -37,8 +42,11 @@ def vocabulary_and_steps(
             next="dtt tokenize, or plan with train.steps=N",
         )
     try:
-        if cfg.data.type == "synthetic":
+        if isinstance(cfg.data, SyntheticDataConfig):
             return cfg.data.vocab_size, cfg.train.steps, cfg
+        if isinstance(cfg.data, Source):
+            size = cfg.model.vocab_size or read_vocabulary(cfg.data.tokenizer).size
+            return size, cfg.train.steps, cfg
         return cfg.model.vocab_size or _tokenizer_size(cfg), cfg.train.steps, cfg
     except InputError:
         if expected_size is None:

@@ -15,6 +15,7 @@ from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.model import MIXTURES, LongRopeScaling, ModelConfig
 from dtt.config.optim import MuonConfig
+from dtt.config.own import is_own
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.config.validation import validate
@@ -77,6 +78,7 @@ def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
     values |= {
         "name": "run",
         "track": [],
+        "actions": [],
         "launch": {},
         "profile": {},
         "pipeline": {},
@@ -287,6 +289,11 @@ def _use_inputs(shrinking: _Shrinking, values: Values) -> None:
         values["chat"] |= {"template": "chatml", "kwargs": {}}
         if values["chat"]["too_long"] == "stop":
             values["chat"]["too_long"] = "drop"
+    if is_own(cfg.data.type):
+        # Its samples have the ids of its own tokenizer, and so need a large vocabulary.
+        shrinking.note(True, f"data.type={cfg.data.type} (random text)")
+        values["data"] = {"type": "tokens", "tokens": tokens}
+        return
     match cfg.data.type:
         case "synthetic":
             data["vocab_size"] = VOCABULARY

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -340,8 +340,11 @@ def _open_sources(cfg: RunConfig, sources: Sequence[SourceConfig]) -> list[Opene
             from dtt.data.samples.synthetic_source import open_synthetic
 
             return [open_synthetic(cfg.data.vocab_size, cfg.train.seq_len, cfg.seed)]
-        case _:
-            assert_never(cfg.data)
+        case own:
+            from dtt.data.samples.own_source import open_own
+
+            vocabulary = read_vocabulary(own.tokenizer)
+            return [open_own(own, vocabulary, cfg.train.seq_len, cfg.seed)]
 
 
 def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | None) -> Opened:

@@ -1,0 +1,123 @@
+"""Samples of a user's own: a class reads them, dtt shuffles, pads and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts.manifest import fingerprint
+from dtt.base.targets import IGNORE_INDEX
+from dtt.config.data import Source
+from dtt.config.own import own_code, own_file_of
+from dtt.data.samples.protocol import (
+    Counts,
+    DocumentSpan,
+    Opened,
+    Rows,
+    SampleNumbers,
+    Vocabulary,
+    targets_of,
+)
+from dtt.data.samples.shuffle import Order
+
+KEY = "data"
+
+
+class OwnSource:
+    """Some samples of a class of a user's own. Implements dtt.data.samples.protocol.Source."""
+
+    bytes_per_token: float | None = None
+
+    def __init__(
+        self, config: Source, numbers: range, vocabulary: Vocabulary, seq_len: int, seed: int
+    ) -> None:
+        """Make samples of `seq_len` + 1 ids of those with these `numbers`."""
+        self.name = config.type.rpartition(":")[2]
+        self._config, self._numbers, self._vocabulary = config, numbers, vocabulary
+        self._width = seq_len + 1
+        self.tokens = len(numbers) * seq_len
+        self._shuffle = Order(f"{seed}/{self.name}", len(numbers))
+
+    def __len__(self) -> int:
+        """See Source."""
+        return len(self._numbers)
+
+    def order(self, first: int, count: int) -> SampleNumbers:
+        """See Source."""
+        return self._shuffle.order(first, count)
+
+    def read(self, samples: SampleNumbers) -> Rows:
+        """See Source. Raises OwnCodeError for what is no sample."""
+        shape = len(samples), self._width
+        ids = np.full(shape, IGNORE_INDEX, np.int64)
+        mask = np.zeros(shape, np.bool_)
+        for row, sample in enumerate(samples):
+            given, counted = self.sample(int(sample))
+            ids[row, : len(given)], mask[row, : len(given)] = given, counted
+        return Rows(ids, targets_of(ids, mask[:, 1:]))
+
+    def sample(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the ids of a sample, and which of them are targets."""
+        number = self._numbers[sample]
+        with own_code(self._config, KEY):
+            found = self._config.read(number, self._width)
+            given, counted = found if isinstance(found, tuple) else (found, None)
+            ids = np.asarray(given)
+            if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 1 < len(ids) <= self._width:
+                said = f"{ids.dtype} of shape {list(ids.shape)}"
+                raise ValueError(f"sample {number} is {said}, not 2 to {self._width} token ids")
+            if not 0 <= ids.min() <= ids.max() < self._vocabulary.size:
+                said = f"ids from {ids.min()} to {ids.max()}"
+                raise ValueError(f"sample {number} has {said}, of {self._vocabulary.size} tokens")
+            mask = np.ones(len(ids), np.bool_) if counted is None else np.asarray(counted, np.bool_)
+            if mask.shape != ids.shape:
+                raise ValueError(f"sample {number} has {len(ids)} ids and a mask of {len(mask)}")
+        return ids.astype(np.int64), mask
+
+    def counts(self, samples: SampleNumbers) -> Counts:
+        """See Source."""
+        rows = self.read(samples)
+        targets = int((rows.targets != IGNORE_INDEX).sum())
+        return Counts(targets, targets, int((rows.ids != IGNORE_INDEX).sum()))
+
+    def origin(self, sample: int) -> list[DocumentSpan]:
+        """See Source. Each sample is one document."""
+        length = len(self.sample(sample)[0])
+        return [DocumentSpan(Path(self.name), self._numbers[sample], 0, 0, length)]
+
+
+def open_own(config: Source, vocabulary: Vocabulary, seq_len: int, seed: int) -> Opened:
+    """Return the source of a class of a user's own; raise OwnCodeError if it cannot be used."""
+    with own_code(config, KEY):
+        count, version = config.samples(), config.version()
+        if type(count) is not int or count <= config.held_out:
+            raise ValueError(f"`samples` returned {count!r}, and data.held_out={config.held_out}")
+    options = vocabulary, seq_len, seed
+    train = OwnSource(config, range(count - config.held_out), *options)
+    _check_repeatable(train)
+    held_out = range(count - config.held_out, count)
+    validation = OwnSource(config, held_out, *options) if held_out else None
+    file = own_file_of(config)
+    # Not the path of the tokenizer: a job keeps its own copy.
+    keys = config.model_dump(mode="json", exclude={"tokenizer"})
+    key = fingerprint([keys, file and file.sha256, version, vocabulary.sha256])
+    return Opened(train, validation, key, vocabulary, None)
+
+
+def _check_repeatable(source: OwnSource) -> None:
+    """Raise OwnCodeError if a sample differs when it is read again.
+
+    A resumed run and the other ranks read it again, and would train on something else.
+    """
+
+    def first() -> Sequence[int]:
+        found: Sequence[int] = source.sample(0)[0].tolist()
+        return found
+
+    one, other = first(), first()
+    with own_code(source._config, KEY):  # noqa: SLF001  of this module
+        if one != other:
+            raise ValueError("sample 0 differs when it is read again: derive it from its number")
