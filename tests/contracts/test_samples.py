@@ -25,7 +25,8 @@ from dtt.data.corpus.units import Corpus
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.encoded_documents import CorpusDocuments
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
-from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, SampleNumbers, Source, Streamed
+from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, SampleNumbers, Streamed
+from dtt.data.samples.protocol import SampleSource as Source
 from dtt.data.samples.synthetic_source import SyntheticSource
 from dtt.data.samples.text_source import HeldOutText, TextSource
 from dtt.data.samples.token_source import open_tokens

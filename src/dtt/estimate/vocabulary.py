@@ -12,7 +12,8 @@ from dtt.config.data import (
     TrainedTokenizerConfig,
 )
 from dtt.config.run import RunConfig
-from dtt.data.samples.dataset import open_dataset, read_vocabulary
+from dtt.data.samples.dataset import open_dataset
+from dtt.data.samples.named_tokenizer import read_vocabulary
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import find_tokenizer
 

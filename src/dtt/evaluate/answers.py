@@ -15,7 +15,7 @@ from dtt.config.run import RunConfig
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
 from dtt.data.samples.dataset import Dataset
-from dtt.data.samples.protocol import Source
+from dtt.data.samples.protocol import SampleSource
 from dtt.data.samples.token_source import TokenSource
 from dtt.evaluate.tasks.scorer import Generator
 from dtt.hf.chat_format import ChatFormat
@@ -45,7 +45,7 @@ def chat_prompt(cfg: RunConfig, dataset: Dataset) -> list[int]:
         ) from None
 
 
-def first_prompts(sources: Sequence[Source], count: int) -> list[list[int]]:
+def first_prompts(sources: Sequence[SampleSource], count: int) -> list[list[int]]:
     """Return the prompts of `count` conversations, taken from the sources in turn.
 
     A prompt is a conversation up to its first target, and so ends with the header of its first
@@ -56,7 +56,7 @@ def first_prompts(sources: Sequence[Source], count: int) -> list[list[int]]:
     return list(islice((prompt for prompt in chain.from_iterable(rounds) if prompt), count))
 
 
-def _prompts(source: Source, count: int) -> Iterator[list[int]]:
+def _prompts(source: SampleSource, count: int) -> Iterator[list[int]]:
     """Yield the prompts of a source until `count` were found."""
     found = 0
     if not (isinstance(source, TokenSource) and source.packing_counts is not None):  # text

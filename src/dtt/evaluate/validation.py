@@ -19,7 +19,7 @@ from dtt.base.log import log
 from dtt.config.train import SAMPLE_TEMPERATURE, TrainConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
-from dtt.data.samples.protocol import SampleNumbers, Source
+from dtt.data.samples.protocol import SampleNumbers, SampleSource
 from dtt.data.text.continuation import Continuation
 from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.decoder import Decoder
@@ -38,7 +38,7 @@ lengths must be a multiple of, and a function that broadcasts rank 0's token to 
 class HeldOut:
     """The held-out samples of one source."""
 
-    source: Source
+    source: SampleSource
     count: int
     """Number of samples to evaluate, from the start of the source."""
     terms: int
@@ -244,7 +244,7 @@ MIN_LETTERS = 6
 """Minimum number of letters and digits of such a prompt; a line of dashes has none."""
 
 
-def first_words(sources: Sequence[Source], tokenizer: Tokenizer, end: int) -> str:
+def first_words(sources: Sequence[SampleSource], tokenizer: Tokenizer, end: int) -> str:
     """Return the first words of a document, as the prompt of samples; "" if there are none.
 
     It is the first document with printable text in the first samples of the sources, so it does

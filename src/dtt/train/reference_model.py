@@ -28,7 +28,7 @@ from dtt.base.log import progress
 from dtt.base.reading import Kind, read_record
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader
-from dtt.data.samples.protocol import SampleNumbers, Source
+from dtt.data.samples.protocol import SampleNumbers, SampleSource
 from dtt.data.samples.reference import DTYPE, ReferenceManifest, files_of
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
@@ -104,7 +104,7 @@ class ReferencePass:
             write_atomically(folder / manifest.filename, manifest.dump())
         self.world.barrier()
 
-    def _rows(self, source: Source, first: int) -> Iterator[Float32]:
+    def _rows(self, source: SampleSource, first: int) -> Iterator[Float32]:
         """Yield the values of all samples from `first` on, in order, on every rank: [n, S]."""
         reader = self.reader
         with evaluating(self.step.module):
@@ -118,7 +118,7 @@ class ReferencePass:
                     mine[:] = part[: len(mine)]  # a rank without samples computed a dummy one
                 yield rows
 
-    def _logprobs(self, source: Source, samples: SampleNumbers) -> Float32:
+    def _logprobs(self, source: SampleSource, samples: SampleNumbers) -> Float32:
         """Return the values of this rank's part of `samples`, at most one micro-batch: [n, S]."""
         (micro_batch,) = self.reader.read_on_all(source, samples)
         losses = self.step.evaluate(micro_batch, TOKEN_LOSSES).loss

@@ -144,8 +144,8 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
 }  # fmt: skip
 """Alternatives for each feature, as arguments. The first configurations have two of them."""
 WITHOUT_EFFECT = (
-    "name", "download", "clean", "tokenizer", "tokenize", "track", "eval", "profile", "export",
-    "pipeline", "launch", "checkpoint.every", "checkpoint.keep_", "checkpoint.on_full",
+    "name", "actions", "download", "clean", "tokenizer", "tokenize", "track", "eval", "profile",
+    "export", "pipeline", "launch", "checkpoint.every", "checkpoint.keep_", "checkpoint.on_full",
     "train.device", "train.eval_", "train.sample_", "train.log_every", "train.hang_seconds",
     "train.compile", "train.attention", "chat.template", "chat.kwargs", "chat.control_text",
     # Which file is read, not what is computed from it.

@@ -8,7 +8,7 @@ import numpy as np
 
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
-from dtt.data.samples.protocol import Source, Streamed
+from dtt.data.samples.protocol import SampleSource, Streamed
 
 MEASURED = 4096
 """Maximum number of samples per source whose targets are counted to estimate the mean."""
@@ -64,7 +64,7 @@ def preview_mixture(cfg: RunConfig, dataset: Dataset) -> dict[str, Any]:
 
 
 def _source(
-    cfg: RunConfig, dataset: Dataset, number: int, source: Source, share: float, count: int
+    cfg: RunConfig, dataset: Dataset, number: int, source: SampleSource, share: float, count: int
 ) -> dict[str, Any]:
     exhausted = dataset.mixture.exhausted_after(number)
     places = len(source) * (cfg.train.seq_len + 1)
@@ -83,7 +83,7 @@ def _source(
     }
 
 
-def _targets(source: Source, cfg: RunConfig) -> float:
+def _targets(source: SampleSource, cfg: RunConfig) -> float:
     """Return the mean number of targets per sample, measured on some of the samples."""
     if isinstance(source, Streamed):  # text would have to be tokenized first
         return cfg.train.seq_len

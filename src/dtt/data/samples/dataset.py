@@ -15,9 +15,7 @@ import numpy.typing as npt
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest, SourceFacts, TokensManifest
 from dtt.artifacts.token_folders import MatchedSource, token_sources
-from dtt.base.errors import ConfigError, InputError
-from dtt.base.files import sha256_file
-from dtt.base.reading import read_whole
+from dtt.base.errors import ConfigError
 from dtt.config.data import (
     ChatDataConfig,
     PreferenceDataConfig,
@@ -30,6 +28,7 @@ from dtt.config.run import RunConfig
 from dtt.data.corpus.described import check_tokens
 from dtt.data.samples import compatibility
 from dtt.data.samples.mixture import Mixture, Weights
+from dtt.data.samples.named_tokenizer import read_vocabulary
 from dtt.data.samples.protocol import (
     SOURCE_SHIFT,
     Counts,
@@ -37,13 +36,12 @@ from dtt.data.samples.protocol import (
     Opened,
     Rows,
     SampleNumbers,
-    Source,
+    SampleSource,
     Streamed,
     Vocabulary,
 )
 from dtt.data.samples.schedules import StepSizes, resolve, steps_of_epochs
 from dtt.data.samples.token_source import TokenSource, open_tokens
-from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import begin_of_document, open_tokenizer, token_bytes
 
 NUMBER_MASK = np.uint64((1 << SOURCE_SHIFT) - 1)
@@ -57,8 +55,8 @@ class Dataset:
     The bits of a sample number from SOURCE_SHIFT on are the index of its source.
     """
 
-    sources: tuple[Source, ...]
-    validation: tuple[Source | None, ...]
+    sources: tuple[SampleSource, ...]
+    validation: tuple[SampleSource | None, ...]
     """Held-out text of each source; None for a source without any."""
     mixture: Mixture
     step_sizes: StepSizes
@@ -112,7 +110,7 @@ class Dataset:
         return samples
 
     def read(self, samples: SampleNumbers) -> Rows:
-        """Return the samples, one per row in the given order; see `Source.read`."""
+        """Return the samples, one per row in the given order; see `SampleSource.read`."""
         parts = [
             (source.read(numbers), where) for source, numbers, where in self.by_source(samples)
         ]
@@ -121,7 +119,7 @@ class Dataset:
 
     def by_source(
         self, samples: SampleNumbers
-    ) -> Iterator[tuple[Source, SampleNumbers, npt.NDArray[np.bool_]]]:
+    ) -> Iterator[tuple[SampleSource, SampleNumbers, npt.NDArray[np.bool_]]]:
         """Yield each source in `samples`, its sample numbers, and a mask of their indices."""
         sources = samples >> np.uint64(SOURCE_SHIFT)
         for source in np.unique(sources).tolist():
@@ -129,10 +127,10 @@ class Dataset:
             yield self.sources[source], samples[where] & NUMBER_MASK, where
 
     def counts(self, samples: SampleNumbers) -> Counts:
-        """Return the sizes of these samples; see `Source.counts`."""
+        """Return the sizes of these samples; see `SampleSource.counts`."""
         return Counts.sum(source.counts(numbers) for source, numbers, _ in self.by_source(samples))
 
-    def origin(self, sample: int) -> tuple[Source, list[DocumentSpan]]:
+    def origin(self, sample: int) -> tuple[SampleSource, list[DocumentSpan]]:
         """Return the source of a sample and the documents in it, in order."""
         source = self.sources[sample >> SOURCE_SHIFT]
         return source, source.origin(sample & int(NUMBER_MASK))
@@ -436,18 +434,3 @@ def _weights(
         )
         for step, weights in changes
     ]
-
-
-def read_vocabulary(path: Path) -> Vocabulary:
-    """Return the vocabulary of a tokenizer.json.
-
-    Raises InputError if the file does not exist, and ConfigError if it has no end-of-document
-    token.
-    """
-    try:
-        encoder = Encoder(read_whole(path), None, path)
-    except FileNotFoundError:
-        raise InputError(
-            "there is no tokenizer", where=path.absolute(), next="data.tokenizer=FILE"
-        ) from None
-    return Vocabulary(path, sha256_file(path), encoder.vocab_size, encoder.end_of_document)

@@ -134,7 +134,7 @@ class EncodedDocuments:
 
 
 class TextSamples(ABC):
-    """The samples of rows of encoded documents: the part of Source that all of text shares."""
+    """The samples of rows of encoded documents: the part of a source that all of text shares."""
 
     name = "text"
 
@@ -162,7 +162,7 @@ class TextSamples(ABC):
         """Yield each row that has some of `samples`, their indices in `samples` and in the row."""
 
     def read(self, samples: SampleNumbers) -> Rows:
-        """See Source."""
+        """See SampleSource."""
         ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
         for row, where, numbers in self._by_row(samples):
             ids[where] = row.read(numbers)
@@ -173,7 +173,7 @@ class TextSamples(ABC):
         return Rows(ids, targets, doc_ids if self._with_doc_ids else None)
 
     def counts(self, samples: SampleNumbers) -> Counts:
-        """See Source."""
+        """See SampleSource."""
         followed = sum(row.targets(numbers) for row, _, numbers in self._by_row(samples))
         targets = count_targets(self.read, samples) if self._eod_mask_loss else followed
         return Counts(targets, targets, followed + len(samples))

@@ -28,7 +28,7 @@ class SampleReader(Protocol):
     """A source, or a mixture of several."""
 
     def read(self, samples: SampleNumbers) -> Rows:
-        """Return the samples, one per row; see `Source.read`."""
+        """Return the samples, one per row; see `SampleSource.read`."""
 
 
 @dataclass(frozen=True)

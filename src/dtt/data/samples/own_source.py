@@ -27,7 +27,7 @@ KEY = "data"
 
 
 class OwnSource:
-    """Some samples of a class of a user's own. Implements dtt.data.samples.protocol.Source."""
+    """Some samples of a class of a user's own. Implements `SampleSource`."""
 
     bytes_per_token: float | None = None
 
@@ -42,15 +42,15 @@ class OwnSource:
         self._shuffle = Order(f"{seed}/{self.name}", len(numbers))
 
     def __len__(self) -> int:
-        """See Source."""
+        """See SampleSource."""
         return len(self._numbers)
 
     def order(self, first: int, count: int) -> SampleNumbers:
-        """See Source."""
+        """See SampleSource."""
         return self._shuffle.order(first, count)
 
     def read(self, samples: SampleNumbers) -> Rows:
-        """See Source. Raises OwnCodeError for what is no sample."""
+        """See SampleSource. Raises OwnCodeError for what is no sample."""
         shape = len(samples), self._width
         ids = np.full(shape, IGNORE_INDEX, np.int64)
         mask = np.zeros(shape, np.bool_)
@@ -78,13 +78,13 @@ class OwnSource:
         return ids.astype(np.int64), mask
 
     def counts(self, samples: SampleNumbers) -> Counts:
-        """See Source."""
+        """See SampleSource."""
         rows = self.read(samples)
         targets = int((rows.targets != IGNORE_INDEX).sum())
         return Counts(targets, targets, int((rows.ids != IGNORE_INDEX).sum()))
 
     def origin(self, sample: int) -> list[DocumentSpan]:
-        """See Source. Each sample is one document."""
+        """See SampleSource. Each sample is one document."""
         length = len(self.sample(sample)[0])
         return [DocumentSpan(Path(self.name), self._numbers[sample], 0, 0, length)]
 

@@ -69,7 +69,7 @@ class DocumentSpan(NamedTuple):
     """Index in the sample one past the span's last token."""
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """A body of text as samples of `seq_len + 1` tokens.
 
     A sample has a number that never changes. The order of samples in training is a function of a
@@ -161,8 +161,8 @@ class Vocabulary:
 class Opened:
     """A configured source that has been opened for reading."""
 
-    train: Source
-    validation: Source | None
+    train: SampleSource
+    validation: SampleSource | None
     """Held-out text; None if there is none, or too little for one sample."""
     key: str
     """Fingerprint of the content, independent of its location."""

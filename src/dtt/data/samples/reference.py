@@ -16,7 +16,7 @@ import numpy as np
 from dtt.artifacts.manifest import FileRecord, Manifest
 from dtt.data.memory_map import map_file
 from dtt.data.samples.dataset import Dataset
-from dtt.data.samples.protocol import Source
+from dtt.data.samples.protocol import SampleSource
 from dtt.data.samples.token_source import TokenSource
 
 DTYPE = np.dtype("<f4")
@@ -45,7 +45,7 @@ class ReferenceManifest(Manifest):
         return (file.path for file in self.files)
 
 
-def files_of(dataset: Dataset) -> Iterator[tuple[str, Source]]:
+def files_of(dataset: Dataset) -> Iterator[tuple[str, SampleSource]]:
     """Yield the file name and the source of each file, training and held-out."""
     for split, sources in (("train", dataset.sources), ("validation", dataset.validation)):
         for number, source in enumerate(sources):
@@ -64,6 +64,6 @@ def with_reference(dataset: Dataset, folder: Path) -> Dataset:
     )
 
 
-def _referenced(source: Source, path: Path) -> TokenSource:
+def _referenced(source: SampleSource, path: Path) -> TokenSource:
     assert isinstance(source, TokenSource), "only token files hold preference pairs"
     return source.with_extra(NAME, map_file(path).view(DTYPE).reshape(len(source), -1))

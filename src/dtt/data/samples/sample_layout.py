@@ -38,7 +38,7 @@ class SampleLayout(Protocol):
         """Return the pieces that make up `samples`."""
 
     def counts(self, samples: SampleNumbers) -> Counts:
-        """Return the sizes of `samples` without reading them; see `Source.counts`."""
+        """Return the sizes of `samples` without reading them; see `SampleSource.counts`."""
 
 
 class Windows:

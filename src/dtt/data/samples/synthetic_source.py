@@ -30,8 +30,8 @@ SAMPLES = 2**40
 class SyntheticSource:
     """Samples of uniformly distributed ids, each a function of seed, sample and position.
 
-    Implements Source. A sample needs no shuffle, and nothing is read, so what a step takes is the
-    cost of the model and of the loader alone.
+    Implements SampleSource. A sample needs no shuffle, and nothing is read, so what a step takes is
+    the cost of the model and of the loader alone.
     """
 
     name = NAME
@@ -44,26 +44,26 @@ class SyntheticSource:
         self.tokens = SAMPLES * seq_len
 
     def __len__(self) -> int:
-        """See Source."""
+        """See SampleSource."""
         return SAMPLES
 
     def order(self, first: int, count: int) -> SampleNumbers:
-        """See Source."""
+        """See SampleSource."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(SAMPLES)
 
     def read(self, samples: SampleNumbers) -> Rows:
-        """See Source. Each sample is one document."""
+        """See SampleSource. Each sample is one document."""
         places = samples[:, None] * np.uint64(self._width) + np.arange(self._width, dtype=np.uint64)
         ids = _mixed(places.astype(np.uint64) + self._key) % np.uint64(self._vocab_size)
         return Rows(ids.astype(np.int64), targets_of(ids.astype(np.int64)))
 
     def counts(self, samples: SampleNumbers) -> Counts:
-        """See Source."""
+        """See SampleSource."""
         targets = len(samples) * (self._width - 1)
         return Counts(targets, targets, targets + len(samples))
 
     def origin(self, sample: int) -> list[DocumentSpan]:
-        """See Source."""
+        """See SampleSource."""
         return [DocumentSpan(Path(NAME), sample, 0, 0, self._width)]
 
 

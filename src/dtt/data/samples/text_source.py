@@ -112,7 +112,7 @@ def open_text(cfg: RunConfig) -> Opened:
 
 
 class HeldOutText(TextSamples):
-    """The first held-out documents of a corpus, encoded at the start. Implements Source."""
+    """The first held-out documents of a corpus, encoded at the start. Implements SampleSource."""
 
     def __init__(
         self,
@@ -189,8 +189,8 @@ class UnitPart:
 class TextSource(TextSamples):
     """The training documents of a corpus, those not held out.
 
-    Implements `Source` and `Streamed` of dtt.data.samples.protocol. `read` is fast for the samples
-    that `order` returned last; others may have to be encoded again.
+    Implements `SampleSource` and `Streamed` of dtt.data.samples.protocol. `read` is fast for the
+    samples that `order` returned last; others may have to be encoded again.
 
     `order`, `read` and `state` may be called from different threads. A background thread
     encodes one part ahead. Two or three parts are in memory, more only if a single call needs them.

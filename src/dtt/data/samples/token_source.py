@@ -108,7 +108,7 @@ def warn_of_missing_ends(files: TokenFiles, end_of_document: int) -> None:
 
 
 class TokenSource:
-    """Source of samples from token files. Implements dtt.data.samples.protocol.Source.
+    """Source of samples from token files. Implements dtt.data.samples.protocol.SampleSource.
 
     A shard is opened when one of its samples is first read.
     """
@@ -170,7 +170,7 @@ class TokenSource:
         return len(self._layout)
 
     def order(self, first: int, count: int) -> SampleNumbers:
-        """See Source."""
+        """See SampleSource."""
         return self._shuffle.order(first, count)
 
     def shards_of(self, samples: SampleNumbers) -> list[Shard]:
@@ -178,7 +178,7 @@ class TokenSource:
         return [self.files.shards[i] for i in np.unique(self._layout.pieces(samples).shard)]
 
     def read(self, samples: SampleNumbers) -> Rows:
-        """See Source. Raises DamagedError for an id outside the vocabulary."""
+        """See SampleSource. Raises DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)
         ids = np.empty((len(samples), self._width), dtype=np.int64)
         if pieces.length.sum() < ids.size:
@@ -198,7 +198,7 @@ class TokenSource:
         )
 
     def counts(self, samples: SampleNumbers) -> Counts:
-        """See Source. With `eod_mask_loss`, the samples are read: it depends on their ids."""
+        """See SampleSource. With `eod_mask_loss`, the samples are read: it depends on their ids."""
         counts = self._layout.counts(samples)
         if not self._eod_mask_loss:
             return counts
@@ -233,7 +233,7 @@ class TokenSource:
         return np.cumsum(begins, axis=1, dtype=np.int32)
 
     def origin(self, sample: int) -> list[DocumentSpan]:
-        """See Source."""
+        """See SampleSource."""
         pieces = self._layout.pieces(np.array([sample], dtype=np.uint64))
         found = []
         for shard, start, place, length in zip(*(x.tolist() for x in pieces), strict=True):
