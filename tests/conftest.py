@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import logging
 import os
 import random
 import shutil
@@ -18,6 +19,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.forked import PACKAGE
 from support.running import ROOT, TIMEOUT, Dtt, write_documents
+
+from dtt.base.log import log
 
 if TYPE_CHECKING:  # keeps playwright out of tests that open no page
     from playwright.sync_api import Browser
@@ -145,9 +148,12 @@ def leaves_out_slow(config: pytest.Config) -> bool:
     return not chosen and not any("::" in argument for argument in config.args)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Seed what draws without a generator of its own: no draw depends on the tests before."""
+def pytest_runtest_logstart() -> None:
+    """Begin each test as if it were the first of this process: without dtt's handler of log lines,
+    and with the same seed for what draws without a generator of its own."""
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.NOTSET)
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)

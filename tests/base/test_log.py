@@ -14,13 +14,6 @@ from dtt.base.log import log, progress, setup_logging
 from dtt.base.ranks import Ranks
 
 
-@pytest.fixture(autouse=True)
-def _fresh_logger() -> object:
-    before = log.handlers[:], log.level, log.propagate
-    yield
-    log.handlers[:], log.level, log.propagate = before
-
-
 def test_lines_go_to_stderr_with_the_time_and_stdout_stays_clean(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -15,13 +15,11 @@ from support.running import Dtt
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from dtt.base.log import log
 from dtt.mesh.compilation import Compiler
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(log, "propagate", True)
+def _fresh() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -24,7 +24,6 @@ from support.dense_attention import (
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dtt.base.log import log
 from dtt.config.model import ModelConfig
 from dtt.mesh.compilation import compiler
 from dtt.model import attention_backend, families
@@ -166,7 +165,6 @@ def test_flex_attention_equals_tiles(window: int | None, share: float | None) ->
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is compiled yet, and nothing has failed to."""
     monkeypatch.setattr(compiler, "failure", "")
-    monkeypatch.setattr(log, "propagate", True)
     for made in (attention_backend._compiled_flex, attention_backend._block_mask_maker):
         made.cache_clear()
     torch.compiler.reset()

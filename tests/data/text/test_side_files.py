@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,6 @@ def test_the_code_of_a_folder_does_not_run_whatever_is_answered(
     config = {"tokenizer_class": named, "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr("builtins.input", lambda _: "y")
-    monkeypatch.setattr(logging.getLogger("dtt"), "propagate", True)
     assert tokenizer_content(tmp_path / "tokenizer.json") == content
     assert not ran.exists()
     assert "own.OwnTokenizer" in caplog.text

@@ -97,11 +97,9 @@ def with_a_line_at_the_end(lines: list[bytes]) -> list[bytes]:
 def test_foreign_and_missing_lines_are_detected_and_the_blocks_before_are_kept(
     file: ResultFile,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
     change: Callable[[list[bytes]], list[bytes]],
     kept: int,
 ) -> None:
-    monkeypatch.setattr("dtt.evaluate.tasks.result_files.log.propagate", True)
     complete = file.path.read_bytes()
     file.path.write_bytes(b"".join(change(complete.splitlines(keepends=True))))
     assert file.result() is None
@@ -111,9 +109,8 @@ def test_foreign_and_missing_lines_are_detected_and_the_blocks_before_are_kept(
 
 
 def test_an_interrupted_write_is_no_damage(
-    file: ResultFile, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    file: ResultFile, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dtt.evaluate.tasks.result_files.log.propagate", True)
     file.path.write_bytes(file.path.read_bytes()[:-300])
     fill(file)
     assert "damaged" not in caplog.text
