@@ -18,6 +18,7 @@ from dtt.clean.partitions import PAIR, Pairs, pairs_of_unit
 from dtt.clean.removals import RemovedRow, decode, encode
 from dtt.clean.sorted_files import SortedFile, SortedFiles
 from dtt.clean.steps import Steps
+from dtt.clean.unit_pass import HIT
 from dtt.clean.verified_pairs import SCORED
 
 ENGLISH = {
@@ -46,8 +47,8 @@ class Decisions:
         self._with_ngram = np.zeros(0 if tasks is None else len(tasks), np.int64)
         """Number of documents of the corpus that contain each n-gram of the tasks."""
         for placed in order.units[order.own :] if tasks is not None else ():
-            hits = steps.array(placed.step, "hits", np.int64)
-            self._with_ngram += np.bincount(hits, minlength=len(self._with_ngram))
+            hits = steps.array(placed.step, "hits", HIT)
+            self._with_ngram += np.bincount(hits["ngram"], minlength=len(self._with_ngram))
         self.common, self.questions = 0, Counter[str]()
         """Documents that stay although they share n-grams with tasks, and these questions."""
         self._removed = DocumentSet(order)
@@ -87,17 +88,16 @@ class Decisions:
         rows: list[RemovedRow] = []
         if self._tasks is None:
             return rows
-        hits = self._steps.array(step, "hits", np.int64)
-        of_documents = self._steps.array(step, "hit", np.uint32)
-        documents, starts = np.unique(of_documents, return_index=True)
-        ends = np.append(starts, len(hits))[1:]
-        for document, first, end in zip(documents.tolist(), starts, ends, strict=True):
-            removal = self._tasks.removal(hits[first:end], self._with_ngram)
+        hits = self._steps.array(step, "hits", HIT)
+        documents, starts = np.unique(hits["document"], return_index=True)
+        several = np.split(hits["ngram"], starts)[1:]  # in front of the first there is none
+        for document, ngrams in zip(documents.tolist(), several, strict=True):
+            removal = self._tasks.removal(ngrams, self._with_ngram)
             if removal is not None:
                 rows.append(RemovedRow(document, *removal))
             else:
                 self.common += 1
-                self.questions.update(self._tasks.questions(hits[first:end]))
+                self.questions.update(self._tasks.questions(ngrams))
         return rows
 
     def _judge(

@@ -74,11 +74,9 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
     first = comm.rank == 0
     with _locked(out, part) if first else nullcontext():
         tasks = make_tasks(cfg)
+        tasks_hash = None if tasks is None else tasks.sha256
         key = key_parts(section, corpus.manifest)
-        finished = _finished(out, key, tasks) if first and part is None else None
-        stop = cfg.tokenize.on_bad_document == "stop"
-        if finished is not None and stop and have_unread(out):
-            finished = None  # it was made with `skip`: pass 1 reads these units again, and stops
+        finished = _finished(cfg, out, key, tasks_hash) if first and part is None else None
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():
                 tidy(out)
@@ -89,8 +87,7 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
             for name, count in tasks.unmatched.items():
                 log.info("%s: %d questions are too short to be looked for", name, count)
         units = _place_units(section, corpus, comm)
-        _check_unchanged(units, comm)
-        steps = Steps(out, _key_of_steps(key, section, tasks, units))
+        steps = Steps(out, _key_of_steps(key, section, tasks_hash, units))
         if first:
             check_columns(corpus, columns_of(filters))
         if first and part is None:
@@ -104,15 +101,24 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
             return Cleaned(out, None, done) if first else None
         order = DocumentOrder(units, steps)
         copies = _find_pairs(section, order, steps, comm)
-        manifest = None
-        if first:
-            near = section.near is not None
-            manifest = _finish(key, corpus, order, steps, copies, out, tasks, near=near)
-            write_page(corpus, out, manifest)
-        # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
-        comm.barrier()
-        if manifest is None:
+        if not first:
+            # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
+            comm.barrier()
             return None
+        removed = write_units(order, steps, copies, out, tasks, near=section.near is not None)
+        manifest = SelectionManifest(
+            key=fingerprint(key),
+            key_parts=key,
+            tasks=tasks_hash,
+            unit_bytes=corpus.unit_bytes(),
+            units=tuple(removed),
+        )
+        # Before the manifest: a complete selection is not tidied again.
+        tidy(out, units=[unit.step for unit in order.units])
+        # Last: a folder with a manifest is complete.
+        write_atomically(out / SelectionManifest.filename, manifest.dump())
+        write_page(corpus, out, manifest)
+        comm.barrier()
         problems = tuple(line for facts in order.facts for line in facts["problems"])
         unread = sum(unit["unread"] for unit in order.facts)
         return Cleaned(out, manifest, done, problems, unread)
@@ -153,7 +159,9 @@ def _locked(out: Path, part: Part | None) -> Iterator[None]:
         yield
 
 
-def _finished(out: Path, key: dict[str, Any], tasks: TaskNgrams | None) -> SelectionManifest | None:
+def _finished(
+    cfg: RunConfig, out: Path, key: dict[str, Any], tasks: str | None
+) -> SelectionManifest | None:
     """Return the manifest if the selection is complete, of these tasks, and its files are sound."""
     try:
         manifest = SelectionManifest.read(out)
@@ -161,7 +169,7 @@ def _finished(out: Path, key: dict[str, Any], tasks: TaskNgrams | None) -> Selec
         return None
     if manifest.key_parts != key:
         return None
-    if manifest.tasks != (None if tasks is None else tasks.sha256):
+    if manifest.tasks != tasks:
         log.info("made again, as tasks of clean.decontaminate have changed: %s", out)
         return None
     for index, unit in enumerate(manifest.units):
@@ -169,11 +177,16 @@ def _finished(out: Path, key: dict[str, Any], tasks: TaskNgrams | None) -> Selec
         if unit.sha256 is not None and not (path.is_file() and sha256_file(path) == unit.sha256):
             log.info("made again, as it is damaged or missing: %s", path)
             return None
+    if cfg.tokenize.on_bad_document == "stop" and have_unread(out):
+        return None  # it was made with `skip`: pass 1 reads these units again, and stops
     return manifest
 
 
 def _place_units(section: CleanConfig, corpus: Corpus, comm: Comm) -> list[PlacedUnit]:
-    """Return the units of all corpora in their order."""
+    """Return the units of all corpora in their order.
+
+    Raises InputError for an empty corpus, and DamagedError if one has changed.
+    """
     placed: list[PlacedUnit] = []
     for number, named in enumerate(section.near.against if section.near else ()):
         folder, selection = selected(named)
@@ -184,11 +197,13 @@ def _place_units(section: CleanConfig, corpus: Corpus, comm: Comm) -> list[Place
     own = corpus.units(corpus.unit_bytes())
     if not own:
         raise InputError("the corpus contains no documents", where=corpus.folder)
-    return placed + [PlacedUnit(i, corpus, unit) for i, unit in enumerate(own, len(placed))]
+    placed += [PlacedUnit(i, corpus, unit) for i, unit in enumerate(own, len(placed))]
+    _check_unchanged(placed, comm)
+    return placed
 
 
 def _key_of_steps(
-    key: dict[str, Any], section: CleanConfig, tasks: TaskNgrams | None, units: list[PlacedUnit]
+    key: dict[str, Any], section: CleanConfig, tasks: str | None, units: list[PlacedUnit]
 ) -> str:
     """Return a fingerprint of everything that determines the files of the steps.
 
@@ -198,7 +213,7 @@ def _key_of_steps(
     language = None if section.language is None else metadata.version("py3langid")
     sizes = [placed.unit.text_bytes for placed in units]
     constants = [FIRST_FEW, PARTITION_ENTRIES, OPEN_FILES]
-    return fingerprint([key, None if tasks is None else tasks.sha256, language, sizes, constants])
+    return fingerprint([key, tasks, language, sizes, constants])
 
 
 def _check_unchanged(units: Sequence[PlacedUnit], comm: Comm) -> None:
@@ -267,29 +282,3 @@ def _find_pairs(
             steps.write(name, {"pairs": [found]})
     comm.barrier()
     return files
-
-
-def _finish(
-    key: dict[str, Any],
-    corpus: Corpus,
-    order: DocumentOrder,
-    steps: Steps,
-    copies: list[SortedFile],
-    out: Path,
-    tasks: TaskNgrams | None,
-    *,
-    near: bool,
-) -> SelectionManifest:
-    """Write the files of the units and the manifest; remove what only this run needs."""
-    manifest = SelectionManifest(
-        key=fingerprint(key),
-        key_parts=key,
-        tasks=None if tasks is None else tasks.sha256,
-        unit_bytes=corpus.unit_bytes(),
-        units=tuple(write_units(order, steps, copies, out, tasks, near=near)),
-    )
-    # Before the manifest: a complete selection is not tidied again.
-    tidy(out, units=[unit.step for unit in order.units])
-    # Last: a folder with a manifest is complete.
-    write_atomically(out / SelectionManifest.filename, manifest.dump())
-    return manifest

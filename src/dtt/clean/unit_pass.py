@@ -36,6 +36,8 @@ ENTRY = np.dtype([("key", "<u8"), ("number", "<u8")])
 """A band key and the number of a document in the order of all documents."""
 EXACT = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
 """The xxh3-128 of a text, up to white space, and the number of a document."""
+HIT = np.dtype([("document", "<u4"), ("ngram", "<i8")])
+"""The number of a document in its unit, and an n-gram of tasks that it contains."""
 
 U32 = npt.NDArray[np.uint32]
 Files = dict[str, list[Content]]
@@ -77,7 +79,7 @@ def pass_one(
     Empty documents, and those of white space, have no keys: they stay, and are nobody's twin. Nor
     have those that a selection of another corpus removes.
     """
-    files: Files = {name: [] for name in ("sizes", "filtered", "exact", "hits", "hit")}
+    files: Files = {name: [] for name in ("sizes", "filtered", "exact", "hits")}
     runs: list[int] = []
     facts: dict[str, Any] = {"runs": runs}
 
@@ -107,10 +109,11 @@ def pass_one(
 def _add_hits(numbers: U32, texts: list[bytes], tasks: TaskNgrams, files: Files) -> None:
     """Add the n-grams of tasks that the documents contain."""
     for number, content in zip(numbers.tolist(), texts, strict=True):
-        hits = tasks.hits(content.decode())
-        if len(hits):
+        ngrams = tasks.hits(content.decode())
+        if len(ngrams):
+            hits = np.empty(len(ngrams), HIT)
+            hits["document"], hits["ngram"] = number, ngrams
             files["hits"].append(hits)
-            files["hit"].append(np.full(len(hits), number, np.uint32))
 
 
 def columns_of(filters: Sequence[Filter]) -> tuple[str, ...]:
