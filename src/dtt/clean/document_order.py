@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dtt.clean.shingles import U64
 from dtt.clean.steps import Steps
 from dtt.clean.unit_pass import PlacedUnit
+from dtt.mesh.comm import Comm
 
 UNIT_BITS = np.uint64(32)
 IN_UNIT = np.uint64(2**32 - 1)
@@ -21,10 +22,13 @@ IN_UNIT = np.uint64(2**32 - 1)
 class DocumentOrder:
     """All units in order, after pass 1."""
 
-    def __init__(self, units: Sequence[PlacedUnit], steps: Steps) -> None:
-        """Read the number of documents of each unit."""
+    def __init__(self, units: Sequence[PlacedUnit], steps: Steps, comm: Comm) -> None:
+        """Read the number of documents of each unit; collective."""
         self.units = units
-        self.facts = [steps.facts(unit.step) for unit in units]
+        # Each marker is read by one rank: all of them by each would be ranks × units opens.
+        mine = [steps.facts(unit.step) for unit in units[comm.rank :: comm.size]]
+        shares = comm.gather(mine)
+        self.facts = [shares[i % comm.size][i // comm.size] for i in range(len(units))]
         self.counts = [int(facts["documents"]) for facts in self.facts]
         self.starts = np.cumsum([0, *self.counts])
         self.own = sum(unit.other is not None for unit in units)

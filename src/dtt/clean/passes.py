@@ -99,7 +99,7 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
         done = sum(comm.gather(_pass_one(cfg, share, filters, tasks, steps, comm)))
         if part is not None:
             return Cleaned(out, None, done) if first else None
-        order = DocumentOrder(units, steps)
+        order = DocumentOrder(units, steps, comm)
         copies = _find_pairs(section, order, steps, comm)
         if not first:
             # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
