@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dtt.artifacts.jobdir import JobDir, in_batch_job
+from dtt.artifacts.jobdir import JobDir, own_slurm_id
 from dtt.base.errors import ExitCode
 from dtt.base.files import write_atomically
 
@@ -52,16 +52,21 @@ def test_the_environment_is_kept_without_any_secret(
 
 
 @pytest.mark.parametrize(
-    ("variables", "batch"),
-    [({"ENVIRONMENT": "BATCH"}, True), ({}, False),
-     ({"ENVIRONMENT": "BATCH", "JPY_PARENT_PID": "7"}, False),
-     ({"ENVIRONMENT": "BATCH", "SLURM_PTY_PORT": "7"}, False)],
+    ("variables", "id"),
+    [({"ENVIRONMENT": "BATCH"}, "31"), ({}, None),
+     ({"ENVIRONMENT": "BATCH", "JPY_PARENT_PID": "7"}, None),
+     ({"ENVIRONMENT": "BATCH", "SLURM_PTY_PORT": "7"}, None),
+     ({"DTT_SUPERVISED": "31"}, "31"), ({"DTT_SUPERVISED": "30"}, None),
+     ({"ENVIRONMENT": "BATCH", "SLURM_ARRAY_JOB_ID": "28", "SLURM_ARRAY_TASK_ID": "3"}, "28_3")],
 )  # fmt: skip
-def test_an_allocation_for_work_by_hand_is_no_batch_job(
-    variables: dict[str, str], batch: bool, monkeypatch: pytest.MonkeyPatch
+def test_an_allocation_for_work_by_hand_is_not_the_slurm_job_of_an_attempt(
+    variables: dict[str, str], id: str | None, job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.environ", variables)
-    assert in_batch_job() == batch
+    monkeypatch.setattr("os.environ", variables | {"SLURM_JOB_ID": "31"})
+    assert own_slurm_id() == id
+    record = job.attempt_record(job.begin_attempt("launch-1", 4))
+    assert record is not None
+    assert (record["slurm"], record["launch"], record["ranks"]) == (id, "launch-1", 4)
 
 
 def test_attempts_are_numbered_from_one(job: JobDir) -> None:
@@ -101,7 +106,7 @@ def test_ranks_that_end_together_leave_one_complete_record(job: JobDir) -> None:
         rank.communicate(b"go\n")
         assert rank.returncode == 0
     folder = job.root / "attempts" / "1"
-    assert [path.name for path in folder.iterdir()] == ["exit.json"]
+    assert {path.name for path in folder.iterdir()} == {"attempt.json", "exit.json"}
     assert json.loads((folder / "exit.json").read_text())["reason"] == "disk full"
 
 

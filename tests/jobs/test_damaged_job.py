@@ -125,8 +125,8 @@ DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
 REPLACED = [
     "config.yaml", "data.json", "tokenizer.json", "env.json", "heartbeat.json", "lead",
     "metrics.jsonl", "overrides.txt", "run_id", "parent.json", "stalled", "submissions.jsonl",
-    "attempts/1/clock.json", "attempts/1/exit.json", "attempts/2/clock.json",
-    "attempts/2/exit.json", "attempts/2/ranks/00000.json", "control/acknowledged.json",
+    "attempts/1/clock.json", "attempts/1/exit.json", "attempts/2/attempt.json",
+    "attempts/2/clock.json", "attempts/2/exit.json", "control/acknowledged.json",
     "logs/latest.log", "checkpoints/step-000008/position.json",
     "checkpoints/step-000008/MANIFEST.json",
 ]  # fmt: skip

@@ -49,9 +49,16 @@ class Written:
         self._write("decision", decision + "\n", 50)
         return self
 
-    def attempt(
+    def attempt(self, number: int = 1, *, ago: float = 300, slurm: str | None = None) -> Written:
+        # The file itself is new, as in a copy of the folder: its time says nothing.
+        record = {"started": time.time() - ago, "slurm": slurm, "launch": ""}
+        self._write(f"attempts/{number}/attempt.json", json.dumps(record))
+        return self
+
+    def old_attempt(
         self, number: int = 1, *, ago: float = 300, slurm: str | None = None, batch: bool = True
     ) -> Written:
+        """An attempt of a version that wrote no attempt.json."""
         self._write(f"attempts/{number}/ranks/00000.json", "{}", ago)
         environment = {} if slurm is None else {"SLURM_JOB_ID": slurm}
         self._write("env.json", json.dumps({"environment": environment, "batch": batch}), ago)
@@ -59,10 +66,8 @@ class Written:
 
     def other_attempt(self, number: int, *, ago: float) -> Written:
         """One of a command that only the job script watches."""
-        folder, when = self.job.attempt_dir(number), time.time() - ago
-        folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder, (when, when))
-        return self
+        newest = self.job.submissions.read_text().splitlines()[-1]
+        return self.attempt(number, ago=ago, slurm=json.loads(newest)["job_id"])
 
     def beat(self, number: int = 1, *, ago: float = 2, **changes: Any) -> Written:
         when = time.time() - ago
@@ -75,8 +80,9 @@ class Written:
         return self
 
     def ended(self, code: int, reason: str, number: int = 1, *, ago: float = 100) -> Written:
-        record = {"code": code, "reason": reason, "step": 8, "rank": 1, "node": "n2"}
-        self._write(f"attempts/{number}/exit.json", json.dumps(record), ago)
+        record = {"time": time.time() - ago, "code": code, "reason": reason, "step": 8,
+                  "rank": 1, "node": "n2"}  # fmt: skip
+        self._write(f"attempts/{number}/exit.json", json.dumps(record))
         return self
 
     def asked(self, what: str, by: str = "alice: dtt job stop") -> Written:
@@ -467,13 +473,25 @@ def test_an_unreachable_slurm_does_not_affect_jobs_without_slurm(
     assert [s.state for s in job_state.examine([written.job, other.job])] == ["unknown", "lost"]
 
 
-def test_an_allocation_for_work_by_hand_is_not_the_job(written: Written, slurm: FakeSlurm) -> None:
+@pytest.mark.parametrize(
+    ("batch", "ago", "state", "id"),
+    [
+        (True, 300, "running", "7"),
+        (False, 300, "lost", None),  # an allocation for work by hand
+        (True, 900, "lost", None),  # env.json is older: of another attempt
+    ],
+)
+def test_an_attempt_of_an_older_version_is_read_from_the_times_of_its_files(
+    written: Written, slurm: FakeSlurm, batch: bool, ago: float, state: str, id: str | None
+) -> None:
     slurm.says("squeue", squeue_line("RUNNING"))
-    status = written.attempt(slurm="7", batch=False).status()
-    assert (status.state, status.slurm) == ("lost", None)
-    # The job script has claimed the directory, so it is the job.
-    (written.job.root / "slurm_job").symlink_to("7")
-    assert written.status().state == "running"
+    written.old_attempt(slurm="7", batch=batch)
+    if ago == 900:
+        environment = json.dumps({"environment": {"SLURM_JOB_ID": "7"}})
+        written._write("env.json", environment, ago)
+    status = written.status()
+    assert (status.state, status.slurm and status.slurm.id) == (state, id)
+    assert status.files.started == pytest.approx(time.time() - 300, abs=30)
 
 
 def test_a_submission_that_sbatch_could_not_confirm_is_unknown_until_it_is_found(

@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,7 +24,15 @@ from typing import Any
 from dtt.artifacts.manifests import CHAT_TEMPLATE
 from dtt.base.errors import ExitCode
 from dtt.base.files import remove, write_atomically, write_once
-from dtt.base.reading import Kind, read_record, read_records, read_text, retrying
+from dtt.base.reading import (
+    Kind,
+    is_kind,
+    read_record,
+    read_records,
+    read_text,
+    retrying,
+    waiting_for_space,
+)
 from dtt.base.secrets import holds_secret, named_secret, redacted
 
 # Prefixes of environment variables to record with a job. Never all of them: they hold secrets.
@@ -34,6 +43,8 @@ ENDING: dict[str, Kind] = {
     "code": int, "reason": str, "step": (int, NONE), "rank": int, "node": str,
 }  # fmt: skip
 """Fields of exit.json."""
+ATTEMPT: dict[str, Kind] = {"started": float, "slurm": (str, NONE), "launch": str}
+"""Fields of attempt.json."""
 HEARTBEAT: dict[str, Kind] = {
     "time": float, "attempt": int, "phase": str, "step": int, "steps": int,
     "seconds_per_step": (float, NONE), "world_size": int, "node": str, "pid": int,
@@ -180,12 +191,35 @@ class JobDir:
         if inherited.st_mode & stat.S_ISGID and control.stat().st_uid == os.geteuid():
             retrying(lambda: control.chmod(0o2775 if inherited.st_mode & 0o005 else 0o2770))
 
-    def begin_attempt(self) -> int:
-        """Create the folder of a new attempt; return its number."""
+    def begin_attempt(self, launch: str = "", ranks: int = 1) -> int:
+        """Create the folder of a new attempt, with its `attempt.json`; return its number.
+
+        `launch` is the name by which other ranks of the same launch find the attempt.
+        """
         self.make_control()
         number = self.attempt() + 1
-        retrying(lambda: self.attempt_dir(number).mkdir(parents=True, exist_ok=True))
+        folder = self.attempt_dir(number)
+        retrying(lambda: folder.mkdir(parents=True, exist_ok=True))
+        record = {
+            "started": time.time(),
+            "slurm": own_slurm_id(),
+            "restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            "node": socket.gethostname(),
+            "pid": os.getpid(),
+            "ranks": ranks,
+            "launch": launch,
+        }
+        # A full disk is for the checkpoints to report; readers then use the time of the folder.
+        with suppress(OSError), waiting_for_space(None):
+            write_once(folder / "attempt.json", json.dumps(record, indent=1) + "\n")
         return number
+
+    def attempt_record(self, number: int) -> dict[str, Any] | None:
+        """Return the record that an attempt wrote when it started.
+
+        None if its disk was full, or if an older version of dtt started it.
+        """
+        return read_record(self.attempt_dir(number) / "attempt.json", ATTEMPT)
 
     def end_attempt(
         self,
@@ -208,6 +242,7 @@ class JobDir:
         if path.exists() or not folder.is_dir():
             return
         record = {
+            "time": time.time(),
             "code": int(code),
             "reason": reason,
             "step": self.last_step(),
@@ -280,7 +315,6 @@ class JobDir:
             "nodes": os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
             "gpus": gpu_state(),
             "git": git_state(Path(__file__).parent),
-            "batch": in_batch_job(),
             "environment": {
                 name: value
                 for name, value in sorted(os.environ.items())
@@ -290,15 +324,30 @@ class JobDir:
         write_atomically(self.root / "env.json", json.dumps(record, indent=1) + "\n")
 
 
-def in_batch_job() -> bool:
-    """Return True in a Slurm job that runs a script, False in an allocation for work by hand.
+def own_slurm_id() -> str | None:
+    """Return the id of the Slurm job whose script runs this process, for an array that of the task.
 
-    The end of an allocation of salloc, of `srun --pty` or of a notebook says nothing about a run
-    that somebody started in it, and cancelling it would end all other work there.
+    None outside Slurm, and in an allocation for work by hand: the end of an allocation of salloc,
+    of `srun --pty` or of a notebook says nothing about a run that somebody started in it, and
+    cancelling it would end all other work there.
     """
-    env = os.environ  # sbatch sets ENVIRONMENT; a notebook is a batch job in which people work
+    env = os.environ
+    id = env.get("SLURM_JOB_ID")
+    # sbatch sets ENVIRONMENT; a notebook is a batch job in which people work.
     by_hand = "SLURM_PTY_PORT" in env or any(n.startswith(("JPY_", "JUPYTER")) for n in env)
-    return env.get("ENVIRONMENT") == "BATCH" and not by_hand
+    batch = env.get("ENVIRONMENT") == "BATCH" and not by_hand
+    # srun may start the ranks with another environment, so dtt's supervisor names its job, too.
+    if not batch and env.get("DTT_SUPERVISED") != id:
+        return None
+    return slurm_id(env)
+
+
+def slurm_id(env: Mapping[str, Any]) -> str | None:
+    """Return the id of a Slurm job, as squeue lists it, from the environment of the job."""
+    id = env.get("SLURM_JOB_ID")
+    if {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"} <= env.keys():
+        id = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return id if is_kind(id, str) else None
 
 
 def lead_seconds(step: float, save: float) -> int:

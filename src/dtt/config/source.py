@@ -31,6 +31,7 @@ SWITCHES = (
     "DTT_NO_SKIP",
     "DTT_WRITE_DOCS",
     "DTT_SLURM_",
+    "DTT_SUPERVISED",
     "DTT_TRUST",
 )
 

@@ -14,7 +14,6 @@ from dtt.base.errors import DttError, ExitCode, PeerLost
 from dtt.base.files import exclusive
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.base.reading import read_text
 from dtt.base.rendezvous import launch_name
 from dtt.base.secrets import redacted
 from dtt.jobs.clock import Clock
@@ -77,7 +76,8 @@ def _launch() -> str:
 def _begun(job: JobDir) -> int | None:
     """Return the number of the attempt that rank 0 of this launch has announced, if it has."""
     number = job.attempt()
-    return number if read_text(job.attempt_dir(number) / "launch") == _launch() else None
+    record = job.attempt_record(number)
+    return number if record is not None and record["launch"] == _launch() else None
 
 
 @dataclass
@@ -94,13 +94,6 @@ class Attempt:
     start: PhaseTimer = field(default_factory=PhaseTimer)
     """Timer of the phases before the first step."""
 
-    def announce(self) -> None:
-        """Let ranks that fail before they know the number find it, by the name of the launch."""
-        if not self.number:  # another rank than 0
-            return
-        with suppress(OSError):  # a full disk is for the checkpoints to report
-            (self.job.attempt_dir(self.number) / "launch").write_text(_launch())
-
 
 @contextmanager
 def attempt(
@@ -110,11 +103,13 @@ def attempt(
     *,
     timed: bool = False,
     start: PhaseTimer | None = None,
+    announced: bool = False,
 ) -> Iterator[Attempt]:
     """Start an attempt, and record in `exit.json` how it ended.
 
     With `timed`, a time limit ends the run, and the clock is written more often. `start` is the
-    phase timer of this process, if one was running already.
+    phase timer of this process, if one was running already. If `announced`, ranks that fail before
+    rank 0 has sent them the number find the attempt by the name of the launch.
     """
     this = Attempt(job, requests, 0, start=start or PhaseTimer())
 
@@ -128,7 +123,7 @@ def attempt(
         if ranks.first:
             # Files of an attempt that was killed, before the number of the new one is chosen.
             job.remove_litter()
-            this.number = job.begin_attempt()
+            this.number = job.begin_attempt(_launch() if announced else "", ranks.size)
             this.clock = Clock(job, this.number, timed=timed)
         with _ending_recorded(this, ranks):
             yield this

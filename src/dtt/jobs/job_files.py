@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from dtt.artifacts.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir
+from dtt.artifacts.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir, slurm_id
 from dtt.base.errors import ExitCode
 from dtt.base.reading import Kind, is_kind, read_record, read_records, read_small, read_text
 
@@ -63,7 +63,7 @@ class JobFiles:
         """Read the files of a job."""
         number, now = job.attempt(), time.time()
         folder = job.attempt_dir(number)
-        started = _start_time(job)
+        slurm, started = _start(job)
         ending = job.exit_record(number) if number else None
         beat = read_record(job.heartbeat, HEARTBEAT)
         answered = read_record(job.acknowledged, ANSWER)
@@ -73,7 +73,7 @@ class JobFiles:
         submitted = submissions[-1]["time"] if submissions else 0.0
         return cls(
             job=job,
-            slurm_id=_slurm_id(job),
+            slurm_id=slurm,
             submitted=submitted,
             unanswered=bool(submissions)
             and submissions[-1]["job_id"] is None
@@ -86,7 +86,7 @@ class JobFiles:
             attempt=number,
             started=started,
             ending=ending,
-            ended=_modified(folder / "exit.json"),
+            ended=_end_time(ending, folder / "exit.json"),
             heartbeat=latest_heartbeat,
             steps=beat["steps"] if beat is not None else None,
             # The same for an acknowledgement.
@@ -203,39 +203,37 @@ def slurm_ids(job: JobDir) -> list[str]:
     """Return Slurm's ids of the last submissions of a job, the newest last."""
     known = tail(job.submissions, SUBMISSION)
     ids = [str(r["job_id"]) for r in known if r["job_id"] is not None][-SUBMISSIONS:]
-    newest = _slurm_id(job)
+    newest, _ = _start(job)
     # A job submitted with plain sbatch has no record in submissions.jsonl, only its attempt.
     return ids if newest is None or newest in ids else [*ids, newest]
 
 
-def _slurm_id(job: JobDir) -> str | None:
-    """Return Slurm's id of the newest attempt; None if unknown, or in an allocation for work by
-    hand.
+def _start(job: JobDir) -> tuple[str | None, float]:
+    """Return Slurm's id and the start time of the newest attempt; None and 0 before the first.
 
-    It is in env.json, which each attempt writes when it starts; an older file does not count.
+    The id is None outside Slurm, and in an allocation for work by hand.
     """
-    # Recorded by the attempt itself: a job script may be started in ways that dtt does not see.
-    path, started = job.root / "env.json", _start_time(job)
+    number = job.attempt()
+    if not number:
+        return None, 0.0
+    if (record := job.attempt_record(number)) is not None:
+        return record["slurm"], record["started"]
+    # Older versions wrote no attempt.json.
+    folder = job.attempt_dir(number)
+    # Written by rank 0 at its start. The time of the folder changes with each file in it.
+    started = _modified(folder / "ranks/00000.json") or _modified(folder)
+    path = job.root / "env.json"  # of the newest attempt, unless it is older than that
     record = read_record(path, {"environment": dict})
-    if record is None or not started or _modified(path) < started:
-        return None
-    env = {name: value for name, value in record["environment"].items() if isinstance(value, str)}
-    if {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"} <= env.keys():
-        id: str | None = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    else:
-        id = env.get("SLURM_JOB_ID")
-    # The job script's own claim counts as well: srun may have started the ranks with another
-    # environment.
-    by_hand = record.get("batch") is False and _claim(job) != id
-    return None if by_hand else id
+    if record is None or _modified(path) < started or record.get("batch") is False:
+        return None, started
+    return slurm_id(record["environment"]), started
 
 
-def _claim(job: JobDir) -> str | None:
-    """Return the id of the Slurm job whose script has claimed the directory."""
-    try:
-        return str((job.root / "slurm_job").readlink())
-    except OSError:
-        return None
+def _end_time(ending: dict[str, Any] | None, path: Path) -> float:
+    """Return the time of an exit record, which older versions did not write into the file."""
+    if ending is not None and is_kind(ending.get("time"), float):
+        return float(ending["time"])
+    return _modified(path)
 
 
 def _decision(job: JobDir) -> str:
@@ -243,14 +241,6 @@ def _decision(job: JobDir) -> str:
         return first_line(read_small(job.decision).decode(errors="replace"))
     except (OSError, ValueError):
         return ""
-
-
-def _start_time(job: JobDir) -> float:
-    """Return the Unix time at which the newest attempt started; 0 before the first."""
-    number = job.attempt()
-    folder = job.attempt_dir(number)
-    # Written by rank 0 at its start. The time of the folder changes with each file in it.
-    return (_modified(folder / "ranks/00000.json") or _modified(folder)) if number else 0.0
 
 
 def _is_fresh(beat: dict[str, Any], now: float) -> bool:

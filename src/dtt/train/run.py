@@ -131,7 +131,9 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             outages_limited(),
             waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
-            attempt(job, ranks, requests, timed=cfg.train.timed, start=start.startup) as this,
+            attempt(
+                job, ranks, requests, timed=cfg.train.timed, start=start.startup, announced=True
+            ) as this,
             lost_rank_named(this),
         ):
             # Inside, every rank that fails for the same reason as rank 0 stays silent.

@@ -736,7 +736,12 @@ def test_the_other_commands_have_attempts_and_endings_too(
     assert calls(tmp_path).count(REQUEUE) == 1 + requeued
     made = JobDir(tmp_path / job)
     assert made.attempt() == 2
-    assert made.exit_record(2) == {
+    start, end = made.attempt_record(2), made.exit_record(2)
+    assert start is not None
+    assert end is not None
+    assert (start["slurm"], start["node"]) == ("42", "n1")
+    assert start["started"] <= end.pop("time")
+    assert end == {
         "code": code, "step": None, "rank": 0, "node": "n1", "checkpoint": None, "asked_by": "",
         "reason": "done" if code == 0 else f"exit code {ended}: see logs/latest.log",
     }  # fmt: skip

@@ -36,7 +36,6 @@ def lost_rank_named(this: Attempt) -> Iterator[None]:
 
     # Before the first step torchrun may end this rank before a collective fails.
     this.requests.explain = explain
-    this.announce()
     try:
         with dist.lost_peers_reported():
             yield

@@ -211,10 +211,13 @@ class Supervisor:
         return self._ending(code, status, asked_by)
 
     def _run_other(self) -> Ending:
-        """Run a command that leaves no exit.json, and write one with the same fields."""
+        """Run a command that records no attempt, and write the same two files for it."""
         attempt = self.job / "attempts" / str(max(largest(self.job / "attempts"), 0) + 1)
-        with reported(attempt):
-            attempt.mkdir(parents=True, exist_ok=True)
+        start = {
+            "started": time.time(), "slurm": self.id, "restarts": self.restarts,
+            "node": self.nodes[0], "pid": os.getpid(), "ranks": 1, "launch": "",
+        }  # fmt: skip
+        write(attempt / "attempt.json", json.dumps(start, indent=1) + "\n")
         status = self._launch(self.command[0], self.command)
         code = status if status in CODES else None
         if code is None and self.stop_reason:  # it died of the signal; finished work is kept
@@ -226,8 +229,9 @@ class Supervisor:
                 self.stalled = 0
                 write(self.job / "stalled", f"{self.before} 0\n")
         record = {
-            "code": 1 if code is None else code, "reason": reason, "step": None, "rank": 0,
-            "node": self.nodes[0], "checkpoint": None, "asked_by": self.stop_reason,
+            "time": time.time(), "code": 1 if code is None else code, "reason": reason,
+            "step": None, "rank": 0, "node": self.nodes[0], "checkpoint": None,
+            "asked_by": self.stop_reason,
         }  # fmt: skip
         write(attempt / "exit.json", json.dumps(record, indent=1) + "\n")
         asked_by = self.stop_reason
@@ -282,7 +286,9 @@ class Supervisor:
     def _shell(self, log: str) -> str:
         variables = dict(self.variables, log=log).items()
         assignments = "".join(f"_dtt_{name}={quote(text)}\n" for name, text in variables)
-        return f"{assignments}{self.plan.functions}\n"
+        # The claim of a rank that srun starts without the variables that sbatch sets.
+        supervised = "export DTT_SUPERVISED={}\n".format(os.environ["SLURM_JOB_ID"])
+        return f"{supervised}{assignments}{self.plan.functions}\n"
 
     # ---- stop requests --------------------------------------------------------------------------
 
