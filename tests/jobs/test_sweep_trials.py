@@ -323,3 +323,18 @@ def test_a_manifest_with_trials_outside_the_sweep_is_refused(name: str) -> None:
 def test_a_sweep_file_cannot_name_a_folder_outside_of_jobs(name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
         planned({"optim.lr": [1e-3]}, name=name)
+
+
+def test_keys_of_a_users_own_class_can_be_swept(tmp_path: Path) -> None:
+    """A required key, too; a key that neither dtt nor the class has is refused with its line."""
+    (tmp_path / "mine.py").write_text(
+        "import dtt\nclass Steep(dtt.Schedule):\n    power: float\n    floor: float = 0.0\n"
+    )
+    (tmp_path / "run.yaml").write_text("schedule: {type: mine.py:Steep}\n")
+    path = tmp_path / "powers.yaml"
+    path.write_text("base: run.yaml\nparameters:\n  schedule.power: [1.0, 2.0]\n")
+    found = [trial.resolved.config.schedule for trial in trials.plan(path).trials]
+    assert [vars(schedule)["power"] for schedule in found] == [1.0, 2.0]
+    path.write_text("base: run.yaml\nparameters:\n  schedule.powr: [1.0]\n")
+    with pytest.raises(ConfigError, match=r"powers\.yaml:3 .*did you mean schedule\.power\?"):
+        trials.plan(path)

@@ -111,6 +111,12 @@ def resolve(
     return _resolve_stages(common, own, entries, model_of, code)[stage]
 
 
+def config_class(config: str | Path | Layer | None, arguments: Sequence[str]) -> type[RunConfig]:
+    """Return the class of a configuration, with the own classes that it names; nothing else of it
+    is checked."""
+    return run_config(_layers(config, arguments, None, None, None)[0], runs=True, job=None)
+
+
 def stage_names(
     config: str | Path | Layer | None, arguments: Sequence[str] = ()
 ) -> tuple[str, ...]:

@@ -12,17 +12,18 @@ from decimal import Decimal
 from functools import reduce
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, create_model
 
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError, DttError, InputError
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.key_types import Key, KeyTypes
 from dtt.config.merging import nested
+from dtt.config.own import OwnCodeError
 from dtt.config.resolved import Resolved
-from dtt.config.run import NAME
+from dtt.config.run import NAME, RunConfig
 from dtt.config.shipped import shipped_configs, shipped_file
 from dtt.config.source import Layer, Leaf
 
@@ -139,6 +140,9 @@ def _numbers(values: list[Decimal], given: Iterable[int | float]) -> list[int | 
 class SweepConfig(Section):
     """The contents of a sweep file. `base` may also be a mapping."""
 
+    trials: ClassVar[type[RunConfig]] = RunConfig
+    """The class of the trials' configurations, which knows the keys of a user's own classes."""
+
     name: str = Field(pattern=f"^{NAME}$")
     """Name of the sweep; its folder is `jobs/<name>`. Default: the file's name without suffix."""
     base: str | None = None
@@ -167,13 +171,13 @@ class SweepConfig(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each unknown key and each option that does not fit the mode."""
-        known = {".".join(key) for key, _, _ in explain.all_fields()}
-        known -= {".".join(key) for key in explain.sections()} | {"name"}
+        known = {".".join(key) for key, _, _ in explain.all_fields(self.trials)}
+        known -= {".".join(key) for key in explain.sections(self.trials)} | {"name"}
         for key, values in self.parameters.items():
             for name, why in values.problems():
                 yield f"parameters.{key}.{name}".rstrip("."), why
             if key not in known:
-                close = explain.nearest(key)
+                close = explain.nearest(key, self.trials)
                 why = f"; did you mean {close}?" if close in known else ""
                 yield f"parameters.{key}", "is not a key that a sweep can change" + why
             if self.mode == "random" and values.count is not None:
@@ -278,13 +282,29 @@ def read(path: Path) -> SweepFile:
     values["parameters"] = _parameters(layer)
     if isinstance(values.get("base"), dict):  # may be empty: the trials have the defaults
         del values["base"]
-    sweep, problems = validation.validate(SweepConfig, values)
+    beside = path.parent / str(values.get("base") or "")
+    below = base or (beside if beside.is_file() else values.get("base"))
+    sweep, problems = validation.validate(_class_for(below, values.get("overrides")), values)
     if sweep is None:
         # The layer has `parameters.optim.lr` in its parts, `parameters` has `optim.lr`.
         problems = [(tuple(".".join(key).split(".")), why) for key, why in problems]
         raise load.Mistakes(problems, layer, "the sweep", next="docs/sweep.md shows each key")
-    beside = path.parent / (sweep.base or "")
-    return SweepFile(path, sweep, base or (beside if beside.is_file() else sweep.base))
+    return SweepFile(path, sweep, below)
+
+
+def _class_for(base: Any, overrides: Any) -> type[SweepConfig]:
+    """Return the class of a sweep file whose trials have this base, which is not checked yet."""
+    try:
+        trials = load.config_class(base, overrides or ())
+    except OwnCodeError:
+        raise
+    except (DttError, OSError, TypeError, ValueError, AttributeError):
+        return SweepConfig  # the base is wrong itself: its own error is better
+    if trials is RunConfig:
+        return SweepConfig
+    bound = create_model(SweepConfig.__name__, __base__=SweepConfig, __module__=__name__)
+    bound.trials = trials
+    return bound
 
 
 def find(name: Path) -> Path:

@@ -179,7 +179,7 @@ def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = Non
         if (key := fingerprint(values)) not in ids:
             ids[key] = f"{next(free):03d}-{key[:6]}"
         name = Leaf(f"{file.sweep.name}/{ids[key]}", resolved.origin("name"))
-        checked = load.check(resolved.layer | {("name",): name})
+        checked = load.check(resolved.layer | {("name",): name}, type(resolved.config))
         trials[same] = Trial(ids[key], values, replace(checked, dropped=resolved.dropped))
         _check_unchanged(root / ids[key], trials[same])
     _check_number(file.sweep, len(trials), dropped)
