@@ -59,6 +59,10 @@ class CorpusDescription(Record):
         return getattr(self if option in ("text_column", "txt_documents") else self.source, option)
 
 
+FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
+"""Names of file formats; data/corpus/formats.py has an entry for each."""
+
+
 class CorpusManifest(Manifest):
     """The manifest of a corpus: raw documents in files of one format.
 
@@ -72,7 +76,7 @@ class CorpusManifest(Manifest):
     dataset: str
     """Short name of the data set, used in default folder names."""
     source: CorpusSource
-    file_format: Literal["parquet", "jsonl", "csv", "txt"]
+    file_format: FileFormat
     text_column: str | None
     """Column or key of the text; None for txt, and for conversations, which are complete rows."""
     txt_documents: Literal["file", "line", "section"] | None

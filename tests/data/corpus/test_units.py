@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from dtt.data.corpus import formats, units
+from dtt.data.corpus import json_objects, units
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.parquet import read_span
-from dtt.data.corpus.units import Corpus, Span
+from dtt.data.corpus.streams import Span
+from dtt.data.corpus.units import Corpus
 from dtt.mesh.comm import Serial
 
 TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
@@ -172,13 +173,13 @@ def test_a_file_is_opened_once_by_one_rank_if_its_name_allows_an_array(
     contents |= {f"packed{i}.json.gz": gzip.compress(jsonl(TEXTS)) for i in range(count)}
     expected = corpora.make(contents)
     opened: list[str] = []
-    open_stream = formats.open_stream
+    open_stream = json_objects.open_stream
 
     def counting(path: Path) -> io.BufferedReader:
         opened.append(path.name)
         return open_stream(path)
 
-    monkeypatch.setattr(formats, "open_stream", counting)
+    monkeypatch.setattr(json_objects, "open_stream", counting)
     size = 2
     shared, barrier = [None] * size, threading.Barrier(size)
 

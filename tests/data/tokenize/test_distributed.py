@@ -28,7 +28,8 @@ from dtt.config.data import (
     TrainedTokenizerConfig,
 )
 from dtt.data.corpus.document_sampling import held_out
-from dtt.data.corpus.units import Corpus, Span, Unit
+from dtt.data.corpus.streams import Span
+from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.distributed import Tokenized, tokenize
 from dtt.data.tokenize.work_plan import Plan, TokensKey

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from dtt.base.errors import ConfigError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
+from dtt.data.corpus.columns import TEXT, Kinds, check_names
 from dtt.data.corpus.compressed import lost_bytes
-from dtt.data.corpus.formats import MAX_DOCUMENT_BYTES, TOO_LONG, delimiter, open_stream
 from dtt.data.corpus.line_numbers import location
+from dtt.data.corpus.streams import (
+    FIRST_ROWS,
+    MAX_DOCUMENT_BYTES,
+    TOO_LONG,
+    LocatedRow,
+    open_stream,
+)
 
 
 class _Lines:
@@ -55,6 +64,11 @@ class _Lines:
         return line
 
 
+def delimiter(path: Path) -> str:
+    """Return the character between the cells of a CSV file, by its name."""
+    return "\t" if {".tsv", ".tab"} & {one.lower() for one in path.suffixes[-2:]} else ","
+
+
 def open_csv(path: Path) -> tuple[io.TextIOWrapper, _Lines, Iterator[list[str]]]:
     """Open a CSV file; return the stream, its lines and its rows.
 
@@ -75,7 +89,7 @@ def csv_header(path: Path) -> list[str]:
         return next(filter(None, rows), [])
 
 
-def csv_rows(path: Path, bad: BadDocuments) -> Iterator[tuple[Callable[[], str], dict[str, Any]]]:
+def csv_rows(path: Path, bad: BadDocuments) -> Iterator[LocatedRow]:
     """Yield the location and the content of each row of a CSV file; others are added to `bad`.
 
     After a mistake in a row with quotes, nobody knows where the next row starts: its lines would
@@ -106,7 +120,7 @@ def csv_rows(path: Path, bad: BadDocuments) -> Iterator[tuple[Callable[[], str],
                 elif len(row) != len(header):
                     bad.add(where, f"cells: {len(row)}, but the header has {len(header)}")
                 else:
-                    yield where, dict(zip(header, row, strict=True))
+                    yield where, None, dict(zip(header, row, strict=True))
     except OSError as error:
         raise_if_refused(error)
         why = f"the rest of the file cannot be read: {error}"
@@ -118,3 +132,41 @@ def csv_rows(path: Path, bad: BadDocuments) -> Iterator[tuple[Callable[[], str],
 def _rest(stream: io.TextIOWrapper, path: Path, used: int) -> int:
     """Return about how many bytes of a file follow the first `used` characters of its content."""
     return max(1, lost_bytes(stream.buffer, used, path.stat().st_size))
+
+
+def first_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the first FIRST_ROWS rows, with all columns."""
+    for _, _, row in islice(csv_rows(path, BadDocuments()), FIRST_ROWS):
+        yield row
+
+
+def csv_columns(path: Path, wanted: str | None) -> Kinds:
+    """Return the columns in the header; empty without a header.
+
+    Raises ConfigError if two have one name, or another character seems to separate them.
+    """
+    names = [name for name in csv_header(path) if name]
+    # Invalid bytes must end here, not where a name is written to a manifest.
+    "".join(names).encode(errors="surrogateescape").decode()
+    check_names(path, names)
+    if names != [wanted]:
+        _check_separator(path, names)
+    return dict.fromkeys(names, TEXT)
+
+
+def _check_separator(path: Path, names: list[str]) -> None:
+    """Raise ConfigError if columns seem to be separated by another character.
+
+    Spreadsheets write semicolons in many languages. Otherwise the complete line would be the text.
+    """
+    mine = delimiter(path)
+    if len(names) == 1 and any(other in names[0] for other in ",;\t" if other != mine):
+        rename = "\t" in names[0]
+        raise ConfigError(
+            f"the columns of a CSV file are not separated by {'commas' if mine == ',' else 'tabs'}",
+            where=path,
+            why=f"its first line is {names[0]!r}",
+            next="name the file .tsv, as tabs separate its columns"
+            if rename
+            else "write the file again with commas, or as JSON lines",
+        )

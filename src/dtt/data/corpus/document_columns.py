@@ -8,24 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dtt.base.errors import DamagedError, InputError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
-from dtt.data.corpus.csv_rows import csv_header, csv_rows
 from dtt.data.corpus.documents import (
     BATCH_BYTES,
     batch_documents,
     batches,
     column_documents,
     is_sound,
-    json_objects,
 )
-from dtt.data.corpus.formats import UNREADABLE
-from dtt.data.corpus.line_numbers import location
+from dtt.data.corpus.formats import FORMATS, read_rows_of
 from dtt.data.corpus.parquet import read_span
+from dtt.data.corpus.streams import UNREADABLE, Span
 from dtt.data.corpus.text_columns import column_names
-from dtt.data.corpus.units import Corpus, Span, Unit
+from dtt.data.corpus.units import Corpus, Unit
 
 
 def check_columns(corpus: Corpus, columns: Sequence[str]) -> None:
@@ -56,12 +53,17 @@ def read_with_columns(
         path, manifest = corpus.path(span.file), corpus.manifest
         column = str(manifest.text_column)
         lost = bad.lost_bytes
-        if manifest.file_format == "parquet":
-            _require(columns, pq.read_schema(path).names, path)
+        form = FORMATS[manifest.file_format]
+        if form.header is not None and span.stop:
+            try:
+                _require(columns, form.header(path), path)
+            except UNREADABLE as error:  # the reader reports it
+                raise_if_refused(error)
+        if form.has_row_groups:
             wanted = tuple(dict.fromkeys((column, *columns)))
             convert = partial(_rows_with, column, columns)
             yield from read_span(path, span, wanted, convert, bad, size)
-        elif manifest.file_format == "txt":
+        elif form.rows is None:
             raise _no_columns(columns, (), path)
         else:
             found = _chosen(corpus, span, columns, bad)
@@ -76,24 +78,11 @@ def read_with_columns(
 
 
 def _chosen(corpus: Corpus, span: Span, columns: Sequence[str], bad: BadDocuments) -> Iterator[Row]:
-    """Yield the documents of a span of JSON lines or CSV with columns of their rows."""
-    path, manifest = corpus.path(span.file), corpus.manifest
-    if span.stop == 0:
-        bad.add(partial(location, path, 0, 1), "the file is empty")
-        return
-    if manifest.file_format == "csv":
-        try:
-            header = csv_header(path)
-        except UNREADABLE as error:  # `csv_rows` reports it
-            raise_if_refused(error)
-        else:
-            _require(columns, header, path)
-        rows, noun = csv_rows(path, bad), "column"
-    else:
-        rows, noun = ((where, row) for where, _, row in json_objects(path, span, bad)), "key"
-    for where, row in rows:
-        chosen = {name: row[name] for name in columns if name in row}
-        for document in column_documents([(where, row)], noun, manifest, bad):
+    """Yield the documents of a span of rows, each with columns of its row."""
+    manifest = corpus.manifest
+    for row in read_rows_of(manifest.file_format, corpus.path(span.file), span, bad):
+        chosen = {name: row[2][name] for name in columns if name in row[2]}
+        for document in column_documents([row], manifest, bad):
             yield document, chosen
 
 

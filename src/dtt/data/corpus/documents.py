@@ -5,12 +5,11 @@ Documents that cannot be read are skipped and recorded in a BadDocuments, with f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -18,21 +17,19 @@ from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.compressed import lost_bytes
-from dtt.data.corpus.csv_rows import csv_rows
-from dtt.data.corpus.formats import (
+from dtt.data.corpus.formats import FORMATS, read_rows_of
+from dtt.data.corpus.line_numbers import location
+from dtt.data.corpus.lines import Located, raw_lines
+from dtt.data.corpus.parquet import is_text, read_span
+from dtt.data.corpus.streams import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
     TOO_LONG,
-    is_compressed,
-    is_text,
+    LocatedRow,
+    Span,
     open_stream,
-    read_line,
-    starts_with_array,
 )
-from dtt.data.corpus.json_array import elements
-from dtt.data.corpus.line_numbers import location
-from dtt.data.corpus.parquet import read_span
-from dtt.data.corpus.units import Corpus, Span, Unit
+from dtt.data.corpus.units import Corpus, Unit
 
 SECTION_BYTES = 4096
 """Approximate size of a section, where documents are sections (runs of paragraphs)."""
@@ -69,7 +66,7 @@ def _batches(corpus: Corpus, unit: Unit, bad: BadDocuments, size: int) -> Iterat
             next="set data.type=chat here, too, or run dtt download again without it",
         )
     for span in unit.spans:
-        if corpus.manifest.file_format == "parquet":
+        if FORMATS[corpus.manifest.file_format].has_row_groups:
             column = str(corpus.manifest.text_column)
             yield from read_span(corpus.path(span.file), span, column, batch_documents, bad, size)
         else:
@@ -95,70 +92,18 @@ def batches(
 
 
 def _documents(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[bytes]:
-    """Yield the documents of a span; supports every format except Parquet."""
+    """Yield the documents of a span; supports every format without row groups."""
     path, manifest = corpus.path(span.file), corpus.manifest
+    if FORMATS[manifest.file_format].rows is not None:
+        rows = read_rows_of(manifest.file_format, path, span, bad)
+        yield from column_documents(rows, manifest, bad)
+        return
+    pieces = {"file": _whole, "line": _text_lines, "section": _sections}
     if span.stop == 0 and manifest.txt_documents != "file":
         bad.add(partial(location, path, 0, 1), "the file is empty")
         return
-    match manifest.file_format:
-        case "csv":
-            yield from column_documents(csv_rows(path, bad), "column", manifest, bad)
-        case "jsonl":
-            rows = ((where, row) for where, _, row in json_objects(path, span, bad))
-            yield from column_documents(rows, "key", manifest, bad)
-        case "txt":
-            pieces = {"file": _whole, "line": _text_lines, "section": _sections}
-            for where, content in pieces[manifest.txt_documents or "file"](path, span, bad):
-                yield from _utf8(content, where, bad)
-
-
-Located = tuple[Callable[[], str], bytes]
-"""A function that returns the `file:line` of some content, and the content."""
-
-
-def raw_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
-    """Yield the lines that start in the span, with their line ends.
-
-    A compressed file is read to its end.
-    """
-    position = span.start
-    number = 0
-    stream = None
-    try:
-        with open_stream(path) as stream:
-            if position:
-                stream.seek(position - 1)
-                position += _skip_line(stream, span.stop - position + 1) - 1
-            while position < span.stop or is_compressed(path):
-                line, size = read_line(stream)
-                if not size:
-                    if not is_compressed(path):
-                        raise OSError("it has become shorter")
-                    return
-                number += 1
-                where = partial(location, path, span.start, number)
-                if position == 0:
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                position += size
-                if size > MAX_DOCUMENT_BYTES:
-                    bad.add(where, TOO_LONG)
-                else:
-                    yield where, line
-    except OSError as error:
-        raise_if_refused(error)
-        why = f"the rest of the file cannot be read: {error}"
-        lost = lost_bytes(stream, position, span.stop)
-        bad.add(partial(location, path, span.start, number + 1), why, lost_bytes=lost)
-
-
-def _skip_line(stream: BinaryIO, most: int) -> int:
-    """Skip the rest of the current line, `most` bytes at most; return the number of bytes."""
-    skipped = 0
-    while skipped < most and (part := stream.readline(min(most - skipped, 2**20))):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
+    for where, content in pieces[manifest.txt_documents or "file"](path, span, bad):
+        yield from _utf8(content, where, bad)
 
 
 def _text_lines(path: Path, span: Span, bad: BadDocuments) -> Iterator[Located]:
@@ -216,68 +161,17 @@ def _utf8(content: bytes, where: Callable[[], str], bad: BadDocuments) -> Iterat
         yield content
 
 
-def json_objects(
-    path: Path, span: Span, bad: BadDocuments
-) -> Iterator[tuple[Callable[[], str], bytes, dict[str, Any]]]:
-    """Yield the location, the bytes and the content of each line that is a JSON object.
-
-    Other lines are recorded in `bad`, except for blank ones. If the file is a JSON array, its
-    elements take the place of lines.
-    """
-    if span.start == 0 and starts_with_array(path):
-        yield from _array_objects(path, span, bad)
-        return
-    for where, line in raw_lines(path, span, bad):
-        if line.isspace():
-            continue
-        try:
-            value = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            bad.add(where, f"not UTF-8: byte {error.start} is 0x{line[error.start]:02x}")
-        except ValueError as error:
-            bad.add(where, f"not JSON: {error}")
-        except RecursionError:
-            bad.add(where, "invalid JSON: nested too deeply")
-        else:
-            if isinstance(value, dict):
-                yield where, line, value
-            else:
-                bad.add(where, "not a JSON object")
-
-
-def _array_objects(
-    path: Path, span: Span, bad: BadDocuments
-) -> Iterator[tuple[Callable[[], str], bytes, dict[str, Any]]]:
-    stream, line, used = None, 1, 0
-    try:
-        with open_stream(path) as stream:
-            for line, text, value in elements(stream, MAX_DOCUMENT_BYTES):
-                where = partial("{}:{}".format, path, line)
-                content = text.encode(errors="surrogatepass")
-                used += len(content)
-                if isinstance(value, dict):
-                    yield where, content, value
-                else:
-                    bad.add(where, "not a JSON object")
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            raise_if_refused(error)
-        why = f"the rest of the file cannot be read: {error}"
-        bad.add(partial("{}:{}".format, path, line), why, lost_bytes=max(span.stop - used, 1))
-
-
 def column_documents(
-    rows: Iterable[tuple[Callable[[], str], dict[Any, Any]]],
-    noun: str,
-    manifest: CorpusManifest,
-    bad: BadDocuments,
+    rows: Iterable[LocatedRow], manifest: CorpusManifest, bad: BadDocuments
 ) -> Iterator[bytes]:
-    """Yield the texts of `rows`; `noun` is `key` for rows of JSON, `column` for others."""
-    for where, row in rows:
+    """Yield the texts of `rows`."""
+    for where, content, row in rows:
         if manifest.text_column not in row:
+            noun = FORMATS[manifest.file_format].field
             bad.add(where, f"no {noun} {manifest.text_column!r}")
         else:
-            yield from _encoded(row[manifest.text_column], where, bad, is_json=noun == "key")
+            is_json = content is not None
+            yield from _encoded(row[manifest.text_column], where, bad, is_json=is_json)
 
 
 def batch_documents(

@@ -19,6 +19,7 @@ from dtt.config.data import DownloadConfig
 from dtt.data.corpus import own_documents, stdlib, stdlib_chat
 from dtt.data.corpus.encodings import check_encodings
 from dtt.data.corpus.file_choice import FilePatterns, one_format
+from dtt.data.corpus.formats import FORMATS
 from dtt.data.corpus.local_files import local_files, real_path
 from dtt.data.corpus.text_columns import check_rows, find_text_column, holds_conversations
 
@@ -283,7 +284,7 @@ def _manifest(
             next="specify another file or folder with -d",
         )
     file_format = one_format(paths, source.id, FilePatterns(cfg))
-    if file_format != "parquet":
+    if not FORMATS[file_format].has_row_groups:
         check_encodings(paths)
     is_txt = file_format == "txt"
     if is_txt and rows:

@@ -16,7 +16,7 @@ from pathlib import Path
 from dtt.base.errors import InputError
 from dtt.base.log import log
 from dtt.data.corpus.bad_documents import raise_if_refused
-from dtt.data.corpus.formats import SHOWN, UNREADABLE, is_compressed, open_stream
+from dtt.data.corpus.streams import SHOWN, UNREADABLE, is_compressed, open_stream
 
 SAMPLE_BYTES = 2**16
 FEW = 10

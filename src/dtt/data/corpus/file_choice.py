@@ -15,10 +15,12 @@ from typing import Literal
 
 from pathspec import GitIgnoreSpec
 
+from dtt.artifacts.corpus import FileFormat
 from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import DownloadConfig, slug
 from dtt.data.corpus.encodings import binary_kind
-from dtt.data.corpus.formats import KNOWN, METADATA, FileFormat, file_format, is_compressed
+from dtt.data.corpus.formats import KNOWN, METADATA, file_format
+from dtt.data.corpus.streams import is_compressed
 
 Key = Literal["include", "exclude"]
 

@@ -1,46 +1,81 @@
-"""File formats of raw text: detection by file name, and opening as streams."""
+"""The table of file formats of raw text.
+
+A new format of rows is an entry in FORMATS, a name in the manifest's FileFormat, and one module
+with the functions of the entry. Nothing else asks for a format of rows by its name.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any
 
-import pyarrow as pa
+from dtt.artifacts.corpus import FileFormat
+from dtt.data.corpus import csv_rows, json_objects, parquet
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.columns import Kinds
+from dtt.data.corpus.streams import COMPRESSIONS, LocatedRow, Span
 
-from dtt.data.corpus.bad_documents import raise_if_refused
-from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
-from dtt.data.corpus.json_array import is_array, may_be_array
 
-FileFormat = Literal["parquet", "jsonl", "csv", "txt"]
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A file format and its functions. Plain text has none of them."""
 
-SUFFIXES: dict[str, FileFormat] = {
-    ".parquet": "parquet",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".tab": "csv",
-    ".txt": "txt",
+    known_as: str
+    """Names in the message that lists the formats."""
+    suffixes: tuple[str, ...]
+    field: str = "column"
+    """Word for a value of a row in messages."""
+    rows: Callable[[Path, Span, BadDocuments], Iterator[LocatedRow]] | None = None
+    """Yields the rows of a span. None for Parquet, too: it is read in batches of columns, so that
+    sound texts become documents without a Python object for each row."""
+    columns: Callable[[Path, str | None], Kinds] | None = None
+    """Returns the columns; reads no more than tells that a column wanted by name holds text."""
+    first_rows: Callable[[Path, list[str]], Iterator[dict[str, Any]]] | None = None
+    """Yields a few rows with at least the given columns."""
+    header: Callable[[Path], list[str]] | None = None
+    """Returns the columns that every row has; None if a row may lack a column."""
+    is_one_span: Callable[[Path], bool] = lambda _: False
+    """Returns True for a file that must be read from its start; called once per file."""
+    has_row_groups: bool = False
+    """True if spans are row groups, and files hold compressed columns."""
+
+
+FORMATS: dict[FileFormat, Format] = {
+    "parquet": Format(
+        known_as="parquet",
+        suffixes=(".parquet",),
+        columns=parquet.parquet_columns,
+        first_rows=parquet.first_rows,
+        header=parquet.header,
+        has_row_groups=True,
+    ),
+    "jsonl": Format(
+        known_as="jsonl, json (an array, or one object per line)",
+        suffixes=(".jsonl", ".ndjson", ".json"),
+        field="key",
+        rows=json_objects.json_objects,
+        columns=json_objects.json_columns,
+        first_rows=lambda path, _: json_objects.first_objects(path),
+        is_one_span=json_objects.starts_with_array,
+    ),
+    "csv": Format(
+        known_as="csv, tsv",
+        suffixes=(".csv", ".tsv", ".tab"),
+        rows=lambda path, _, bad: csv_rows.csv_rows(path, bad),
+        columns=csv_rows.csv_columns,
+        first_rows=csv_rows.first_rows,
+        header=csv_rows.csv_header,
+        is_one_span=lambda _: True,  # a line end within quotes does not end a row
+    ),
+    "txt": Format(known_as="txt", suffixes=(".txt",)),
 }
 METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"))
 """Files beside the data of a Hub clone, or of `save_to_disk`, that are not data."""
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-KNOWN = (
-    "parquet, jsonl, json (an array, or one object per line), csv, tsv and txt, "
-    "all but the first also as .gz or .zst"
-)
-
-SHOWN = 3
-"""Maximum number of unreadable files that are logged."""
-UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
-"""Exceptions that the readers of the formats raise for a damaged file."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_DOCUMENT_BYTES = 64 * 2**20
-"""Maximum length of a document. A longer one is assumed to be an error; this also bounds memory."""
-TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
+*_FIRST, _LAST = (form.known_as for form in FORMATS.values())
+KNOWN = f"{', '.join(_FIRST)} and {_LAST}, all but the first also as .gz or .zst"
 
 
 def file_format(path: Path) -> FileFormat | None:
@@ -48,60 +83,22 @@ def file_format(path: Path) -> FileFormat | None:
     if path.name in METADATA:
         return None
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
+    compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
+    if compressed:
         suffixes.pop()
-        if suffixes[-1:] == [".parquet"]:
-            return None
-    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+    for name, form in FORMATS.items():
+        if suffixes and suffixes[-1] in form.suffixes:
+            return None if compressed and form.has_row_groups else name
+    return None
 
 
-def is_compressed(path: Path) -> bool:
-    """Return True if the file is compressed by its name, so that it must be read from its start."""
-    return path.suffix.lower() in COMPRESSIONS
-
-
-def open_stream(path: Path) -> io.BufferedReader:
-    """Open `path` as a stream of decompressed bytes; reading raises OSError at damaged content."""
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    if compression is None:
-        return path.open("rb")
-    return io.BufferedReader(Decompressed(path, compression), buffer_size=CHUNK_BYTES)
-
-
-def starts_with_array(path: Path) -> bool:
-    """Return True if a file contains one JSON array; False if it cannot be read."""
-    if not may_be_array(path):  # most files; opening them all takes minutes on a file server
-        return False
-    try:
-        with open_stream(path) as stream:
-            return is_array(stream)
-    except OSError as error:
-        raise_if_refused(error)
-        return False
-
-
-def delimiter(path: Path) -> str:
-    """Return the character between the cells of a CSV file, by its name."""
-    return "\t" if {".tsv", ".tab"} & {one.lower() for one in path.suffixes[-2:]} else ","
-
-
-def read_line(stream: BinaryIO) -> tuple[bytes, int]:
-    """Read a line; return it and its full size in bytes, 0 at the end.
-
-    If the line is longer than MAX_DOCUMENT_BYTES, only its start is returned.
-    """
-    line = part = stream.readline(MAX_DOCUMENT_BYTES + 1)
-    size = len(line)
-    while part and not part.endswith(b"\n"):
-        part = stream.readline(MAX_DOCUMENT_BYTES)
-        size += len(part)
-    return line, size
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Return True if a Parquet column of this type contains text."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    )
+def read_rows_of(
+    file_format: FileFormat, path: Path, span: Span, bad: BadDocuments
+) -> Iterator[LocatedRow]:
+    """Yield the readable rows of a span; an empty file is recorded in `bad`."""
+    rows = FORMATS[file_format].rows
+    assert rows is not None
+    if span.stop == 0:
+        bad.add(partial("{}:1".format, path), "the file is empty")
+    else:
+        yield from rows(path, span, bad)

@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import SURROGATE, BadDocuments, raise_if_refused
-from dtt.data.corpus.csv_rows import csv_rows
-from dtt.data.corpus.documents import BATCH_BYTES, batches, json_objects
-from dtt.data.corpus.formats import MAX_DOCUMENT_BYTES, TOO_LONG
+from dtt.data.corpus.documents import BATCH_BYTES, batches
+from dtt.data.corpus.formats import FORMATS, read_rows_of
 from dtt.data.corpus.parquet import read_span
-from dtt.data.corpus.units import Corpus, Span, Unit
+from dtt.data.corpus.streams import MAX_DOCUMENT_BYTES, TOO_LONG, Span
+from dtt.data.corpus.units import Corpus, Unit
 
 PARQUET_BATCH_BYTES = 2**18
 """Size of a batch of Parquet rows. As Python objects they take about ten times the memory."""
@@ -60,7 +60,7 @@ def _batches(corpus: Corpus, unit: Unit, bad: BadDocuments, size: int) -> Iterat
         )
     for span in unit.spans:
         path = corpus.path(span.file)
-        if corpus.manifest.file_format == "parquet":
+        if FORMATS[corpus.manifest.file_format].has_row_groups:
             most = min(size, PARQUET_BATCH_BYTES)
             yield from read_span(path, span, None, _rows_of, bad, most)
         else:
@@ -68,20 +68,14 @@ def _batches(corpus: Corpus, unit: Unit, bad: BadDocuments, size: int) -> Iterat
 
 
 def _line_rows(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[JsonRow]:
-    """Yield the rows of a span; supports every format except Parquet."""
+    """Yield the rows of a span; supports every format without row groups."""
     path = corpus.path(span.file)
-    if span.stop == 0:
-        bad.add(lambda: f"{path}:1", "the file is empty")
-    elif corpus.manifest.file_format == "csv":
-        for where, row in csv_rows(path, bad):
-            yield from _row(row, where, bad)
-    else:
-        for where, line, value in json_objects(path, span, bad):
-            # Only an escape sequence can yield a lone surrogate, as `line` is valid UTF-8.
-            if b"\\ud" in line or b"\\uD" in line:
-                yield from _row(value, where, bad, is_json=True)
-            else:
-                yield JsonRow(where, line.strip(), value)
+    for where, text, value in read_rows_of(corpus.manifest.file_format, path, span, bad):
+        # Only an escape sequence can yield a lone surrogate, as `text` is valid UTF-8.
+        if text is None or b"\\ud" in text or b"\\uD" in text:
+            yield from _row(value, where, bad, is_json=text is not None)
+        else:
+            yield JsonRow(where, text.strip(), value)
 
 
 def _row(

@@ -12,7 +12,8 @@ from dtt.base.errors import InputError
 from dtt.base.log import log
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.file_choice import FilePatterns
-from dtt.data.corpus.formats import file_format, is_compressed
+from dtt.data.corpus.formats import file_format
+from dtt.data.corpus.streams import is_compressed
 
 SPLIT_NAMES = {
     "training": "train", "val": "validation", "valid": "validation", "dev": "validation",

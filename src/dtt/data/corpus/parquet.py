@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
-from dtt.data.corpus.units import Span, text_chunks
+from dtt.data.corpus.columns import NOTHING, TEXT, Kinds, check_names
+from dtt.data.corpus.streams import FIRST_ROWS, Span
 
 MAX_ROWS = 2**16
 BUFFER_BYTES = 2**20
@@ -162,3 +163,58 @@ def _row(path: Path, group: int, row: int) -> str:
     footer = pq.read_metadata(path)
     before = sum(footer.row_group(earlier).num_rows for earlier in range(group))
     return f"{path}, row {before + row}"
+
+
+def text_chunks(
+    path: Path, column: str | None, groups: slice = slice(None)
+) -> list[list[pq.ColumnChunkMetaData]]:
+    """Return the chunks of `column` in each of the row groups `groups` of a Parquet file.
+
+    If `column` is None, returns those of all columns, of which conversations consist. Reads only
+    the footer. Raises OSError or ArrowException if the footer cannot be read.
+    """
+    footer = pq.read_metadata(path)
+    return [
+        [
+            chunk
+            for chunk in map(group.column, range(group.num_columns))
+            if column is None or chunk.path_in_schema == column
+        ]
+        for group in map(footer.row_group, range(footer.num_row_groups)[groups])
+    ]
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return True if a Parquet column of this type contains text."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
+
+
+def _kind(column: pa.DataType) -> str:
+    if is_text(column):
+        return TEXT
+    return NOTHING if pa.types.is_null(column) else str(column)
+
+
+def parquet_columns(path: Path, wanted: str | None) -> Kinds:
+    """Return the columns of the schema; raise ConfigError if two have one name."""
+    schema = pq.read_schema(path)
+    check_names(path, schema.names)
+    return {field.name: _kind(field.type) for field in schema}
+
+
+def header(path: Path) -> list[str]:
+    """Return the names of the columns of the schema."""
+    return list(pq.read_schema(path).names)
+
+
+def first_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield rows from the start of the first row group, FIRST_ROWS at most."""
+    with pq.ParquetFile(path, pre_buffer=False) as file:
+        if file.metadata.num_row_groups:
+            few = rows_at_once(path, file, 0, tuple(columns), FIRST_ROWS, 2**24)
+            batches = file.iter_batches(few, row_groups=[0], columns=columns)
+            yield from next(batches).to_pylist()

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.safe_names import checked_file
 from dtt.config.clean import CleanConfig
 from dtt.data.corpus.bad_documents import raise_if_refused
-from dtt.data.corpus.formats import is_compressed, starts_with_array
+from dtt.data.corpus.formats import FORMATS
+from dtt.data.corpus.parquet import text_chunks
 from dtt.data.corpus.selection import open_selection
+from dtt.data.corpus.streams import Span, is_compressed
 from dtt.mesh.comm import Comm, Serial
 
 COMPRESSION_RATIO = 4
@@ -30,21 +31,6 @@ DEFAULT_UNITS = 64
 """Smallest number of units of a corpus, within the bounds of their size."""
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 10**6, 256 * 10**6
 """Bounds of the default unit size, in bytes of text."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Part of a file: row groups `[start, stop)` of Parquet, bytes `[start, stop)` otherwise.
-
-    A byte range contains the lines that start in it; its last line may extend beyond `stop`.
-    """
-
-    file: int
-    """Index into the manifest's files."""
-    start: int
-    stop: int
-    text_bytes: int
-    """Estimated bytes of text in the span."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +76,12 @@ class Corpus:
         shares = comm.gather([self._look(file) for file in files[comm.rank :: comm.size]])
         looked = [shares[file % comm.size][file // comm.size] for file in files]
         self._row_groups = [row_groups for row_groups, _ in looked]
-        self._is_array = [is_array for _, is_array in looked]
+        self._is_one_span = [is_one_span for _, is_one_span in looked]
 
     def _look(self, file: int) -> tuple[list[int], bool]:
-        """Check a file; return the bytes of text per row group, and True for a JSON array.
+        """Check a file; return the bytes of text per row group, and True if it cannot be divided.
 
-        There are row groups only in Parquet files. Arrays in compressed files are not looked for.
+        A compressed file is one span anyway, so its content is not looked at.
         """
         path = self.path(file)
         if self.manifest.files[file].path in self._below:
@@ -111,9 +97,9 @@ class Corpus:
                 why=f"it had {expected} bytes, now {found}",
                 next=again,
             )
-        kind = self.manifest.file_format
-        is_array = kind == "jsonl" and not is_compressed(path) and starts_with_array(path)
-        return self._text_bytes(path) if kind == "parquet" else [], is_array
+        form = FORMATS[self.manifest.file_format]
+        is_one_span = not is_compressed(path) and form.is_one_span(path)
+        return self._text_bytes(path) if form.has_row_groups else [], is_one_span
 
     def _text_bytes(self, path: Path) -> list[int]:
         try:
@@ -181,37 +167,14 @@ class Corpus:
 
     def _pieces(self, unit_bytes: int) -> Iterator[Span]:
         for file, record in enumerate(self.manifest.files):
-            if self.manifest.file_format == "parquet":
+            if FORMATS[self.manifest.file_format].has_row_groups:
                 for group, text_bytes in enumerate(self._row_groups[file]):
                     yield Span(file, group, group + 1, text_bytes)
             elif is_compressed(self.path(file)):
                 yield Span(file, 0, record.bytes, COMPRESSION_RATIO * record.bytes)
-            elif (
-                self.manifest.file_format == "csv"
-                or self.manifest.txt_documents == "file"
-                or self._is_array[file]
-            ):
+            elif self.manifest.txt_documents == "file" or self._is_one_span[file]:
                 yield Span(file, 0, record.bytes, record.bytes)
             else:
                 for start in range(0, max(record.bytes, 1), unit_bytes):
                     stop = min(start + unit_bytes, record.bytes)
                     yield Span(file, start, stop, stop - start)
-
-
-def text_chunks(
-    path: Path, column: str | None, groups: slice = slice(None)
-) -> list[list[pq.ColumnChunkMetaData]]:
-    """Return the chunks of `column` in each of the row groups `groups` of a Parquet file.
-
-    If `column` is None, returns those of all columns, of which conversations consist. Reads only
-    the footer. Raises OSError or ArrowException if the footer cannot be read.
-    """
-    footer = pq.read_metadata(path)
-    return [
-        [
-            chunk
-            for chunk in map(group.column, range(group.num_columns))
-            if column is None or chunk.path_in_schema == column
-        ]
-        for group in map(footer.row_group, range(footer.num_row_groups)[groups])
-    ]

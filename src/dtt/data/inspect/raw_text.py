@@ -20,6 +20,7 @@ from dtt.data.conversations.dialects import parse_pair, parse_row
 from dtt.data.corpus.bad_documents import NUMBER, BadDocuments, raise_if_refused, reason
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import local_manifest
+from dtt.data.corpus.formats import FORMATS
 from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.inspect.removed import damages_of, removed_samples, selections_of
@@ -108,7 +109,7 @@ def _documents(
     """
     if whole:
         return len(statistics.lengths), True
-    if corpus.manifest.file_format == "parquet":
+    if FORMATS[corpus.manifest.file_format].has_row_groups:
         try:
             paths = map(corpus.path, range(len(corpus.manifest.files)))
             return sum(pq.read_metadata(path).num_rows for path in paths), True

@@ -22,13 +22,9 @@ from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.csv_rows import csv_rows
 from dtt.data.corpus.download import download
-from dtt.data.corpus.formats import (
-    BYTE_ORDER_MARK,
-    MAX_DOCUMENT_BYTES,
-    file_format,
-    open_stream,
-)
+from dtt.data.corpus.formats import file_format
 from dtt.data.corpus.parquet import MAX_ROWS, rows_at_once
+from dtt.data.corpus.streams import BYTE_ORDER_MARK, MAX_DOCUMENT_BYTES, open_stream
 from dtt.evaluate.tasks.definition import Task, TaskSource
 from dtt.evaluate.tasks.prompts import Question, example_of, question_id, question_of
 
@@ -316,7 +312,7 @@ def _csv_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
     found: list[dict[str, Any]] = []
     size = 0
     bad = BadDocuments()
-    for _, row in csv_rows(path, bad):
+    for _, _, row in csv_rows(path, bad):
         found.append(row)
         size += sum(map(len, row.values()))
         if size > room:

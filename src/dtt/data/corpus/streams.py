@@ -1,0 +1,72 @@
+"""Files of raw text as streams of bytes, decompressed, and the parts that are read of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+SHOWN = 3
+"""Maximum number of unreadable files that are logged."""
+UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
+"""Exceptions that the readers of the formats raise for a damaged file."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_DOCUMENT_BYTES = 64 * 2**20
+"""Maximum length of a document. A longer one is assumed to be an error; this also bounds memory."""
+TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
+FIRST_ROWS = 100
+"""Number of rows or lines in which columns, and the likeliest text among them, are searched."""
+
+LocatedRow = tuple[Callable[[], str], bytes | None, dict[str, Any]]
+"""A function that returns the `file:line` of a row, its JSON text if it has one, and its content.
+
+The location is a function since counting lines reads the file again; most rows never need it."""
+
+
+def is_compressed(path: Path) -> bool:
+    """Return True if the file is compressed by its name, so that it must be read from its start."""
+    return path.suffix.lower() in COMPRESSIONS
+
+
+def open_stream(path: Path) -> io.BufferedReader:
+    """Open `path` as a stream of decompressed bytes; reading raises OSError at damaged content."""
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    return io.BufferedReader(Decompressed(path, compression), buffer_size=CHUNK_BYTES)
+
+
+def read_line(stream: BinaryIO) -> tuple[bytes, int]:
+    """Read a line; return it and its full size in bytes, 0 at the end.
+
+    If the line is longer than MAX_DOCUMENT_BYTES, only its start is returned.
+    """
+    line = part = stream.readline(MAX_DOCUMENT_BYTES + 1)
+    size = len(line)
+    while part and not part.endswith(b"\n"):
+        part = stream.readline(MAX_DOCUMENT_BYTES)
+        size += len(part)
+    return line, size
+
+
+@dataclass(frozen=True)
+class Span:
+    """Part of a file: row groups `[start, stop)` of Parquet, bytes `[start, stop)` otherwise.
+
+    A byte range contains the lines that start in it; its last line may extend beyond `stop`.
+    """
+
+    file: int
+    """Index into the manifest's files."""
+    start: int
+    stop: int
+    text_bytes: int
+    """Estimated bytes of text in the span."""
