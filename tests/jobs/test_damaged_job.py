@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[s
     answer = {"request": "stop", "by": "me", "step": 3, "time": 2e9}
     job.acknowledged.write_text(json.dumps(answer) + "\n")
     job.parent.write_text(json.dumps({"job": "../other", "step": 4}) + "\n")
-    (job.root / "stalled").write_text("8 1\n")
+    (job.root / "decision").write_text("over: exit code 74\n0.0\n")
     job.logs.mkdir()
     (job.logs / "latest.log").write_text("a line\n")
     return folder
@@ -124,7 +124,7 @@ DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
 }
 REPLACED = [
     "config.yaml", "data.json", "tokenizer.json", "env.json", "heartbeat.json", "lead",
-    "metrics.jsonl", "overrides.txt", "run_id", "parent.json", "stalled", "submissions.jsonl",
+    "metrics.jsonl", "overrides.txt", "run_id", "parent.json", "decision", "submissions.jsonl",
     "attempts/1/clock.json", "attempts/1/exit.json", "attempts/2/attempt.json",
     "attempts/2/clock.json", "attempts/2/exit.json", "control/acknowledged.json",
     "logs/latest.log", "checkpoints/step-000008/position.json",

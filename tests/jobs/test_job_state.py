@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from dtt.jobs import job_state
 from dtt.jobs.job_state import Status
 from dtt.jobs.slurm import submissions
 
+DOCS = Path(__file__).parents[2] / "docs"
 SAVED = "stopped at step 8 of 20, with a checkpoint\n  why:   {by}\n  next:  dtt train jobs/t"
 
 
@@ -37,6 +39,11 @@ class Written:
         self._write("submissions.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
         return self
 
+    def unsent(self) -> Written:
+        facts = {"time": time.time(), "argv": ["train"], "directory": "/", "job_id": None}
+        self._write("submissions.jsonl", json.dumps(facts | {"sent": False}) + "\n")
+        return self
+
     def succeeded(self, *ids: str) -> Written:
         """Successors that the job script has submitted."""
         with self.job.submissions.open("a") as file:
@@ -45,7 +52,12 @@ class Written:
                 file.write(json.dumps(record) + "\n")
         return self
 
-    def decided(self, decision: str) -> Written:
+    def decided(self, decision: str, *, ago: float = 50) -> Written:
+        self._write("decision", f"{decision}\n{time.time() - ago}\n")
+        return self
+
+    def decided_long_ago(self, decision: str) -> Written:
+        """A decision of a version that wrote no time."""
         self._write("decision", decision + "\n", 50)
         return self
 
@@ -101,10 +113,6 @@ class Written:
 
     def checkpoint(self, step: int) -> Written:
         (self.job.checkpoints / f"step-{step:06d}").mkdir(parents=True)
-        return self
-
-    def stalled(self, began_with: int, count: int) -> Written:
-        self._write("stalled", f"{began_with} {count}\n")
         return self
 
     def log(self, text: str) -> Written:
@@ -173,6 +181,7 @@ TIME_LIMIT, TERM = SAVED.format(by="slurm: time limit"), SAVED.format(by="SIGTER
 ALICE = "alice: dtt job stop"
 STOPPED = "stopped at step 8 of 20, with a checkpoint"
 ENDED = "attempt 1 ended: " + STOPPED
+GAVE_UP = "over: exit code 74; 3 consecutive attempts without a new checkpoint: see logs"
 FULL = "3 attempts without a new checkpoint; disk full (exit code 74, rank 1 on n2)"
 
 
@@ -188,6 +197,7 @@ def watched(w: Written) -> Written:
 
 FROM_FILES = {
     "without attempts": case(lambda w: w, "never started"),
+    "not sent": case(lambda w: w.unsent(), "not submitted", "run sbatch …"),
     "a heartbeat": case(lambda w: w.attempt().beat(), "running"),
     "a long phase": case(
         lambda w: w.attempt().beat(phase="evaluate"), "running", "in phase evaluate"
@@ -298,12 +308,30 @@ WITH_SLURM = {
         "cancelled", "…", sacct=[("RUNNING",), ("CANCELLED", 100)],
     ),
     "out of attempts": case(
-        lambda w: trained(w).ended(74, "disk full").stalled(4, 3).checkpoint(4),
+        lambda w: trained(w).ended(74, "disk full").decided(GAVE_UP),
         "out of attempts", FULL, ("FAILED", 99),
     ),
-    "with a new checkpoint": case(
-        lambda w: trained(w).ended(74, "disk full").stalled(4, 3).checkpoint(8),
-        "failed", "…", ("FAILED", 99),
+    "out of attempts of an older version": case(
+        lambda w: trained(w).ended(74, "disk full").decided_long_ago(GAVE_UP),
+        "out of attempts", FULL, ("FAILED", 99),
+    ),
+    "out of attempts, whose node died": case(
+        lambda w: trained(w).decided(GAVE_UP), "out of attempts", "…", ("FAILED", 99)
+    ),
+    "out of attempts before training": case(
+        lambda w: w.submitted("7").decided(GAVE_UP),
+        "out of attempts", "3 attempts failed before training started", ("FAILED", 99),
+    ),
+    "started by hand since": case(
+        lambda w: trained(w).decided(GAVE_UP, ago=90).attempt(2, ago=80).ended(74, "x", 2, ago=70),
+        "failed", "x …", ("FAILED", 99),
+    ),
+    "out of time": case(
+        lambda w: trained(w).ended(75, TIME_LIMIT), "timed out", STOPPED, ("TIMEOUT", 99)
+    ),
+    "on a failed node": case(
+        lambda w: trained(w).checkpoint(4),
+        "node failed", "step-000004 is the newest checkpoint", ("NODE_FAIL", 99),
     ),
     "failed before any attempt": case(
         lambda w: w.submitted("7"), "failed", "Slurm state FAILED", ("FAILED",)
@@ -314,7 +342,7 @@ WITH_SLURM = {
     "a command without heartbeats": case(watched, "running", "Slurm job on n[1-2]", ("RUNNING",)),
     "a command that Slurm forgot": case(watched, "lost", "…"),
     "a command that is done": case(
-        lambda w: watched(w).stalled(-1, 3).ended(0, "done"), "done", "", ("COMPLETED", 99)
+        lambda w: watched(w).ended(0, "done").decided("over: done"), "done", "", ("COMPLETED", 99)
     ),
     "a cancelled command, which took a second to end": case(
         lambda w: w.submitted("7", command="download").other_attempt(1, ago=100)
@@ -350,7 +378,7 @@ WITHOUT_AN_ANSWER = {
         "stopped", "…", error=NO_CONTROLLER,
     ),
     "out of attempts by its own word": case(
-        lambda w: trained(w).ended(74, "disk full").decided("over: x").stalled(4, 3).checkpoint(4),
+        lambda w: trained(w).ended(74, "disk full").decided(GAVE_UP),
         "out of attempts", FULL, error=NO_CONTROLLER,
     ),
     "submitted again since": case(
@@ -391,6 +419,13 @@ def test_the_state_follows_from_the_files_and_from_slurm(
         assert status.detail.startswith(detail[:-1])
     else:
         assert status.detail == detail
+
+
+def test_every_state_is_in_the_table_of_the_documentation_and_in_this_one() -> None:
+    states = {state.value for state in job_state.State}
+    assert states - {row.values[1] for row in STATES} == set()
+    table = (DOCS / "slurm.md").read_text().split("## States\n")[1].split("\n## ")[0]
+    assert states - set(re.findall(r"`([a-z ]+)`", table)) == set()
 
 
 def test_a_running_job_has_its_step_and_the_time_left(written: Written, slurm: FakeSlurm) -> None:
@@ -524,7 +559,7 @@ def test_a_successor_that_the_script_cancelled_does_not_make_the_job_cancelled(
     written: Written, slurm: FakeSlurm, code: int | None, reason: str, decision: str, state: str
 ) -> None:
     slurm.says("squeue", squeue_line("FAILED", ago=99), squeue_line("CANCELLED", ago=98, id="8"))
-    written.submitted("7").succeeded("8").attempt(slurm="7").stalled(4, 3).checkpoint(4)
+    written.submitted("7").succeeded("8").attempt(slurm="7")
     if code is not None:
         written.ended(code, reason)
     assert written.status().state == "cancelled"  # by somebody else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -13,12 +14,14 @@ import psutil
 
 from dtt.artifacts.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir, slurm_id
 from dtt.base.errors import ExitCode
-from dtt.base.reading import Kind, is_kind, read_record, read_records, read_small, read_text
+from dtt.base.reading import Kind, fits, is_kind, read_record, read_records, read_small, read_text
 
 SILENT_SECONDS = 60
 """Age in seconds above which a heartbeat is stale; a live process rewrites it every few seconds."""
 SUBMISSION: Mapping[str, Kind] = {"time": float, "job_id": (str, int, type(None))}
 """Fields of a record in submissions.jsonl. `job_id` is None if sbatch did not answer."""
+GAVE_UP = re.compile(r"over: .*?\b([0-9]{1,9}) consecutive attempts\b")
+"""The decision of a job script that has used all attempts allowed without a new checkpoint."""
 SUBMISSIONS = 3
 """Number of newest submissions of a job to query in Slurm: a chain has one running and one
 queued."""
@@ -81,8 +84,7 @@ class JobFiles:
             and submitted > started,
             unsent=bool(submissions) and submissions[-1].get("sent") is False,
             successors=frozenset(str(r["job_id"]) for r in submissions if "argv" not in r),
-            # A decision about an earlier attempt says nothing about this one.
-            decision=_decision(job) if _modified(job.decision) > max(started, submitted) else "",
+            decision=_decision(job, since=max(started, submitted)),
             attempt=number,
             started=started,
             ending=ending,
@@ -129,6 +131,27 @@ class JobFiles:
         return max((s for s in (self.job.last_step(), beat) if s is not None), default=None)
 
     @property
+    def checkpoint(self) -> str | None:
+        """Name of the newest checkpoint; None if there is none."""
+        return self.job.newest_checkpoint_name()
+
+    @property
+    def trains(self) -> bool:
+        """True if the job runs `dtt train`; other commands run only under Slurm."""
+        return last_command(self.job)[0][0] == "train"
+
+    @property
+    def is_stage(self) -> bool:
+        """True if the job is one of several stages, which may share a Slurm job."""
+        return self.job.stage_record() is not None
+
+    @property
+    def request(self) -> tuple[str, str] | None:
+        """The pending request, `stop` or else `save`, and who made it; None without one."""
+        triggers = (self.job.stop, self.job.save)
+        return next(((path.name, requester(path)) for path in triggers if path.exists()), None)
+
+    @property
     def decided_to_end(self) -> bool:
         """True if the job script decided that the job does not continue."""
         return self.decision.startswith("over:")
@@ -148,15 +171,14 @@ class JobFiles:
             "eval_loss": number("eval", "loss"),
         }
 
+    @property
     def stalled(self) -> int:
-        """Return the number of consecutive attempts that have not written a new checkpoint."""
-        try:
-            start_step, count = map(int, (read_text(self.job.root / "stalled") or "").split())
-        except ValueError:  # the job script has not run: there is no such file
-            return 0
-        # A checkpoint since then has reset the count, although the script has not run again.
-        newest = self.job.newest_checkpoint_name() or "step--1"
-        return count if int(newest.removeprefix("step-")) == start_step else 0
+        """Number of attempts without a new checkpoint after which the job script gave up; else 0.
+
+        Its decision has it: only the job script counts, also attempts whose node died.
+        """
+        found = GAVE_UP.match(self.decision)
+        return int(found[1]) if found else 0
 
     def log_tail(self, lines: int) -> list[str]:
         """Return the last non-empty lines of the log that best explains how the job ended."""
@@ -199,6 +221,16 @@ def requester(trigger: Path) -> str:
     return name or f"control/{trigger.name}"
 
 
+def last_command(job: JobDir) -> tuple[list[str], Path | None]:
+    """Return arguments and working directory of the newest submission that recorded them."""
+    # Successors, which the job script records, have no `argv`.
+    known = tail(job.submissions, SUBMISSION)
+    started = [record for record in known if fits(record, {"argv": list, "directory": str})]
+    if not started:  # never submitted: only trained without Slurm
+        return ["train", str(job.root)], None
+    return [str(argument) for argument in started[-1]["argv"]], Path(started[-1]["directory"])
+
+
 def slurm_ids(job: JobDir) -> list[str]:
     """Return Slurm's ids of the last submissions of a job, the newest last."""
     known = tail(job.submissions, SUBMISSION)
@@ -236,11 +268,14 @@ def _end_time(ending: dict[str, Any] | None, path: Path) -> float:
     return _modified(path)
 
 
-def _decision(job: JobDir) -> str:
+def _decision(job: JobDir, since: float) -> str:
+    """Return the job script's decision; empty if it concerns an attempt before `since`."""
+    decision, _, when = (read_text(job.decision) or "").partition("\n")
     try:
-        return first_line(read_small(job.decision).decode(errors="replace"))
-    except (OSError, ValueError):
-        return ""
+        made = float(when)
+    except ValueError:  # older versions wrote no time
+        made = _modified(job.decision)
+    return decision if made > since else ""
 
 
 def _is_fresh(beat: dict[str, Any], now: float) -> bool:

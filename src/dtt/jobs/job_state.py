@@ -9,10 +9,9 @@ from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, InputError
-from dtt.jobs.job_files import SILENT_SECONDS, JobFiles, requester, slurm_ids
+from dtt.jobs.job_files import SILENT_SECONDS, JobFiles, slurm_ids
 from dtt.jobs.slurm import squeue, submissions
 from dtt.jobs.slurm.squeue import Answer, SlurmJob
-from dtt.jobs.slurm.supervisor.decisions import MAX_STALLED_ATTEMPTS
 
 FINAL = (
     ExitCode.DONE,
@@ -191,9 +190,10 @@ Verdict = tuple[State, str]
 
 @dataclass(frozen=True)
 class _Derivation:
-    """The derivation of a job's state from its files and Slurm's answer.
+    """The derivation of a job's state: a pure function of its files and Slurm's answer.
 
-    `verdict` tests the cases in order of precedence; most other methods handle one of them.
+    `verdict` tests the cases in order of precedence; most other methods handle one of them. The
+    table in docs/slurm.md has the same order.
     """
 
     files: JobFiles
@@ -241,7 +241,7 @@ class _Derivation:
             return False
         # The Slurm job of a pipeline trains all stages, so it lives on after one is done.
         done = files.ending is not None and files.ending["code"] == ExitCode.DONE
-        if done and files.job.stage_record() is not None:
+        if done and files.is_stage:
             return False  # its Slurm job continues with the next stage
         return (
             files.ending is None or files.ending["code"] not in FINAL or slurm.since > files.ended
@@ -253,24 +253,25 @@ class _Derivation:
         if slurm.state not in ENDED_BY_SLURM or (files.ending and files.ending["code"] in FINAL):
             # A final exit code outranks how Slurm ended the batch script afterwards.
             return False
-        if submissions.argv(files.job)[0] != "train":  # other commands run only under Slurm
+        if not files.trains:
             return True
         # An older job's end says nothing about an attempt that started later.
         return files.slurm_id == slurm.id or slurm.since >= files.started
 
     def running(self) -> Verdict:
         """Return the state of a job with a fresh heartbeat."""
-        files, job = self.files, self.files.job
+        files = self.files
         if files.acknowledged is not None and files.acknowledged["request"] == "stop":
             answer = files.acknowledged
             return (
                 State.STOPPING,
                 f"requested by {answer['by']}, acknowledged at step {answer['step']}",
             )
-        if job.stop.exists():
-            return State.STOPPING, f"requested by {requester(job.stop)}, not yet acknowledged"
-        if job.save.exists():
-            return State.RUNNING, f"save requested by {requester(job.save)}, not yet acknowledged"
+        match files.request:
+            case "stop", by:
+                return State.STOPPING, f"requested by {by}, not yet acknowledged"
+            case "save", by:
+                return State.RUNNING, f"save requested by {by}, not yet acknowledged"
         phase = files.heartbeat["phase"] if files.heartbeat else "start"
         return State.RUNNING, "" if phase == "step" else f"in phase {phase}"
 
@@ -325,7 +326,7 @@ class _Derivation:
             return "before it started"
         if files.saved:
             return files.reason
-        checkpoint = files.job.newest_checkpoint_name()
+        checkpoint = files.checkpoint
         return f"{checkpoint} is the newest checkpoint" if checkpoint else "nothing was saved"
 
     def ended(self, code: int) -> Verdict:
@@ -341,10 +342,10 @@ class _Derivation:
                 return State.STOPPED, f"{files.reason}{requested}"
         ending = files.ending or {}
         detail = f"{files.reason} (exit code {code}, rank {ending['rank']} on {ending['node']})"
-        if code not in FINAL and self.out_of_attempts():
+        if code not in FINAL and files.stalled:
             return (
                 State.OUT_OF_ATTEMPTS,
-                f"{files.stalled()} attempts without a new checkpoint; {detail}",
+                f"{files.stalled} attempts without a new checkpoint; {detail}",
             )
         return State.FAILED, detail
 
@@ -355,11 +356,10 @@ class _Derivation:
         # A new attempt writes its first heartbeat after the imports.
         if files.heartbeat is None and ended is None and files.heartbeat_age <= SILENT_SECONDS:
             return State.RUNNING, "starting"
-        if self.out_of_attempts():
-            stalled = files.stalled()
+        if files.stalled:
             return (
                 State.OUT_OF_ATTEMPTS,
-                f"{stalled} attempts without a new checkpoint; {files.reason}",
+                f"{files.stalled} attempts without a new checkpoint; {files.reason}",
             )
         if ended is not None:
             return State.FAILED, f"Slurm state {ended.state}; {self.saved_work()}"
@@ -371,11 +371,8 @@ class _Derivation:
 
     def never_started(self) -> Verdict:
         """Return the state of a job without any attempt, which is not in Slurm's queue."""
-        if self.out_of_attempts():
-            return (
-                State.OUT_OF_ATTEMPTS,
-                f"{self.files.stalled()} attempts failed before training started",
-            )
+        if stalled := self.files.stalled:
+            return State.OUT_OF_ATTEMPTS, f"{stalled} attempts failed before training started"
         if self.slurm is not None:  # the set-up of its node did not finish
             return State.FAILED, f"Slurm state {self.slurm.state}"
         if not self.ids and self.files.unsent:
@@ -395,7 +392,3 @@ class _Derivation:
             f"; attempt {files.attempt} ended: {files.reason}" if files.ending is not None else ""
         )
         return State.UNKNOWN, f"submitted as {self.ids[-1]}; {error}{ended}"
-
-    def out_of_attempts(self) -> bool:
-        """Return True if the job script has used all attempts allowed without a new checkpoint."""
-        return self.files.stalled() >= MAX_STALLED_ATTEMPTS

@@ -15,7 +15,7 @@ from dtt.base.errors import DttError
 from dtt.base.files import append, remove, write_atomically
 from dtt.base.reading import Kind, fits, read_small, tolerant
 from dtt.base.secrets import redacted
-from dtt.jobs.job_files import SUBMISSION, tail
+from dtt.jobs.job_files import SUBMISSION, last_command, tail
 from dtt.jobs.slurm import job_script, squeue
 from dtt.jobs.slurm.job_script import Script
 
@@ -59,7 +59,7 @@ def submit(script: Script, *, send: bool = True) -> str | None:
 
 def submit_again(job: JobDir) -> str:
     """Submit a job's existing script again, from its original folder; return the job id."""
-    argv, directory = _last(job)
+    argv, directory = last_command(job)
 
     def record(id: str | None) -> None:
         _record(job, id, argv, directory, None, job.script)
@@ -87,22 +87,12 @@ def find_unanswered(job: JobDir) -> list[str]:
 
 def argv(job: JobDir) -> list[str]:
     """Return the arguments of dtt with which a job runs."""
-    return _last(job)[0]
+    return last_command(job)[0]
 
 
 def directory(job: JobDir) -> Path:
     """Return the folder to which these arguments are relative."""
-    return _last(job)[1] or Path.cwd()
-
-
-def _last(job: JobDir) -> tuple[list[str], Path | None]:
-    """Return arguments and working directory of the newest submission that recorded them."""
-    # Successors, which the job script records, have no `argv`.
-    known = tail(job.submissions, SUBMISSION)
-    started = [record for record in known if fits(record, {"argv": list, "directory": str})]
-    if not started:  # never submitted: only trained without Slurm
-        return ["train", str(job.root)], None
-    return [str(argument) for argument in started[-1]["argv"]], Path(started[-1]["directory"])
+    return last_command(job)[1] or Path.cwd()
 
 
 def _record(

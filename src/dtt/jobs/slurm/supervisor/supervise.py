@@ -138,6 +138,7 @@ class Supervisor:
         continued = bool(predecessor) or self.restarts > 0
         self.stalled = stalled_before(read(self.job / "stalled"), self.before, continued)
         saves = self.trains or self.command[0] == "pipeline"
+        # `dtt job status` recognizes "N consecutive attempts".
         self.give_up = "{} consecutive attempts {}: see logs/latest.log, then run {}".format(
             MAX_STALLED_ATTEMPTS,
             "without a new checkpoint" if saves else "did not finish",
@@ -388,7 +389,8 @@ class Supervisor:
             signal.signal(number, signal.SIG_IGN)
         message(reason)
         self._remove_own_request()
-        write(self.job / "decision", f"{word}: {reason}\n")
+        # With its time, because a copy of the directory changes that of the file.
+        write(self.job / "decision", f"{word}: {reason}\n{time.time()}\n")
 
     def _submit_successor(self) -> None:
         predecessor = os.environ["SLURM_JOB_ID"]
