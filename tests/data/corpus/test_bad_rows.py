@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dtt.base.errors import DamagedError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_columns import read_with_columns
@@ -69,6 +71,25 @@ def test_a_value_of_a_condition_that_cannot_be_read_is_none_and_its_text_stays(
     assert [first[0], second, third[0]] == [b"a", (b"b", {"x": None}), b"c"]
     assert first[1]["x"] is not None
     assert bad.count == 1
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl.gz"])
+def test_a_damaged_file_is_named_where_documents_are_chosen_by_a_column(
+    tmp_path: Path, suffix: str
+) -> None:
+    whole = {
+        "parquet": lambda path: pq.write_table(pa.table({"text": ["a"], "x": [1]}), path),
+        "csv": lambda path: path.write_text("text,x\na,1\n"),
+        "jsonl.gz": lambda path: path.write_bytes(gzip.compress(b'{"text": "a", "x": 1}\n')),
+    }
+    path = tmp_path / f"a.{suffix}"
+    whole[suffix](path)
+    download(DownloadConfig(dataset=str(path)), tmp_path / "corpus")
+    path.write_bytes(b'"' * path.stat().st_size)
+    corpus, bad = Corpus(tmp_path / "corpus"), BadDocuments()
+    (unit,) = corpus.units(10**6)
+    with pytest.raises(DamagedError, match=f"damaged\n.*{path}"):
+        list(read_with_columns(corpus, unit, ["x"], bad))
 
 
 def test_each_byte_is_read_about_once_to_name_the_lines_of_all_units(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +42,19 @@ PROBE = (
 class ConversationReport:
     """The findings on token files of conversations."""
 
-    def __init__(self, files: TokenFiles, broken: set[Path], tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        files: TokenFiles,
+        broken: set[Path],
+        tokenizer: Tokenizer | None,
+        decode: Callable[[list[int]], str],
+    ) -> None:
         """Read ids and masks, except for shards whose `.bin` is in `broken`."""
         assert files.manifest is not None
         assert files.manifest.chat is not None
         self._manifest: TokensManifest = files.manifest
         self._chat: ChatFacts = files.manifest.chat
-        self._folder, self._tokenizer = files.path, tokenizer
+        self._folder, self._tokenizer, self._decode = files.path, tokenizer, decode
         shards = [shard for shard in files.shards if shard.path not in broken]
         step = -(-sum(shard.tokens for shard in shards) // MAX_TOKENS) or 1
         self._shards = shards[::step]
@@ -134,15 +140,10 @@ class ConversationReport:
         return [self._sample(shard) for shard in spread(chosen, count)]
 
     def _sample(self, shard: Shard) -> DocumentSample:
-        ((length, trained, parts),) = read_conversations(shard, 1, self._text)
+        ((length, trained, parts),) = read_conversations(shard, 1, self._decode)
         text = "".join(f"{BEGIN}{text}{END}" if is_target else text for text, is_target in parts)
         where = f"{shard.path.name}, conversation 0: {length} tokens, {trained} trained"
         return DocumentSample(where, text)
-
-    def _text(self, ids: list[Any]) -> str:
-        if self._tokenizer is None:
-            return " ".join(map(str, ids))
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _token(self, token: int) -> str:
         name = None if self._tokenizer is None else self._tokenizer.id_to_token(token)

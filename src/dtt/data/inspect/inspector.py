@@ -80,6 +80,7 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
     manifest = files.manifest
     folder = files.path if files.path.is_dir() else files.path.parent
     tokenizer = _open_tokenizer(options.tokenizer, folder / TOKENIZER)
+    decode = _decoder(tokenizer)
     vocab_size = None if manifest is None else manifest.vocab_size
     if vocab_size is None and tokenizer is not None:
         vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -101,7 +102,7 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
             for shard in files.shards
             if damaged.keys() & {shard.path.with_suffix(s) for s in (".bin", ".idx", ".mask")}
         }
-        chat = ConversationReport(files, broken_shards, tokenizer)
+        chat = ConversationReport(files, broken_shards, tokenizer, decode)
     paths = [path for shard in files.shards for path in _files_of(shard.path, files.format)]
     return Report(
         path=str(files.path),
@@ -121,7 +122,7 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
         | ({} if chat is None else chat.facts()),
         read=Read(statistics.tokens, total, "tokens"),
         lengths=None if documents is None else LengthSummary.of(statistics.lengths, "tokens"),
-        samples=statistics.samples(options.samples, _decoder(tokenizer))
+        samples=statistics.samples(options.samples, decode)
         if chat is None
         else chat.samples(options.samples),
         oddities=list(_oddities(statistics)) if chat is None else list(chat.warnings()),

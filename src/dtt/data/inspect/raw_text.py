@@ -39,7 +39,6 @@ from dtt.data.inspect.report import (
 SAMPLE_BYTES = 2**26
 PLACES = 32
 """Number of evenly spread positions at which a large corpus is read."""
-SHOWN_CHARACTERS = 300
 
 
 def describe(path: Path) -> CorpusManifest:
@@ -142,8 +141,7 @@ class _TextStatistics:
             self.lengths.append(size)
             self._blank += text.isspace()
             if number == 0:
-                start = text[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")[:SHOWN_CHARACTERS]
-                self.firsts.append(DocumentSample(f"{where}, unit {unit.index}", start))
+                self.firsts.append(DocumentSample.of(f"{where}, unit {unit.index}", text))
             if room is not None:
                 room -= size
                 if room <= 0:

@@ -19,8 +19,6 @@ from dtt.data.corpus.selection import Selection, open_selection
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.inspect.report import DocumentSample, spread
 
-SHOWN_CHARACTERS = 300
-
 
 def selections_of(corpus: Corpus) -> list[Selection]:
     """Return the finished selections of a corpus, by name; not those of earlier files."""
@@ -52,8 +50,7 @@ def removed_samples(corpus: Corpus, selection: Selection, count: int) -> Iterato
         seen[row["reason"]] += 1
         text = next(islice(_contents(corpus, units[unit]), row["document"], None), b"")
         where = f"removed by {selection.folder.name}: document {row['document']} of unit {unit}"
-        start = text[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")[:SHOWN_CHARACTERS]
-        yield DocumentSample(f"{where}: {_why(row)}", start)
+        yield DocumentSample.of(f"{where}: {_why(row)}", text)
 
 
 def _why(row: dict[str, Any]) -> str:

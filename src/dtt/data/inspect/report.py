@@ -18,6 +18,8 @@ from dtt.base.log import progress
 T = TypeVar("T")
 SHOWN = 10
 """Maximum number of oddities of one kind listed by name; the rest are only counted."""
+SHOWN_CHARACTERS = 300
+"""Characters of a document that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,13 @@ class DocumentSample:
 
     where: str
     text: str
+
+    @classmethod
+    def of(cls, where: str, content: bytes) -> DocumentSample:
+        """Return the first SHOWN_CHARACTERS characters of a document."""
+        start = content[: 4 * SHOWN_CHARACTERS]
+        # `ignore`: the cut may be within a character.
+        return cls(where, start.decode(errors="ignore")[:SHOWN_CHARACTERS])
 
 
 @dataclass(frozen=True)
