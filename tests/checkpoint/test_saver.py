@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import on_ranks
+from support.running import TIMEOUT
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base import files, reading
@@ -249,13 +250,13 @@ def test_at_most_one_save_is_in_flight(
 
     def slow(*arguments: Any, **facts: Any) -> Any:
         going.set()
-        release.wait(10)
+        release.wait(TIMEOUT)
         return commit(*arguments, **facts)
 
     monkeypatch.setattr(store, "commit", slow)
     saver = make(tmp_path, alone)
     saver.begin(1, weights(1.0), state(1.0), {})
-    assert going.wait(10)  # `begin` has returned, the commit has not
+    assert going.wait(TIMEOUT)  # `begin` has returned, the commit has not
     assert saver.finished() == []
     threading.Timer(0.05, release.set).start()
     saver.begin(2, weights(2.0), state(2.0), {})

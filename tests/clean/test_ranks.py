@@ -157,7 +157,7 @@ def test_after_kills_at_random_moments_a_rerun_gives_the_same_bytes(corpus: Clea
     draw = random.Random(1)
     for _ in range(3):
         job = subprocess.Popen(command(corpus), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        end = time.monotonic() + 100
+        end = time.monotonic() + TIMEOUT
         wanted = draw.randint(1, 50)  # files: all passes together write about sixty
         while time.monotonic() < end and job.poll() is None:
             if len(list(corpus.folder.glob("selection-*/.work/*"))) >= wanted:

@@ -45,7 +45,6 @@ def test_every_block_of_the_session_runs(tmp_path: Path) -> None:
     assert [save["step"] for save in parts["first save"]["saves"]] == [3, 6, 9]
 
 
-@pytest.mark.timeout(600)
 def test_after_a_failure_the_session_continues(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("a file where the tokens should be")
     code, summary = session(tmp_path, "small", "attention")
@@ -57,7 +56,6 @@ def test_after_a_failure_the_session_continues(tmp_path: Path) -> None:
     assert summary["attention"]["status"] == "ok"
 
 
-@pytest.mark.timeout(600)
 def test_a_block_is_ended_at_its_time_limit_and_its_results_are_kept(
     tmp_path: Path,
 ) -> None:

@@ -24,7 +24,7 @@ import pytest
 from support import sandbox
 from support.forked import can_fork, run_dtt
 from support.loopback_hub import LoopbackHub
-from support.running import ROOT
+from support.running import ROOT, TIMEOUT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.name != "errors.md"}
@@ -270,7 +270,7 @@ def run(line: str, case: Case, folder: Path) -> tuple[int, str]:
             assert process.stdout is not None
             first = process.stdout.readline()
             process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=300)
+        rest, _ = process.communicate(timeout=TIMEOUT)
         return process.returncode, first + rest
 
 
@@ -289,9 +289,11 @@ def stopping(folder: Path) -> Iterator[None]:
 
     thread = threading.Thread(target=look)
     thread.start()
-    yield
-    over.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
     for path in folder.glob("jobs/*/control/stop"):
         path.unlink()
 
@@ -303,11 +305,13 @@ def running(folder: Path, line: str) -> Iterator[None]:
     more = ["train", job, "train.steps=1000000", "--allow-change", "train.steps"]
     metrics = folder / job / "metrics.jsonl"
     before = metrics.stat().st_size
-    thread = threading.Thread(target=partial(run_dtt, more, folder, {}, 150))
+    thread = threading.Thread(target=partial(run_dtt, more, folder, {}, TIMEOUT))
     thread.start()
-    while metrics.stat().st_size <= before:
-        thread.join(0.05)
-        assert thread.is_alive()
-    yield
-    (folder / job / "control/stop").touch()
-    thread.join()
+    try:
+        while metrics.stat().st_size <= before:
+            thread.join(0.05)
+            assert thread.is_alive()
+        yield
+    finally:
+        (folder / job / "control/stop").touch()
+        thread.join()

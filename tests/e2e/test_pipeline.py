@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.running import Dtt, kill_when, wait_until
 
-pytestmark = pytest.mark.timeout(600)  # each test runs several pipelines, perhaps on busy cores
 SMALL = (
     "train.steps=12", "model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=64",
     "train.global_batch_tokens=512", "train.micro_batch=8", "train.log_every=1",

@@ -326,7 +326,7 @@ class Terminal:
         `press` is typed every second: a signal between the prompt and readline's wait for a key has
         no effect before the next key.
         """
-        until, next_press = time.monotonic() + 120, 0.0
+        until, next_press = time.monotonic() + TIMEOUT, 0.0
         while text not in self.said:
             assert time.monotonic() < until, f"no {text!r} in {self.said!r}"
             if press and time.monotonic() >= next_press:

@@ -18,7 +18,6 @@ from dtt.jobs.stages import done
 from dtt.track import jsonl
 from dtt.train.run import find_stages
 
-pytestmark = pytest.mark.timeout(600)  # tests run several jobs, perhaps on busy cores
 LAST = {"pretrain": 12, "midtrain": 8, "last": 6}
 """Steps of each stage."""
 STAGES = [

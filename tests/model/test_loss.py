@@ -216,7 +216,6 @@ def test_two_ranks_with_half_of_the_rows_each_have_one_loss_and_exact_gradients(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("bf16", "softcap", "z_loss"), [(False, None, 0.0), (False, 5.0, 0.1), (True, None, 1e-4)]
 )

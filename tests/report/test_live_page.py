@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from support.browser import OpenPage
 from support.report_jobs import START, SyntheticRun, WrittenJob, write_finished_job, write_new_job
-from support.running import Dtt
+from support.running import TIMEOUT, Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.track.jsonl import JsonlTracker
@@ -67,7 +67,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", url), process.communicate()
     yield url
     process.terminate()
-    process.wait(30)
+    process.wait(TIMEOUT)
 
 
 def tables(page: Page, charts: Sequence[str] = CHARTS) -> dict[str, list[str]]:
@@ -215,5 +215,5 @@ def test_a_server_that_went_away_is_reported_on_the_page(tmp_path: Path, chromiu
     with OpenPage(chromium, f"{url}report?job=jobs/run") as opened:
         expect(opened.page.locator("#connection")).to_have_text("live")
         process.terminate()
-        process.wait(30)
+        process.wait(TIMEOUT)
         expect(opened.page.locator("#connection")).to_contain_text("not connected")

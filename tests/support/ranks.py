@@ -35,7 +35,7 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         return [pipe.recv() for pipe in pipes]  # EOFError: that rank failed, see its traceback
     finally:
         for process in processes:
-            process.join(timeout=30)
+            process.join(timeout=60)
             process.kill()
 
 

@@ -56,7 +56,6 @@ def open_model(folder: Path) -> Decoder:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) -> None:
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
     trl = pytest.importorskip("trl")

@@ -101,7 +101,6 @@ def of_trl(folder: Path) -> tuple[torch.nn.Module, float, list[tuple[list[int], 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_loss_and_gradients_of_packed_rows_are_those_of_trl(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from dtt.config.load import resolve
 from dtt.verify import run
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_what_it_takes_is_named(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

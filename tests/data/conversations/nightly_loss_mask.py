@@ -19,11 +19,9 @@ def gpt2(shared: Path) -> bytes:
     return with_tokens(shared / "data/tokenizers/gpt2")
 
 
-@pytest.mark.timeout(900)
 def test_masks_are_derived_for_nearly_all_pairs(gpt2: bytes) -> None:
     check_that_masks_are_derived(gpt2, every=1)
 
 
-@pytest.mark.timeout(900)
 def test_masks_equal_those_of_trl(gpt2: bytes) -> None:
     check_that_masks_equal_those_of_trl(gpt2, every=1)

@@ -225,13 +225,18 @@ def test_other_threads_continue_while_it_encodes(both: Both) -> None:
     """So a rank can give its signs of life whatever a document takes."""
     fast, _ = both("gpt2")
     document = b" ".join(b"%d" % (i * i) for i in range(300_000))
-    encoding = threading.Thread(target=fast.encode, args=([document],))
-    encoding.start()
-    turns = 0
-    while encoding.is_alive():
-        turns += 1
-        threading.Event().wait(0.001)
-    assert turns > 5  # one or two, if it kept Python's lock
+
+    def turns() -> int:
+        encoding = threading.Thread(target=fast.encode, args=([document],))
+        encoding.start()
+        count = 0
+        while encoding.is_alive():
+            count += 1
+            threading.Event().wait(0.001)
+        return count
+
+    # One or two, if it kept Python's lock; but also if this thread waits for a core.
+    assert any(turns() > 5 for _ in range(20))
 
 
 @pytest.mark.parametrize("flag", [{"special": False}, {"lstrip": True}, {"rstrip": True}])

@@ -70,7 +70,6 @@ TWELVE = {(lr, prompt, seed) for lr, prompt in PAIRS for seed in SEEDS}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_status_and_results_equal_an_independent_reading_of_the_logs(
     dtt: Dtt, tiny: Settings
 ) -> None:
