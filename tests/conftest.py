@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import compileall
+import contextlib
+import gc
 import logging
 import os
 import random
@@ -10,11 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from support.forked import PACKAGE
@@ -51,6 +55,36 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for name in ("DTT_DEBUG", "HF_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(name, None)
+
+
+KEPT = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "tqdm_monitor")
+"""Processes and a thread that libraries keep for all tests; they wait, and do nothing else."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_running() -> Iterator[None]:
+    """Fail a file whose tests leave a thread or process running: the tests of the next file in this
+    process may count threads or measure memory, and a process takes CPU time from all."""
+    threads, processes = set(threading.enumerate()), children()
+    yield
+    started = [t for t in threading.enumerate() if t not in threads and t.name not in KEPT]
+    if started:
+        gc.collect()  # an executor that is garbage ends its threads when it is collected
+    for thread in started:
+        thread.join(TIMEOUT)
+    left = [thread for thread in started if thread.is_alive()]
+    left += psutil.wait_procs(children() - processes, timeout=TIMEOUT)[1]
+    assert not left, f"tests of this file leave running: {left}"
+
+
+def children() -> set[psutil.Process]:
+    """Return the processes that this one has started, also through the server that forks."""
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kept = any(name in " ".join(child.cmdline()) for name in KEPT)
+            found |= set(child.children()) if kept else {child}
+    return found
 
 
 @pytest.fixture
