@@ -55,7 +55,7 @@ from dtt.clean.language import SAMPLE, LanguageFilter
 from dtt.clean.shingles import shingles
 from dtt.clean.sketches import band_keys, bands_and_rows, sketches
 from dtt.clean.steps import Steps
-from dtt.clean.unit_pass import BATCH_BYTES, BATCH_DOCUMENTS, PlacedUnit, pass_one
+from dtt.clean.unit_pass import BATCH_DOCUMENTS, UNIT_BATCH_BYTES, PlacedUnit, pass_one
 from dtt.config.clean import CleanConfig, LanguageConfig, NearConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_batches
@@ -248,7 +248,7 @@ def measure_unit(folder: Path) -> tuple[float, float, int]:
     peak = next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     batches = [
         batch[start : start + BATCH_DOCUMENTS]
-        for batch in read_batches(corpus, unit, bad, BATCH_BYTES)
+        for batch in read_batches(corpus, unit, bad, UNIT_BATCH_BYTES)
         for start in range(0, len(batch), BATCH_DOCUMENTS)
     ]
     size = sum(len(text) for batch in batches for text in batch)

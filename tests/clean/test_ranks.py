@@ -113,7 +113,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every group small: partitions, sorted runs, batches, merges and open files."""
     monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 5000)
     monkeypatch.setattr(unit_pass, "RUN_ENTRIES", 5000)
-    monkeypatch.setattr(unit_pass, "BATCH_BYTES", 30_000)
+    monkeypatch.setattr(unit_pass, "UNIT_BATCH_BYTES", 30_000)
     monkeypatch.setattr(sorted_files, "MERGED_ROWS", 900)
     for module in (sorted_files, verified_pairs):
         monkeypatch.setattr(module, "OPEN_FILES", 2)

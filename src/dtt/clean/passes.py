@@ -36,7 +36,7 @@ from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_columns import check_columns
-from dtt.data.corpus.selection import key_parts, selected, selection_folder
+from dtt.data.corpus.selection import selected, selection_folder, selection_parts
 from dtt.data.corpus.units import Corpus
 from dtt.mesh.comm import Comm
 
@@ -75,7 +75,7 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
     with _locked(out, part) if first else nullcontext():
         tasks = make_tasks(cfg)
         tasks_hash = None if tasks is None else tasks.sha256
-        key = key_parts(section, corpus.manifest)
+        key = selection_parts(section, corpus.manifest)
         finished = _finished(cfg, out, key, tasks_hash) if first and part is None else None
         if comm.broadcast(finished is not None):
             if finished is not None and not (out / FILENAME).exists():

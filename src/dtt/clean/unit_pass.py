@@ -25,7 +25,7 @@ from dtt.data.corpus.documents import batches, read_batches
 from dtt.data.corpus.selection import Selection
 from dtt.data.corpus.units import Corpus, Unit
 
-BATCH_BYTES = 2**19
+UNIT_BATCH_BYTES = 2**19
 """Text that is hashed at once: its arrays fit into the processor's cache, which makes it a third
 faster than 2 MiB."""
 BATCH_DOCUMENTS = 2**11
@@ -136,9 +136,9 @@ def _kept(
     gone = np.empty(0, np.uint32) if selection is None else selection.removed(unit.index)
     columns = columns_of(filters)
     found: Iterator[list[Any]] = (
-        read_with_columns(corpus, unit, columns, bad, BATCH_BYTES)
+        read_with_columns(corpus, unit, columns, bad, UNIT_BATCH_BYTES)
         if columns
-        else read_batches(corpus, unit, bad, BATCH_BYTES)
+        else read_batches(corpus, unit, bad, UNIT_BATCH_BYTES)
     )
     first = 0
     for batch in found:

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 
 from dtt.config.base import Length, LengthKey, Section
 
-Sizes = tuple[tuple[LengthKey, PositiveInt], ...]
+BatchStages = tuple[tuple[LengthKey, PositiveInt], ...]
 """Pairs of start and size from there on, such as `[[0, 512], [20%, 1024]]`."""
 
 
@@ -52,7 +52,7 @@ class ListedBatch(GrowingBatch):
     """An explicit list of batch sizes."""
 
     type: Literal["list"] = "list"
-    stages: Sizes = ()
+    stages: BatchStages = ()
     """Pairs of start (steps, a share of the run, or tokens) and tokens per step:
     `[[0, 8192], [50M tokens, 65536]]`. The last size must be the full batch."""
 
@@ -82,7 +82,7 @@ def batch_problems(schedule: BatchSchedule, full: int, seq_len: int) -> Iterator
             yield "start", f"{schedule.start} does not divide train.global_batch_tokens = {full}"
 
 
-def stage_problems(stages: Sizes, last: int, key: str) -> Iterator[str]:
+def stage_problems(stages: BatchStages, last: int, key: str) -> Iterator[str]:
     """Yield reasons why `stages` is not a valid schedule that ends at the value `last` of `key`."""
     sizes = [size for _, size in stages]
     if not stages or stages[0][0].amount != 0:

@@ -11,9 +11,9 @@ from dtt.config.base import Length, LengthKey, Section
 from dtt.config.schedule import RunFacts
 from dtt.config.weight_decay import Decayed, parse_decay
 
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 """Decay of a running average: the weight of its old value."""
-Betas = tuple[Decay, Decay]
+Betas = tuple[Beta, Beta]
 
 
 ROLES = ("matrix", "embed", "head", "vector", "router", "adapter")
@@ -118,7 +118,7 @@ class MuonConfig(Optimizer):
     Jordan et al., for which they are about ten times higher; `hyperball` (arXiv 2606.16899): `lr`
     times the norm of the matrix, which is kept at its initial value instead of weight decay:
     learning rates, such as 0.02, are relative changes per step."""
-    momentum: Decay = 0.95
+    momentum: Beta = 0.95
     """Decay of the gradient average that is orthogonalised."""
     momentum_warmup: NonNegativeInt = 0
     """Steps of linear momentum warm-up from 0.85 to `momentum`; skipped steps do not count."""
@@ -126,7 +126,7 @@ class MuonConfig(Optimizer):
     """Polynomials of the five Newton-Schulz iterations: `classic`: the same in all of them, which
     brings singular values to about [0.7, 1.2]; `polar-express`: an optimal one for each (arXiv
     2505.16932)."""
-    normuon_beta2: Decay | None = None
+    normuon_beta2: Beta | None = None
     """Decay of NorMuon's running average, such as 0.95 (arXiv 2510.05491): each row of the update
     is divided by its root mean square over the steps; null: no NorMuon."""
     weight_decay: Decayed = 0.1

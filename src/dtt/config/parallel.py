@@ -12,7 +12,7 @@ from pydantic import Field
 from dtt.base.errors import ConfigError
 from dtt.config.base import Section, resumable
 
-Size = Annotated[int, Field(ge=-1)]
+MeshSize = Annotated[int, Field(ge=-1)]
 REST = -1
 """The size that makes the product of all sizes equal the number of processes."""
 
@@ -24,7 +24,7 @@ class ParallelConfig(Section):
     remaining devices. The loss curve does not depend on the mesh.
     """
 
-    pipeline: Size = resumable(1)
+    pipeline: MeshSize = resumable(1)
     """Number of devices that share the layers: each computes some of them, and passes activations
     on (pipeline parallelism). For models whose weights are too large to be gathered for every
     micro-batch. A step needs at least as many micro-batches as there are devices."""
@@ -34,16 +34,16 @@ class ParallelConfig(Section):
     layers_per_stage: tuple[Annotated[int, Field(ge=1)], ...] | None = resumable(None)
     """Number of layers of each pipeline stage, from the embedding to the head; null divides them
     evenly."""
-    replicate: Size = resumable(REST)
+    replicate: MeshSize = resumable(REST)
     """Number of model replicas, each training on its own samples: data parallelism (DDP), or hybrid
     sharding (HSDP) if `shard` is above 1, where each replica spans several devices."""
-    shard: Size = resumable(1)
+    shard: MeshSize = resumable(1)
     """Number of devices that share the weights, gradients and optimizer state of a replica (FSDP2);
     each trains on its own samples."""
-    context: Size = resumable(1)
+    context: MeshSize = resumable(1)
     """Number of devices that share each sequence (context parallelism), for contexts too long for
     one device. Weights are sharded over them as over `shard`."""
-    tensor: Size = resumable(1)
+    tensor: MeshSize = resumable(1)
     """Number of devices that share each matrix multiplication, and the sequence in between (tensor
     and sequence parallelism). They communicate a lot: keep them on one node."""
     expert: Annotated[int, Field(ge=1)] = resumable(1)

@@ -18,7 +18,13 @@ from pydantic_core import PydanticCustomError
 
 from dtt.config.averaging import Averaged
 from dtt.config.base import MAX_INT, Processes, Section, Tokens32, resumable
-from dtt.config.batch import BatchSchedule, ConstantBatch, Sizes, batch_problems, stage_problems
+from dtt.config.batch import (
+    BatchSchedule,
+    BatchStages,
+    ConstantBatch,
+    batch_problems,
+    stage_problems,
+)
 from dtt.config.budget import Stretch
 
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
@@ -44,7 +50,7 @@ class TrainConfig(Section):
     allows. Its length may be a share of the run; other shares refer to `steps`."""
     seq_len: Tokens32 = 1024
     """Tokens in one training sequence."""
-    context_schedule: Sizes = ()
+    context_schedule: BatchStages = ()
     """Shorter contexts at the start of the run: pairs of start (steps, a share of the run, or
     tokens) and tokens, such as `[[0, 256], [20%, 1024]]`. Each length divides `seq_len`; the last
     equals it. A sequence is split into several rows without attention between them; the tokens and

@@ -12,7 +12,7 @@ from dtt.base.reading import Kind, fits, is_kind
 from dtt.jobs.clock import in_words, records
 
 USEFUL = ("forward_backward", "optimizer")
-SHOWN = 0.005
+LEAST_SHOWN = 0.005
 """Minimum share of a loss that `describe` mentions."""
 LOGGED: dict[str, Kind] = {"steps": int, "step": int, "first": int, "parts": dict}
 """Fields in the clock.json of an attempt that reached a log line, and their types."""
@@ -40,7 +40,7 @@ class Goodput:
         """Return a one-line summary."""
         lost = sorted(self.lost.items(), key=lambda item: -item[1])
         shares = [(name, seconds / self.seconds) for name, seconds in lost]
-        causes = ", ".join(f"{name} {share:.1%}" for name, share in shares if share > SHOWN)
+        causes = ", ".join(f"{name} {share:.1%}" for name, share in shares if share > LEAST_SHOWN)
         plural = "s" if self.attempts > 1 else ""
         total = f"{in_words(self.seconds)} in {self.attempts} attempt{plural}"
         return f"{self.share:.1%} of {total}" + (f"; lost: {causes}" if causes else "")

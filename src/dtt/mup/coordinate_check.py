@@ -26,11 +26,11 @@ layers; the residual stream after the last layer; logits."""
 INPUTS = ("embed", "residual")
 """Kinds that are recorded as the input of a module, not as its output."""
 
-Sizes = Mapping[str, float]
+Magnitudes = Mapping[str, float]
 """Mean absolute activation by kind."""
 
 
-def measure(cfg: RunConfig, width: int, world: World) -> list[Sizes]:
+def measure(cfg: RunConfig, width: int, world: World) -> list[Magnitudes]:
     """Return the sizes before the first step and after each step, on the same micro-batch.
 
     Learning rates are at their peak from the start, because `cfg.train.steps` is small.
@@ -43,7 +43,7 @@ def measure(cfg: RunConfig, width: int, world: World) -> list[Sizes]:
 
 
 @torch.no_grad()
-def activations(model: Decoder, tokens_BT: Tensor) -> Sizes:
+def activations(model: Decoder, tokens_BT: Tensor) -> Magnitudes:
     """Return the sizes in a forward pass in fp32."""
     watched = {"layers.0": "embed", "norm": "residual", "": "logits"}
     for i in range(model.arch.n_layers):
@@ -64,7 +64,7 @@ def activations(model: Decoder, tokens_BT: Tensor) -> Sizes:
     return {kind: fmean(values) for kind, values in seen.items()}
 
 
-def slopes(measured: Mapping[int, Sequence[Sizes]]) -> list[Sizes]:
+def slopes(measured: Mapping[int, Sequence[Magnitudes]]) -> list[Magnitudes]:
     """Return, for each step, the slope of log(size) over log(width) by kind.
 
     `measured` holds the output of `measure` by width.
@@ -83,7 +83,7 @@ def _slope(widths: Sequence[float], sizes: Sequence[float]) -> float:
     return linear_regression(widths, [math.log(size) for size in sizes]).slope
 
 
-def faults(slopes: Sequence[Sizes], tolerance: float) -> list[str]:
+def faults(slopes: Sequence[Magnitudes], tolerance: float) -> list[str]:
     """Return a line per kind that grows with the width at any step, or vanishes after the last.
 
     Only the last step counts for vanishing: logits start as sums of random terms, which muP's

@@ -19,7 +19,7 @@ MAX_BUCKETS = 2000
 DIGITS = 7
 """Significant digits of the numbers on a page: more than a plot or a reader can resolve."""
 
-Values = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
 
 
 Steps = npt.NDArray[np.int64]
@@ -83,7 +83,7 @@ class Series:
         ends = np.append(index[1:] != index[:-1], True)[: len(index)]
         return [float(value) for value in values[ends]]
 
-    def _sorted(self) -> tuple[Steps, Values]:
+    def _sorted(self) -> tuple[Steps, Floats]:
         # Views of the arrays, without a copy.
         steps = np.frombuffer(self.steps, dtype=np.int64)
         values = np.frombuffer(self.values, dtype=np.float64)
@@ -98,6 +98,6 @@ def curves(series: Mapping[str, Series], most: int) -> dict[str, dict[str, Any]]
     return {name: one.buckets(most) for name, one in series.items() if len(one.steps)}
 
 
-def rounded(values: Values) -> list[float]:
+def rounded(values: Floats) -> list[float]:
     """Return numbers with the digits that a page shows."""
     return [float(f"{value:.{DIGITS}g}") for value in values.tolist()]

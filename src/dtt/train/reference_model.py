@@ -29,7 +29,7 @@ from dtt.base.reading import Kind, read_record
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader
 from dtt.data.samples.protocol import SampleNumbers, SampleSource
-from dtt.data.samples.reference import DTYPE, ReferenceManifest, files_of
+from dtt.data.samples.reference import DTYPE, ReferenceManifest, reference_files
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import DATA, Mesh
@@ -81,7 +81,7 @@ class ReferencePass:
         `key` identifies the model, the data and the precision; rows with a different key are
         overwritten.
         """
-        files, first = dict(files_of(dataset)), self.world.first
+        files, first = dict(reference_files(dataset)), self.world.first
         total = sum(map(len, files.values()))
         if first:
             folder.mkdir(parents=True, exist_ok=True)

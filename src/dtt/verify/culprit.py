@@ -11,8 +11,8 @@ from dtt.config.run import RunConfig
 from dtt.config.source import shown
 from dtt.config.validation import validate
 from dtt.verify.layouts import Layout
+from dtt.verify.shrink import Nested
 
-Values = dict[str, Any]
 Key = tuple[str, ...]
 
 PLAIN: Mapping[str, Any] = {
@@ -32,7 +32,7 @@ SECTIONS = (
 class Minimal:
     """A failure, minimised."""
 
-    values: Values
+    values: Nested
     """The keys of the configuration that are not defaults."""
     layout: Layout
     features: tuple[str, ...]
@@ -67,7 +67,7 @@ def minimise(cfg: RunConfig, layout: Layout, fails: Callable[[RunConfig, Layout]
     return Minimal(changes, layout, named)
 
 
-def _plain() -> Values:
+def _plain() -> Nested:
     """Return the values of a run without features."""
     values = RunConfig().model_dump(mode="json")
     for section, changes in PLAIN.items():
@@ -78,7 +78,7 @@ def _plain() -> Values:
     return values
 
 
-def _features(values: Values, plain: Values, key: Key) -> Iterator[Key]:
+def _features(values: Nested, plain: Nested, key: Key) -> Iterator[Key]:
     """Yield the keys below `key` that are not plain; a section of another type as a whole."""
     value, other = _value(values, key), _value(plain, key)
     if key[0] == "parallel" and key[1:] not in ((), ("reduce",), ("reshard",)):
@@ -93,7 +93,7 @@ def _features(values: Values, plain: Values, key: Key) -> Iterator[Key]:
         yield from _features(values, plain, (*key, name))
 
 
-def _only(values: Values, plain: Values, kept: Sequence[Key]) -> Values:
+def _only(values: Nested, plain: Nested, kept: Sequence[Key]) -> Nested:
     """Return the values with only some of the features."""
     found = copy.deepcopy(values)
     for section in SECTIONS:
@@ -103,7 +103,7 @@ def _only(values: Values, plain: Values, kept: Sequence[Key]) -> Values:
     return found
 
 
-def _value(values: Values, key: Key) -> Any:
+def _value(values: Nested, key: Key) -> Any:
     value: Any = values
     for name in key:
         value = value.get(name) if isinstance(value, dict) else None

@@ -39,7 +39,7 @@ EPSILON = 1e-6
 rounding into updates of full size."""
 RANK = 4
 
-Values = dict[str, Any]
+Nested = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
     Unless `exact`, device, precision and kernels are those of `cfg`.
     """
     shrinking = _Shrinking(cfg, exact)
-    values: Values = cfg.model_dump(mode="json")
+    values: Nested = cfg.model_dump(mode="json")
     values |= {
         "name": "run",
         "track": [],
@@ -110,16 +110,16 @@ def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
     )
 
 
-def _checked(values: Values, cls: type[RunConfig]) -> RunConfig:
+def _checked(values: Nested, cls: type[RunConfig]) -> RunConfig:
     """Return the configuration; values that contradict each other are a fault of this module."""
     section, problems = validate(cls, json.loads(json.dumps(values)))
     assert section is not None, problems
     return section
 
 
-def _model(shrinking: _Shrinking) -> Values:
+def _model(shrinking: _Shrinking) -> Nested:
     model = shrinking.cfg.model
-    values: Values = model.model_dump(mode="json")
+    values: Nested = model.model_dump(mode="json")
     n_kv = model.n_kv_heads or model.n_heads
     ratio = model.n_heads // n_kv
     if ratio == 1:
@@ -176,7 +176,7 @@ def _model(shrinking: _Shrinking) -> Values:
     return values
 
 
-def _experts(model: ModelConfig, dim: int) -> Values:
+def _experts(model: ModelConfig, dim: int) -> Nested:
     """Return the sizes of a small mixture."""
     grouped = model.n_expert_groups > 1
     return {
@@ -205,8 +205,8 @@ def _window(model: ModelConfig) -> int | None:
     return model.window or {"gemma3": 512, "olmo3": 4096}.get(model.family)
 
 
-def _scaling(cfg: RunConfig, model: Values) -> Values:
-    values: Values = cfg.scaling.model_dump(mode="json")
+def _scaling(cfg: RunConfig, model: Nested) -> Nested:
+    values: Nested = cfg.scaling.model_dump(mode="json")
     if isinstance(cfg.scaling, MupConfig):
         values["base_dim"] = model["dim"] // 2
         values["base_head_dim"] = None if cfg.scaling.base_head_dim is None else HEAD_DIM // 2
@@ -214,9 +214,9 @@ def _scaling(cfg: RunConfig, model: Values) -> Values:
     return values
 
 
-def _train(shrinking: _Shrinking) -> Values:
+def _train(shrinking: _Shrinking) -> Nested:
     train = shrinking.cfg.train
-    values: Values = train.model_dump(mode="json")
+    values: Nested = train.model_dump(mode="json")
     batch = SEQUENCES * SEQ_LEN
     schedule = train.batch_schedule
     match schedule.type:
@@ -258,9 +258,9 @@ def _train(shrinking: _Shrinking) -> Values:
     return values
 
 
-def _optim(shrinking: _Shrinking) -> Values:
+def _optim(shrinking: _Shrinking) -> Nested:
     optim = shrinking.cfg.optim
-    values: Values = optim.model_dump(mode="json")
+    values: Nested = optim.model_dump(mode="json")
     settings = [values, *([values["adamw"]] if isinstance(optim, MuonConfig) else [])]
     for holder in [*settings, *values.get("groups", ())]:
         if holder.get("lr") is not None:
@@ -277,7 +277,7 @@ def _optim(shrinking: _Shrinking) -> Values:
     return values
 
 
-def _use_inputs(shrinking: _Shrinking, values: Values) -> None:
+def _use_inputs(shrinking: _Shrinking, values: Nested) -> None:
     """Replace the user's data by that of `inputs`."""
     cfg, data = shrinking.cfg, values["data"]
     values["tokenizer"] = {"type": "file", "path": "tokens/tokenizer.json"}
@@ -312,9 +312,9 @@ def _use_inputs(shrinking: _Shrinking, values: Values) -> None:
             shrinking.note(len(cfg.data.weights) > STEPS - 1, "data.weights after the second")
 
 
-def _adapter(shrinking: _Shrinking) -> Values:
+def _adapter(shrinking: _Shrinking) -> Nested:
     adapter = shrinking.cfg.adapter
-    values: Values = adapter.model_dump(mode="json")
+    values: Nested = adapter.model_dump(mode="json")
     if isinstance(adapter, LoraConfig):
         values["rank"] = min(adapter.rank, RANK)
         values["rank_pattern"] = {p: min(n, RANK + 2) for p, n in adapter.rank_pattern.items()}
@@ -324,7 +324,7 @@ def _adapter(shrinking: _Shrinking) -> Values:
     return values
 
 
-def _base(shrinking: _Shrinking, values: Values) -> RunConfig | None:
+def _base(shrinking: _Shrinking, values: Nested) -> RunConfig | None:
     """Return the job that the run starts from, and let `values` start from it."""
     init, objective = shrinking.cfg.init, values["objective"]
     if objective.get("reference") is not None:
@@ -350,7 +350,7 @@ def _base(shrinking: _Shrinking, values: Values) -> RunConfig | None:
     return _checked(base, RunConfig)
 
 
-def _texts(values: Values) -> Values:
+def _texts(values: Nested) -> Nested:
     return values | {
         "name": "texts",
         "data": {"type": "tokens"},
@@ -362,7 +362,7 @@ def _texts(values: Values) -> Values:
     }
 
 
-def _rows(values: Values) -> Values:
+def _rows(values: Nested) -> Nested:
     return values | {
         "download": {"dataset": "rows.jsonl", "out": "rows"},
         "tokenize": {"out": "rows-tokens", "validation_fraction": 0.1},

@@ -14,7 +14,7 @@ from dtt.data.corpus.units import Corpus, Unit
 
 HELD_OUT_BY = "xxh3_64 of the text"
 """The rule of `held_out`; part of the key of token files and of text sources."""
-BATCH_BYTES = 2**20
+SAMPLE_BATCH_BYTES = 2**20
 SOME_UNITS = 4
 SOME_BYTES = 2**16
 """Size of the sample on which engines are compared; more would noticeably delay the start."""
@@ -46,7 +46,7 @@ def tokenizer_sample(
         # Rounded up, so at least one document: a unit with an estimated size of 0 may have some.
         quota = -(-train_bytes * max(unit.text_bytes, 1) // total)
         documents = read_unit(corpus, unit, BadDocuments())
-        for batch in batches(documents, min(BATCH_BYTES, quota)):
+        for batch in batches(documents, min(SAMPLE_BATCH_BYTES, quota)):
             advance(sum(map(len, batch)))
             yield [one.decode() for one in batch if one and not held_out(one, validation_fraction)]
             quota -= sum(map(len, batch))

@@ -16,7 +16,7 @@ from pathlib import Path
 from dtt.base.errors import InputError
 from dtt.base.log import log
 from dtt.data.corpus.bad_documents import raise_if_refused
-from dtt.data.corpus.streams import SHOWN, UNREADABLE, is_compressed, open_stream
+from dtt.data.corpus.streams import UNREADABLE, UNREADABLE_SHOWN, is_compressed, open_stream
 
 SAMPLE_BYTES = 2**16
 FEW = 10
@@ -60,9 +60,9 @@ def check_encodings(paths: Sequence[Path]) -> None:
                 next=_conversion(path, encoding),
             )
         damaged[path] = why
-    for path, why in islice(damaged.items(), SHOWN):
+    for path, why in islice(damaged.items(), UNREADABLE_SHOWN):
         log.warning("%s: %s; documents with such bytes will be skipped", path, why)
-    if len(damaged) > SHOWN:
+    if len(damaged) > UNREADABLE_SHOWN:
         log.warning("files with invalid UTF-8: %d", len(damaged))
 
 

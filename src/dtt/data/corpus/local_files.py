@@ -21,7 +21,7 @@ SPLIT_NAMES = {
 }  # fmt: skip
 """Synonyms of split names, as of `datasets`."""
 HELD_OUT = ("validation", "test")
-SHOWN = 3
+LEFT_OUT_SHOWN = 3
 """Maximum number of files that are logged for each reason to leave files out."""
 
 HIDDEN = {
@@ -106,8 +106,10 @@ def _warn_of_held_out(paths: list[Path], folder: Path) -> None:
 def _report(left_out: LeftOut) -> None:
     """Log a line for each reason: the number of files and the first names."""
     for reason, names in left_out.items():
-        shown = ", ".join(sorted(names)[:SHOWN])
-        log.info("left out %d: %s: %s%s", len(names), reason, shown, " …" * (len(names) > SHOWN))
+        shown = ", ".join(sorted(names)[:LEFT_OUT_SHOWN])
+        log.info(
+            "left out %d: %s: %s%s", len(names), reason, shown, " …" * (len(names) > LEFT_OUT_SHOWN)
+        )
 
 
 def real_path(path: Path) -> Path:

@@ -30,7 +30,7 @@ VERSION = 2
 """Version of the result of `dtt clean` for given texts; another one makes other selections."""
 
 
-def key_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any]:
+def selection_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any]:
     """Return what determines a selection: other values make another folder."""
     section = clean.model_dump(mode="json")
     near = section["near"]
@@ -65,12 +65,12 @@ def _content_of(folder: Path) -> str | list[str | None]:
     """Return the content of a corpus of `near.against`, wherever it lies."""
     corpus, selection = selected(folder)
     key = CorpusManifest.read(corpus).content_key()
-    return key if selection is None else [key, content_key(selection.removals)]
+    return key if selection is None else [key, removals_key(selection.removals)]
 
 
 def selection_key(clean: CleanConfig, corpus: CorpusManifest) -> str:
     """Return the key of a selection."""
-    return fingerprint(key_parts(clean, corpus))
+    return fingerprint(selection_parts(clean, corpus))
 
 
 def selection_folder(clean: CleanConfig, corpus: CorpusManifest, folder: Path) -> Path:
@@ -95,7 +95,7 @@ class Selection:
         """Return the facts about the removed documents that a token folder records."""
         removed = sum((Counter(unit.removed) for unit in self.manifest.units), Counter())
         return SelectionFacts(
-            key=self.manifest.key, content=content_key(self.removals), removed=dict(removed)
+            key=self.manifest.key, content=removals_key(self.removals), removed=dict(removed)
         )
 
     @property
@@ -169,7 +169,7 @@ class Selection:
             )
 
 
-def content_key(removals: Iterable[str | None]) -> str | None:
+def removals_key(removals: Iterable[str | None]) -> str | None:
     """Return a hash of what is removed from all units; None: nothing."""
     named = {str(unit): sha256 for unit, sha256 in enumerate(removals) if sha256 is not None}
     return fingerprint(named) if named else None

@@ -14,7 +14,7 @@ import pyarrow as pa
 from dtt.data.corpus.compressed import CHUNK_BYTES, Decompressed
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-SHOWN = 3
+UNREADABLE_SHOWN = 3
 """Maximum number of unreadable files that are logged."""
 UNREADABLE = (OSError, ValueError, csv.Error, pa.ArrowException)
 """Exceptions that the readers of the formats raise for a damaged file."""

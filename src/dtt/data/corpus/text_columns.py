@@ -13,7 +13,7 @@ from dtt.data.corpus.bad_documents import raise_if_refused
 from dtt.data.corpus.columns import NOTHING, TEXT, Kinds
 from dtt.data.corpus.file_choice import several_datasets
 from dtt.data.corpus.formats import FORMATS, file_format
-from dtt.data.corpus.streams import SHOWN, UNREADABLE
+from dtt.data.corpus.streams import UNREADABLE, UNREADABLE_SHOWN
 
 TEXT_COLUMNS = ("text", "content", "document", "body")
 MESSAGE_COLUMNS = ("messages", "conversations")
@@ -101,7 +101,7 @@ def _kinds_of_all(paths: Sequence[Path], wanted: str | None) -> dict[Path, Kinds
             unreadable.append(error)
     if not kinds:
         raise unreadable[0]
-    for problem in unreadable[:SHOWN]:
+    for problem in unreadable[:UNREADABLE_SHOWN]:
         log.warning("%s", problem)
     if unreadable:
         log.warning("files that cannot be read: %d; tokenize skips them", len(unreadable))

@@ -25,7 +25,7 @@ from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.inspect.removed import damages_of, removed_samples, selections_of
 from dtt.data.inspect.report import (
-    SHOWN,
+    ODDITIES_SHOWN,
     DocumentSample,
     InspectOptions,
     LengthSummary,
@@ -124,7 +124,7 @@ class _TextStatistics:
         self.lengths = array("q")
         """UTF-8 bytes of each document."""
         self.bytes = self._blank = 0
-        self._bad = BadDocuments(shown=SHOWN)
+        self._bad = BadDocuments(shown=ODDITIES_SHOWN)
         self._refused = BadDocuments()
         self.keys: dict[str, Counter[str]] = {}
         """Number of rows of conversations by key that dtt reads, and by key that it does not."""
@@ -183,7 +183,7 @@ class _TextStatistics:
             yield f"empty documents, which tokenize skips: {empty:,}"
         if self._blank:
             yield f"documents that contain only white space: {self._blank:,}"
-        for why, count in self._refused.reasons.most_common(SHOWN):
+        for why, count in self._refused.reasons.most_common(ODDITIES_SHOWN):
             yield f"rows that are refused as conversations: {count:,}: {why}"
         if self._bad.replaced:
             yield f"documents in which U+FFFD replaces lone surrogates: {self._bad.replaced:,}"

@@ -16,7 +16,7 @@ from dtt.base.files import sha256_file
 from dtt.base.log import progress
 
 T = TypeVar("T")
-SHOWN = 10
+ODDITIES_SHOWN = 10
 """Maximum number of oddities of one kind listed by name; the rest are only counted."""
 SHOWN_CHARACTERS = 300
 """Characters of a document that are shown."""

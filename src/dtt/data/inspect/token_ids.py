@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
-from dtt.data.inspect.report import SHOWN, DocumentSample, spread
+from dtt.data.inspect.report import ODDITIES_SHOWN, DocumentSample, spread
 from dtt.data.samples.token_shards import DocumentBounds, Ends, Shard
 from dtt.data.token_file import TokenFile, Tokens
 
@@ -99,7 +99,7 @@ class IdStatistics:
     def _check(self, shard: Shard, start: int, ids: Tokens) -> None:
         wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         self.outside += len(wrong)
-        for at in wrong[: SHOWN - len(self.examples)].tolist():
+        for at in wrong[: ODDITIES_SHOWN - len(self.examples)].tolist():
             self.examples.append(f"{shard.path.name}, token {start + at}: {ids[at]}")
 
     def _documents(self, shard: Shard, first: int, starts: Tokens, at: int, ids: Tokens) -> None:

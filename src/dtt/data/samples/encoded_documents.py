@@ -28,7 +28,7 @@ from dtt.data.samples.token_shards import Ends, spans_in
 from dtt.data.text.encoder import Encoder
 
 UNIT_BYTES = 16 * 10**6
-BATCH_BYTES = 2**20
+ENCODED_BATCH_BYTES = 2**20
 """Text encoded per call; an encoder's return value takes many times the memory of the ids."""
 
 
@@ -105,7 +105,7 @@ class EncodedDocuments:
     def __init__(self, documents: Sequence[Document], encoder: Encoder, seq_len: int) -> None:
         """Encode `documents`, without keeping their text."""
         texts = (document.text for document in documents)
-        encoded = [encoder.encode(batch) for batch in batches(texts, BATCH_BYTES)]
+        encoded = [encoder.encode(batch) for batch in batches(texts, ENCODED_BATCH_BYTES)]
         none = np.empty(0, dtype=np.int32)
         self.ids = np.concatenate([none, *(ids.astype(np.int32) for ids, _ in encoded)])
         lengths = np.concatenate([none, *(n for _, n in encoded)])

@@ -45,7 +45,7 @@ class ReferenceManifest(Manifest):
         return (file.path for file in self.files)
 
 
-def files_of(dataset: Dataset) -> Iterator[tuple[str, SampleSource]]:
+def reference_files(dataset: Dataset) -> Iterator[tuple[str, SampleSource]]:
     """Yield the file name and the source of each file, training and held-out."""
     for split, sources in (("train", dataset.sources), ("validation", dataset.validation)):
         for number, source in enumerate(sources):
@@ -55,7 +55,7 @@ def files_of(dataset: Dataset) -> Iterator[tuple[str, SampleSource]]:
 
 def with_reference(dataset: Dataset, folder: Path) -> Dataset:
     """Return the dataset with the log-probabilities in `folder`, whose files must be complete."""
-    found = {name: _referenced(source, folder / name) for name, source in files_of(dataset)}
+    found = {name: _referenced(source, folder / name) for name, source in reference_files(dataset)}
     held_out = iter([source for name, source in found.items() if name.startswith("validation")])
     return replace(
         dataset,

@@ -39,7 +39,7 @@ from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.described import read_corpus
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, held_out, some_text
 from dtt.data.corpus.documents import batches
-from dtt.data.corpus.selection import content_key
+from dtt.data.corpus.selection import removals_key
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
 from dtt.data.samples.encoded_documents import (
@@ -224,7 +224,7 @@ class TextSource(TextSamples):
         text_bytes = sum(unit.text_bytes for unit in documents.units) * (1 - validation_fraction)
         if (selection := documents.corpus.selection) is not None:
             text_bytes *= selection.kept_share
-            if (removed := content_key(selection.removals)) is not None:
+            if (removed := removals_key(selection.removals)) is not None:
                 self.identity["removed"] = removed
         """Facts that determine the samples, besides tokenizer, seq_len and seed."""
         beginning = self._beginning()

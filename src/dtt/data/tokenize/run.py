@@ -105,7 +105,7 @@ def dry_run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -
     comm = open_comm(Ranks.detect(), _work(cfg))
     from dtt.data.corpus.described import read_corpus
     from dtt.data.tokenize.verification import NOT_MADE
-    from dtt.data.tokenize.work_plan import SHOWN, TOKENIZER, make_plan
+    from dtt.data.tokenize.work_plan import REDONE_SHOWN, TOKENIZER, make_plan
 
     facts = []
     for one in cfg.corpora:
@@ -133,10 +133,10 @@ def dry_run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -
             continue
         print(f"tokens      {out}")
         again = {unit: why for unit, why in plan.pending.items() if why != NOT_MADE}
-        for unit, why in list(again.items())[:SHOWN]:
+        for unit, why in list(again.items())[:REDONE_SHOWN]:
             print(f"unit {unit:<7}{why}")
-        if len(again) > SHOWN:
-            print(f"            … and {len(again) - SHOWN} more")
+        if len(again) > REDONE_SHOWN:
+            print(f"            … and {len(again) - REDONE_SHOWN} more")
         kept = len(plan.units) - len(plan.pending)
         print(f"units       {kept} of {len(plan.units)} are finished and kept")
         if plan.complete:

@@ -9,7 +9,7 @@ from dtt.base.errors import ConfigError
 from dtt.base.files import exclusive
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.run import RunConfig
-from dtt.data.corpus.selection import content_key
+from dtt.data.corpus.selection import removals_key
 from dtt.data.corpus.usable import check_usable
 from dtt.data.tokenize.work_plan import (
     TOKENIZER,
@@ -52,7 +52,7 @@ def share_tokenizer(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> None:
                     "tokenize": {"validation_fraction": cfg.tokenize.validation_fraction},
                 },
                 tokenizer_sha256="",
-                removed=content_key(chain.from_iterable(removals_of(*each) for each in corpora)),
+                removed=removals_key(chain.from_iterable(removals_of(*each) for each in corpora)),
             )
             found = None if overwrite else read_key(out, WORK)
             if found is not None and found.key_parts != asked.key_parts:

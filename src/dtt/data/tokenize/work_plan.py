@@ -25,7 +25,7 @@ from dtt.config.data import (
 )
 from dtt.config.source import shown
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, tokenizer_sample
-from dtt.data.corpus.selection import content_key
+from dtt.data.corpus.selection import removals_key
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
 from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
@@ -38,7 +38,7 @@ TOKENIZER = "tokenizer.json"
 KEY = "identity.json"
 """Name of the file, in the work folder, with the key of token files that are being made."""
 SPECIAL_TOKENS_IN_TEXT = "encoded as text"
-SHOWN = 10
+REDONE_SHOWN = 10
 """Maximum number of units to encode again that are logged."""
 
 
@@ -160,7 +160,7 @@ def _asked(
             **encoding,
         },
         tokenizer_sha256="",  # not known before it is trained
-        removed=content_key(removals_of(corpus, units)),
+        removed=removals_key(removals_of(corpus, units)),
     )
 
 
@@ -328,10 +328,10 @@ def _tidy(out: Path, pending: dict[int, str]) -> None:
     for path in _shard_files(out):
         if path.stem in stale:
             path.unlink(missing_ok=True)
-    for unit, why in islice(redone.items(), SHOWN):
+    for unit, why in islice(redone.items(), REDONE_SHOWN):
         log.info("unit %d will be encoded again: %s", unit, why)
-    if len(redone) > SHOWN:
-        log.info("… and %d more", len(redone) - SHOWN)
+    if len(redone) > REDONE_SHOWN:
+        log.info("… and %d more", len(redone) - REDONE_SHOWN)
 
 
 def tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:

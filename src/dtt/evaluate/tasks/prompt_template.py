@@ -12,7 +12,7 @@ from typing import Any
 
 PART = re.compile(r"\{([^{}]*)\}|[{}]")
 FIELD = re.compile(r"\w[\w -]*(?:\.\w[\w -]*)*(?:![a-z_]+)*")
-SHOWN = 12
+FIELDS_SHOWN = 12
 """Maximum number of fields that an error lists."""
 
 
@@ -104,7 +104,9 @@ def field_value(path: str, row: Mapping[str, Any]) -> Any:
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
-            raise ValueError(f"there is no field {path!r}; fields: {', '.join([*row][:SHOWN])}")
+            raise ValueError(
+                f"there is no field {path!r}; fields: {', '.join([*row][:FIELDS_SHOWN])}"
+            )
     return value
 
 

@@ -30,7 +30,7 @@ from dtt.evaluate.tasks.prompts import Question, example_of, question_id, questi
 
 MAX_BYTES = 2**31
 """Maximum size of the rows of a split, decompressed."""
-BATCH_BYTES = 2**24
+TASK_BATCH_BYTES = 2**24
 PATIENCE = 3600.0
 """Seconds to wait for another process that downloads the same dataset."""
 
@@ -299,7 +299,7 @@ def _parquet_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
         rows: list[dict[str, Any]] = []
         size = 0
         for group in range(file.metadata.num_row_groups):
-            at_once = rows_at_once(path, file, group, None, MAX_ROWS, BATCH_BYTES)
+            at_once = rows_at_once(path, file, group, None, MAX_ROWS, TASK_BATCH_BYTES)
             for batch in file.iter_batches(at_once, row_groups=[group], use_threads=False):
                 size += batch.nbytes
                 if size > room:
