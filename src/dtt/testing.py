@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dtt import library
+from dtt.base.files import sha256_file
 from dtt.config.base import Section
 from dtt.config.documents import Documents
 from dtt.config.own import KINDS
@@ -66,7 +67,7 @@ def _check_documents(section: Mapping[str, Any]) -> None:
     for name in ("one", "other"):
         cfg = library.load({"download": {"documents": section, "out": name}})
         run_download.run(cfg.config)
-        contents.append({p.name: p.read_bytes() for p in sorted(Path(name).glob("part-*"))})
+        contents.append({p.name: sha256_file(p) for p in sorted(Path(name).glob("part-*"))})
     assert contents[0] == contents[1], "`rows` yields others when it is called again"
 
 
@@ -76,11 +77,11 @@ def _check_resume(path: Path, overrides: tuple[str, ...]) -> None:
     checkpoints, steps = job.path / "checkpoints", job.checkpoints
     whole = _records(job)
     last = checkpoints / f"step-{steps[-1]:06d}"
-    kept = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
+    kept = {file.name: sha256_file(file) for file in last.glob("*.safetensors")}
     for step in [step for step in steps if step > steps[0]]:
         shutil.rmtree(checkpoints / f"step-{step:06d}")
     library.train(str(job.path))
-    found = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
+    found = {file.name: sha256_file(file) for file in last.glob("*.safetensors")}
     different = [name for name in kept if found.get(name) != kept[name]]
     assert not different, f"a resume after step {steps[0]} changes {', '.join(different)}"
     records = _records(job)
