@@ -123,7 +123,10 @@ def attempt(
         if ranks.first:
             # Files of an attempt that was killed, before the number of the new one is chosen.
             job.remove_litter()
-            this.number = job.begin_attempt(_launch() if announced else "", ranks.size)
+            # Before the folder exists: a signal while its first file is written would otherwise
+            # end an attempt that nobody has recorded the end of.
+            this.number = job.attempt() + 1
+            job.begin_attempt(_launch() if announced else "", ranks.size)
             this.clock = Clock(job, this.number, timed=timed)
         with _ending_recorded(this, ranks):
             yield this
