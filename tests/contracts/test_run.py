@@ -23,7 +23,7 @@ from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.track import jsonl
-from dtt.train.actions import Action, Stop, rules
+from dtt.train.actions import StepAction, Stop, rules
 from dtt.train.components import Run
 from dtt.train.run import run as train
 from dtt.train.state import Position
@@ -92,7 +92,7 @@ class Simulation:
         """Run to the end (True) or until a stop request (False)."""
         rule, run = rules(self.cfg, lambda: self.steps), cast("Run", self)
         order = ("log", "save", "validate", "tasks", "sample")
-        actions = [Action(name, rule[name], partial(self.work, name)) for name in order]
+        actions = [StepAction(name, rule[name], partial(self.work, name)) for name in order]
         while True:
             for action in actions:
                 if action.due(self.position) and action.run(run, lambda: False) is None:
@@ -152,16 +152,16 @@ def test_kills_and_stop_requests_neither_repeat_nor_leave_out_an_action(
 
 def killed(_world: World, folder: str, arguments: list[str], count: int) -> None:
     """Train until so many actions have run, and die."""
-    run, left = Action.run, [count]
+    run, left = StepAction.run, [count]
 
-    def counted(action: Action, *given: Any) -> Any:
+    def counted(action: StepAction, *given: Any) -> Any:
         records = run(action, *given)
         left[0] -= 1
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
         return records
 
-    Action.run = counted  # type: ignore[method-assign]
+    StepAction.run = counted  # type: ignore[method-assign]
     os.chdir(folder)
     train(None, arguments, [], None)
 

@@ -19,15 +19,16 @@ from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.compressed import lost_bytes
 from dtt.data.corpus.formats import FORMATS, read_rows_of
 from dtt.data.corpus.line_numbers import location
-from dtt.data.corpus.lines import Located, raw_lines
 from dtt.data.corpus.parquet import is_text, read_span
 from dtt.data.corpus.streams import (
     BYTE_ORDER_MARK,
     MAX_DOCUMENT_BYTES,
     TOO_LONG,
+    Located,
     LocatedRow,
     Span,
     open_stream,
+    raw_lines,
 )
 from dtt.data.corpus.units import Corpus, Unit
 

@@ -14,7 +14,6 @@ from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.columns import NOTHING, TEXT, Kinds
 from dtt.data.corpus.json_array import elements, is_array, may_be_array
-from dtt.data.corpus.lines import raw_lines
 from dtt.data.corpus.streams import (
     BYTE_ORDER_MARK,
     FIRST_ROWS,
@@ -22,6 +21,7 @@ from dtt.data.corpus.streams import (
     LocatedRow,
     Span,
     open_stream,
+    raw_lines,
     read_line,
 )
 
