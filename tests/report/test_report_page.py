@@ -12,6 +12,7 @@ from support.browser import OpenPage
 from support.hostile_jobs import HOSTILE, write_hostile_job, write_hostile_sweep
 from support.planted_secrets import ENVIRONMENT, SECRETS, write_job_with_secrets
 from support.report_jobs import (
+    START,
     SyntheticRun,
     write_finished_job,
     write_interrupted_job,
@@ -391,3 +392,22 @@ def test_print_shows_light_pages_without_controls(jobs: Path, chromium: Browser)
         background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == "rgb(255, 255, 255)"
         assert len(opened.page.pdf()) > 10_000
+
+
+def test_each_number_of_an_action_of_one_s_own_has_a_chart(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    """Also beside another run, and whatever its name is."""
+    written = write_new_job(tmp_path, "own", SyntheticRun())
+    named = {"norm": 0.5, "<b>share": 0.25}
+    own = [{"kind": "own/Norms", "step": step, **named} for step in (10, 20)]
+    written.attempt(0, 50, began=START, extra=own)
+    report.write([written.job.root], None)
+    both = [written.job.root, write_finished_job(tmp_path)]
+    report.write(both, tmp_path / "both.html")
+    for page in (written.job.report, tmp_path / "both.html"):
+        with OpenPage(chromium, page) as opened:
+            assert opened.problems == []
+            for title, number in (("Norms/norm", "0.5"), ("Norms/<b>share", "0.25")):
+                rows = values(opened.page, title)[1:]
+                assert [row[1:3] for row in rows] == [["10", number], ["20", number]], rows

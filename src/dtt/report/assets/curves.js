@@ -4,8 +4,8 @@ const SMOOTHING = [0, 5, 20, 100];
 
 /**
  * Charts of the metrics of training: title, unit, and lines [metric, label, style]. `inner` is the
- * start of the names of lines, such as those of all layers. Several runs get a chart for each line
- * if there are titles for them in `apart`.
+ * start of the names of lines, such as those of all layers; `each` that of metrics with a chart of
+ * their own. Several runs get a chart for each line if there are titles for them in `apart`.
  */
 const GROUPS = [
   {
@@ -40,8 +40,11 @@ const GROUPS = [
         format: percent,
         lines: [["eval/answer_stop_rate", "", "points"]],
       },
+      { title: "Validation, own loss", lines: [["eval/objective", "", "points"]] },
+      { title: "Cross-entropy", unit: "nats per token", lines: [["train/cross_entropy", ""]] },
     ],
   },
+  { id: "own", title: "Own actions", charts: [{ each: "own/" }] },
   {
     id: "optimization",
     title: "Learning rate and gradients",
@@ -188,6 +191,7 @@ function smoothed(values, window) {
 function chartsOf(view, specs) {
   const known = (name) => view.runs.some((run) => run.curves[name]?.at.length);
   return specs
+    .flatMap((spec) => (spec.each ? apiece(view, spec.each) : [spec]))
     .flatMap((spec) => separated(view, spec))
     .filter(({ lines, unless }) => lines.some(([name]) => known(name)) && !known(unless))
     .map((spec) => {
@@ -205,6 +209,14 @@ function separated(view, spec) {
     ...spec,
     lines: [line],
     title: spec.apart?.[i] ?? `${spec.title}: ${line[1]}`,
+  }));
+}
+
+/** A chart for each metric whose name begins so. */
+function apiece(view, prefix) {
+  return innerLines(view, prefix).map(([name, label, style]) => ({
+    title: label,
+    lines: [[name, "", style]],
   }));
 }
 
