@@ -20,7 +20,7 @@ from dtt.config.clean import CleanConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.json_rows import read_rows
-from dtt.data.corpus.selection import key_parts, selection_folder
+from dtt.data.corpus.selection import selection_folder, selection_parts
 from dtt.data.corpus.units import Corpus, Unit
 
 CLEAN = CleanConfig()
@@ -79,7 +79,7 @@ def write_selection(
                 sha256=sha256_file(path) if removed else None,
             )
         )
-    parts = key_parts(clean, corpus.manifest)
+    parts = selection_parts(clean, corpus.manifest)
     manifest = SelectionManifest(
         key=fingerprint(parts), key_parts=parts, unit_bytes=unit_bytes, units=tuple(units)
     )

@@ -18,7 +18,7 @@ from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.loader import BatchReader
-from dtt.data.samples.reference import ReferenceManifest, files_of, with_reference
+from dtt.data.samples.reference import ReferenceManifest, reference_files, with_reference
 from dtt.data.samples.token_source import TokenSource
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
@@ -176,7 +176,7 @@ def test_a_pass_that_was_killed_continues_after_the_rows_on_record(
     the_pass(micro_batch=3).write(dataset, other, KEY, SEQ_LEN)
     assert is_complete(other, KEY)
     assert reads[6][0] == (0 if damage == "changed" else 10), "five reads of two samples"
-    for name, _ in files_of(dataset):
+    for name, _ in reference_files(dataset):
         a, b = (np.fromfile(part / name, "<f4") for part in (whole, other))
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
