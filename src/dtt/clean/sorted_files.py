@@ -87,7 +87,7 @@ def merge(
 ) -> list[SortedFile]:
     """Merge files, in their order, until OPEN_FILES are left, and return those; collective.
 
-    The files are not named by ranks, so any number of ranks goes on after a kill.
+    The files are not named by ranks, so any number of ranks continues after a kill.
     """
     level = 0
     while len(files) > OPEN_FILES:

@@ -15,8 +15,10 @@ class Documents(Section):
     """Its class, as `FILE.py:CLASS` from the folder of the configuration, or `MODULE:CLASS`."""
 
     def parts(self) -> int:
-        """Return the number of parts, each of which becomes a file. An interrupted command goes on
-        with the next part."""
+        """Return the number of parts, each of which becomes a file.
+
+        An interrupted command continues with the next part.
+        """
         return 1
 
     def rows(self, part: int) -> Iterator[str | Mapping[str, Any]]:

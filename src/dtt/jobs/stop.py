@@ -65,7 +65,7 @@ class Requests:
     def __init__(self, *, ends_process: bool = True) -> None:
         """Install the signal handlers.
 
-        Without `ends_process`, the process is that of a program that goes on: only Ctrl-C is
+        Without `ends_process`, the process is that of a program that continues: only Ctrl-C is
         handled, and before the first step it raises KeyboardInterrupt.
         """
         self.reason = ""

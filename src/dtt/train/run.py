@@ -73,7 +73,7 @@ def run(
     The job is the one that `config` describes, or a `stage` of it, the job directory among
     `arguments`, or a branch of `branch_of` (JOB@STEP). `from_step` resumes from that step
     instead of the newest checkpoint. With `as_json`, prints a summary at the end. `dtt verify`
-    records the steps through `instrument`; `requests` are those of a caller that goes on.
+    records the steps through `instrument`; `requests` are those of a caller that continues.
     """
     requests = requests or Requests()  # handle signals before the slow imports
     ranks, laps = Ranks.detect(), PhaseTimer()

@@ -270,7 +270,7 @@ class Trainer(Run):
         record = resume.position()
         self.data.dataset.restore(record["sources"])
         own_action.restore(self.cfg.actions, record.get("own_actions", {}))
-        # Without the action that ended it, the run goes on.
+        # Without the action that ended it, the run continues.
         for action in self.cfg.actions:
             if own_action.name_of(action) == record.get("ended_by"):
                 self.schedule.end_now(resume.step, own_action.name_of(action))
