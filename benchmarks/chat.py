@@ -102,7 +102,7 @@ def compare_speed(rows: Path, tokenizer: Path, repeats: int) -> None:
 
 def prepare_dtt(rows: Path, tokenizer: Path, folder: Path) -> None:
     """Tokenize and pack with dtt."""
-    from dtt.config.data import SourceConfig
+    from dtt.config.sources import SourceConfig
     from dtt.data.samples.token_source import open_tokens
     from dtt.data.token_file import TokenFile, mask_path
 
@@ -185,7 +185,7 @@ def _read(path: Path) -> Found:
 
 def compare_packing(rows: Path, tokenizer: Path, lengths: list[int]) -> None:
     """Print a line for each length."""
-    from dtt.config.data import SourceConfig
+    from dtt.config.sources import SourceConfig
     from dtt.data.samples.packing import best_fit
     from dtt.data.samples.token_source import open_tokens
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtt.config.action import Action as Action
-    from dtt.config.data import Source as Source
     from dtt.config.documents import Documents as Documents
     from dtt.config.objective import Objective as Objective
     from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
     from dtt.config.schedule import Schedule as Schedule
+    from dtt.config.sources import Source as Source
     from dtt.library import Job as Job
     from dtt.library import evaluate as evaluate
     from dtt.library import export as export
@@ -39,7 +39,7 @@ INTERFACE = {
     "RunFacts": "dtt.config.schedule",
     "RunView": "dtt.train.own_objective",
     "Schedule": "dtt.config.schedule",
-    "Source": "dtt.config.data",
+    "Source": "dtt.config.sources",
     "StepView": "dtt.train.own_action",
     "evaluate": "dtt.library",
     "export": "dtt.library",

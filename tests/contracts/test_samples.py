@@ -17,9 +17,10 @@ from support.token_files import random_documents, row, write_conversations, writ
 from torch import Tensor
 
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.data import DownloadConfig, SourceConfig, TrainedTokenizerConfig
+from dtt.config.data import DownloadConfig, TrainedTokenizerConfig
 from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
+from dtt.config.sources import SourceConfig
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
 from dtt.data.samples.dataset import Dataset, open_dataset

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, InputError
-from dtt.config.data import SourceConfig
 from dtt.config.run import RunConfig
+from dtt.config.sources import AnySource, SourceConfig
 
 INDEXES = (".idx", ".ds")
 """Endings of the files that mark a folder as token files of Megatron or datatrove. Files of bare
@@ -24,38 +24,46 @@ class MatchedSource(SourceConfig):
 
 
 def token_sources(cfg: RunConfig, home: Path = Path()) -> tuple[SourceConfig, ...]:
+    """Return those of `all_sources` that are token files."""
+    return tuple(s for s in all_sources(cfg, home) if isinstance(s, SourceConfig))
+
+
+def all_sources(cfg: RunConfig, home: Path = Path()) -> tuple[AnySource, ...]:
     """Return the sources that `train` reads; a pattern is replaced by the folders it matches now.
 
     Their paths start from `home`, and those of a pattern are in the order of their names. Raises
     InputError for a pattern without folders, and ConfigError for two sources of one name.
     """
-    found: list[SourceConfig] = []
-    for source in cfg.token_sources:
-        if source.is_pattern:
+    found: list[AnySource] = []
+    for source in cfg.sources:
+        if not isinstance(source, SourceConfig):
+            found.append(source)
+        elif source.is_pattern:
             found += _matches(source, home)
         else:
             found.append(source.model_copy(update={"path": home / source.path}))
-    known: dict[str, Path] = {}
+    known: dict[str, object] = {}
     for source in found:
         if source.label in known:
             raise ConfigError(
                 f"two sources are called {source.label}",
                 where="data.sources",
-                why=f"{known[source.label]} and {source.path}",
+                why=f"{known[source.label]} and {_place_of(source)}",
                 next="give each entry a name, which begins the names of all folders of a pattern",
             )
-        known[source.label] = source.path
+        known[source.label] = _place_of(source)
     return tuple(found)
+
+
+def _place_of(source: AnySource) -> Path | str:
+    return source.path if isinstance(source, SourceConfig) else source.type
 
 
 def token_paths(cfg: RunConfig, home: Path = Path()) -> tuple[Path, ...]:
     """Return the paths of all token files that `train` reads, including held-out ones."""
-    paths = [
-        path
-        for source in token_sources(cfg, home)
-        for path in (source.path, source.validation and home / source.validation)
-    ]
-    return tuple(path for path in paths if path is not None)
+    sources = all_sources(cfg, home)
+    paths = [source.path for source in sources if isinstance(source, SourceConfig)]
+    return (*paths, *(home / s.validation for s in sources if isinstance(s.validation, Path)))
 
 
 def find_token_folders(root: Path) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Overrides, Stage, examples, resolve
+from dtt.cli.options import Config, Json, Overrides, Stage, Trust, examples, resolve
 from dtt.cli.parser import Commands
 from dtt.mesh.process import command
 
@@ -125,6 +125,7 @@ def data_at_step(
         int | None, typer.Option(min=1, metavar="N", help="Maximum number of samples to show.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Show complete texts.")] = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Show the documents that a step trained on: file, number, offset and text.

@@ -76,6 +76,18 @@ Quiet = Annotated[
 ]
 
 
+def _set_trust(requested: bool) -> bool:
+    if requested:
+        os.environ["DTT_TRUST"] = "1"  # read by dtt.config.own, also in the other ranks
+    return requested
+
+
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", callback=_set_trust, help="Run code that another user's job contains."),
+]
+
+
 Checkpoint = Annotated[
     str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default step: the newest.")
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Quiet, Stage, examples
+from dtt.cli.options import Config, Json, Quiet, Stage, Trust, examples
 from dtt.mesh.process import command
 
 
@@ -43,9 +43,7 @@ def train(
             help="Branch a new job from this step, with another schedule.* or length.",
         ),
     ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run code that another user's job contains.")
-    ] = False,
+    trust: Trust = False,
     stage: Stage = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -56,11 +54,7 @@ def train(
     75. torchrun exits with 1 after any failure; attempts/<n>/exit.json in the job has the code.
     """
     with command("the saved checkpoints are kept; run the same command to resume"):
-        from dtt.config import own
         from dtt.train import run as train
-
-        if trust:
-            own.trust_other_users()
 
         options = config, job_or_overrides or [], allow_change or [], from_step, branch
         train.run(*options, stage=stage, as_json=json)

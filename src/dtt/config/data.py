@@ -7,12 +7,13 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from dtt.config.base import Section
 from dtt.config.documents import Documents
+from dtt.config.sources import AnySource, OtherDataConfig, Source, WeightsConfig
 
 OF_FILES = ("name", "split", "revision", "max_files", "include", "exclude")
 """Keys of a dataset that say which of its files to read."""
@@ -205,62 +206,6 @@ class TokenizeConfig(Section):
     `out` (on a shared disk) gets the manifest with their locations. null: all files go to `out`."""
 
 
-class SourceConfig(Section):
-    """One set of token files."""
-
-    path: Path
-    """Folder written by `tokenize`; or token files of other tools: a Megatron `.bin`/`.idx` pair
-    (its path without the suffix) or a folder of such pairs, a datatrove `.ds` file or a folder of
-    such files, a file of ids (llm.c's and modded-nanogpt's `.bin`, an `.npy`, nanoGPT's raw `.bin`)
-    or a folder of such files. `FOLDER/**`: each folder below FOLDER that holds a dtt manifest, or
-    `.idx` or `.ds` files, is a source, named by its path from FOLDER, in the order of the names."""
-    name: str | None = None
-    """Name of the source in metrics; with the seed it determines the order of its samples. null:
-    the last component of `path`. For `FOLDER/**`: the beginning of the names, before a `/`."""
-    weight: PositiveFloat | None = None
-    """Share of the samples, relative to the other sources; null for all of them: in proportion to
-    their sizes. That of `FOLDER/**` is split in proportion to the sizes of its folders, as if they
-    were one source: all of them complete an epoch together. Shares that are multiples of 1e-5 are
-    exact; others are rounded to such a multiple, never to 0."""
-    validation: Path | None = None
-    """Held-out token files; null: those that `tokenize` held out, if it wrote the folder."""
-    dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
-    """Integer type of raw ids; all other formats declare it themselves."""
-
-    @property
-    def label(self) -> str:
-        """The name of the source, or of the pattern: `name`, or the last component of `path`."""
-        return self.name or (str(self.path) if self.is_pattern else self.path.name)
-
-    @property
-    def is_pattern(self) -> bool:
-        """True if `path` is a pattern, `FOLDER/**`, for the token folders below a folder."""
-        return self.path.name == "**"
-
-    @property
-    def folder(self) -> Path:
-        """The path, or the folder that a pattern searches."""
-        return self.path.parent if self.is_pattern else self.path
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield an error for another kind of pattern, and for a key that none can have."""
-        if any("*" in part for part in self.folder.parts):
-            yield "path", "the only pattern is FOLDER/**, every token folder below FOLDER"
-        if self.is_pattern and self.validation is not None:
-            yield "validation", "must be null for FOLDER/**: each folder has held-out files itself"
-
-
-class WeightsConfig(Section):
-    """Source weights that apply from a given step on."""
-
-    step: int = Field(ge=2)
-    """First optimizer step with these weights, numbered as in the metrics: the first step of a run
-    is 1."""
-    weights: dict[str, float]
-    """Weights by source name; 0 leaves a source out. Every source must be listed; `FOLDER/**` is
-    one, called by its `name`, or by its path."""
-
-
 class _TokenFilesConfig(Section):
     """Token files: one folder, or a mixture of several."""
 
@@ -272,7 +217,7 @@ class _TokenFilesConfig(Section):
     type: str
     tokens: Path | None = None
     """Folder written by `tokenize`; null: the output folder of this config's `tokenize` section."""
-    sources: tuple[SourceConfig, ...] = ()
+    sources: tuple[AnySource, ...] = ()
     """Sources of a mixture, in place of `tokens`."""
     weights: tuple[WeightsConfig, ...] = ()
     """Changes of the sources' weights during training (annealing)."""
@@ -286,6 +231,11 @@ class _TokenFilesConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for ambiguous source names and for incomplete or invalid weights."""
         names = [source.label for source in self.sources]
+        for i, source in enumerate(self.sources):
+            given = [("held_out", source)] if source.validation is not None else []
+            for key, own in [*given, ("validation.held_out", source.validation)]:
+                if isinstance(own, Source) and own.held_out:
+                    yield f"sources.{i}.{key}", "must be 0: all samples of validation are held out"
         if self.tokens is not None and "*" in str(self.tokens):
             yield "tokens", f"is one folder: data.sources=[{{path: {self.tokens}}}] takes patterns"
         if self.tokens is not None and self.sources:
@@ -323,19 +273,7 @@ class TokensDataConfig(_TokenFilesConfig):
     end of the preceding one (Megatron's `--eod-mask-loss`)."""
 
 
-class _OtherDataConfig(Section):
-    """Data of any other kind: the values that _TokenFilesConfig has as keys."""
-
-    reads_token_files: ClassVar[bool] = False
-    reads_text: ClassVar[bool] = False
-    tokens: ClassVar[None] = None
-    sources: ClassVar[tuple[SourceConfig, ...]] = ()
-    weights: ClassVar[tuple[WeightsConfig, ...]] = ()
-    on_exhausted: ClassVar[Literal["repeat"]] = "repeat"
-    packing: ClassVar[Literal["concat"]] = "concat"
-
-
-class TextDataConfig(_OtherDataConfig):
+class TextDataConfig(OtherDataConfig):
     """Training straight from text, without token files, with an existing tokenizer.
 
     Every process encodes the text of the whole run, at about 20M tokens per second and core: enough
@@ -353,7 +291,7 @@ class TextDataConfig(_OtherDataConfig):
     end of the preceding one (Megatron's `--eod-mask-loss`)."""
 
 
-class SyntheticDataConfig(_OtherDataConfig):
+class SyntheticDataConfig(OtherDataConfig):
     """Random token ids in place of data, to measure speed and memory: nothing is learned."""
 
     mask_documents: ClassVar[bool] = False
@@ -362,36 +300,6 @@ class SyntheticDataConfig(_OtherDataConfig):
     type: Literal["synthetic"] = "synthetic"
     vocab_size: int = Field(default=50257, ge=2, le=2**22)
     """Number of different ids."""
-
-
-class Source(_OtherDataConfig):
-    """Samples that are not documents. One of your own defines `samples` and `read`."""
-
-    mask_documents: ClassVar[bool] = False
-    eod_mask_loss: ClassVar[bool] = False
-
-    type: str
-    tokenizer: Path
-    """The tokenizer.json whose ids the samples have."""
-    held_out: int = Field(default=0, ge=0)
-    """Number of samples that are held out for validation: the last ones."""
-
-    def samples(self) -> int:
-        """Return the number of samples, those held out included."""
-        raise NotImplementedError
-
-    def read(self, number: int, tokens: int) -> Any:
-        """Return the token ids of a sample (from 0), at most `tokens`; the same ones each time.
-
-        dtt shuffles the samples in each epoch, and pads them. With a second sequence of the same
-        length beside the ids, only the ids for which it is True are targets of the loss. Each rank
-        reads all samples of a step, to count the targets.
-        """
-        raise NotImplementedError
-
-    def version(self) -> str:
-        """Return a text that changes when the samples do: then a job is not resumed with them."""
-        return ""
 
 
 class _ConversationsConfig(_TokenFilesConfig):

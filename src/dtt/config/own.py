@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Annotated, Any, Literal, Optional, TypeVar, Union, get_args, get_origin
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 from pydantic.errors import PydanticUserError
 
 from dtt.base.errors import ConfigError, DttError
@@ -29,7 +29,6 @@ from dtt.base.log import log
 from dtt.base.reading import read_small
 from dtt.config.action import Action
 from dtt.config.base import Section
-from dtt.config.data import Source
 from dtt.config.documents import Documents
 from dtt.config.key_types import Key
 from dtt.config.objective import Objective
@@ -37,14 +36,16 @@ from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Schedule
 from dtt.config.source import Layer
+from dtt.config.sources import Source, SourceConfig, SourceEntry
 
 KINDS: Mapping[str, type[Section]] = {
     "objective": Objective, "optim": Optimizer, "schedule": Schedule, "data": Source,
-    "actions": Action,
+    "data.sources": Source, "data.sources.validation": Source, "actions": Action,
     "download.documents": Documents, "download.datasets.documents": Documents,
 }  # fmt: skip
-"""The base class of each section that may have a class of a user's own. `actions` and
-`download.datasets` are lists, whose entries have no number here."""
+"""The base class of each section that may have a class of a user's own."""
+LISTS = ("actions", "data.sources", "download.datasets")
+"""Those that are lists, or lie in one: their entries have no number here."""
 UNTRAINED = ("actions", "download")
 """Sections whose classes change nothing of what is trained, once there is a corpus."""
 CODE = "own_code"
@@ -83,7 +84,7 @@ def run_config(layers: Sequence[Layer], *, runs: bool, job: Path | None) -> type
     for section, origins in _tags(layers).items():
         base = KINDS[section]
         classes[section] = tuple(
-            _class(tag, section, base, origin, job) if runs else _opaque(tag, base)
+            _class(tag, section, base, origin, job) if runs else _opaque(tag, base, section)
             for tag, origin in origins.items()
         )
     return _with_classes(tuple(classes.items()))
@@ -131,7 +132,7 @@ class _OwnConfig(RunConfig):
 def _made_again(files: list[tuple[str, str, str, OwnFile]], text: str) -> RunConfig:
     classes: dict[str, list[type[Section]]] = {}
     for section, name, tag, file in files:
-        cls = _bound(getattr(_module(tag, file), name), tag, file)
+        cls = _bound(getattr(_module(tag, file), name), tag, file, section)
         if cls not in classes.setdefault(section, []):
             classes[section].append(cls)
     pairs = tuple((section, tuple(own)) for section, own in classes.items())
@@ -171,6 +172,7 @@ def _extended(
     extended: type[SectionT] = create_model(
         cls.__name__, __base__=base or cls, __module__=cls.__module__, **fields
     )
+    extended.__doc__ = cls.__doc__
     return extended
 
 
@@ -179,18 +181,34 @@ def _annotation(
 ) -> Any:
     """Return the annotation of a field that takes `own` classes, or has some in a section below.
 
-    The field is a section, a list of sections, a section or None, or a tagged union.
+    The field is a section, a list of sections, a section or None, a tagged union, or a path.
     """
-    inner = get_args(annotation)
     if get_origin(annotation) is tuple:
-        return tuple[_annotation(inner[0], own, below), ...]  # type: ignore[misc]
-    if not own:
-        return _extended(annotation, below)
+        return tuple[_annotation(get_args(annotation)[0], own, below), ...]  # type: ignore[misc]
+    inner = get_args(annotation) or (annotation,)
     # The bare base class is for none: then a section is an error, which names the mistake.
     known = [one for one in inner if one is not NoneType and one not in KINDS.values()]
-    union: Any = Union[(*known, *own)]
-    tagged = union if len(known) + len(own) == 1 else Annotated[union, Field(discriminator="type")]
-    return Optional[tagged] if NoneType in inner else tagged  # noqa: UP045  of a value
+    members = [_with_below(one, below) for one in (*known, *own)]
+    union: Any = Union[tuple(members)]  # noqa: UP007  of a value
+    if annotation is SourceConfig:  # the only variant that needs no `type`
+        tags = [Annotated[one, Tag(one.model_fields["type"].default)] for one in members]
+        union = Union[tuple(tags)]  # noqa: UP007  of a value
+        return Annotated[union, Discriminator(_type_of_source)]
+    tagged = len(members) > 1 and Path not in members
+    union = Annotated[union, Field(discriminator="type")] if tagged else union
+    return Optional[union] if NoneType in inner else union  # noqa: UP045  of a value
+
+
+def _with_below(cls: Any, below: Mapping[Key, tuple[type[Section], ...]]) -> Any:
+    """Return a member of a union with the own classes in those of its keys that it has."""
+    fields = getattr(cls, "model_fields", {})
+    has = {path: found for path, found in below.items() if path[0] in fields}
+    return _extended(cls, has) if has else cls
+
+
+def _type_of_source(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind or "tokens"
 
 
 def _class(
@@ -221,7 +239,14 @@ def _class(
             why=why,
             next=f"class {wanted}(dtt.{base.__name__}): …",
         )
-    return _bound(cls, tag, file)
+    taken = SourceEntry.model_fields.keys() & cls.model_fields.keys() - Source.model_fields.keys()
+    if section == "data.sources" and taken:
+        raise OwnCodeError(
+            f"{wanted} has a key of every entry of data.sources: {', '.join(sorted(taken))}",
+            where=where,
+            next="give it another name in your class",
+        )
+    return _bound(cls, tag, file, section)
 
 
 def _find(name: str, origin: str, job: Path | None, where: str) -> OwnFile:
@@ -254,11 +279,6 @@ def _log_once(line: str) -> None:
 
 TRUST = "DTT_TRUST"
 """Environment variable with which `--trust` reaches all processes of a command."""
-
-
-def trust_other_users() -> None:
-    """Run the code in jobs of other users, too, in this process and those that it starts."""
-    os.environ[TRUST] = "1"
 
 
 def _check_owner(path: Path, where: str) -> None:
@@ -294,19 +314,21 @@ def _import_file(file: OwnFile) -> ModuleType:
 
 
 @cache
-def _bound(cls: type[Section], tag: str, file: OwnFile) -> type[Section]:
-    """Return the class with the key `type`, whose only value is `tag`."""
+def _bound(cls: type[Section], tag: str, file: OwnFile, section: str) -> type[Section]:
+    """Return the class with the key `type`, whose only value is `tag`, and those of its place."""
     field: Any = (Literal[tag], tag)
-    bound: Any = create_model(cls.__name__, __base__=cls, __module__=cls.__module__, type=field)
+    bases = (SourceEntry, cls) if section == "data.sources" else (cls,)
+    bound: Any = create_model(cls.__name__, __base__=bases, __module__=cls.__module__, type=field)
     bound.__doc__ = inspect.getdoc(cls) or ""
     bound.own_file = file
     return bound  # type: ignore[no-any-return]
 
 
 @cache
-def _opaque(tag: str, base: type[Section]) -> type[Section]:
+def _opaque(tag: str, base: type[Section], section: str) -> type[Section]:
     """Return a class that keeps the keys of an own class as they are written."""
-    cls: Any = type("Own", (base,), {"model_config": ConfigDict(extra="allow"), "__doc__": ""})
+    bases = (SourceEntry, base) if section == "data.sources" else (base,)
+    cls: Any = type("Own", bases, {"model_config": ConfigDict(extra="allow"), "__doc__": ""})
     field: Any = (Literal[tag], tag)
     return create_model("Own", __base__=cls, type=field)  # type: ignore[no-any-return]
 
@@ -318,9 +340,7 @@ def own_keys() -> frozenset[str]:
 
 def _key_of(section: str) -> str:
     """Return the key that names the class of a section; those of a list are in its key."""
-    return {
-        "actions": "actions", "download.datasets.documents": "download.datasets",
-    }.get(section, f"{section}.type")  # fmt: skip
+    return next((one for one in LISTS if section.startswith(one)), f"{section}.type")
 
 
 def own_sections(section: Section, key: Key = ()) -> Iterator[tuple[str, Section, OwnFile]]:

@@ -18,7 +18,6 @@ from dtt.config.data import (
     DataConfig,
     DownloadConfig,
     GivenTokenizerConfig,
-    SourceConfig,
     TokenizeConfig,
     TokenizerConfig,
     TokensDataConfig,
@@ -37,6 +36,7 @@ from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import ScheduleConfig, WsdConfig
+from dtt.config.sources import AnySource, SourceConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
 
 MAX_JOINED = 100
@@ -194,6 +194,8 @@ class RunConfig(Section):
             yield "objective.type", f"data.type=preference needs dpo, not {self.objective.type}"
         if dpo and not preference:
             yield "data.type", f"objective.type=dpo needs preference, not {self.data.type}"
+        if preference and len(self.sources) > len(self.token_sources):
+            yield "data.sources", "data.type=preference needs token files: a class makes no pairs"
         if preference and self.chat.turns == "expand":
             yield "chat.turns", "data.type=preference needs all: each conversation is one of a pair"
         if preference and self.chat.too_long == "whole_turns":
@@ -324,10 +326,10 @@ class RunConfig(Section):
         return self.tokenize.out or Path("data/tokens") / f"{dataset}-{self.tokenizer_name}"
 
     @property
-    def token_sources(self) -> tuple[SourceConfig, ...]:
-        """The token files that `train` reads; empty when it trains from text.
+    def sources(self) -> tuple[AnySource, ...]:
+        """The sources that `train` reads: token files, and classes in their place.
 
-        `dtt.artifacts.token_folders` replaces patterns by the folders that they match.
+        Empty when it trains from text, or from one class alone.
         """
         if not self.data.reads_token_files:
             return ()
@@ -342,10 +344,18 @@ class RunConfig(Section):
         return (SourceConfig(path=self.data.tokens or self.tokenize_dir, name="tokens"),)
 
     @property
+    def token_sources(self) -> tuple[SourceConfig, ...]:
+        """Those of `sources` that are token files.
+
+        `dtt.artifacts.token_folders` replaces patterns by the folders that they match.
+        """
+        return tuple(source for source in self.sources if isinstance(source, SourceConfig))
+
+    @property
     def token_paths(self) -> tuple[Path, ...]:
         """All token files that `train` reads, also held-out ones; of a pattern, its folder."""
-        paths = [path for s in self.token_sources for path in (s.folder, s.validation)]
-        return tuple(path for path in paths if path is not None)
+        paths = [s.folder for s in self.token_sources] + [s.validation for s in self.sources]
+        return tuple(path for path in paths if isinstance(path, Path))
 
     @property
     def reads_corpus(self) -> bool:

@@ -7,11 +7,11 @@ from dtt.base.log import log
 from dtt.base.reading import read_whole
 from dtt.config.data import (
     GivenTokenizerConfig,
-    Source,
     SyntheticDataConfig,
     TrainedTokenizerConfig,
 )
 from dtt.config.run import RunConfig
+from dtt.config.sources import Source
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.named_tokenizer import read_vocabulary
 from dtt.data.text.encoder import Encoder

@@ -194,8 +194,9 @@ class Stage:
     def _check_data(self) -> None:
         """Raise ConfigError if the token files are not those that the job was trained on."""
         sources = token_sources(self.config)
-        if not sources or not all(TokensManifest.exists(source.path) for source in sources):
-            return  # trained from text, or on files of other tools: training compares them
+        known = len(sources) and len(self.config.token_sources) == len(self.config.sources)
+        if not known or not all(TokensManifest.exists(source.path) for source in sources):
+            return  # trained from text, a class, or files of other tools: training compares them
         keys = [(source.label, TokensManifest.read(source.path).key) for source in sources]
         if compatibility.data_key(keys) != DataManifest.read(self.job.root).key:
             raise ConfigError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest, TokensManifest
-from dtt.artifacts.token_folders import token_sources
+from dtt.artifacts.token_folders import token_paths, token_sources
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
 from dtt.base.files import check_space, sha256_file
 from dtt.base.reading import read_text
@@ -106,7 +106,7 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     except DttError as error:
         yield error
         return
-    for path in (path for s in sources for path in (s.path, s.validation) if path is not None):
+    for path in token_paths(cfg):
         yield from compatibility.file_problems(path)
     # Token files of other tools have no manifest, so nothing more is known about them here.
     made_by_dtt = [s for s in sources if TokensManifest.is_in(s.path)]
@@ -129,7 +129,7 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
         vocab_size = found[0][1].vocab_size
         yield from caught(lambda: _check_model(cfg, vocab_size, job))
         yield from caught(lambda: _check_mesh(cfg, vocab_size))
-    if len(found) == len(sources):
+    if len(found) == len(sources) and len(cfg.token_sources) == len(cfg.sources):
         keys = [(source.label, tokens.key) for source, tokens in found]
         yield from caught(lambda: _check_same_data(keys, job))
 

@@ -51,7 +51,7 @@ def at_step(
     job, _ = enter(checkpoints.parent)
     if step is None:
         raise ConfigError("at-step needs a step", next=f"dtt data at-step {job}@1")
-    cfg = load_job(job)
+    cfg = load_job(job, run_code=True)  # a class of the user's own reads its samples again
     dataset = open_dataset(cfg)
     if not 1 <= step <= dataset.steps:
         raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 to {dataset.steps}")

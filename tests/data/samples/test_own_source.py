@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 from support import resumed
 from support.running import ROOT, Dtt
 
-from dtt.base.errors import ExitCode
+from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
+from dtt.config.own import trained_files
+from dtt.config.run import RunConfig
 from dtt.config.source import Leaf
 from dtt.data.samples.dataset import Dataset, open_dataset
+from dtt.data.samples.protocol import SOURCE_SHIFT
 
 ARITHMETIC = f"{ROOT}/examples/arithmetic.py:Arithmetic"
 NUMBERS = """
@@ -34,16 +38,23 @@ class Numbers(dtt.Source):
 
 
 @pytest.fixture
-def numbers(tmp_path: Path, tokens: Path) -> Any:
-    def opened(code: str = NUMBERS, **more: object) -> Dataset:
+def configured(tmp_path: Path) -> Any:
+    def resolved(code: str = NUMBERS, **data: object) -> RunConfig:
         (tmp_path / "mine.py").write_text(code)
         where = f"{tmp_path}/c.yaml:1"
-        given = {
-            "type": "mine.py:Numbers", "tokenizer": f"{tokens}/tokenizer.json", "held_out": 3,
-        }  # fmt: skip
-        layer = {("data", key): Leaf(value, where) for key, value in (given | more).items()}
+        layer = {("data", key): Leaf(value, where) for key, value in data.items()}
         keys = ["train.seq_len=8", "train.global_batch_tokens=16", "train.steps=4"]
-        return open_dataset(resolve(layer, keys, env={}).config)
+        return resolve(layer, keys, env={}).config
+
+    return resolved
+
+
+@pytest.fixture
+def numbers(configured: Any, tokens: Path) -> Any:
+    given = {"type": "mine.py:Numbers", "tokenizer": f"{tokens}/tokenizer.json", "held_out": 3}
+
+    def opened(code: str = NUMBERS, **more: object) -> Dataset:
+        return open_dataset(configured(code, **(given | more)))
 
     return opened
 
@@ -83,6 +94,65 @@ def test_the_example_trains_on_its_results_and_a_resume_changes_no_bit(
     assert resumed.differing(dtt, "shard=2", *settings) == []
     done = dtt("plan", *others, *settings)
     assert "memory" in done.stdout
+
+
+def test_a_class_is_one_of_several_sources(configured: Any, tokens: Path) -> None:
+    own = {"type": "mine.py:Numbers", "tokenizer": f"{tokens}/tokenizer.json"}
+    files = {"path": f"{tokens}", "weight": 1.0, "validation": own | {"count": 5}}
+    mine = own | {"name": "n", "weight": 3.0, "validation": f"{tokens}"}
+    cfg = configured(sources=[files, mine], mask_documents=True)
+    dataset = open_dataset(cfg)
+    assert dataset.shares() == {"tokens": 0.25, "n": 0.75}
+    counted, held_out = dataset.validation
+    assert [len(one) for one in (dataset.sources[1], counted)] == [12, 5]
+    assert (counted.name, held_out.name) == ("tokens", "n")
+    samples = dataset.order(0, 8)
+    rows, parts = dataset.read(samples), [*dataset.by_source(samples)]
+    assert rows.ids.shape == rows.doc_ids.shape == (8, 9)
+    for source, number, where in parts:
+        assert np.array_equal(source.read(number).ids, rows.ids[where])
+    mine_first = int(parts[1][1][0]) + (1 << SOURCE_SHIFT)
+    source, (span,) = dataset.origin(mine_first)
+    assert (source.name, str(span.file), span.document) == ("n", "n", int(parts[1][1][0]))
+    assert list(trained_files(cfg)) == ["mine.py"]
+    assert trained_files(cfg)["mine.py"][0] == "data.sources"
+    assert pickle.loads(pickle.dumps(cfg)) == cfg
+    other = configured(sources=[files, mine | {"count": 13}], mask_documents=True)
+    assert open_dataset(other).manifest.key != dataset.manifest.key
+
+
+REFUSED = {
+    "an unknown key": ({"cuont": 3}, "data.sources.0.cuont: unknown key"),
+    "another type": ({"type": "token"}, "data.sources.0.type: input should be 'tokens'"),
+    "both": ({"held_out": 3, "validation": "tokens"}, "data.sources.0.held_out: must be 0"),
+    "a key of an entry": ({"count": 3}, "Numbers has a key of every entry of data.sources: weight"),
+    "pairs": ({}, "data.type=preference needs token files"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_an_entry_cannot_have_is_refused(configured: Any, case: str) -> None:
+    more, said = REFUSED[case]
+    code = NUMBERS.replace("    count:", "    weight: int = 1\n    count:")
+    entry = {"type": "mine.py:Numbers", "tokenizer": "tokenizer.json"} | more
+    kind = "preference" if case == "pairs" else "tokens"
+    with pytest.raises(ConfigError) as caught:
+        configured(code if "a key" in case else NUMBERS, type=kind, sources=[entry])
+    assert said in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_mixture_with_a_class_resumes_without_another_bit(
+    dtt: Dtt, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (dtt.folder / "mine.py").write_text(NUMBERS)
+    own = f"type: mine.py:Numbers, tokenizer: {tokens}/tokenizer.json"
+    sources = f"data.sources=[{{path: {tokens}}}, {{{own}, count: 50, validation: {{{own}}}}}]"
+    others = tuple(key for key in resumed.SETTINGS if not key.startswith("data."))
+    monkeypatch.setattr(resumed, "SETTINGS", others)
+    assert resumed.differing(dtt, "shard=2", sources, "train.eval_every=2") == []
+    shown = dtt("data", "at-step", "jobs/t", "4")
+    assert "Numbers" in shown.stdout
 
 
 WRONG = {

@@ -13,7 +13,7 @@ from support.token_files import random_documents, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.data import SourceConfig
+from dtt.config.sources import SourceConfig
 from dtt.data.samples import packed
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.mesh.dist import World

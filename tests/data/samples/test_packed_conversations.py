@@ -17,8 +17,8 @@ from support.token_files import write_conversations as write
 
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.data import SourceConfig
 from dtt.config.load import resolve
+from dtt.config.sources import SourceConfig
 from dtt.data.samples import packed
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.packed_conversations import TooLong

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from support.token_files import END, read_doc_ids
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.config.data import SourceConfig
+from dtt.config.sources import SourceConfig
 from dtt.data.samples.token_source import TokenSource, open_tokens
 
 BY_OTHERS = Path(__file__).with_name("written_by_others")

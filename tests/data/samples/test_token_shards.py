@@ -13,7 +13,7 @@ from support.token_files import END, random_documents, read_doc_ids, row, write_
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
-from dtt.config.data import SourceConfig
+from dtt.config.sources import SourceConfig
 from dtt.data.samples.token_source import TokenSource, open_tokens
 from dtt.data.token_file import TokenFile, bin_path, idx_path
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.token_files import END, random_documents, read_doc_ids, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
-from dtt.config.data import SourceConfig
+from dtt.config.sources import SourceConfig
 from dtt.data.samples import token_source
 from dtt.data.samples.protocol import SampleNumbers
 from dtt.data.samples.token_source import TokenSource, open_tokens

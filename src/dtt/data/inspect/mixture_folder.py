@@ -23,6 +23,7 @@ from dtt.artifacts.token_folders import find_token_folders
 from dtt.base.errors import ConfigError
 from dtt.base.files import fsync_folder, named, write_atomically
 from dtt.config.run import RunConfig
+from dtt.config.sources import Source
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.token_shards import HELD_OUT
 from dtt.data.samples.token_source import TokenSource
@@ -68,10 +69,11 @@ def write_mixture(cfg: RunConfig, dataset: Dataset, folder: Path) -> tuple[dict[
 
 def _check(cfg: RunConfig, sources: Sequence[TokenSource], folder: Path) -> None:
     """Raise ConfigError for a mixture or a folder that cannot be written."""
-    if not cfg.data.reads_token_files:
+    own = [source.type for source in cfg.sources if isinstance(source, Source)]
+    if not cfg.data.reads_token_files or own:
         raise ConfigError(
             "only a mixture of token files can be written",
-            where=f"data.type={cfg.data.type}",
+            where=f"data.sources: type={own[0]}" if own else f"data.type={cfg.data.type}",
             next="dtt tokenize, and data.type=tokens",
         )
     if folder.name in ("", "..") or (folder.exists() and not folder.is_dir()):

@@ -14,10 +14,10 @@ from typing import Any, get_args
 from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError
 from dtt.base.terminal import Coded, one_line
-from dtt.config.data import SourceConfig
 from dtt.config.load import resolve as load_config
 from dtt.config.run import RunConfig
 from dtt.config.source import is_config
+from dtt.config.sources import SourceConfig
 from dtt.data.inspect.conversation_report import BEGIN, END
 from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.mixture_folder import write_mixture

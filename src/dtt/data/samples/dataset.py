@@ -12,23 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifest import fingerprint
-from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest, SourceFacts, TokensManifest
-from dtt.artifacts.token_folders import MatchedSource, token_sources
+from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest, SourceFacts
+from dtt.artifacts.token_folders import MatchedSource, all_sources
 from dtt.base.errors import ConfigError
-from dtt.config.data import (
-    ChatDataConfig,
-    PreferenceDataConfig,
-    SourceConfig,
-    SyntheticDataConfig,
-    TextDataConfig,
-    TokensDataConfig,
-)
 from dtt.config.run import RunConfig
-from dtt.data.corpus.described import check_tokens
+from dtt.config.sources import AnySource, SourceConfig
 from dtt.data.samples import compatibility
 from dtt.data.samples.mixture import Mixture, Weights
-from dtt.data.samples.named_tokenizer import read_vocabulary
+from dtt.data.samples.open_sources import open_sources
+from dtt.data.samples.own_source import OwnSource
 from dtt.data.samples.protocol import (
     SOURCE_SHIFT,
     Counts,
@@ -38,10 +30,9 @@ from dtt.data.samples.protocol import (
     SampleNumbers,
     SampleSource,
     Streamed,
-    Vocabulary,
 )
 from dtt.data.samples.schedules import StepSizes, resolve, steps_of_epochs
-from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.samples.token_source import TokenSource
 from dtt.data.text.tokenizer import begin_of_document, open_tokenizer, token_bytes
 
 NUMBER_MASK = np.uint64((1 << SOURCE_SHIFT) - 1)
@@ -217,8 +208,8 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     or DamagedError for missing or damaged files.
     """
     train, data = cfg.train, cfg.data
-    given = token_sources(cfg)
-    opened = _open_sources(cfg, given)
+    given = all_sources(cfg)
+    opened = open_sources(cfg, given)
     for source in opened:
         _check_length(source, train.seq_len)
     if train.epochs is not None:
@@ -243,18 +234,20 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     )
     compatibility.check_templates(
         [
-            (source.label, source.path, its.chat)
-            for source, its in zip(given, opened, strict=False)
+            (its.train.name, its.vocabulary.tokenizer, its.chat)
+            for its in opened
             if its.chat is not None
         ]
     )
+    # Beside that of conversations is their template.
+    described = next((source for source in opened if source.chat is not None), opened[0])
     return Dataset(
         sources=tuple(source.train for source in opened),
         validation=tuple(source.validation for source in opened),
         mixture=mixture,
         step_sizes=step_sizes,
         requested_steps=train.steps,
-        tokenizer=opened[0].vocabulary.tokenizer,
+        tokenizer=described.vocabulary.tokenizer,
         manifest=_manifest(cfg, given, opened),
     )
 
@@ -276,10 +269,8 @@ def _check_length(source: Opened, seq_len: int) -> None:
         )
 
 
-def _manifest(
-    cfg: RunConfig, given: Sequence[SourceConfig], opened: Sequence[Opened]
-) -> DataManifest:
-    paths = [source.path for source in given]
+def _manifest(cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[Opened]) -> DataManifest:
+    paths = [s.path if isinstance(s, SourceConfig) else Path(s.type) for s in given]
     paths = paths or [cfg.corpus_dir if cfg.data.reads_text else Path(cfg.data.type)]
     sources = tuple(
         SourceFacts(
@@ -311,7 +302,9 @@ def _begin_of_document(cfg: RunConfig, opened: Sequence[Opened]) -> int | None:
     In a run on conversations only, it is what the tokenizer adds: the base model was trained so,
     and plain text, as in benchmark tasks, must not change with the tuning.
     """
-    texts = [(s.train.name, s.vocabulary.begin_of_document) for s in opened if s.chat is None]
+    # The samples of a class begin as they do.
+    plain = [s for s in opened if s.chat is None and not isinstance(s.train, OwnSource)]
+    texts = [(s.train.name, s.vocabulary.begin_of_document) for s in plain]
     if texts or getattr(cfg.tokenizer, "bos", "tokenizer") == "never":
         return compatibility.one_beginning(texts)
     path = opened[0].vocabulary.tokenizer
@@ -321,91 +314,8 @@ def _begin_of_document(cfg: RunConfig, opened: Sequence[Opened]) -> int | None:
         return None
 
 
-def _open_sources(cfg: RunConfig, sources: Sequence[SourceConfig]) -> list[Opened]:
-    match cfg.data:
-        case (
-            TokensDataConfig(tokenizer=path)
-            | ChatDataConfig(tokenizer=path)
-            | PreferenceDataConfig(tokenizer=path)
-        ):
-            given = None if path is None else read_vocabulary(path)
-            return [_open_token_files(cfg, source, given) for source in sources]
-        case TextDataConfig():
-            from dtt.data.samples.text_source import open_text
-
-            return [open_text(cfg)]
-        case SyntheticDataConfig():
-            from dtt.data.samples.synthetic_source import open_synthetic
-
-            return [open_synthetic(cfg.data.vocab_size, cfg.train.seq_len, cfg.seed)]
-        case own:
-            from dtt.data.samples.own_source import open_own
-
-            vocabulary = read_vocabulary(own.tokenizer)
-            return [open_own(own, vocabulary, cfg.train.seq_len, cfg.seed)]
-
-
-def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | None) -> Opened:
-    """Open the token files of one source.
-
-    `given` is the vocabulary of `data.tokenizer`. It is needed for token files without a dtt
-    manifest, as they do not name their tokenizer.
-    """
-    options: dict[str, Any] = {
-        "seq_len": cfg.train.seq_len,
-        "seed": cfg.seed,
-        "packing": cfg.data.packing,
-        "too_long": cfg.chat.too_long,
-        "vocab_size": given and given.size,
-        "end_of_document": given and given.end_of_document,
-        "doc_ids": cfg.data.mask_documents,
-        "eod_mask_loss": cfg.data.eod_mask_loss,
-    }
-    found = TokensManifest.read(source.path) if TokensManifest.is_in(source.path) else None
-    if found is not None:
-        check_tokens(cfg, source.path, found)
-    chat, pairs = (None, False) if found is None else (found.chat, found.pairs)
-    train = open_tokens(source, "train", **options)
-    # After opening: missing files are another mistake.
-    compatibility.check_conversations(source.label, source.path, chat, cfg, pairs=pairs)
-    validation = open_tokens(source, "validation", **options)
-    manifest, key = train.files.manifest, train.files.key
-    if manifest is not None:
-        vocabulary = Vocabulary(
-            source.path / "tokenizer.json",
-            manifest.tokenizer_sha256,
-            manifest.vocab_size,
-            manifest.end_of_document,
-            manifest.begin_of_document,
-        )
-        if given is not None:
-            named = [("data.tokenizer", given), (train.name, vocabulary)]
-            compatibility.check_one_tokenizer(
-                [(name, its.tokenizer, its.sha256) for name, its in named]
-            )
-    elif given is not None:
-        # Such files do not name their tokenizer, so its hash joins their key: the same ids with
-        # another tokenizer are other data.
-        vocabulary, key = given, fingerprint([key, given.sha256])
-    else:
-        raise ConfigError(
-            f"it is unknown which tokenizer created the token files of {train.name}",
-            where=source.path,
-            why="token files that dtt did not create do not record it",
-            next="data.tokenizer=PATH/tokenizer.json",
-        )
-    return Opened(
-        train,
-        validation if len(validation) else None,
-        key,
-        vocabulary,
-        None if manifest is None else manifest.corpus,
-        chat,
-    )
-
-
 def _weights(
-    cfg: RunConfig, given: Sequence[SourceConfig], opened: Sequence[Opened]
+    cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[Opened]
 ) -> list[tuple[int, Weights]]:
     """Return the mixture weights with the step, counted from 1, from which they hold.
 
@@ -420,7 +330,7 @@ def _weights(
     totals: Counter[str] = Counter()
     for entry, size in zip(entries, sizes, strict=True):
         totals[entry] += size
-    first = {s.label: s.weight or float(totals[s.label]) for s in cfg.token_sources}
+    first = {s.label: s.weight or float(totals[s.label]) for s in cfg.sources}
     changes = [(1, first), *((change.step, change.weights) for change in cfg.data.weights)]
     return [
         (

@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.data import Source
 from dtt.config.own import own_code, own_file_of
+from dtt.config.run import RunConfig
+from dtt.config.sources import Source, SourceEntry
+from dtt.data.samples.named_tokenizer import read_vocabulary
 from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
@@ -32,14 +34,15 @@ class OwnSource:
     bytes_per_token: float | None = None
 
     def __init__(
-        self, config: Source, numbers: range, vocabulary: Vocabulary, seq_len: int, seed: int
+        self, name: str, config: Source, numbers: range, vocabulary: Vocabulary, cfg: RunConfig
     ) -> None:
-        """Make samples of `seq_len` + 1 ids of those with these `numbers`."""
-        self.name = config.type.rpartition(":")[2]
+        """Make samples of those with these `numbers`, for the run that `cfg` describes."""
+        self.name = name
         self._config, self._numbers, self._vocabulary = config, numbers, vocabulary
-        self._width = seq_len + 1
-        self.tokens = len(numbers) * seq_len
-        self._shuffle = Order(f"{seed}/{self.name}", len(numbers))
+        self._width = cfg.train.seq_len + 1
+        self._with_doc_ids = cfg.data.mask_documents
+        self.tokens = len(numbers) * cfg.train.seq_len
+        self._shuffle = Order(f"{cfg.seed}/{self.name}", len(numbers))
 
     def __len__(self) -> int:
         """See SampleSource."""
@@ -57,7 +60,9 @@ class OwnSource:
         for row, sample in enumerate(samples):
             given, counted = self.sample(int(sample))
             ids[row, : len(given)], mask[row, : len(given)] = given, counted
-        return Rows(ids, targets_of(ids, mask[:, 1:]))
+        # A sample is one document. Those of other sources in the batch may have several.
+        doc_ids = np.zeros(shape, np.int32) if self._with_doc_ids else None
+        return Rows(ids, targets_of(ids, mask[:, 1:]), doc_ids)
 
     def sample(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return the ids of a sample, and which of them are targets."""
@@ -89,20 +94,26 @@ class OwnSource:
         return [DocumentSpan(Path(self.name), self._numbers[sample], 0, 0, length)]
 
 
-def open_own(config: Source, vocabulary: Vocabulary, seq_len: int, seed: int) -> Opened:
-    """Return the source of a class of a user's own; raise OwnCodeError if it cannot be used."""
+def open_own(config: Source, cfg: RunConfig, name: str | None = None) -> Opened:
+    """Return the source of a class of a user's own; raise OwnCodeError if it cannot be used.
+
+    `name` is that of the source whose held-out samples it has.
+    """
+    vocabulary, name = read_vocabulary(config.tokenizer), name or config.label
     with own_code(config, KEY):
         count, version = config.samples(), config.version()
         if type(count) is not int or count <= config.held_out:
             raise ValueError(f"`samples` returned {count!r}, and data.held_out={config.held_out}")
-    options = vocabulary, seq_len, seed
-    train = OwnSource(config, range(count - config.held_out), *options)
+    train = OwnSource(name, config, range(count - config.held_out), vocabulary, cfg)
     _check_repeatable(train)
     held_out = range(count - config.held_out, count)
-    validation = OwnSource(config, held_out, *options) if held_out else None
+    validation = OwnSource(name, config, held_out, vocabulary, cfg) if held_out else None
     file = own_file_of(config)
-    # Not the path of the tokenizer: a job keeps its own copy.
-    keys = config.model_dump(mode="json", exclude={"tokenizer"})
+    # Not the path of the tokenizer: a job keeps its own copy. Nor what an entry of a mixture has
+    # beside its own keys, which changes no sample.
+    keys = config.model_dump(
+        mode="json", exclude={"tokenizer", *SourceEntry.model_fields} - {"type"}
+    )
     key = fingerprint([keys, file and file.sha256, version, vocabulary.sha256])
     return Opened(train, validation, key, vocabulary, None)
 

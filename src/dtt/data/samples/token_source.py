@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from dtt.base.errors import DamagedError
 from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.data import SourceConfig
+from dtt.config.sources import SourceConfig
 from dtt.data.samples.packed import bins
 from dtt.data.samples.packed_conversations import PackingCounts, TooLong, loss_mask
 from dtt.data.samples.protocol import (
@@ -56,7 +57,7 @@ def open_tokens(
     is found, DamagedError if files are inconsistent or one of their first ids is outside the
     vocabulary, and ConfigError if `cfg.dtype` is not the dtype of the ids.
     """
-    if split == "validation" and cfg.validation is not None:
+    if split == "validation" and isinstance(cfg.validation, Path):
         path, part = cfg.validation, None  # both splits: all of it is held out
     else:
         path, part = cfg.path, split

@@ -1,0 +1,145 @@
+"""Config keys of the sources of a run: token files, and classes of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, PositiveFloat
+
+from dtt.config.base import Section
+
+if TYPE_CHECKING:
+    HeldOutFiles: TypeAlias = "Path | Source | None"
+else:
+    HeldOutFiles = Path | None  # `config/own.py` adds classes of a user's own
+
+
+class SourceEntry(Section):
+    """The keys of an entry of `data.sources`, whatever the source is."""
+
+    type: str
+    name: str | None = None
+    """Name of the source in metrics; with the seed it determines the order of its samples. null:
+    the last component of `path`, or the class. For `FOLDER/**`: the beginning of the names, before
+    a `/`."""
+    weight: PositiveFloat | None = None
+    """Share of the samples, relative to the other sources; null for all of them: in proportion to
+    their sizes. That of `FOLDER/**` is split in proportion to the sizes of its folders, as if they
+    were one source: all of them complete an epoch together. Shares that are multiples of 1e-5 are
+    exact; others are rounded to such a multiple, never to 0."""
+    validation: HeldOutFiles = None
+    """Held-out token files, or a class of your own, as a section with its keys; null: those that
+    `tokenize` held out, if it wrote the folder, or the samples that `held_out` counts."""
+
+    @property
+    def label(self) -> str:
+        """The name of the source: `name`, or its class."""
+        return self.name or self.type.rpartition(":")[2]
+
+
+class SourceConfig(SourceEntry):
+    """One set of token files."""
+
+    type: Literal["tokens"] = "tokens"
+    """`tokens`, or a class of your own, `FILE.py:CLASS`, whose keys take the place of `path` and
+    `dtype`."""
+    path: Path
+    """Folder written by `tokenize`; or token files of other tools: a Megatron `.bin`/`.idx` pair
+    (its path without the suffix) or a folder of such pairs, a datatrove `.ds` file or a folder of
+    such files, a file of ids (llm.c's and modded-nanogpt's `.bin`, an `.npy`, nanoGPT's raw `.bin`)
+    or a folder of such files. `FOLDER/**`: each folder below FOLDER that holds a dtt manifest, or
+    `.idx` or `.ds` files, is a source, named by its path from FOLDER, in the order of the names."""
+    dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
+    """Integer type of raw ids; all other formats declare it themselves."""
+
+    @property
+    def label(self) -> str:
+        """The name of the source, or of the pattern: `name`, or the last component of `path`."""
+        return self.name or (str(self.path) if self.is_pattern else self.path.name)
+
+    @property
+    def is_pattern(self) -> bool:
+        """True if `path` is a pattern, `FOLDER/**`, for the token folders below a folder."""
+        return self.path.name == "**"
+
+    @property
+    def folder(self) -> Path:
+        """The path, or the folder that a pattern searches."""
+        return self.path.parent if self.is_pattern else self.path
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for another kind of pattern, and for a key that none can have."""
+        if any("*" in part for part in self.folder.parts):
+            yield "path", "the only pattern is FOLDER/**, every token folder below FOLDER"
+        if self.is_pattern and self.validation is not None:
+            yield "validation", "must be null for FOLDER/**: each folder has held-out files itself"
+
+
+if TYPE_CHECKING:
+    AnySource: TypeAlias = "SourceConfig | Source"
+else:
+    AnySource = SourceConfig
+
+
+class WeightsConfig(Section):
+    """Source weights that apply from a given step on."""
+
+    step: int = Field(ge=2)
+    """First optimizer step with these weights, numbered as in the metrics: the first step of a run
+    is 1."""
+    weights: dict[str, float]
+    """Weights by source name; 0 leaves a source out. Every source must be listed; `FOLDER/**` is
+    one, called by its `name`, or by its path."""
+
+
+class OtherDataConfig(Section):
+    """Data of any other kind: the values that _TokenFilesConfig has as keys."""
+
+    reads_token_files: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
+    tokens: ClassVar[None] = None
+    sources: ClassVar[tuple[AnySource, ...]] = ()
+    weights: ClassVar[tuple[WeightsConfig, ...]] = ()
+    on_exhausted: ClassVar[Literal["repeat"]] = "repeat"
+    packing: ClassVar[Literal["concat"]] = "concat"
+
+
+class Source(OtherDataConfig):
+    """Samples that are not documents. One of your own defines `samples` and `read`."""
+
+    mask_documents: ClassVar[bool] = False
+    eod_mask_loss: ClassVar[bool] = False
+
+    type: str
+    tokenizer: Path
+    """The tokenizer.json whose ids the samples have."""
+    held_out: int = Field(default=0, ge=0)
+    """Number of samples that are held out for validation: the last ones."""
+
+    if TYPE_CHECKING:  # an entry of `data.sources` has these, as keys of SourceEntry
+        weight: ClassVar[float | None]
+        validation: ClassVar[HeldOutFiles]
+
+    @property
+    def label(self) -> str:
+        """The name of the source, with the seed the key of its order: the name of its class."""
+        return self.type.rpartition(":")[2]
+
+    def samples(self) -> int:
+        """Return the number of samples, those held out included."""
+        raise NotImplementedError
+
+    def read(self, number: int, tokens: int) -> Any:
+        """Return the token ids of a sample (from 0), at most `tokens`; the same ones each time.
+
+        dtt shuffles the samples in each epoch, and pads them. With a second sequence of the same
+        length beside the ids, only the ids for which it is True are targets of the loss. Each rank
+        reads all samples of a step, to count the targets.
+        """
+        raise NotImplementedError
+
+    def version(self) -> str:
+        """Return a text that changes when the samples do: then a job is not resumed with them."""
+        return ""
