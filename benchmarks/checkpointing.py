@@ -39,6 +39,7 @@ from dtt.base.ranks import Ranks
 from dtt.checkpoint import retention, store
 from dtt.checkpoint.saver import Saver
 from dtt.config.load import resolve
+from dtt.config.schedule import RunFacts
 from dtt.config.train import CheckpointConfig
 from dtt.mesh import dist as dtt_dist
 from dtt.mesh.dist import World
@@ -47,7 +48,7 @@ from dtt.model import families
 from dtt.model.architecture import fit_context, fit_vocabulary
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
-from dtt.optim import groups
+from dtt.optim import built
 from dtt.train.state import optimizer_tensors, rng_tensors
 
 CPU = torch.device("cpu")
@@ -242,7 +243,9 @@ class Run:
         )
         self.model = Decoder(arch)
         initialize(self.model, 0)
-        self.optimizers = groups.build(cfg.optim, params_of(self.model), torch.bfloat16)
+        self.optimizers = built.build(
+            cfg.optim, params_of(self.model), RunFacts(1, dtype=torch.bfloat16)
+        )
 
     def step(self) -> float:
         """Take one optimizer step and return its seconds."""

@@ -32,16 +32,19 @@ from torch.multiprocessing.spawn import spawn
 
 from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
-from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from dtt.config.optim import Optimizer
 from dtt.config.parallel import Sizes
+from dtt.config.schedule import RunFacts
 from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.dist import World, native_bf16, start, stop
 from dtt.mesh.mesh import DATA, make_mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
-from dtt.optim import groups
+from dtt.optim import built
+from dtt.optim.adamw import AdamWConfig
 from dtt.optim.muon.optimizer import Muon
+from dtt.optim.muon.variant import MuonConfig
 from dtt.parallel.apply import apply
 from dtt.train.step import Step, next_token
 
@@ -79,11 +82,14 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
     initialize(model, 0)
     parameters = dict(model.named_parameters())
     dtype = torch.bfloat16 if native_bf16(world.device) else torch.float32
-    kinds: dict[str, OptimConfig] = {
+    kinds: dict[str, Optimizer] = {
         "adamw": AdamWConfig(lr=1e-4),
         "muon": MuonConfig(lr=1e-4),
     }
-    optimizers = {name: groups.build(kind, params_of(model), dtype) for name, kind in kinds.items()}
+    optimizers = {
+        name: built.build(kind, params_of(model), RunFacts(1, dtype=dtype))
+        for name, kind in kinds.items()
+    }
     muon = optimizers["muon"]["muon"]
     assert isinstance(muon, Muon)
     torch.manual_seed(layout.index(*DATA))

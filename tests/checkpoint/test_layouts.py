@@ -22,8 +22,8 @@ from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
 from dtt.config.model import ModelConfig
-from dtt.config.optim import MuonConfig
 from dtt.config.parallel import ParallelConfig, Sizes
+from dtt.config.schedule import RunFacts
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import Mesh, make_mesh
@@ -33,8 +33,9 @@ from dtt.model.decoder import Decoder, params_of
 from dtt.model.experts import MixtureMLP, routers
 from dtt.model.init import RESIDUAL_WRITERS, initialize
 from dtt.model.layers import held_layers
-from dtt.optim import groups
+from dtt.optim import built
 from dtt.optim.ema import Ema
+from dtt.optim.muon.variant import MuonConfig
 from dtt.parallel.expert import shard_experts
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors, rng_tensors
 from dtt.train.warm_start import take_weights
@@ -80,10 +81,10 @@ class State:
             self.model = Decoder(arch, [stages[layout.index("pipeline")]])
         lay_out(self.model, layout)
         self.params = params_of(self.model, layout)
-        self.optimizers = groups.build(
+        self.optimizers = built.build(
             MuonConfig(momentum_warmup=4, normuon_beta2=0.9),  # all the state there is
             self.params,
-            torch.float32,
+            RunFacts(1),
         )
         self.ema = Ema(self.params, decay=0.9)
 

@@ -13,9 +13,10 @@ from dtt.config import explain
 from dtt.config.key_types import Key
 from dtt.config.load import changes_on_resume, resolve, stage_names
 from dtt.config.merging import merge
-from dtt.config.optim import AdamWConfig, AdamWSettings, MuonConfig
 from dtt.config.shipped import shipped_configs
 from dtt.config.source import Leaf, read_file
+from dtt.optim.adamw import AdamWConfig, AdamWSettings
+from dtt.optim.muon.variant import MuonConfig
 
 SHIPPED = sorted(
     p for p in shipped_configs().rglob("*.yaml") if p.parent.name not in ("sweeps", "tasks")

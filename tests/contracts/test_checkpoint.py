@@ -20,13 +20,14 @@ from dtt.base.errors import ConfigError, DamagedError
 from dtt.checkpoint import store, tensors
 from dtt.checkpoint.saver import Saver
 from dtt.checkpoint.store import Checkpoint
-from dtt.config.optim import AdamWConfig
 from dtt.config.parallel import Sizes
+from dtt.config.schedule import RunFacts
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import layout_of, local_shard, on_every_rank
-from dtt.optim import groups
+from dtt.optim import built
+from dtt.optim.adamw import AdamWConfig
 from dtt.optim.ema import Ema
 from dtt.params.table import Param, Params
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
@@ -119,7 +120,7 @@ class Model:
                 found.append(Param(name, tensor, name.split(".")[0], layout))
         layout = Mesh(Sizes(shard=world.size), world.rank, mesh, world=world)
         self.world, self.params = world, Params(found, layout)
-        self.optimizers = groups.build(AdamWConfig(), self.params, torch.float32)
+        self.optimizers = built.build(AdamWConfig(), self.params, RunFacts(1))
         self.ema = Ema(self.params, 0.9)
 
     def fill(self) -> None:

@@ -22,14 +22,16 @@ from torch.optim import Optimizer
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
 from dtt.checkpoint.saver import Saver
-from dtt.config.optim import AdamWSettings, MuonConfig
 from dtt.config.parallel import Sizes
+from dtt.config.schedule import RunFacts
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import Box, from_local, layout_of, local, local_shard, world_size
-from dtt.optim import groups
+from dtt.optim import built
+from dtt.optim.adamw import AdamWSettings
 from dtt.optim.ema import Ema
+from dtt.optim.muon.variant import MuonConfig
 from dtt.params.table import Param, Params
 from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
 
@@ -76,7 +78,7 @@ class Training:
 
     def __init__(self, params: Params) -> None:
         self.params, self.norms = params, list[float]()
-        self.optimizers = groups.build(CONFIG, params, torch.float32)
+        self.optimizers = built.build(CONFIG, params, RunFacts(1))
         self.ema = Ema(params, decay=0.9)
 
     def train(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dtt.base.errors import ConfigError
 from dtt.config.adapter import LoraConfig
 from dtt.config.load import resolve
+from dtt.config.schedule import RunFacts
 from dtt.estimate import advice, gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import collective_costs
@@ -35,7 +36,7 @@ from dtt.mesh.mesh import make_mesh
 from dtt.model import count
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import attach
-from dtt.optim import groups
+from dtt.optim import built
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import apply, autocast
 
@@ -69,7 +70,7 @@ def test_parameters_and_states_are_those_of_real_optimizers(family: str, optim: 
     one = case(*SMALL, f"model.family={family}", f"optim.type={optim}")
     model = Decoder(one.arch)
     parameters = dict(model.named_parameters())
-    optimizers = groups.build(one.cfg.optim, params_of(model), torch.float32)
+    optimizers = built.build(one.cfg.optim, params_of(model), RunFacts(1))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter.data.zero_())
     for optimizer in optimizers.values():
@@ -369,9 +370,9 @@ def muon_step(world: World, mesh: str) -> tuple[int, int]:
         received += new.nbytes - new.itemsize * expected[world.rank]
         return exchange(new, old, expected, counts, **how)
 
-    muon = groups.build(one.cfg.optim, params_of(model, layout), one.precision.compute_dtype)[
-        "muon"
-    ]
+    muon = built.build(
+        one.cfg.optim, params_of(model, layout), RunFacts(1, dtype=one.precision.compute_dtype)
+    )["muon"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_to_all_single", counted)
         muon.step()
@@ -402,7 +403,7 @@ def step_peaks(world: World) -> list[int]:
         model = Decoder(one.arch).to(one.precision.weights)
         parameters = dict(model.named_parameters())
         dtype = one.precision.compute_dtype
-        optimizers = groups.build(one.cfg.optim, params_of(model), dtype).values()
+        optimizers = built.build(one.cfg.optim, params_of(model), RunFacts(1, dtype=dtype)).values()
         with Trace() as trace:
             for parameter in parameters.values():
                 trace.see(parameter.data.zero_())

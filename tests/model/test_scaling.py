@@ -13,14 +13,17 @@ from torch import nn
 from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
-from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
+from dtt.config.schedule import RunFacts
 from dtt.model import families
 from dtt.model.decoder import Decoder, parameter_role, params_of
 from dtt.model.init import fill_normal, init_std, initialize
 from dtt.model.scaling import Scaling, scaled
-from dtt.optim import groups
+from dtt.optim import built
+from dtt.optim.adamw import AdamWConfig
+from dtt.optim.muon.variant import MuonConfig
 
 FAMILIES = [family.name for family in families.FAMILIES]
 DEPTHS: dict[str, dict[str, Any]] = {
@@ -46,10 +49,9 @@ def made(scaling: Scaling) -> Decoder:
 def optimizers(cfg: RunConfig, model: Decoder, scaling: Scaling) -> dict[str, Any]:
     """Of each parameter, what the optimizer groups say."""
     params = params_of(model)
-    rates = scaling.learning_rates(cfg.optim, params)
-    built = groups.build(cfg.optim, params, torch.float32, rates)
+    facts = RunFacts(1, lr_factor=scaling.lr_factor)
     said = {}
-    for optimizer in built.values():
+    for optimizer in built.build(cfg.optim, params, facts).values():
         for group in optimizer.param_groups:
             rest = {k: v for k, v in group.items() if k not in ("params", "names")}
             said |= dict.fromkeys(group["names"], rest)
@@ -60,7 +62,7 @@ def optimizers(cfg: RunConfig, model: Decoder, scaling: Scaling) -> dict[str, An
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_the_base_shape_mup_is_the_standard_parametrization_bit_for_bit(
-    family: str, depth: str, optim: OptimConfig
+    family: str, depth: str, optim: Optimizer
 ) -> None:
     standard, mup = (
         cfg.model_copy(update={"optim": optim})
@@ -94,7 +96,7 @@ def test_initial_sizes_and_multipliers_are_those_of_table_8(family: str) -> None
 )
 @pytest.mark.parametrize(("depth", "block"), [("none", 1), ("sqrt", 1 / 2), ("linear", 1)])
 def test_rates_follow_width_and_depth_and_decay_per_step_does_not(
-    optim: OptimConfig, matrix: float, depth: str, block: float
+    optim: Optimizer, matrix: float, depth: str, block: float
 ) -> None:
     base = run("qwen3", 32).model_copy(update={"optim": optim})
     wide = run("qwen3", 128, 8, base_head_dim=16, **DEPTHS[depth])
@@ -131,9 +133,8 @@ def test_muons_update_keeps_its_spectral_norm_over_the_root_of_the_shape(
         weight = nn.Parameter(torch.zeros(*experts, rows * dim, columns * dim))
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
         params = table({"layers.0.w": weight})
-        factors = scaled(cfg, 100).learning_rates(optim, params)
-        built = groups.build(optim, params, torch.float32, factors)
-        built["muon"].step()
+        facts = RunFacts(1, lr_factor=scaled(cfg, 100).lr_factor)
+        built.build(optim, params, facts)["muon"].step()
         norm = torch.linalg.matrix_norm(weight.detach(), 2).mean().item()
         norms.append(norm / math.sqrt(rows / columns))
     assert max(norms) / min(norms) < 1.05
@@ -151,9 +152,8 @@ def test_hyperballs_update_keeps_its_spectral_norm_at_all_widths() -> None:
         before = weight.detach().clone()
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
         params = table({"layers.0.w": weight})
-        factors = scaling.learning_rates(optim, params)
-        built = groups.build(optim, params, torch.float32, factors)
-        built["muon"].step()
+        facts = RunFacts(1, lr_factor=scaling.lr_factor)
+        built.build(optim, params, facts)["muon"].step()
         norms.append(torch.linalg.matrix_norm(weight.detach() - before, 2).item())
     assert max(norms) / min(norms) < 1.1
 
@@ -163,9 +163,9 @@ def test_a_stack_is_scaled_as_its_matrices() -> None:
     names = ("layers.0.mlp.up.weight", "layers.0.mlp.experts.up")
     weights = {n: nn.Parameter(torch.zeros((4,) * (i + 2))) for i, n in enumerate(names)}
     roles = {n: parameter_role(n, p.ndim) for n, p in weights.items()}
-    rates = scaling.learning_rates(MuonConfig(), table(weights, roles))
-    for optimizer in ("adamw", "muon"):
-        matrix, stack = (rates[optimizer][name] for name in names)
+    params = table(weights, roles)
+    for power in (1.0, 0.5):
+        matrix, stack = (scaling.lr_factor(params[name], power) for name in names)
         assert matrix == stack != 1.0
     matrix_std, stack_std = (init_std(name, scaling.arch, scaling.base) for name in names)
     assert matrix_std == stack_std == scaling.arch.init_std.matrix / 2
@@ -182,9 +182,8 @@ def test_adamws_update_moves_the_outputs_of_a_matrix_alike_at_all_widths() -> No
         weight = nn.Parameter(torch.zeros(dim, dim))
         weight.grad = torch.outer(wanted, inputs)
         params = table({"layers.0.w": weight})
-        factors = scaled(cfg, 100).learning_rates(cfg.optim, params)
-        built = groups.build(cfg.optim, params, torch.float32, factors)
-        built["adamw"].step()
+        facts = RunFacts(1, lr_factor=scaled(cfg, 100).lr_factor)
+        built.build(cfg.optim, params, facts)["adamw"].step()
         moved.append((weight @ inputs).abs().mean().item())
     assert max(moved) / min(moved) < 1.3
 

@@ -48,7 +48,7 @@ def test_activations_keep_their_size_under_mup(
 def test_an_unscaled_learning_rate_fails_the_check(
     tokens: Path, monkeypatch: pytest.MonkeyPatch, optim: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(Scaling, "learning_rates", lambda *_: {})
+    monkeypatch.setattr(Scaling, "lr_factor", lambda *_: 1.0)
     with pytest.raises(Diverged, match=r"why: +\w+ grows as width\^"):
         mup.coord_check(config(tokens, *optim), "32,128", as_json=False)
 

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dtt.config.optim import AdamWConfig
+from dtt.config.schedule import RunFacts
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import from_local, local, local_shard
-from dtt.optim import groups
-from dtt.optim.adamw import CautiousAdamW, RoundedAdamW
+from dtt.optim import built
+from dtt.optim.adamw import AdamWConfig
+from dtt.optim.adamw_optimizers import CautiousAdamW, RoundedAdamW
 from dtt.optim.rounding import StochasticRounding
 
 SHAPES = ((16, 8), (7, 12), (5, 3))
@@ -37,8 +38,7 @@ def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def make(params: Sequence[Tensor], config: AdamWConfig = CONFIG, **how: Any) -> torch.optim.AdamW:
     named: Any = {f"layers.0.p{i}.weight": p for i, p in enumerate(params)}
-    built = groups.build(config, table(named), torch.float32, **how)
-    adamw = built["adamw"]
+    adamw = built.build(config, table(named), RunFacts(1, **how))["adamw"]
     assert isinstance(adamw, torch.optim.AdamW)
     return adamw
 

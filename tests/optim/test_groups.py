@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,23 +15,19 @@ from torch.optim import Optimizer
 from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
 from dtt.config.optim import ROLES as ROLE_NAMES
-from dtt.config.optim import (
-    AdamWConfig,
-    AdamWGroup,
-    AdamWSettings,
-    MuonConfig,
-    MuonGroup,
-    OptimConfig,
-    own_decays,
-)
+from dtt.config.optim import AdamWGroup, own_decays
+from dtt.config.optim import Optimizer as OptimConfig
 from dtt.config.parallel import Sizes
-from dtt.config.schedule import WsdConfig
+from dtt.config.schedule import RunFacts, WsdConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.model.decoder import parameter_role
 from dtt.optim import schedule
-from dtt.optim.groups import build, describe, set_learning_rate
-from dtt.params.table import Params
+from dtt.optim.adamw import AdamWConfig, AdamWSettings
+from dtt.optim.built import build
+from dtt.optim.groups import describe, set_learning_rate
+from dtt.optim.muon.variant import MuonConfig, MuonGroup
+from dtt.params.table import Param, Params
 
 SHAPES = {
     "embed.weight": (8, 4),
@@ -57,10 +52,8 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
 
 
-def made(
-    config: OptimConfig, multipliers: Mapping[str, Mapping[str, float]] | None = None
-) -> dict[str, Optimizer]:
-    return build(config, table(parameters(), ROLES), torch.float32, multipliers)
+def made(config: OptimConfig, facts: RunFacts = RunFacts(1)) -> dict[str, Optimizer]:  # noqa: B008
+    return build(config, table(parameters(), ROLES), facts)
 
 
 def group_of(optimizers: dict[str, Optimizer], name: str) -> tuple[str, dict[str, Any]]:
@@ -95,7 +88,7 @@ def test_a_stack_of_matrices_decays_and_a_stack_of_biases_does_not(
     shapes = {"layers.0.mlp.experts.up": (3, 8, 4), "layers.0.mlp.experts.up_bias": (3, 8)}
     stacks = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
     roles = {name: parameter_role(name, len(shape)) for name, shape in shapes.items()}
-    optimizers = build(config, table(stacks, roles), torch.float32)
+    optimizers = build(config, table(stacks, roles), RunFacts(1))
     found, group = group_of(optimizers, "layers.0.mlp.experts.up")
     assert (found, group["weight_decay"]) == (owner, 0.1)
     found, group = group_of(optimizers, "layers.0.mlp.experts.up_bias")
@@ -105,7 +98,7 @@ def test_a_stack_of_matrices_decays_and_a_stack_of_biases_does_not(
 def test_split_cuts_the_rows_of_each_expert() -> None:
     stack = {"layers.0.mlp.experts.gate_up": nn.Parameter(torch.ones(3, 8, 4))}
     config = MuonConfig(groups=(MuonGroup(match="*", split=2),))
-    muon = build(config, table(stack), torch.float32)["muon"]
+    muon = build(config, table(stack), RunFacts(1))["muon"]
     assert muon.param_groups[0]["split"] == (4, 4)
 
 
@@ -153,7 +146,7 @@ def test_an_entry_may_name_a_role_and_parameters_are_listed_by_it() -> None:
     router = "layers.0.mlp.router.weight"
     roles = ROLES | {lora: "adapter", router: "router"}
     found = parameters() | {name: nn.Parameter(torch.ones(2, 4)) for name in (lora, router)}
-    optimizers = build(MuonConfig(groups=entries), table(found, roles), torch.float32)
+    optimizers = build(MuonConfig(groups=entries), table(found, roles), RunFacts(1))
     for name, role in roles.items():
         lr = 0.6 if name == "layers.1.mlp.up.weight" else 0.1 * (1 + ROLE_NAMES.index(role))
         assert group_of(optimizers, name)[1]["lr"] == pytest.approx(lr), name
@@ -165,7 +158,7 @@ def test_an_entry_may_name_a_role_and_parameters_are_listed_by_it() -> None:
 def test_a_role_without_parameters_is_an_error() -> None:
     tied = {name: p for name, p in parameters().items() if name != "head.weight"}
     with pytest.raises(ConfigError, match=r"no parameter has the role head(.|\n)*tied"):
-        build(AdamWConfig(groups=(AdamWGroup(match="head"),)), table(tied, ROLES), torch.float32)
+        build(AdamWConfig(groups=(AdamWGroup(match="head"),)), table(tied, ROLES), RunFacts(1))
 
 
 def test_groups_decay_over_their_own_part_of_the_run_as_in_torch() -> None:
@@ -270,11 +263,15 @@ def test_muon_in_a_configuration_without_it_is_refused_before_any_start() -> Non
 
 def test_multipliers_are_factors_of_the_peak_and_leave_the_decay_of_a_step() -> None:
     name, other = "layers.0.mlp.up.weight", "layers.0.attn.q.weight"
-    factors = {"muon": {name: 0.5}, "adamw": {name: 0.25, "head.weight": 0.25}}
-    muon, adamw = made(MuonConfig(lr=0.2), factors), made(AdamWConfig(lr=0.2), factors)
+
+    def factor(param: Param, power: float) -> float:
+        return 0.5 ** (1 + 2 * power) if param.name in (name, "head.weight") else 1.0
+
+    facts = RunFacts(1, lr_factor=factor)
+    muon, adamw = made(MuonConfig(lr=0.2), facts), made(AdamWConfig(lr=0.2), facts)
     rates = [[group_of(o, n)[1]["peak_lr"] for n in (name, other)] for o in (muon, adamw)]
-    assert rates == [[0.1, 0.2], [0.05, 0.2]]
-    assert group_of(muon, "head.weight")[1]["peak_lr"] == 0.25 * MuonConfig().adamw.lr
+    assert rates == [[0.05, 0.2], [0.025, 0.2]]
+    assert group_of(muon, "head.weight")[1]["peak_lr"] == 0.125 * MuonConfig().adamw.lr
     for optimizers in (muon, adamw):
         shrunk = [
             g["lr"] * g["weight_decay"] for n in (name, other) for _, g in [group_of(optimizers, n)]
@@ -309,7 +306,7 @@ def of_stage(world: World, entry: str) -> str | dict[str, float]:
     mesh = Mesh(Sizes(pipeline=2), world.rank, world=world)
     config = resolve(None, [f"optim.groups=[{entry}]"], env={}).config.optim
     try:
-        optimizers = build(config, Params(params.values(), mesh), torch.float32)
+        optimizers = build(config, Params(params.values(), mesh), RunFacts(1))
     except ConfigError as error:
         return str(error).splitlines()[0]
     groups = (group for optimizer in optimizers.values() for group in optimizer.param_groups)

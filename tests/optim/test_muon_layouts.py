@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dtt.config.optim import MuonConfig
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import from_local, local, local_shard
 from dtt.optim.muon.newton_schulz import orthogonalize
 from dtt.optim.muon.optimizer import Muon
 from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, matrices
+from dtt.optim.muon.variant import MuonConfig
 
 SHAPES = ((16, 8), (7, 12), (12, 7), (8, 24), (5, 3), (8, 2), (3, 8, 16), (2, 12, 8), (24, 8))
 """Of 7 rows over 4 ranks the last has one, of 5 none."""

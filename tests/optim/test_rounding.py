@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dtt.config.optim import AdamWConfig, MuonConfig
+from dtt.config.schedule import RunFacts
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import local
-from dtt.optim import groups
+from dtt.optim import built, groups
+from dtt.optim.adamw import AdamWConfig
+from dtt.optim.muon.variant import MuonConfig
 from dtt.optim.rounding import StochasticRounding
 
 DRAWS = 2**18
@@ -70,9 +72,9 @@ CONFIGS = {
 def train(kind: str, weight: Tensor, rounding: StochasticRounding | None, steps: int = 200) -> Any:
     """`weight` after steps with gradients that are always the same, each at a rate of 1e-5."""
     parameter = nn.Parameter(weight)
-    optimizer = groups.build(
-        CONFIGS[kind], table({"w": parameter}), torch.float32, rounding=rounding
-    )[kind]
+    optimizer = built.build(CONFIGS[kind], table({"w": parameter}), RunFacts(1, rounding=rounding))[
+        kind
+    ]
     groups.set_learning_rate({kind: optimizer}, 1e-5 / optimizer.param_groups[0]["peak_lr"])
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     for step in range(steps):
@@ -108,8 +110,8 @@ def on_a_mesh(world: World) -> dict[str, list[list[float]]]:
         rounding = StochasticRounding(0)
         cut = distribute_tensor(torch.ones(8, 64).bfloat16(), mesh, [Replicate(), Shard(0)])
         parameter = nn.Parameter(cut)
-        (optimizer,) = groups.build(
-            config, table({"w": parameter}), torch.float32, rounding=rounding
+        (optimizer,) = built.build(
+            config, table({"w": parameter}), RunFacts(1, rounding=rounding)
         ).values()
         parameter.grad = distribute_tensor(
             torch.ones(8, 64).bfloat16(), mesh, [Replicate(), Shard(0)]
@@ -147,8 +149,8 @@ def test_running_averages_of_a_slow_decay_agree_with_those_of_fp32(
     def state(dtype: torch.dtype) -> Tensor:
         parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
         rounding = StochasticRounding.of(0, dtype, weights=weights)
-        (optimizer,) = groups.build(
-            config, table({"w": parameter}), torch.float32, rounding=rounding
+        (optimizer,) = built.build(
+            config, table({"w": parameter}), RunFacts(1, rounding=rounding)
         ).values()
         groups.set_learning_rate({"": optimizer}, 1e-6)
         generator = torch.Generator().manual_seed(0)
@@ -175,8 +177,8 @@ def row_moments(world: World) -> list[list[float]]:
     rounding = StochasticRounding(0)
     whole = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)]))
-    (optimizer,) = groups.build(
-        MuonConfig(normuon_beta2=0.999), table({"w": parameter}), torch.float32, rounding=rounding
+    (optimizer,) = built.build(
+        MuonConfig(normuon_beta2=0.999), table({"w": parameter}), RunFacts(1, rounding=rounding)
     ).values()
     parameter.grad = distribute_tensor(whole, mesh, [Shard(1)])
     optimizer.step()

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from dtt.config.model import ModelConfig
-from dtt.config.optim import AdamWConfig
+from dtt.config.schedule import RunFacts
 from dtt.config.train import TrainConfig
 from dtt.evaluate.validation import Sampler
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
-from dtt.optim import groups
+from dtt.optim import built, groups
+from dtt.optim.adamw import AdamWConfig
 from dtt.parallel.compile import compile_each_block
 
 
@@ -82,7 +83,7 @@ def test_evaluation_and_samples_leave_the_training_graph_static(
 def test_another_learning_rate_compiles_nothing(graphs: list[list[object]]) -> None:
     model = make_model()
     compile_each_block(model)
-    optimizers = groups.build(AdamWConfig(), params_of(model), torch.float32)
+    optimizers = built.build(AdamWConfig(), params_of(model), RunFacts(1))
     ids = torch.randint(0, model.arch.vocab_size, (4, 9))
     counters.clear()
     for multiplier in (0.1, 0.5, 1.0, 0.9):

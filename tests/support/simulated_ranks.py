@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from dtt.base.ranks import Ranks
 from dtt.config import explain
 from dtt.config.load import resolve
+from dtt.config.schedule import RunFacts
 from dtt.config.shipped import shipped_configs
 from dtt.config.source import read_file
 from dtt.data.samples.loader import MicroBatch
@@ -49,7 +50,7 @@ from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.mesh.sharding import local
 from dtt.model.attention_backend import make_context_attention_fns
 from dtt.model.decoder import Decoder, document_positions, params_of
-from dtt.optim import groups
+from dtt.optim import built
 from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
@@ -219,7 +220,9 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
         parameters = dict(model.named_parameters())
         with _disable_current_modes():  # the table reads the ranks of the mesh
             params = params_of(model, layout)
-        optimizers = groups.build(case.cfg.optim, params, case.precision.compute_dtype).values()
+        optimizers = built.build(
+            case.cfg.optim, params, RunFacts(1, dtype=case.precision.compute_dtype)
+        ).values()
         shape = (case.micro_batch, train.seq_len)
         with trace, patch.object(optimizer, "plan", _plan_with_real_tensors):
             for parameter in parameters.values():

@@ -18,7 +18,7 @@ from dtt.config.load import resolve
 from dtt.config.schedule import RunFacts
 from dtt.config.source import Leaf
 from dtt.mesh.sharding import layout_of
-from dtt.optim import groups
+from dtt.optim import built
 from dtt.params.table import Param, Params
 from dtt.train.step import update
 
@@ -252,7 +252,7 @@ def test_a_step_that_the_guard_skips_changes_nothing(tmp_path: Path) -> None:
     config: Any = resolve({("optim", "type"): Leaf("mine.py:Lion", f"{tmp_path}/c.yaml:1")}, env={})
     weight = torch.nn.Parameter(torch.ones(3))
     params = Params([Param("w", weight, "vector", layout_of(weight, 1))])
-    optimizers = groups.build(config.config.optim, params, torch.float32)
+    optimizers = built.build(config.config.optim, params, RunFacts(1))
     for skip, expected in ((1.0, 1.0), (0.0, 0.5)):
         weight.grad = torch.full((3,), 2.0)
         optimizers["own"].param_groups[0]["lr"] = 0.5

@@ -16,7 +16,7 @@ from dtt.base.errors import EnvironmentUnfit
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.config.model import ModelConfig
-from dtt.config.optim import MuonConfig
+from dtt.config.schedule import RunFacts
 from dtt.config.train import TrainConfig
 from dtt.generate import run as generate
 from dtt.hf import export
@@ -24,8 +24,9 @@ from dtt.mesh.dist import start
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
-from dtt.optim import groups
+from dtt.optim import built
 from dtt.optim.ema import Ema
+from dtt.optim.muon.variant import MuonConfig
 from dtt.parallel import fp8
 from dtt.track import jsonl
 from dtt.train.precision import Precision, choose
@@ -96,7 +97,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> Decoder:
 def trained(dtype: torch.dtype) -> tuple[Decoder, Any]:
     """A model after one step."""
     model = make_model(dtype)
-    optimizers = groups.build(MuonConfig(), params_of(model), torch.bfloat16)
+    optimizers = built.build(MuonConfig(), params_of(model), RunFacts(1, dtype=torch.bfloat16))
     step(model, optimizers)
     return model, optimizers
 

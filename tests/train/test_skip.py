@@ -7,16 +7,17 @@ from support.ranks import on_ranks
 from torch import Tensor
 
 from dtt.config.model import ModelConfig
-from dtt.config.optim import MuonConfig
 from dtt.config.parallel import Sizes
+from dtt.config.schedule import RunFacts
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
-from dtt.optim import groups
+from dtt.optim import built
 from dtt.optim.ema import Ema
+from dtt.optim.muon.variant import MuonConfig
 from dtt.parallel.apply import apply
 from dtt.train.state import optimizer_tensors
 
@@ -33,7 +34,7 @@ def unchanged(world: World) -> list[bool]:
     initialize(model, seed=0)
     params = params_of(model, layout)
     config = MuonConfig(normuon_beta2=0.9, momentum_warmup=3)
-    optimizers = groups.build(config, params, torch.float32)
+    optimizers = built.build(config, params, RunFacts(1))
     ema = Ema(params, 0.9)
 
     def state() -> dict[str, Tensor]:

@@ -14,13 +14,16 @@ from torch.optim import Optimizer
 from dtt.base.errors import ConfigError
 from dtt.checkpoint import tensors as files
 from dtt.config.model import ModelConfig
-from dtt.config.optim import AdamWConfig, MuonConfig, MuonGroup, OptimConfig
+from dtt.config.optim import Optimizer as OptimConfig
+from dtt.config.schedule import RunFacts
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
 from dtt.mesh.sharding import on_every_rank
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
-from dtt.optim import groups
+from dtt.optim import built
+from dtt.optim.adamw import AdamWConfig
+from dtt.optim.muon.variant import MuonConfig, MuonGroup
 from dtt.train.state import (
     Position,
     load_optimizers,
@@ -43,7 +46,7 @@ def make(config: OptimConfig, n_layers: int = 2) -> tuple[Decoder, dict[str, Opt
     sizes = ModelConfig(dim=16, n_layers=n_layers, n_heads=2)
     model = Decoder(families.get(sizes.family).architecture(sizes, 64, 16))
     initialize(model, seed=0)
-    return model, groups.build(config, params_of(model), torch.float32)
+    return model, built.build(config, params_of(model), RunFacts(1))
 
 
 def train(model: Decoder, optimizers: Mapping[str, Optimizer], steps: range) -> None:
@@ -110,7 +113,7 @@ def test_state_takes_the_precision_that_its_parameter_has_now(config: OptimConfi
     saved = optimizer_tensors(optimizers)
     pure, _ = make(config)
     pure.to(torch.bfloat16)
-    restored = groups.build(config, params_of(pure), torch.float32)
+    restored = built.build(config, params_of(pure), RunFacts(1))
     load_optimizers(restored, saved)
     for path, value in optimizer_tensors(restored).items():
         assert value.dtype == (torch.bfloat16 if value.ndim else torch.float32), path

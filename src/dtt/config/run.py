@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import NonNegativeInt
 
@@ -31,13 +31,19 @@ from dtt.config.init import InitConfig
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import MIXTURES, ModelConfig
 from dtt.config.objective import DpoConfig, NextTokenConfig, ObjectiveConfig
-from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig, horizon_keys, own_decays
+from dtt.config.optim import Optimizer, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import ScheduleConfig, WsdConfig
 from dtt.config.sources import AnySource, SourceConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
+from dtt.config.variants import any_of, variant
+
+if TYPE_CHECKING:  # or one of a user's own
+    OptimConfig = Optimizer
+else:
+    OptimConfig = any_of("optim")
 
 MAX_JOINED = 100
 """Maximum length of the joined names of several datasets; the name of a folder has 255 bytes."""
@@ -81,7 +87,7 @@ class RunConfig(Section):
     """Adapter to train instead of the weights."""
     objective: ObjectiveConfig = NextTokenConfig()
     """Loss that the run minimises."""
-    optim: OptimConfig = MuonConfig()
+    optim: OptimConfig = variant("optim", "muon")()
     """Optimizer."""
     schedule: ScheduleConfig = WsdConfig()
     """Learning-rate schedule."""
@@ -235,13 +241,12 @@ class RunConfig(Section):
             yield "train.balance_loss", f"objective.type=dpo cannot have losses of a router: {why}"
 
     def _optimizer_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield problems of an optimizer of a user's own with the rest of the run."""
-        if isinstance(self.optim, AdamWConfig | MuonConfig):
-            return
-        if self.scaling.type != "standard":
-            yield "scaling.type", "optim.type must be adamw or muon: muP has no rule for others"
-        if self.train.stochastic_rounding:
-            yield "train.stochastic_rounding", "optim.type must be adamw or muon"
+        """Yield problems of an optimizer with the rest of the run."""
+        optim = self.optim
+        if self.scaling.type != "standard" and not optim.supports_mup:
+            yield "scaling.type", f"needs standard: optim.type={optim.type} has no rule for muP"
+        if self.train.stochastic_rounding and not optim.supports_rounding:
+            yield "train.stochastic_rounding", f"optim.type={optim.type} does not support it"
 
     def _adapter_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the adapter with the rest of the run."""
@@ -254,7 +259,7 @@ class RunConfig(Section):
             yield "adapter.type", f"{adapter.type} needs trained weights to adapt: set init.from"
         if init.optimizer == "carry":
             yield "init.optimizer", "must be fresh: the other job's optimizer knows no adapter"
-        if isinstance(self.optim, MuonConfig):
+        if self.optim.type == "muon":
             why = "Muon on the factors of a product is another method"
             yield (
                 "optim.type",

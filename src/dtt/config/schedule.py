@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -56,6 +56,13 @@ class RunFacts:
     """Function that returns the number of tokens of all steps before a step."""
     decay: Decay | None = None
     """The decay that starts where `Schedule.begin` says; None: there is none, or not yet."""
+    lr_factor: Callable[[Any, float], float] = lambda param, power: 1.0
+    """Function that returns the factor of muP on the learning rate of a `dtt.Param`: for a hidden
+    matrix, width to the power of -`power`, such as 1 for Adam, and a factor of the depth."""
+    dtype: Any = None
+    """The torch dtype of the products of the forward pass, for `Optimizer.build`."""
+    rounding: Any = None
+    """The stochastic rounding of bf16 weights, for `Optimizer.build`; None: to nearest."""
 
 
 class Schedule(Section):

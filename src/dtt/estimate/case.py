@@ -10,9 +10,10 @@ from math import prod
 import torch
 
 from dtt.config.adapter import LoraConfig
-from dtt.config.optim import AdamWConfig, MuonConfig
+from dtt.config.optim import GroupedOptimizer
 from dtt.config.parallel import Sizes, resolve
 from dtt.config.run import RunConfig
+from dtt.config.schedule import RunFacts
 from dtt.data.samples import compatibility
 from dtt.data.samples.schedules import StepSizes
 from dtt.data.samples.schedules import resolve as resolve_step_sizes
@@ -24,9 +25,12 @@ from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import scaled
-from dtt.optim import groups, own
+from dtt.optim import built, groups
+from dtt.optim.adamw import AdamWConfig
+from dtt.optim.built import OWN
 from dtt.optim.muon import shard_assignment
 from dtt.optim.muon.shard_assignment import Matrix
+from dtt.optim.muon.variant import MuonConfig
 from dtt.params.table import Params
 from dtt.train.precision import Precision, choose
 
@@ -214,13 +218,15 @@ class Case:
         """Bytes of state for each element that an optimizer of a user's own updates; else None."""
         if isinstance(self.cfg.optim, AdamWConfig | MuonConfig):
             return None
-        return own.state_per_element(self.cfg.optim, groups.trained(self._params()))
+        return built.state_per_element(self.cfg.optim, groups.trained(self._params()))
 
     @cached_property
     def all_weights(self) -> tuple[Weight, ...]:
         """All parameters of the model."""
         params = self._params()
-        treated = groups.settings(self.cfg.optim, params, self.steps)
+        optim, trained, treated = self.cfg.optim, groups.trained(params), {}
+        if isinstance(optim, GroupedOptimizer):
+            treated = groups.settings(optim, trained, RunFacts(self.steps))
         found = []
         for name, param in params.items():
             of_weight = treated.get(name)
@@ -228,7 +234,7 @@ class Case:
                 Weight(
                     name,
                     param.layout.shape,
-                    "" if of_weight is None else of_weight.optimizer,
+                    of_weight.optimizer if of_weight else OWN if name in trained else "",
                     None if of_weight is None else of_weight.split,
                     _part(
                         name,

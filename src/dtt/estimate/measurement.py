@@ -13,12 +13,13 @@ import torch
 
 from dtt.config.averaging import parse_averaging
 from dtt.config.optim import own_decays
+from dtt.config.schedule import RunFacts
 from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case
 from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
 from dtt.model.scaling import scaled
-from dtt.optim import groups, schedule
+from dtt.optim import built, schedule
 from dtt.optim.ema import Ema
 from dtt.train.assemble import Assembled, assemble
 from dtt.train.pipelined_step import make_step
@@ -69,8 +70,8 @@ class RandomTraining:
     def __init__(self, case: Case, assembled: Assembled, world: World) -> None:
         """Create the optimizers of a model."""
         self._case, self._assembled, self._device = case, assembled, world.device
-        dtype = case.precision.compute_dtype
-        self._optimizers = groups.build(case.cfg.optim, assembled.params, dtype, steps=case.steps)
+        facts = RunFacts(case.steps, dtype=case.precision.compute_dtype)
+        self._optimizers = built.build(case.cfg.optim, assembled.params, facts)
         given = case.cfg.train.ema_decay
         average = None if given is None else parse_averaging(given)
         self._ema = None if average is None else Ema(assembled.params, average.decay)

@@ -22,7 +22,7 @@ from dtt.estimate.activations import (
 )  # fmt: skip
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
-from dtt.optim import own
+from dtt.optim.built import OWN
 
 GIB = 2**30
 OVERHEAD = {"cuda": 2 * GIB, "cpu": GIB // 2}
@@ -149,7 +149,7 @@ def checkpoint_bytes(case: Case) -> int:
 
     The step counts that AdamW keeps are too small to count.
     """
-    owned = sum(prod(w.shape) for w in case.all_weights if w.optimizer == own.OWN)
+    owned = sum(prod(w.shape) for w in case.all_weights if w.optimizer == OWN)
     adamw = sum(prod(w.shape) for w in case.all_weights if w.optimizer == "adamw")
     muons = [w for w in case.all_weights if w.optimizer == "muon"]
     muon = sum(prod(w.shape) for w in muons)

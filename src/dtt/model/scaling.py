@@ -32,12 +32,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from dtt.config.optim import MuonConfig, OptimConfig
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig, StandardConfig
 from dtt.model import families
 from dtt.model.architecture import Architecture
-from dtt.params.table import Param, Params
+from dtt.params.table import Param
 
 ALPHA = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
@@ -63,17 +62,8 @@ class Scaling:
         """Ratio of the model's depth to the base's."""
         return self.arch.n_layers / self.base.n_layers
 
-    def learning_rates(self, optim: OptimConfig, params: Params) -> dict[str, dict[str, float]]:
-        """Return the learning-rate factor of each parameter, by optimizer (`adamw`, `muon`)."""
-        # Exponent of the width by which Muon's rate of matrices shrinks: see the table above.
-        muon = 0.5 if isinstance(optim, MuonConfig) and optim.scale == "rms" else 0.0
-        return {
-            "adamw": {name: self._rate(param, 1.0) for name, param in params.items()},
-            "muon": {name: self._rate(param, muon) for name, param in params.items()},
-        }
-
-    def _rate(self, param: Param, power: float) -> float:
-        """Return the rate factor of one parameter; matrices are divided by width ** `power`."""
+    def lr_factor(self, param: Param, power: float) -> float:
+        """Return the learning-rate factor of a parameter; matrices have width ** -`power`."""
         factor = self.depth ** (self.alpha - 1.0) if param.name.startswith("layers.") else 1.0
         return factor * self.width**-power if param.role == "matrix" else factor
 

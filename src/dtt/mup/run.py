@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from dtt.base.errors import ConfigError, Diverged
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.config.optim import AdamWConfig, MuonConfig
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.mesh import dist
@@ -97,7 +96,7 @@ def _with_mup(cfg: RunConfig, widths: str) -> tuple[RunConfig, list[int]]:
 
     The base of muP is that of the configuration, or else the narrowest of `widths`.
     """
-    if not isinstance(cfg.optim, AdamWConfig | MuonConfig):
+    if not cfg.optim.supports_mup:
         raise ConfigError(
             "muP has no rule for an optimizer of your own",
             where="optim.type",

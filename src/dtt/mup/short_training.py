@@ -17,7 +17,7 @@ from dtt.data.samples.loader import Batch, BatchReader, training_batches
 from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
-from dtt.optim import groups
+from dtt.optim import built, groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.train.run_plan import make_plan
 from dtt.train.step import Step, next_token, update
@@ -42,15 +42,9 @@ class ShortTraining:
             cfg.seed, self.plan.precision.weights, weights=cfg.train.stochastic_rounding
         )
         self._params = params_of(self.model)
-        self._optimizers = groups.build(
-            cfg.optim,
-            self._params,
-            self.plan.precision.compute_dtype,
-            self.plan.scaling.learning_rates(cfg.optim, self._params),
-            self._rounding,
-            steps=self.plan.steps,
-        )
-        groups.check_norms(self._optimizers, world.gather)
+        facts = self.plan.facts(self._rounding)
+        self._optimizers = built.build(cfg.optim, self._params, facts)
+        built.check_weights(self._optimizers, world.gather)
         reader = BatchReader.of(cfg, 0, 1, world.device)
         batches = training_batches(dataset, reader, 0)
         self.first_batch = next(batches)

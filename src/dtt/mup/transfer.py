@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtt.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from dtt.config.base import Section
+from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.mup.short_training import ShortTraining, at_width
@@ -35,21 +36,25 @@ def final_loss(cfg: RunConfig, width: int, lr: float, world: World) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-def with_rate(optim: OptimConfig, lr: float) -> OptimConfig:
+def with_rate(optim: Optimizer, lr: float) -> Optimizer:
     """Return the settings with the peak rate `lr`; all other rates keep their proportion to it.
 
     A weight decay by horizon then follows its rate, as in a run with these settings.
     """
-    assert isinstance(optim, AdamWConfig | MuonConfig), "muP has a rule for these"
-    factor = lr / optim.lr
-    groups = [
-        entry if entry.lr is None else entry.model_copy(update={"lr": factor * entry.lr})
-        for entry in optim.groups
-    ]
-    update: dict[str, Any] = {"lr": lr, "groups": tuple(groups)}
-    if isinstance(optim, MuonConfig):
-        update["adamw"] = optim.adamw.model_copy(update={"lr": factor * optim.adamw.lr})
-    return optim.model_copy(update=update)
+    scaled: Optimizer = _scaled(optim, lr / optim.lr)
+    return scaled.model_copy(update={"lr": lr})
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    """Return a value of the configuration with the keys `lr` below it multiplied by `factor`."""
+    if isinstance(value, tuple):
+        return tuple(_scaled(one, factor) for one in value)
+    if not isinstance(value, Section):
+        return value
+    found = {name: _scaled(getattr(value, name), factor) for name in type(value).model_fields}
+    if found.get("lr") is not None:
+        found["lr"] *= factor
+    return value.model_copy(update=found)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dtt.model.decoder import Decoder, document_positions, params_of
 from dtt.model.experts import RouterLosses, routers
 from dtt.model.init import initialize
 from dtt.model.lora import attach
-from dtt.optim import groups
+from dtt.optim import built, groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
 from dtt.parallel.apply import apply
@@ -67,20 +67,9 @@ def make_optimizers(
 
     `rounding` applies to bf16 weights and their state.
     """
-    rates = plan.scaling.learning_rates(cfg.optim, assembled.params)
-    # Newton-Schulz runs in this dtype. Its result is approximate in any case.
-    dtype = plan.precision.compute_dtype
-    optimizers = groups.build(
-        cfg.optim,
-        assembled.params,
-        dtype,
-        rates,
-        rounding,
-        steps=plan.steps,
-        facts=plan.schedule.facts,
-    )
-    log.info("parameter groups:\n%s", groups.describe(optimizers))
-    return optimizers
+    found = built.build(cfg.optim, assembled.params, plan.facts(rounding))
+    log.info("parameter groups:\n%s", groups.describe(found))
+    return found
 
 
 def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:

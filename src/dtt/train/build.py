@@ -146,7 +146,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     """
     from dtt.data.samples.loader import BatchReader
     from dtt.mesh.mesh import DATA
-    from dtt.optim.groups import check_norms
+    from dtt.optim.built import check_weights
     from dtt.optim.rounding import StochasticRounding
     from dtt.train.anomaly_guard import Guard
     from dtt.train.assemble import assemble, make_optimizers
@@ -170,7 +170,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     optimizers = make_optimizers(cfg, plan, assembled, rounding)
     if inputs.resume is None:
         # A resumed job passed this check when it was new.
-        check_norms(optimizers, world.gather)
+        check_weights(optimizers, world.gather)
     # After the optimizers exist, as carried moments replace their empty state.
     if start is not None and cfg.init.optimizer == "carry":
         carry_optimizers(optimizers, assembled.params, start)

@@ -10,7 +10,7 @@ from dtt.base.errors import ConfigError
 from dtt.config.optim import own_decays
 from dtt.config.parallel import Sizes, resolve
 from dtt.config.run import RunConfig
-from dtt.config.schedule import Decay
+from dtt.config.schedule import Decay, RunFacts
 from dtt.data.samples import compatibility
 from dtt.data.samples.dataset import Dataset
 from dtt.mesh.dist import World
@@ -19,6 +19,7 @@ from dtt.model.architecture import Architecture
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
+from dtt.optim.rounding import StochasticRounding
 from dtt.optim.schedule import ResolvedSchedule
 from dtt.train.precision import Precision, choose
 from dtt.train.process_memory import check_memory
@@ -63,6 +64,15 @@ class RunPlan:
             return self
         started = Decay(**decay)
         return replace(self, steps=started.end, schedule=self.schedule.with_decay(started))
+
+    def facts(self, rounding: StochasticRounding | None) -> RunFacts:
+        """Return what an optimizer is built for; `rounding` is for bf16 weights and their state."""
+        return replace(
+            self.schedule.facts,
+            lr_factor=self.scaling.lr_factor,
+            dtype=self.precision.compute_dtype,
+            rounding=rounding,
+        )
 
     def describe(self, world: World) -> str:
         """Return a summary of a few lines for the start of the log."""

@@ -16,7 +16,8 @@ from dtt.base.reading import Kind, fits, is_kind
 from dtt.checkpoint.store import POSITION, Checkpoint
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH
 from dtt.mesh.sharding import FullTensor, fill, zeros_sharded_as
-from dtt.optim import ema, own
+from dtt.optim import ema
+from dtt.optim.built import NUMBER, named, saved_state, variant_of
 from dtt.optim.schedule import DECAY
 from dtt.params.table import Params
 from dtt.track.base import OWN
@@ -156,13 +157,10 @@ def is_hex(text: str) -> bool:
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """Return all optimizer state, by `optimizer/parameter/key`."""
-    for optimizer in optimizers.values():
-        own.check_state(optimizer)
     return {
-        f"{optimizer_name}/{name}/{key}": value
-        for optimizer_name, optimizer in optimizers.items()
-        for name, parameter in _named(optimizer)
-        for key, value in own.saved_state(optimizer, parameter).items()
+        f"{name}/{path}": value
+        for name, optimizer in optimizers.items()
+        for path, value in saved_state(optimizer).items()
     }
 
 
@@ -238,7 +236,7 @@ def load_optimizers(
         for optimizer in optimizers.values():
             optimizer.state.clear()
         return
-    owners = {(o, name) for o, optimizer in optimizers.items() for name, _ in _named(optimizer)}
+    owners = {(o, name) for o, optimizer in optimizers.items() for name, _ in named(optimizer)}
     if unknown := sorted(set.intersection(*gather(by_parameter.keys() - owners))):
         owner, name = unknown[0]
         raise ConfigError(
@@ -247,18 +245,18 @@ def load_optimizers(
             next="keep optim unchanged, or start a new job with these weights: init.from=JOB",
         )
     for optimizer_name, optimizer in optimizers.items():
-        named = [state for (owner, _), state in by_parameter.items() if owner == optimizer_name]
-        # Each optimizer of dtt writes the same keys for all parameters.
-        if optimizer_name != own.OWN and any(one.keys() != named[0].keys() for one in named):
+        of_one = [state for (owner, _), state in by_parameter.items() if owner == optimizer_name]
+        uniform = variant_of(optimizer).uniform_state
+        if uniform and any(one.keys() != of_one[0].keys() for one in of_one):
             raise _unexpected_state(f"parameters of {optimizer_name} have state of different names")
-        for name, parameter in _named(optimizer):
+        for name, parameter in named(optimizer):
             # Dropped also without saved state: a rewind must not keep moments of steps that are
             # undone.
             optimizer.state.pop(parameter, None)
-            if (saved_state := by_parameter.get((optimizer_name, name))) is not None:
+            if (found := by_parameter.get((optimizer_name, name))) is not None:
                 optimizer.state[parameter] = {
-                    key.removeprefix(own.NUMBER): _restored(optimizer, parameter, key, whole)
-                    for key, whole in saved_state.items()
+                    key.removeprefix(NUMBER): _restored(optimizer, parameter, key, whole)
+                    for key, whole in found.items()
                 }
 
 
@@ -266,12 +264,13 @@ def _restored(
     optimizer: Optimizer, parameter: nn.Parameter, key: str, saved: FullTensor
 ) -> Tensor | float:
     """Return a state of `parameter` as the optimizer had it when it was saved."""
-    if optimizer_is_own := hasattr(optimizer, "own_config"):
-        if key.startswith(own.NUMBER):
-            return saved[()].item()
-        if own.is_whole(optimizer, key) or tuple(saved.shape) != tuple(parameter.shape):
-            return saved[()].to(parameter.device)
-    return _beside(parameter, saved, saved.dtype if optimizer_is_own else parameter.dtype)
+    if key.startswith(NUMBER):
+        return saved[()].item()
+    if (variant := variant_of(optimizer)).uniform_state:
+        return _beside(parameter, saved, parameter.dtype)
+    if key in variant.whole_state or tuple(saved.shape) != tuple(parameter.shape):
+        return saved[()].to(parameter.device)
+    return _beside(parameter, saved, saved.dtype)
 
 
 def _beside(parameter: nn.Parameter, saved: FullTensor, dtype: torch.dtype) -> Tensor:
@@ -302,14 +301,6 @@ def _unexpected_state(why: str) -> DamagedError:
         why=why,
         next="resume from the checkpoint before: --from-step N; `dtt ckpt ls` lists them",
     )
-
-
-def _named(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    return [
-        pair
-        for group in optimizer.param_groups
-        for pair in zip(group["names"], group["params"], strict=True)
-    ]
 
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:

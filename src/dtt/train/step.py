@@ -20,7 +20,6 @@ from dtt.config.own import own_code
 from dtt.data.samples.loader import MicroBatch
 from dtt.model.output import TEXT_BYTES, Output
 from dtt.optim.ema import Ema
-from dtt.optim.own import skips_itself
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.apply import autocast, gradient_sync
 
@@ -142,9 +141,9 @@ def update(
         # The protocol of torch's GradScaler: it sets the same attribute, which the fused kernels
         # read on the device.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
-        with own_code(getattr(optimizer, "own_config", None), "optim"):
+        with own_code(getattr(optimizer, "variant", None), "optim"):
             # Only for an optimizer that does not know this protocol does the host wait.
-            if skips_itself(optimizer) or not skip.item():
+            if getattr(optimizer, "_step_supports_amp_scaling", False) or not skip.item():
                 optimizer.step()
         # zero_grad sets gradients to None: no pass over memory, and the next backward pass writes
         # instead of adding.

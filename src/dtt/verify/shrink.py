@@ -14,7 +14,6 @@ from typing import Any
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.model import MIXTURES, LongRopeScaling, ModelConfig
-from dtt.config.optim import MuonConfig
 from dtt.config.own import is_own
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
@@ -261,8 +260,8 @@ def _train(shrinking: _Shrinking) -> Nested:
 def _optim(shrinking: _Shrinking) -> Nested:
     optim = shrinking.cfg.optim
     values: Nested = optim.model_dump(mode="json")
-    settings = [values, *([values["adamw"]] if isinstance(optim, MuonConfig) else [])]
-    for holder in [*settings, *values.get("groups", ())]:
+    sections = [value for value in values.values() if isinstance(value, dict)]
+    for holder in [values, *sections, *values.get("groups", ())]:
         if holder.get("lr") is not None:
             holder["lr"] = max(holder["lr"], LEARNING_RATE)
         if holder.get("eps") is not None:
@@ -272,8 +271,8 @@ def _optim(shrinking: _Shrinking) -> Nested:
         if isinstance(split := holder.get("split"), list):
             holder["split"] = len(split)
             shrinking.note(True, f"optim.groups: split={split} (into {len(split)} equal parts)")
-    if isinstance(optim, MuonConfig):
-        values["momentum_warmup"] = min(optim.momentum_warmup, 2)
+    if "momentum_warmup" in values:
+        values["momentum_warmup"] = min(values["momentum_warmup"], 2)
     return values
 
 

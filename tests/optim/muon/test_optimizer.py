@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtt.config.optim import MuonConfig
 from dtt.optim.muon.newton_schulz import orthogonalize
 from dtt.optim.muon.optimizer import Muon
+from dtt.optim.muon.variant import MuonConfig
 from dtt.optim.rounding import StochasticRounding
 
 SHAPES = ((16, 8), (16, 8), (8, 24))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat, zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dtt.config.optim import MuonConfig
+from dtt.base.errors import ConfigError
 from dtt.config.weight_decay import parse_decay
 from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import TensorLayout, layout_of, world_size, zeros_sharded_as
@@ -57,6 +57,7 @@ class Muon(torch.optim.Optimizer):
     of rows.
     """
 
+    _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
     """0-dim tensor on the device; if 1.0, the step changes nothing, bit for bit, regardless of the
     gradients. Set it before `step`, as with torch's fused optimizers; the host never reads it.
@@ -65,12 +66,12 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        config: MuonConfig,
+        config: Any,
         ns_dtype: torch.dtype,
         rounding: StochasticRounding | None = None,
         layouts: Layouts | None = None,
     ) -> None:
-        """Create the optimizer; `params` are parameters or groups.
+        """Create the optimizer; `params` are parameters or groups, `config` is a `MuonConfig`.
 
         `ns_dtype` is the compute dtype of Newton-Schulz. With `rounding`, weights are bf16, and
         groups hold the `names` of their parameters. Plain tensors that are not in `layouts` are on
@@ -85,7 +86,10 @@ class Muon(torch.optim.Optimizer):
             "split": None,
         }
         super().__init__(params, defaults)
-        self._config, self._ns_dtype, self._rounding = config, ns_dtype, rounding
+        self._ns_dtype, self._rounding = ns_dtype, rounding
+        self._scale: Literal["rms", "spectral", "hyperball"] = config.scale
+        self._momentum_warmup: int = config.momentum_warmup
+        self._normuon_beta2: float | None = config.normuon_beta2
         self._layouts: dict[Tensor, TensorLayout] = {}
         self._polynomials = quintics(config.ns_coefficients, STEPS)
         self.hyperball = config.scale == "hyperball"
@@ -122,11 +126,31 @@ class Muon(torch.optim.Optimizer):
             self._buckets = self._plan(groups)
             self._planned = list(map(id, updated))
         stagger(map(self._update, self._buckets))
-        if self._config.momentum_warmup and updated:
+        if self._momentum_warmup and updated:
             # Counts are tensors on the device, as a skipped step must not count.
             counts = [self.state[p]["step"] for p in updated]
             done = torch.stack(counts)
             self._write(counts, done, done + 1)
+
+    def check_weights(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
+        """Raise ConfigError if hyperball would have to keep the norm of a matrix of zeros.
+
+        A collective. `gather` collects the values of all ranks, because some may hold no part of
+        such a matrix.
+        """
+        if not self.hyperball:
+            return
+        # Every rank calls `zero_matrices`, a collective, before any of them raises.
+        zero = sorted({name for names in gather(self.zero_matrices()) for name in names})
+        if zero:
+            raise ConfigError(
+                f"optim.scale=hyperball cannot train {zero[0]}",
+                where="model.init_std",
+                why=f"its initial weights are 0, and hyperball keeps their norm ({len(zero)} such "
+                "parameters)",
+                next="model.init_std.output=0.01, or optim.groups=[{match: '*.o.weight', "
+                "optimizer: adamw}, {match: '*.down.weight', optimizer: adamw}]",
+            )
 
     @torch.no_grad()
     def zero_matrices(self) -> list[str]:
@@ -147,22 +171,22 @@ class Muon(torch.optim.Optimizer):
     def _plan(self, groups: Sequence[Sequence[Tensor]]) -> list[Bucket]:
         """Return this rank's side of the update of the parameters in each group."""
         members = zip(groups, (group["split"] for group in self.param_groups), strict=True)
-        rows = self._config.normuon_beta2 is not None
+        rows = self._normuon_beta2 is not None
         return plan(members, self._layouts, BATCH_ELEMENTS, self._ns_dtype, rows)
 
     def _make_state(self, p: Tensor) -> None:
         """Create the state that `p` lacks, sharded as the parameter is."""
-        config, state = self._config, self.state[p]
+        state = self.state[p]
         if "momentum" not in state:
             # fp32 or bf16 as the parameter, and sharded as it is: the momentum takes no memory of
             # other ranks.
             state["momentum"] = zeros_sharded_as(p, p.shape)
-        if config.normuon_beta2 is not None and "row_moment" not in state:
+        if self._normuon_beta2 is not None and "row_moment" not in state:
             # One number per row: 1/columns of the size of the momentum.
             state["row_moment"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
         if self.hyperball and "radius" not in state:
             state["radius"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
-        if config.momentum_warmup and "step" not in state:
+        if self._momentum_warmup and "step" not in state:
             state["step"] = torch.zeros((), device=p.device)
 
     def _update(self, bucket: Bucket) -> Iterator[None]:
@@ -227,7 +251,7 @@ class Muon(torch.optim.Optimizer):
     def _warmed_up(self, batch: ShardBatch) -> float | Tensor:
         """Return the momentum of this step; [N, 1, 1] during warm-up, by each parameter's steps."""
         momentum: float = self.param_groups[batch.group]["momentum"]
-        start, steps = MOMENTUM_START, self._config.momentum_warmup
+        start, steps = MOMENTUM_START, self._momentum_warmup
         if steps == 0:
             return momentum
         done = torch.stack([self.state[shard.parameter]["step"] for shard in batch.shards])
@@ -235,7 +259,7 @@ class Muon(torch.optim.Optimizer):
 
     def _row_moments(self, bucket: Bucket) -> list[Tensor]:
         """Return NorMuon's second moments of rows [N, r, 1] for each batch; [] without NorMuon."""
-        if self._config.normuon_beta2 is None:
+        if self._normuon_beta2 is None:
             return []
         return [wide(torch.stack(batch.of(self._row_moment))) for batch in bucket.batches]
 
@@ -244,10 +268,10 @@ class Muon(torch.optim.Optimizer):
 
         The factors bring all rows to about the same norm and keep the norm of the matrix.
         """
-        assert self._config.normuon_beta2 is not None
+        assert self._normuon_beta2 is not None
         squares = update.to(old.dtype).square().mean(dim=-1, keepdim=True)
         # The assigned rank has complete rows, so the mean square needs no all-reduce.
-        new = old.lerp(squares, 1 - self._config.normuon_beta2)
+        new = old.lerp(squares, 1 - self._normuon_beta2)
         factor = 1 / (new.sqrt() + EPS)
         columns = update.size(-1)
         norm, scaled = (
@@ -317,7 +341,7 @@ class Muon(torch.optim.Optimizer):
                 # step.
                 decayed = torch.where(update * old >= 0, old, 0.0)
             lr = group["lr"]
-            change = update.mul_(-lr * self._scale(*batch.shape))
+            change = update.mul_(-lr * self._factor(*batch.shape))
             change.add_(decayed, alpha=-lr * group["weight_decay"])
             new = change.add_(old)
         if not rounds:
@@ -330,7 +354,7 @@ class Muon(torch.optim.Optimizer):
 
     def _write_row_moments(self, batch: ShardBatch, new: Tensor) -> None:
         """Write NorMuon's second moments of rows [N, r, 1]."""
-        moments, beta2 = batch.of(self._row_moment), self._config.normuon_beta2
+        moments, beta2 = batch.of(self._row_moment), self._normuon_beta2
         assert beta2 is not None
         old = torch.stack(moments)
         if not self._rounds(beta2):
@@ -362,8 +386,8 @@ class Muon(torch.optim.Optimizer):
         moment: Tensor = self.state[p]["row_moment"]
         return moment
 
-    def _scale(self, rows: int, columns: int) -> float:
-        match self._config.scale:
+    def _factor(self, rows: int, columns: int) -> float:
+        match self._scale:
             case "rms":
                 return 0.2 * math.sqrt(max(rows, columns))
             case "spectral":
