@@ -39,6 +39,7 @@ from dtt.base.ranks import Ranks
 from dtt.checkpoint import retention, store
 from dtt.checkpoint.saver import Saver
 from dtt.config.load import resolve
+from dtt.config.model import ModelConfig
 from dtt.config.schedule import RunFacts
 from dtt.config.train import CheckpointConfig
 from dtt.mesh import dist as dtt_dist
@@ -238,6 +239,7 @@ class Run:
     def __init__(self) -> None:
         cfg = resolve(None, ["optim.type=adamw"]).config
         sizes = resolve("models/gpt2-124m").config.model
+        assert isinstance(sizes, ModelConfig)
         arch = families.get(sizes.family).architecture(
             sizes, fit_vocabulary(sizes, 50257), fit_context(sizes, TOKENS[1])
         )

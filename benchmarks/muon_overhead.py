@@ -32,6 +32,7 @@ from torch.multiprocessing.spawn import spawn
 
 from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
+from dtt.config.model import ModelConfig
 from dtt.config.optim import Optimizer
 from dtt.config.parallel import Sizes
 from dtt.config.schedule import RunFacts
@@ -71,6 +72,7 @@ MICRO_BATCH = 2
 def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each round: of a pass, of both optimizers, and of waiting in Muon."""
     config = SIZES[size].config.model
+    assert isinstance(config, ModelConfig)
     vocabulary = config.vocab_size or 50304
     arch = families.get(config.family).architecture(config, vocabulary, SEQ_LEN)
     layout = make_mesh(sizes, world)

@@ -25,6 +25,7 @@ import torch
 from measurement import Table, make_tokens, parser_of
 from peers import SHAPES, TRAINERS, Shape, peak_memory
 
+from dtt.config.model import ModelConfig
 from dtt.mesh.peak_flops import measured_flops
 from dtt.model import count, families
 
@@ -130,6 +131,7 @@ def flops_per_token(shape: Shape) -> int:
     from dtt.config.load import resolve
 
     model = resolve(None, keys(shape)).config.model
+    assert isinstance(model, ModelConfig)
     arch = families.get(model.family).architecture(model, shape["vocab_size"], shape["seq_len"])
     return count.flops_per_token(arch, shape["seq_len"])
 

@@ -8,7 +8,8 @@ import sys
 import dtt
 
 PROMISED = {
-    "Action", "Documents", "MicroBatch", "Objective", "Optimizer", "Param", "Params", "RunFacts",
+    "Action", "Context", "Documents", "Family", "MicroBatch", "Model", "Objective",
+    "Optimizer", "Param", "Params", "RunFacts",
     "RunView", "Schedule", "Source", "StepView",
     "Job", "evaluate", "export", "generate", "load", "load_model", "open_job", "train",
 }  # fmt: skip

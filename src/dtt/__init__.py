@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtt.config.action import Action as Action
     from dtt.config.documents import Documents as Documents
+    from dtt.config.family import Family as Family
     from dtt.config.objective import Objective as Objective
     from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
@@ -29,9 +30,12 @@ __version__ = "0.1.0"
 
 INTERFACE = {
     "Action": "dtt.config.action",
+    "Context": "dtt.model.contract",
     "Documents": "dtt.config.documents",
+    "Family": "dtt.config.family",
     "Job": "dtt.library",
     "MicroBatch": "dtt.data.samples.loader",
+    "Model": "dtt.model.contract",
     "Objective": "dtt.config.objective",
     "Optimizer": "dtt.config.optim",
     "Param": "dtt.params.table",

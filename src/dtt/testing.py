@@ -46,7 +46,8 @@ def check(cls: type[Section], *overrides: str, **keys: Any) -> None:
     kind = next((key for key, base in KINDS.items() if issubclass(cls, base)), None)
     if kind is None:
         raise TypeError(f"{cls.__name__} is none of {sorted({b.__name__ for b in KINDS.values()})}")
-    section = {"type": f"{inspect.getfile(cls)}:{cls.__name__}", **keys}
+    named = f"{inspect.getfile(cls)}:{cls.__name__}"
+    section = {"family" if kind == "model" else "type": named, **keys}
     folder = Path(tempfile.mkdtemp(prefix="dtt-check-"))
     with chdir(folder):
         if issubclass(cls, Documents):

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from dtt.model import attention_backend
-from dtt.model.decoder import document_positions
+from dtt.model.contract import document_positions
 from dtt.parallel import context
 from dtt.parallel.context import ContextParallel, SequenceShard
 from dtt.train import assemble

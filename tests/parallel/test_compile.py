@@ -17,6 +17,7 @@ from dtt.config.schedule import RunFacts
 from dtt.config.train import TrainConfig
 from dtt.evaluate.validation import Sampler
 from dtt.model import families
+from dtt.model.contract import Model
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import built, groups
@@ -51,7 +52,7 @@ def test_every_size_of_a_growing_batch_is_compiled(graphs: list[list[object]]) -
         def forward(self, x: Tensor) -> Tensor:
             return 2 * x
 
-    model = nn.Module()
+    model = Model()
     model.layers = nn.ModuleList([Twice()])
     compile_each_block(model)
     sizes = [(1, 4), *((rows, 8) for rows in range(1, 10))]  # torch's own limit is 8

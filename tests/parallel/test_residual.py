@@ -17,7 +17,8 @@ from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import make_mesh
 from dtt.model import families
 from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.decoder import Decoder, document_positions
+from dtt.model.contract import document_positions
+from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast
 from dtt.parallel.context import ContextParallel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from math import prod
 
 from support.forked_runs import run
@@ -19,7 +20,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def differing(dtt: Dtt, layout: str, *more: str) -> list[str]:
+WITHOUT_MODEL = tuple(key for key in SETTINGS if not key.startswith("model."))
+"""The same for a model that has other keys."""
+
+
+def differing(dtt: Dtt, layout: str, *more: str, settings: Sequence[str] = SETTINGS) -> list[str]:
     """Return the tensor files of the last checkpoint that a restart after step 2 changes.
 
     `layout` is the keys of `parallel`, such as `replicate=2 shard=3`.
@@ -27,7 +32,7 @@ def differing(dtt: Dtt, layout: str, *more: str) -> list[str]:
     sizes = [part.split("=") for part in layout.split()]
     ranks = prod(int(size) for key, size in sizes if key != "expert")
     keys = [f"parallel.{part}" for part in layout.split()]
-    run(dtt, "train", *SETTINGS, *keys, *more, ranks=ranks)
+    run(dtt, "train", *settings, *keys, *more, ranks=ranks)
     folder, whole = dtt.folder / "jobs/t/checkpoints", dtt.folder / "whole"
     shutil.move(folder / "step-000004", whole)
     run(dtt, "train", "jobs/t", ranks=ranks)

@@ -49,7 +49,8 @@ from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.mesh.sharding import local
 from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.decoder import Decoder, document_positions, params_of
+from dtt.model.contract import document_positions
+from dtt.model.decoder import Decoder, params_of
 from dtt.optim import built
 from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply

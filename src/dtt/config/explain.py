@@ -20,7 +20,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from dtt.config.base import RESUMABLE, Length, Section, field_docs
-from dtt.config.key_types import Key, KeyTypes
+from dtt.config.key_types import TAGS, Key, KeyTypes
 from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer, parse_scalar, shown
@@ -140,20 +140,23 @@ def value_at(section: Section, key: Key) -> Any:
 
 
 def tagged(values: Any, key: Sequence[str]) -> tuple[str, str]:
-    """Return the key `x.type` of the innermost tagged section that holds `key`, and its value."""
+    """Return the key `x.type` of the innermost tagged section that holds `key`, and its value.
+
+    That of `model` is `model.family`.
+    """
     found = "", ""
-    for length, name in enumerate(key):
-        if isinstance(values, dict) and "type" in values:
-            found = ".".join([*key[:length], "type"]), str(values["type"])
-        values = values[int(name)] if isinstance(values, list) else values.get(name)
+    for length, part in enumerate(key):
+        if isinstance(values, dict) and (name := next((t for t in TAGS if t in values), None)):
+            found = ".".join([*key[:length], name]), str(values[name])
+        values = values[int(part)] if isinstance(values, list) else values.get(part)
     return found
 
 
 def types_with(cls: type[Section], key: str, *, entries: bool) -> list[str]:
-    """Return the values of `type` of the variants that have the key `a.b.c` themselves."""
+    """Return the tags of the variants that have the key `a.b.c` themselves."""
     fields = all_fields(cls, entries=entries)
-    tags = (one.model_fields.get("type") for path, one, _ in fields if ".".join(path) == key)
-    return [str(tag.default) for tag in tags if tag is not None]
+    holders = [one for path, one, _ in fields if ".".join(path) == key]
+    return [value for one in holders if tag_name(one) is not None for value in tags(one)]
 
 
 def all_fields(
@@ -186,7 +189,9 @@ def key_types(cls: type[Section] = RunConfig) -> KeyTypes:
         if levels := _mapping_levels(annotation):
             mappings[key] = None if levels == math.inf else int(levels)
         if len(classes := variants(field)) > 1:
-            tagged[key] = {tag(one): frozenset(one.model_fields) for one in classes}
+            tagged[key] = {
+                value: frozenset(one.model_fields) for one in classes for value in tags(one)
+            }
         if typing.get_origin(annotation) is dict or (
             typing.get_origin(annotation) is tuple and inner[1:] == (...,)
         ):
@@ -309,10 +314,11 @@ def dropped_lines(resolved: Resolved, section: Key | None = None) -> list[str]:
     for key, leaf in resolved.dropped.items():
         parent = next(key[:n] for n in range(len(key), -1, -1) if key[:n] in tagged)
         if section is None or parent == section:
-            chosen = ".".join(parent), value_at(resolved.config, (*parent, "type"))
+            chosen = value_at(resolved.config, parent)
+            name = str(tag_name(type(chosen)))
             lines.append(
                 f"{'.'.join(map(scalar, key))} = {shown(leaf.value)} ({leaf.origin}) is not used: "
-                f"{chosen[0]}.type={chosen[1]} has no such key"
+                f"{'.'.join(parent)}.{name}={getattr(chosen, name)} has no such key"
             )
     return lines
 
@@ -357,7 +363,8 @@ def explain(key: str, config: Section, layer: Layer) -> str | None:
     for variant in held:
         if len(held) > 1:
             chosen = "  (now)" if isinstance(entry.value, variant) else ""
-            lines += ["", f"  type: {tag(variant)}{chosen}", *_wrapped("  ", variant.__doc__)]
+            named = f"{tag_name(variant)}: {', '.join(tags(variant))}"
+            lines += ["", f"  {named}{chosen}", *_wrapped("  ", variant.__doc__)]
         lines += _rows(variant, path if variants(field) else ())
     return "\n".join(lines)
 
@@ -379,9 +386,20 @@ def _wrapped(start: str, text: str | None) -> list[str]:
     return textwrap.wrap(words, WIDTH, initial_indent=start, subsequent_indent=indent)
 
 
+def tag_name(cls: type[Section]) -> str | None:
+    """Return the name of the key that selects this class of a tagged union: `type` or `family`."""
+    return next((name for name in TAGS if name in cls.model_fields), None)
+
+
+def tags(cls: type[Section]) -> tuple[str, ...]:
+    """Return the values of that key that select this class."""
+    field = cls.model_fields[str(tag_name(cls))]
+    return typing.get_args(field.annotation) or (str(field.default),)
+
+
 def tag(cls: type[Section]) -> str:
-    """Return the `type` value that selects this class of a tagged union."""
-    return str(cls.model_fields["type"].default)
+    """Return the value of that key that selects this class, the first of several."""
+    return tags(cls)[0]
 
 
 def defaults(cls: type[Section], key: Key) -> Section:

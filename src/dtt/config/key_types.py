@@ -13,8 +13,17 @@ STAGES: Key = ("stages",)
 that each key of a stage has its own origin."""
 
 
+TAGS = "type", "family"
+"""Names of the keys that choose among the variants of a section: `model` has a `family`."""
+
+
+def tag_of(section: object) -> str:
+    """Return the name of the variant of a section, or of the user's class, as it is configured."""
+    return next((str(getattr(section, name)) for name in TAGS if hasattr(section, name)), "")
+
+
 Variants = Mapping[Key, Mapping[str, frozenset[str]]]
-"""The keys of tagged sections, with the names that each value of `type` has."""
+"""The keys of tagged sections, with the names that each value of the tag has."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from dtt.config.key_types import Key, Variants
+from dtt.config.key_types import TAGS, Key, Variants
 from dtt.config.source import Layer
 
 
@@ -20,7 +20,7 @@ def merge(layers: Iterable[Layer], variants: Variants | None = None) -> tuple[La
     for layer in layers:
         for key, leaf in layer.items():
             section = key[:-1]
-            changed = key[-1] == "type" and key in merged and merged[key].value != leaf.value
+            changed = key[-1] in TAGS and key in merged and merged[key].value != leaf.value
             if changed and (fields := (variants or {}).get(section)) is not None:
                 _change_type(section, fields, str(leaf.value), merged, dropped)
         for key, leaf in layer.items():

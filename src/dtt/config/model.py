@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from dtt.config.base import Depth, Section, Size, Tokens32
+from dtt.config.family import Family
 from dtt.config.init_std import DEFAULT_STD, Std
 
 TIED = ("gpt2", "gemma3", "smollm3")
@@ -305,3 +306,8 @@ class ModelConfig(Section):
 
 
 _DEFAULTS = ModelConfig()
+
+if TYPE_CHECKING:
+    AnyModel = ModelConfig | Family  # it may be one of a user's own
+else:
+    AnyModel = ModelConfig

@@ -30,7 +30,8 @@ from dtt.base.reading import read_small
 from dtt.config.action import Action
 from dtt.config.base import Section
 from dtt.config.documents import Documents
-from dtt.config.key_types import Key
+from dtt.config.family import Family
+from dtt.config.key_types import TAGS, Key, tag_of
 from dtt.config.objective import Objective
 from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
@@ -40,7 +41,7 @@ from dtt.config.sources import Source, SourceConfig, SourceEntry
 
 KINDS: Mapping[str, type[Section]] = {
     "objective": Objective, "optim": Optimizer, "schedule": Schedule, "data": Source,
-    "data.sources": Source, "data.sources.validation": Source, "actions": Action,
+    "data.sources": Source, "data.sources.validation": Source, "actions": Action, "model": Family,
     "download.documents": Documents, "download.datasets.documents": Documents,
 }  # fmt: skip
 """The base class of each section that may have a class of a user's own."""
@@ -99,7 +100,7 @@ def _tags(layers: Sequence[Layer]) -> dict[str, dict[str, str]]:
                 continue
             for path, value in _leaves(key, leaf.value):
                 section = ".".join(path[:-1])
-                if path[-1] == "type" and is_own(value) and section in KINDS:
+                if path[-1] == _tag_name(section) and is_own(value) and section in KINDS:
                     # The highest layer decides where the file is.
                     found.setdefault(section, {})[value] = leaf.origin
     return found
@@ -123,7 +124,7 @@ class _OwnConfig(RunConfig):
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes it again: its classes exist in this process only."""
         own = [
-            (key, type(section).__name__, str(getattr(section, "type", "")), file)
+            (key, type(section).__name__, tag_of(section), file)
             for key, section, file in own_sections(self)
         ]
         return _made_again, (own, self.model_dump_json())
@@ -194,8 +195,9 @@ def _annotation(
         tags = [Annotated[one, Tag(one.model_fields["type"].default)] for one in members]
         union = Union[tuple(tags)]  # noqa: UP007  of a value
         return Annotated[union, Discriminator(_type_of_source)]
-    tagged = len(members) > 1 and Path not in members
-    union = Annotated[union, Field(discriminator="type")] if tagged else union
+    if len(members) > 1 and Path not in members:
+        name = _tag_of_class(own[0]) if own else "type"
+        union = Annotated[union, Field(discriminator=name)]
     return Optional[union] if NoneType in inner else union  # noqa: UP045  of a value
 
 
@@ -214,7 +216,7 @@ def _type_of_source(value: Any) -> Any:
 def _class(
     tag: str, section: str, base: type[Section], origin: str, job: Path | None
 ) -> type[Section]:
-    where = f"{section}.type={tag} ({origin})"
+    where = f"{section}.{_tag_name(section)}={tag} ({origin})"
     if job is not None:
         # Before any import: the name in a stranger's job may lead to any file or module.
         for path in (job / "config.yaml", job / CODE / Path(tag.rpartition(":")[0]).name):
@@ -315,10 +317,13 @@ def _import_file(file: OwnFile) -> ModuleType:
 
 @cache
 def _bound(cls: type[Section], tag: str, file: OwnFile, section: str) -> type[Section]:
-    """Return the class with the key `type`, whose only value is `tag`, and those of its place."""
-    field: Any = (Literal[tag], tag)
+    """Return the class with the key `type` (or `family`), whose only value is `tag`.
+
+    It also has the keys of its place.
+    """
+    fields: dict[str, Any] = {_tag_of_class(cls): (Literal[tag], tag)}
     bases = (SourceEntry, cls) if section == "data.sources" else (cls,)
-    bound: Any = create_model(cls.__name__, __base__=bases, __module__=cls.__module__, type=field)
+    bound: Any = create_model(cls.__name__, __base__=bases, __module__=cls.__module__, **fields)
     bound.__doc__ = inspect.getdoc(cls) or ""
     bound.own_file = file
     return bound  # type: ignore[no-any-return]
@@ -329,8 +334,8 @@ def _opaque(tag: str, base: type[Section], section: str) -> type[Section]:
     """Return a class that keeps the keys of an own class as they are written."""
     bases = (SourceEntry, base) if section == "data.sources" else (base,)
     cls: Any = type("Own", bases, {"model_config": ConfigDict(extra="allow"), "__doc__": ""})
-    field: Any = (Literal[tag], tag)
-    return create_model("Own", __base__=cls, type=field)  # type: ignore[no-any-return]
+    fields: dict[str, Any] = {_tag_of_class(base): (Literal[tag], tag)}
+    return create_model("Own", __base__=cls, **fields)  # type: ignore[no-any-return]
 
 
 def own_keys() -> frozenset[str]:
@@ -340,7 +345,17 @@ def own_keys() -> frozenset[str]:
 
 def _key_of(section: str) -> str:
     """Return the key that names the class of a section; those of a list are in its key."""
-    return next((one for one in LISTS if section.startswith(one)), f"{section}.type")
+    own = f"{section}.{_tag_name(section)}"
+    return next((one for one in LISTS if section.startswith(one)), own)
+
+
+def _tag_name(section: str) -> str:
+    return _tag_of_class(KINDS[section]) if section in KINDS else "type"
+
+
+def _tag_of_class(cls: type[Section]) -> str:
+    """Return the name of the key that names the class."""
+    return next(name for name in TAGS if name in cls.model_fields)
 
 
 def own_sections(section: Section, key: Key = ()) -> Iterator[tuple[str, Section, OwnFile]]:
@@ -367,11 +382,11 @@ def own_files(config: RunConfig) -> dict[str, OwnFile]:
 @contextmanager
 def own_code(section: Section | None, key: str) -> Iterator[None]:
     """Report an exception in a method of an own class as one of its user's code."""
-    tag = getattr(section, "type", None)
+    tag = tag_of(section)
     if not is_own(tag):
         yield
         return
-    with _code_of_user(f"{key}.type={tag}"):
+    with _code_of_user(f"{key}.{_tag_name(key)}={tag}"):
         yield
 
 

@@ -26,10 +26,12 @@ from dtt.config.data import (
 )
 from dtt.config.evaluation import EvalConfig
 from dtt.config.export import ExportConfig
+from dtt.config.family import Family
 from dtt.config.guard import GuardConfig
 from dtt.config.init import InitConfig
+from dtt.config.key_types import tag_of
 from dtt.config.launch import LaunchConfig
-from dtt.config.model import MIXTURES, ModelConfig
+from dtt.config.model import MIXTURES, AnyModel, ModelConfig
 from dtt.config.objective import DpoConfig, NextTokenConfig, ObjectiveConfig
 from dtt.config.optim import Optimizer, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
@@ -77,7 +79,7 @@ class RunConfig(Section):
     """Conversations: chat template and loss mask."""
     data: DataConfig = TokensDataConfig()
     """Training data."""
-    model: ModelConfig = ModelConfig()
+    model: AnyModel = ModelConfig()
     """Model family and sizes."""
     scaling: ScalingConfig = StandardConfig()
     """Scaling of learning rates and initial weights with the shape of the model."""
@@ -166,6 +168,21 @@ class RunConfig(Section):
         yield from self._adapter_problems()
         yield from self._mixture_problems()
         yield from self._action_problems()
+        if isinstance(model, Family):
+            yield from self._built_model_problems()
+
+    def _built_model_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield problems of a model that its family builds itself with the rest of the run."""
+        why = f"model.family={tag_of(self.model)} builds a model whose inside dtt does not know"
+        for key in ("tensor", "context", "pipeline", "expert"):
+            if getattr(self.parallel, key) > 1:
+                yield f"parallel.{key}", f"must be 1: {why}"
+        if self.scaling.type != "standard":
+            yield "scaling.type", f"must be standard: {why}"
+        if self.train.precision == "fp8":
+            yield "train.precision", f"cannot be fp8: {why}"
+        if self.eval.tasks:
+            yield "eval.tasks", f"must be empty: {why}"
 
     def _action_problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for actions whose records would mix."""

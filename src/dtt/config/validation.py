@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from dtt.config import explain, source
 from dtt.config.base import Section
-from dtt.config.key_types import Key
+from dtt.config.key_types import TAGS, Key
 
 Problem = tuple[Key, str]
 """A key and the reason why its value is invalid."""
@@ -83,7 +83,7 @@ def _locate(values: Any, loc: Sequence[str | int]) -> tuple[Key, Key | None]:
     inner, tag = values, True
     for i, part in enumerate(loc):
         # The tag comes before the key in its section, and may be the name of one: data.tokens.
-        if isinstance(inner, dict) and tag and part == inner.get("type"):
+        if isinstance(inner, dict) and tag and part in [inner.get(name) for name in TAGS]:
             tag = False
             continue
         last = i == len(loc) - 1
@@ -117,11 +117,12 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
                 if others:
                     why = f"is for {name}={' or '.join(others)}, not {tag}"
         case "union_tag_invalid":
-            key = (*key, "type")
+            key = (*key, error["ctx"]["discriminator"].strip("'"))
             shown = f" (got {error['ctx']['tag']!r})"
             why = f"must be one of {error['ctx']['expected_tags']}"
         case "union_tag_not_found":
-            key, why, shown = (*key, "type"), "is missing: it selects the variant", ""
+            name = error["ctx"]["discriminator"].strip("'")
+            key, why, shown = (*key, name), "is missing: it selects the variant", ""
         case "model_type" | "model_attributes_type" | "dict_type" if key in explain.sections(cls):
             why = f"is a section: set its keys, such as {dotted}.KEY=VALUE"
         case "model_type" | "model_attributes_type" | "dict_type":

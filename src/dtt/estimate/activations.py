@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dtt.config.adapter import LoraConfig
 from dtt.estimate.case import FP32, Case
-from dtt.model.adapted_layers import adaptable, adapted_layers, inner
+from dtt.model.adapted_layers import adaptable, adapted_layers
 from dtt.model.architecture import ExpertMixture
 
 
@@ -90,7 +90,7 @@ def _kept_by_adapter(case: Case) -> int:
     shapes, kept = adaptable(case.arch), 0
     for name, adapted in adapted_layers(case.cfg.adapter, case.arch).items():
         if name.startswith("layers.0."):
-            dropped = shapes[f"{inner(name)}.weight"][1] if case.cfg.adapter.dropout else 0
+            dropped = shapes[f"{name}.weight"][1] if case.cfg.adapter.dropout else 0
             kept += case.product_bytes * adapted.rank + (case.product_bytes + 1) * dropped
     return kept
 

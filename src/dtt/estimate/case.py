@@ -20,7 +20,7 @@ from dtt.data.samples.schedules import resolve as resolve_step_sizes
 from dtt.estimate.gpus import Gpu
 from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import Architecture, decoder_architecture
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
@@ -419,7 +419,7 @@ def make_case(
 ) -> Case:
     """Create the case of a run of `steps` steps; raise ConfigError if sizes are incompatible."""
     sizes = resolve(cfg.parallel, nodes * gpus_per_node)
-    arch = scaled(cfg, vocab_size).arch
+    arch = decoder_architecture(scaled(cfg, vocab_size).arch, "dtt plan")
     compatibility.check_batches(cfg.train, sizes)
     check_mesh(sizes, arch, cfg.train)
     check_stages(cfg.parallel, arch)

@@ -20,7 +20,7 @@ from dtt.data.samples.token_source import TokenSource
 from dtt.evaluate.tasks.scorer import Generator
 from dtt.hf.chat_format import ChatFormat
 from dtt.mesh.dist import World
-from dtt.model.decoder import Decoder
+from dtt.model.contract import Model
 from dtt.parallel.pipelining import Pipeline
 
 
@@ -88,7 +88,7 @@ class AnswerEvaluator:
 
     def stop_rate(
         self,
-        model: Decoder | Pipeline,
+        model: Model | Pipeline,
         stop: Callable[[], bool],
         *,
         multiple: int = 1,

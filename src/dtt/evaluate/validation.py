@@ -22,7 +22,7 @@ from dtt.data.samples.loader import BatchReader, MicroBatch
 from dtt.data.samples.protocol import SampleNumbers, SampleSource
 from dtt.data.text.continuation import Continuation
 from dtt.mesh.mesh import LOSS, Mesh
-from dtt.model.decoder import Decoder
+from dtt.model.contract import Model
 from dtt.model.generate import generate, generate_uncached
 from dtt.model.output import TEXT_BYTES, Output
 from dtt.optim.ema import Ema
@@ -197,7 +197,7 @@ class Sampler:
 
     def record(
         self,
-        model: Decoder,
+        model: Model,
         step: int,
         together: Together | None = None,
     ) -> Record:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dtt.data.text.continuation import Continuation
     from dtt.hf.read import Trained
-    from dtt.model.decoder import Decoder
+    from dtt.model.contract import Model
 
 
 RECOMMENDED = {
@@ -177,12 +177,12 @@ def continuations(
     return [reply.content for reply in replies]
 
 
-def _texts(model: Decoder, replies: Sequence[Continuation], sampling: Sampling) -> Iterator[str]:
+def _texts(model: Model, replies: Sequence[Continuation], sampling: Sampling) -> Iterator[str]:
     """Generate a batch of replies; yield each text as it is appended to one of them."""
     from dtt.model.generate import generate_batch
 
     ended = set[int]()
-    prompts, device = [reply.prompt_ids for reply in replies], model.embed.weight.device
+    prompts, device = [reply.prompt_ids for reply in replies], model.head_weight().device
     generators = [sampling.generator(device, ids) for ids in prompts]
     tokens = generate_batch(model, prompts, generators=generators, ended=ended, **sampling.options)
     for row, token in tokens:

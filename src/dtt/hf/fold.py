@@ -25,17 +25,17 @@ def fold(trained: Trained) -> Trained:
     The model computes the same function up to rounding. Weights that need no factor are shared, not
     copied.
     """
-    family = families.get(trained.arch.family)
+    family = families.get(trained.decoder.family)
     # As a reader of the folder would: what config.json cannot express is not in it.
-    theirs = family.from_hf_config(family.to_hf_config(trained.arch, trained.end_of_document))
+    theirs = family.from_hf_config(family.to_hf_config(trained.decoder, trained.end_of_document))
     arch = replace(
-        trained.arch,
+        trained.decoder,
         embed_scale=theirs.embed_scale,
         attn_scale=theirs.attn_scale,
         residual_scale=theirs.residual_scale,
         logit_scale=theirs.logit_scale,
     )
-    factors = _factors(trained.arch, arch)
+    factors = _factors(trained.decoder, arch)
     state = {name: _folded(name, w, factors, arch) for name, w in trained.state.items()}
     return replace(trained, arch=arch, state=state)
 

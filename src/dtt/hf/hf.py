@@ -53,24 +53,24 @@ def export(
     `card` is the text of README.md, `chat` the conversation format, and `released` what the weights
     that training started from brought with them.
     """
-    n_parameters = count.parameters(trained.arch)
+    n_parameters = count.parameters(trained.decoder)
     with published(out, n_parameters * DTYPES[dtype].itemsize) as staging:
         folded = fold(trained)
-        exact = verify.kept_in_fp32(folded.arch)
+        exact = verify.kept_in_fp32(folded.decoder)
         rounded = {
             name: tensor.to(torch.float32 if name in exact else DTYPES[dtype])
             for name, tensor in folded.state.items()
         }
-        _write_weights(rounded, folded.arch, staging, max_shard_size)
-        expected, rounding = verify.random_logits(trained.state, trained.arch), None
-        if folded.arch != trained.arch:
+        _write_weights(rounded, folded.decoder, staging, max_shard_size)
+        expected, rounding = verify.random_logits(trained.state, trained.decoder), None
+        if folded.decoder != trained.decoder:
             verify.check_folded(folded, expected)
         if any(rounded[name].dtype != tensor.dtype for name, tensor in folded.state.items()):
-            rounding = verify.rounding_difference(expected, rounded, folded.arch, dtype)
+            rounding = verify.rounding_difference(expected, rounded, folded.decoder, dtype)
         _write_config(folded, staging, dtype, chat, released)
         _write_tokenizer(trained, staging, chat, released)
         (staging / CARD).write_text(card, encoding="utf-8")
-        difference = verify.check(staging, rounded, folded.arch, trained.open_tokenizer())
+        difference = verify.check(staging, rounded, folded.decoder, trained.open_tokenizer())
         if chat is not None:
             verify.check_prompts(staging, chat)
         return _write_manifest(
@@ -102,10 +102,10 @@ def export_adapter(
     """
     size = sum(tensor.numel() for tensor in adapter.state.values())
     with published(out, 4 * size) as staging:
-        write_peft(staging, adapter, trained.arch)
+        write_peft(staging, adapter, trained.decoder)
         _write_tokenizer(trained, staging, chat, released)
         (staging / CARD).write_text(card, encoding="utf-8")
-        difference = verify.check_adapter(staging, adapter.folder, trained.state, trained.arch)
+        difference = verify.check_adapter(staging, adapter.folder, trained.state, trained.decoder)
         return _write_manifest(
             staging,
             trained,
@@ -153,15 +153,15 @@ def _write_config(
     trained: Trained, folder: Path, dtype: Dtype, chat: ChatFormat | None, released: Released
 ) -> None:
     """Write config.json and generation_config.json; the latter has what `released` says, too."""
-    family = families.get(trained.arch.family)
+    family = families.get(trained.decoder.family)
     end = trained.end_of_document
-    config = family.to_hf_config(trained.arch, end)
+    config = family.to_hf_config(trained.decoder, end)
     # The end of a document remains a stop token: it ended the documents of pretraining.
     turns = () if chat is None else chat.facts.stop_tokens
     ends = [*dict.fromkeys((*turns, *released.stops, end))]
     # From scratch, the end of a document also starts a generation, if nothing else does.
     config |= {
-        key: i for key, i in released.ids.items() if i is None or i < trained.arch.vocab_size
+        key: i for key, i in released.ids.items() if i is None or i < trained.decoder.vocab_size
     }
     if trained.begin_of_document is not None:
         config["bos_token_id"] = trained.begin_of_document
@@ -199,7 +199,7 @@ def _write_tokenizer(
         special = {"eos_token": end, "pad_token": end} | released.special
     if begin is not None:
         special["bos_token"] = str(tokenizer.id_to_token(begin))
-    context = trained.arch.max_seq_len
+    context = trained.decoder.max_seq_len
     settings: dict[str, Any] = {
         # The only class that uses tokenizer.json unchanged in every version of transformers.
         "tokenizer_class": "PreTrainedTokenizerFast",

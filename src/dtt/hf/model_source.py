@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dtt.hf.chat_format import ChatFormat
     from dtt.hf.read import Trained
-    from dtt.model.decoder import Decoder
+    from dtt.model.contract import Model
 
 
 class NoChatTemplate(ConfigError):
@@ -92,16 +92,15 @@ def _read_job(source: str, ema: bool) -> Trained:
     return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema)
 
 
-def on_device(trained: Trained, device: torch.device) -> Decoder:
+def on_device(trained: Trained, device: torch.device) -> Model:
     """Return the model with its weights on `device`."""
-    import torch
+    from dtt.model.decoder import make_model
 
-    from dtt.model.decoder import Decoder
-
-    with torch.device("meta"):
-        model = Decoder(trained.arch)
+    model = make_model(trained.arch)
     state = {name: tensor.to(device) for name, tensor in trained.state.items()}
-    model.load_state_dict(state, assign=True)
+    # A table that a model of a user's own keeps in a buffer is in no checkpoint.
+    model.load_state_dict({**dict(model.named_buffers()), **state}, assign=True, strict=False)
+    model.to(device)
     return model
 
 

@@ -37,7 +37,7 @@ from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
 from dtt.hf.read import load_tensors
 from dtt.model import families
-from dtt.model.adapted_layers import Adapted, adaptable, adapted_layers, inner
+from dtt.model.adapted_layers import Adapted, adaptable, adapted_layers
 from dtt.model.architecture import Architecture
 from dtt.model.families import multimodal
 from dtt.model.families.base import WeightRule
@@ -223,8 +223,7 @@ def linear_rules(arch: Architecture) -> Iterator[WeightRule]:
 
 def _shape(weight: str, arch: Architecture) -> tuple[int, ...] | None:
     """Return the shape of a matrix in a layer; None for any other parameter."""
-    name = inner(weight)
-    return adaptable(arch).get(name) if name != weight else None
+    return adaptable(arch).get(weight)
 
 
 def _parts(rule: WeightRule, arch: Architecture) -> list[tuple[str, tuple[int, ...]]]:

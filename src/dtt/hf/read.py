@@ -20,7 +20,7 @@ from dtt.data.text.tokenizer import add_in_front, begin_of_document, open_tokeni
 from dtt.hf.chat_format import FETCH_AGAIN, eos_token_ids, read_config
 from dtt.hf.weights import from_hf
 from dtt.model import families
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture, Architecture, decoder_architecture
 from dtt.model.families import multimodal
 from dtt.model.families.nearest import nearest
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 class Trained:
     """A trained model: architecture, weights and tokenizer."""
 
-    arch: Architecture
+    arch: AnyArchitecture
     state: Mapping[str, Tensor]
-    """State dict of a `Decoder`, on the CPU."""
+    """Parameters of the model, on the CPU."""
     tokenizer: Path
     """A tokenizer.json."""
     end_of_document: int | None
@@ -46,6 +46,11 @@ class Trained:
     """Ids that end a generated answer: of the end of a document and of a turn."""
     begin_of_document: int | None = None
     """Id of the token before a document; None if documents had none."""
+
+    @property
+    def decoder(self) -> Architecture:
+        """The architecture of dtt's own decoder; raises ConfigError for another model."""
+        return decoder_architecture(self.arch, "conversion to a Hugging Face folder")
 
     def stop_tokens(self, chat: ChatEncoder | None = None) -> tuple[int, ...]:
         """Return the ids before which a text ends, or an answer in the conversation format."""

@@ -18,6 +18,7 @@ from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
+from dtt.config.family import Family
 from dtt.config.init import HF, HUB_ID
 from dtt.config.load import load_job
 from dtt.config.run import RunConfig
@@ -53,6 +54,9 @@ def read_checkpoint(
     With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
     DamagedError if the job directory contains the manifest of different data.
     """
+    if isinstance(cfg.model, Family):
+        # Of the user's own: the model is what its code computes.
+        cfg = load_job(job.root, run_code=True)
     data = DataManifest.read(job.root)
     # Same ids, other tokenizer: nothing else would reveal that the texts are garbage.
     if checkpoint.manifest.data_key != data.key:

@@ -83,16 +83,16 @@ def check_import(folder: Path, trained: Trained) -> float:
     InputError names the first mismatch. Raises DamagedError if the logits are not finite. Returns
     the largest absolute difference of a logit. Runs on the CPU and holds one fp32 model at a time.
     """
-    ids_1T = _random_ids(trained.arch)[None]
+    ids_1T = _random_ids(trained.decoder)[None]
     try:
         # Reduced to logits before the other model is loaded: one fp32 model in memory at a time.
-        ours = _decoder(trained.state, trained.arch)(ids_1T)
+        ours = _decoder(trained.state, trained.decoder)(ids_1T)
         if not ours.isfinite().all():
             raise DamagedError(
                 f"the weights in {folder} give logits that are not finite",
                 next="fetch the folder again, or use another model",
             )
-        return _difference(ours, _load(folder, trained.arch)(ids_1T).logits, "random ids")
+        return _difference(ours, _load(folder, trained.decoder)(ids_1T).logits, "random ids")
     except _Mismatch as found:
         raise InputError(
             f"dtt and transformers compute different logits from {folder}",
@@ -112,7 +112,7 @@ def random_logits(state: Mapping[str, Tensor], arch: Architecture) -> Tensor:
 def check_folded(folded: Trained, expected: Tensor) -> None:
     """Raise DamagedError unless the folded weights give the `expected` logits of random ids."""
     try:
-        _difference(expected, random_logits(folded.state, folded.arch), "the folded weights")
+        _difference(expected, random_logits(folded.state, folded.decoder), "the folded weights")
     except _Mismatch as found:
         raise _export_error(None, str(found)) from None
 

@@ -31,8 +31,9 @@ from dtt.data.corpus.described import check_tokens, read_corpus
 from dtt.data.corpus.selection import open_selection
 from dtt.data.samples import compatibility
 from dtt.evaluate.tasks.definition import load_tasks
-from dtt.model import count, families
+from dtt.model import count
 from dtt.model.mesh_divisibility import check_mesh, check_stages
+from dtt.model.scaling import scaled
 
 BYTES_PER_PARAMETER = 12
 """Size of a checkpoint in bytes per parameter: fp32 weights and two moments."""
@@ -150,8 +151,7 @@ def _tokenizer_problems(cfg: RunConfig, folder: Path, tokens: TokensManifest) ->
 
 def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
     """Raise ConfigError if vocabulary or context do not fit, DiskFull if checkpoints will not."""
-    family = families.get(cfg.model.family)
-    arch = family.architecture(cfg.model, vocab_size, cfg.train.seq_len)
+    arch = scaled(cfg, vocab_size).arch
     more = max(1, _max_checkpoints(cfg.checkpoint, cfg.train) - len(store.steps(job.checkpoints)))
     needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
     check_space(job.checkpoints, needed, f"{more} checkpoints")
@@ -161,7 +161,7 @@ def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
     """Raise ConfigError if sizes of the model are not divisible by the mesh."""
     try:
         sizes = parallel.resolve(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
-        arch = families.get(cfg.model.family).architecture(cfg.model, vocab_size, cfg.train.seq_len)
+        arch = scaled(cfg, vocab_size).arch
     except ConfigError:  # `batch_problems` and `_check_model` report it
         return
     check_mesh(sizes, arch, cfg.train)

@@ -11,7 +11,7 @@ from dtt.base.errors import ConfigError
 from dtt.base.patterns import SlowPattern, match_name
 from dtt.config.adapter import ALL_LINEAR, AdapterConfig, LoraConfig
 from dtt.model import count
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture, BuiltArchitecture
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,12 @@ class Adapted:
         return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
 
 
-def adapted_layers(cfg: LoraConfig, arch: Architecture) -> dict[str, Adapted]:
+def adapted_layers(cfg: LoraConfig, arch: AnyArchitecture) -> dict[str, Adapted]:
     """Return the adapter of each adapted layer, by the name of the layer.
 
     Raises ConfigError for a target or a pattern that matches no layer.
     """
-    names = [
-        f"layers.{i}.{name.removesuffix('.weight')}"
-        for i in range(arch.n_layers)
-        for name in adaptable(arch)
-    ]
+    names = [name.removesuffix(".weight") for name in adaptable(arch)]
     targets = _targets(cfg.targets, names)
     ranks, alphas = (
         _by_pattern(key, patterns, targets)
@@ -53,25 +49,32 @@ def adapted_layers(cfg: LoraConfig, arch: Architecture) -> dict[str, Adapted]:
     }
 
 
-def adapter_weights(cfg: AdapterConfig, arch: Architecture) -> int:
+def adapter_weights(cfg: AdapterConfig, arch: AnyArchitecture) -> int:
     """Return the number of weights of all A and B; 0 without an adapter."""
     if not isinstance(cfg, LoraConfig):
         return 0
     shapes = adaptable(arch)
     return sum(
-        adapted.rank * sum(shapes[f"{inner(name)}.weight"])
+        adapted.rank * sum(shapes[f"{name}.weight"])
         for name, adapted in adapted_layers(cfg, arch).items()
     )
 
 
-def adaptable(arch: Architecture) -> dict[str, count.Shape]:
-    """Return the shape of each matrix of a layer that may have an adapter, by its name.
+def adaptable(arch: AnyArchitecture) -> dict[str, count.Shape]:
+    """Return the shape of each matrix that may have an adapter, by its name.
 
     In a mixture they are those of attention: experts are stacks, of which PEFT has other adapters.
     """
+    if isinstance(arch, BuiltArchitecture):
+        return {name: tuple(weight.shape) for name, weight in arch.skeleton.linear_weights()}
     shapes = count.layer_shapes(arch, 0).items()
     of_mixture = arch.mixture is not None
-    return {n: s for n, s in shapes if len(s) == 2 and not (of_mixture and ".mlp" in f".{n}")}
+    of_layer = {n: s for n, s in shapes if len(s) == 2 and not (of_mixture and ".mlp" in f".{n}")}
+    return {
+        f"layers.{i}.{name}": shape
+        for i in range(arch.n_layers)
+        for name, shape in of_layer.items()
+    }
 
 
 def inner(name: str) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from dtt.base.errors import ConfigError
+from dtt.config.family import Family
 from dtt.config.init_std import InitialStd
-from dtt.config.model import LongRopeScaling, ModelConfig, NoRopeScaling, RopeScaling
+from dtt.config.key_types import tag_of
+from dtt.config.model import AnyModel, LongRopeScaling, NoRopeScaling, RopeScaling
+from dtt.config.own import own_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +143,110 @@ class Architecture:
         return int(self.head_dim * self.partial_rotary_factor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BuiltArchitecture:
+    """The description of a model that its family builds itself: what can be known from outside."""
+
+    section: Family
+    vocab_size: int
+    max_seq_len: int
+
+    mixture: ClassVar[None] = None
+    """Experts are inside, where dtt does not see them."""
+
+    @property
+    def family(self) -> str:
+        """The name of the family."""
+        return tag_of(self.section)
+
+    @cached_property
+    def skeleton(self) -> Any:  # a Model: the contract is in a module above this one
+        """The model without memory for its parameters, to be read only."""
+        return self.build()
+
+    @property
+    def n_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.skeleton.blocks())
+
+    def is_long(self, _length: int) -> bool:
+        """Return False: no document is rotated differently for its length."""
+        return False
+
+    def becomes_long(self, _length: int, _count: int) -> bool:
+        """Return False, as `is_long` does."""
+        return False
+
+    def build(self) -> Any:
+        """Return a new model whose parameters are on the meta device; its buffers have values.
+
+        Raises OwnCodeError for one that does not keep the contract of `dtt.Model`.
+        """
+        with own_code(self.section, "model"), _parameters_on_meta():
+            model = self.section.build(self.vocab_size, self.max_seq_len)
+            if not callable(getattr(model, "head_weight", None)):
+                raise TypeError(f"build returned {type(model).__name__}, not a dtt.Model")
+            rows = model.head_weight().shape[0]
+            if rows != self.vocab_size:
+                raise ValueError(f"the head has {rows} rows for {self.vocab_size} token ids")
+            if not model.blocks():
+                raise ValueError("the model has no blocks: put them into self.layers")
+            owners: dict[int, str] = {}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                if (other := owners.setdefault(id(parameter), name)) != name:
+                    why = "for a tied head, leave `head` out"
+                    raise ValueError(f"{other} and {name} are one parameter: {why}")
+        model.arch = self
+        return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Put each new parameter on the meta device, where it takes no memory.
+
+    Buffers stay where they are made: a table of angles has values that no checkpoint keeps, and
+    `torch.device("meta")` would lose them.
+    """
+    from torch import nn
+
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # One that is there already stays itself, so that a tie is seen.
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+AnyArchitecture = Architecture | BuiltArchitecture
+
+
+def decoder_architecture(arch: AnyArchitecture, what: str) -> Architecture:
+    """Return the architecture of dtt's own decoder; raise ConfigError for any other model.
+
+    `what` needs to know the inside of the model.
+    """
+    if isinstance(arch, BuiltArchitecture):
+        raise ConfigError(
+            f"{what} cannot be used with a model that its family builds itself",
+            where=f"model.family={arch.family}",
+            why="it needs to know the inside of the model",
+        )
+    return arch
+
+
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
-def fit_vocabulary(cfg: ModelConfig, tokenizer_size: int) -> int:
+def fit_vocabulary(cfg: AnyModel, tokenizer_size: int) -> int:
     """Return the number of rows of the embedding.
 
     Without `model.vocab_size` this is the tokenizer's size, rounded up to a multiple of 64. Raises
@@ -162,7 +266,7 @@ def fit_vocabulary(cfg: ModelConfig, tokenizer_size: int) -> int:
     return cfg.vocab_size
 
 
-def fit_context(cfg: ModelConfig, seq_len: int) -> int:
+def fit_context(cfg: AnyModel, seq_len: int) -> int:
     """Return the maximum context length in tokens.
 
     Raises ConfigError if training sequences are longer than `model.max_seq_len`.

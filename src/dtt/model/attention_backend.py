@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dtt.config.train import AttentionKernel
 from dtt.mesh.compilation import compiler
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.block_sparse import tiled_attention
 from dtt.model.cached_attention import DecodeStep, Prefill, recent
 from dtt.model.kv_cache import KVCache
@@ -83,7 +83,7 @@ def choose(
 
 
 def describe(
-    arch: Architecture,
+    arch: AnyArchitecture,
     device: torch.device,
     seq_len: int,
     documents: bool,
@@ -97,6 +97,8 @@ def describe(
     Raises EnvironmentUnfit if `requested` cannot compute plain causal attention of these sizes in
     `dtype`.
     """
+    if isinstance(arch, BuiltArchitecture):
+        return f"attention: as {arch.family} computes it"
     layers = Counter(
         f"SDPA ({running_kernel(arch, device, seq_len, requested, dtype)})"
         if choose(device, seq_len, documents, window, full_sequence) == "SDPA"
@@ -171,6 +173,18 @@ def make_context_attention_fns(
         for w in set(arch.windows)
     }
     return [by_window[w] for w in arch.windows]
+
+
+def attention_within(
+    scale: float,
+    window: int | None,
+    tokens_BT: Tensor,
+    doc_ids_BT: Tensor | None,
+    requested: AttentionKernel = "auto",
+) -> AttentionFn:
+    """Return causal attention of all tokens, within documents and a window."""
+    allowed = kernels(tokens_BT.device, requested)
+    return _make_attention_fn(scale, tokens_BT, doc_ids_BT, window, allowed=allowed)
 
 
 def _make_attention_fn(

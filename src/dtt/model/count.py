@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 
 Shape = tuple[int, ...]
 
 
-def parameters(arch: Architecture) -> int:
+def parameters(arch: AnyArchitecture) -> int:
     """Return the number of trainable parameters; a tied head is counted once."""
+    if isinstance(arch, BuiltArchitecture):
+        return sum(parameter.numel() for parameter in arch.skeleton.parameters())
     positions = arch.max_seq_len * arch.dim if arch.position == "learned" else 0
     heads = arch.vocab_size * arch.dim * (1 if arch.tie_embeddings else 2)
     layers = sum(prod(s) for i in range(arch.n_layers) for s in layer_shapes(arch, i).values())
@@ -19,9 +21,9 @@ def parameters(arch: Architecture) -> int:
     return heads + positions + layers + norm
 
 
-def active_parameters(arch: Architecture) -> int:
+def active_parameters(arch: AnyArchitecture) -> int:
     """Return the number of trainable parameters that compute a token, with the embedding."""
-    if arch.mixture is None:
+    if isinstance(arch, BuiltArchitecture) or arch.mixture is None:
         return parameters(arch)
     idle = arch.mixture.experts - arch.mixture.per_token
     mixtures = arch.n_layers - arch.mixture.dense_layers
@@ -29,7 +31,7 @@ def active_parameters(arch: Architecture) -> int:
 
 
 def flops_per_token(
-    arch: Architecture, seq_len: int, *, causal: bool = False, adapter: int = 0
+    arch: AnyArchitecture, seq_len: int, *, causal: bool = False, adapter: int = 0
 ) -> int:
     """Return the FLOPs of the forward and backward pass per trained token, for MFU.
 
@@ -40,6 +42,8 @@ def flops_per_token(
     visible tokens count: w - w^2 / (2 * seq_len) instead of w on average. With an `adapter` of
     this many weights, the others are frozen, and have 4 FLOPs, without that of their gradient.
     """
+    if isinstance(arch, BuiltArchitecture):
+        return _counted_flops(arch, seq_len, adapter)
     # The head multiplies every token, also if it is tied. The input embedding is a lookup.
     per_token = 0 if arch.mixture is None else arch.mixture.per_token
     matmul_weights = sum(
@@ -50,6 +54,25 @@ def flops_per_token(
     attended = sum(w - w * w // (2 * seq_len) if causal else w for w in widths)
     per_weight = 4 if adapter else 6
     return per_weight * matmul_weights + 6 * adapter + 12 * arch.n_heads * arch.head_dim * attended
+
+
+def _counted_flops(arch: BuiltArchitecture, seq_len: int, adapter: int) -> int:
+    """Return the FLOPs per token that torch counts in a forward pass, and those of a backward pass.
+
+    The latter has twice as many, or as many below an adapter. The tensors have no values. Kernels
+    that torch does not know count 0.
+    """
+    from copy import deepcopy
+
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = deepcopy(arch.skeleton).to("meta")
+    tokens_1T = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens_1T)
+    forward: int = counter.get_total_flops() // seq_len
+    return 2 * forward + 6 * adapter if adapter else 3 * forward
 
 
 def active_weights(shapes: Iterable[Shape], experts_per_token: int) -> int:

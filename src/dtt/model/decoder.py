@@ -8,7 +8,7 @@ Shapes: B sequences, T tokens, D dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,28 +16,25 @@ from torch import Tensor, nn
 
 from dtt.base.errors import InputError
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.train import AttentionKernel
 from dtt.mesh.mesh import ALL, Mesh
-from dtt.mesh.sharding import layout_of, local
-from dtt.model.architecture import Architecture
+from dtt.mesh.sharding import layout_of
+from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.attention_backend import make_attention_fns
+from dtt.model.contract import Model, Reduction, Role, document_positions
 from dtt.model.experts import Mixed
 from dtt.model.kv_cache import KVCache
 from dtt.model.layers import Absent, Block
 from dtt.model.linear import Embedding, Linear
-from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.norm import make_norm
 from dtt.model.output import HiddenStates, Output
 from dtt.model.rope import rotations
 from dtt.model.sdpa import AttentionFn
-from dtt.model.target_scores import target_scores
 from dtt.params.table import Param, Params
 
 T = TypeVar("T")
-Role = Literal["matrix", "embed", "head", "vector", "router", "balance", "adapter"]
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """Decoder-only transformer that maps token ids to logits, or to a loss.
 
     Module names are part of the checkpoint format: `embed`, `pos_embed` (learned positions only),
@@ -73,13 +70,9 @@ class Decoder(nn.Module):
             if last and not arch.tie_embeddings
             else None
         )
-        self.attention: AttentionKernel = "auto"
-        self.fused_loss = False
-        self.part: VocabShard | None = None
-        """This rank's vocabulary shard, if tensor parallelism divides the head's rows; else
-        None."""
+        self.softcap = arch.logit_softcap
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
@@ -88,7 +81,7 @@ class Decoder(nn.Module):
         z_loss: float = 0.0,
         positions_BT: Tensor | None = None,
         attention_fns: Sequence[AttentionFn] | None = None,
-        reduction: Literal["sum", "none", "scores", "logits"] = "sum",
+        reduction: Reduction = "sum",
         layers: range | None = None,
         hidden_BTD: Tensor | None = None,
     ) -> Tensor | Output | HiddenStates:
@@ -130,7 +123,7 @@ class Decoder(nn.Module):
         # would cost T times as much, and T * V floats of memory.
         x_BTD = self.norm(passed.hidden if cache is None else passed.hidden[:, -1:])
         x_BTD = _scaled(x_BTD, self.arch.logit_scale)
-        return self._output(passed._replace(hidden=x_BTD), targets_BT, z_loss, reduction)
+        return self.losses(passed._replace(hidden=x_BTD), targets_BT, z_loss, reduction)
 
     def _through(
         self,
@@ -159,6 +152,10 @@ class Decoder(nn.Module):
             loads |= {} if mixed.load is None else {i: mixed.load}
         return HiddenStates(x_BTD, aux, loads)
 
+    def role(self, name: str, parameter: Tensor) -> Role:
+        """Return the role of a parameter; see `parameter_role`."""
+        return parameter_role(name, parameter.ndim)
+
     def holds(self, name: str) -> bool:
         """Return False if `name`, of a layer or parameter, belongs to another pipeline stage."""
         part, *rest = name.split(".")
@@ -185,12 +182,6 @@ class Decoder(nn.Module):
         counted_BT = targets_BT != IGNORE_INDEX
         return counted_BT if self.part is None else self.part.own_tokens(counted_BT)
 
-    def _summed(self, aux: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return sums over all tokens of auxiliary losses that are sums over this rank's tokens."""
-        if self.part is None:
-            return aux
-        return {name: _of_all_tokens(value, self.part) for name, value in aux.items()}
-
     def _check_growth(self, cache: KVCache | None, count: int) -> None:
         """Raise InputError if `count` more tokens invalidate cached keys: see `becomes_long`."""
         lengths = [] if cache is None else cache.lengths
@@ -201,41 +192,14 @@ class Decoder(nn.Module):
                 next="generate fewer tokens",
             )
 
-    def _output(
-        self,
-        passed: HiddenStates,
-        targets_BT: Tensor | None,
-        z_loss: float,
-        reduction: Literal["sum", "none", "scores", "logits"],
-    ) -> Tensor | Output:
-        """Return what `forward` returns, from the scaled final hidden states."""
-        # A DTensor here is the vocabulary shard of this rank. The loss works on plain shards and
-        # exchanges two numbers per token; DTensor's own cross-entropy would need the logits of all
-        # tokens.
-        head_VD = local(self.embed.weight if self.head is None else self.head.weight)
-        softcap = self.arch.logit_softcap
-        if targets_BT is None or reduction == "logits":
-            logits_BTV = _softcapped(F.linear(passed.hidden, head_VD), softcap)
-            if targets_BT is not None:
-                return Output(logits_BTV, self._summed(passed.aux), {}, passed.loads)
-            return logits_BTV if self.part is None else _gather_vocabulary(logits_BTV, self.part)
-        hidden_ND = passed.hidden.flatten(0, 1)
-        if reduction == "scores":
-            candidates_NC = targets_BT.flatten(0, 1)
-            scores = target_scores(hidden_ND, head_VD, candidates_NC, softcap, self.part)
-            return scores.view(*targets_BT.shape, 2)
-        loss = linear_cross_entropy(
-            hidden_ND,
-            head_VD,
-            targets_BT.flatten(),
-            softcap=softcap,
-            z_loss=z_loss,
-            part=self.part,
-            fused=self.fused_loss,
-            reduction=reduction,
-        )
-        loss = loss if reduction == "sum" else loss.view(targets_BT.shape)
-        return Output(loss, self._summed(passed.aux), {}, passed.loads)
+
+def make_model(arch: AnyArchitecture, held: Sequence[range] | None = None) -> Model:
+    """Return a model without memory; `held` are the layers of this rank's pipeline stages."""
+    if isinstance(arch, BuiltArchitecture):
+        built: Model = arch.build()
+        return built
+    with torch.device("meta"):
+        return Decoder(arch, held)
 
 
 def _absent(_kind: type[T]) -> T:
@@ -250,17 +214,6 @@ def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None, cache: KVCache | No
     if cache is not None:
         return cache.positions(tokens_BT.shape[1])
     return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-
-
-def document_positions(doc_ids_BT: Tensor) -> Tensor:
-    """Return the position of each token in its document, from 0: [B, T]."""
-    index_T = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
-    # The first token of a row starts a document, also one that continues from a window before.
-    starts_BT = torch.ones_like(doc_ids_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
-    # The running maximum of the start indices is the start of the current document. A loop over
-    # documents would copy their lengths to the host, which stalls a GPU.
-    return index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
 
 
 def _residual(x: Tensor) -> Tensor:
@@ -279,24 +232,8 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
 
-def _softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _gather_vocabulary(logits: Tensor, part: VocabShard) -> Tensor:
-    """Return the logits of all of the vocabulary, gathered from all vocabulary shards."""
-    return torch.cat(tuple(part.gather(logits)), dim=-1)
-
-
-def _of_all_tokens(aux: Tensor, part: VocabShard) -> Tensor:
-    """Return the sum of an auxiliary loss over the tokens of all tensor-parallel ranks, []."""
-    # Only the value: each rank's gradient is that of its own tokens, and tensor parallelism adds
-    # them up. The gradient of the sum would be counted once per rank.
-    return part.gather(aux.detach()).sum(0) + (aux - aux.detach())
-
-
-def params_of(model: nn.Module, mesh: Mesh | None = None) -> Params:
-    """Return the table of a Decoder's parameters; `mesh` is that of its parallelisation, if any.
+def params_of(model: Model, mesh: Mesh | None = None) -> Params:
+    """Return the table of a model's parameters; `mesh` is that of its parallelisation, if any.
 
     A tied head appears once, as `embed`. Plain tensors are on all ranks of the mesh, or of this
     rank's place in a pipeline.
@@ -309,7 +246,7 @@ def params_of(model: nn.Module, mesh: Mesh | None = None) -> Params:
             Param(
                 name,
                 tensor,
-                parameter_role(name, tensor.ndim),
+                model.role(name, tensor),
                 layout_of(tensor, holders),
                 mesh.expert_replicas if ".mlp.experts." in name else None,
             )

@@ -235,7 +235,8 @@ class SharedExpert(nn.Module):
 
 def routers(model: nn.Module) -> dict[int, Router]:
     """Return the routers of a Decoder (`model.layers`) that this rank has, by layer."""
-    mlps = ((i, getattr(layer, "mlp", None)) for i, layer in enumerate(model.layers))  # type: ignore[arg-type]
+    layers = enumerate(getattr(model, "layers", ()))
+    mlps = ((i, getattr(layer, "mlp", None)) for i, layer in layers)
     return {i: mlp.router for i, mlp in mlps if isinstance(mlp, MixtureMLP)}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dtt.base.errors import Diverged
 from dtt.model.architecture import Architecture
+from dtt.model.contract import Model
 from dtt.model.decoder import Decoder
 from dtt.model.kv_cache import KVCache
 
@@ -23,7 +24,7 @@ CHUNK = 1024
 
 
 def generate(
-    model: Decoder,
+    model: Model,
     prompt_ids: Sequence[int],
     *,
     generator: torch.Generator | None = None,
@@ -37,7 +38,7 @@ def generate(
 
 @torch.inference_mode()
 def generate_batch(
-    model: Decoder,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -55,6 +56,25 @@ def generate_batch(
     fills the model's context (`max_seq_len`). `draw` describes how a token is chosen. Meanwhile the
     model is in eval mode. A `cache` for all prompts may contain their beginnings.
     """
+    if not isinstance(model, Decoder):
+        # Its layers may keep anything of the tokens before, or nothing: all are computed again.
+        for i, prompt in enumerate(prompts):
+            for token in generate_uncached(
+                model,
+                1,
+                int,
+                model.arch.max_seq_len,
+                prompt,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                generator=generators[i],
+                top_k=top_k,
+            ):
+                yield i, token
+                if i in ended:
+                    break
+        return
     # The context includes the prompt. A learned position table has no row beyond it.
     texts, arch, weight = [list(prompt) for prompt in prompts], model.arch, model.embed.weight
     remaining = [min(max_new_tokens, arch.max_seq_len - len(text)) for text in texts]
@@ -101,26 +121,27 @@ def generate_batch(
 class PrefixCachedGenerator:
     """Generation from successive prompts, which computes only tokens after their common prefix.
 
+    Of a model that dtt's decoder does not compute, it computes all tokens for each.
+
     The turns of a conversation are such prompts: each begins with the previous prompt and answer.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Model) -> None:
         """Generate with `model`, which stays in evaluation mode."""
         # Several threads may share the model, so no one of them may change its mode.
         self.model = model.eval()
-        weight = model.embed.weight
-        self.cache = KVCache(model.arch, 1, 0, weight.device, weight.dtype)
+        self.device = model.head_weight().device
+        self.cache: KVCache | None = None
+        if isinstance(model, Decoder):
+            self.cache = KVCache(model.arch, 1, 0, self.device, model.embed.weight.dtype)
         self.cached_ids: list[int] = []
         """Tokens whose keys and values are cached. Appended to after a complete forward pass, so an
         exception at any point leaves a state from which the next prompt can continue."""
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model and the cache."""
-        return self.cache.device
-
     def cached_prefix(self, prompt_ids: Sequence[int]) -> int:
         """Return the number of cached tokens of a prompt; the last token is always computed."""
+        if self.cache is None:
+            return 0
         is_long = self.model.arch.is_long
         if is_long(len(self.cached_ids)) != is_long(len(prompt_ids)):
             return 0  # the cached keys of long texts are rotated differently
@@ -137,6 +158,9 @@ class PrefixCachedGenerator:
 
         The caller ends the iterator at a stop token by not asking for the next one.
         """
+        if self.cache is None:
+            yield from generate(self.model, prompt_ids, max_new_tokens=max_new_tokens, **options)
+            return
         kept = self.cached_prefix(prompt_ids)
         capacity = min(len(prompt_ids) + max_new_tokens, self.model.arch.max_seq_len)
         if capacity > self.cache.memory.shape[4]:
@@ -161,9 +185,9 @@ class GeneratorPool:
     one conversation find their cache again although others are answered in between.
     """
 
-    def __init__(self, model: Decoder, size: int) -> None:
+    def __init__(self, model: Model, size: int) -> None:
         """Generate at most `size` continuations at once: each has a KV cache of its own."""
-        self.model, self.device = model, model.embed.weight.device
+        self.model, self.device = model, model.head_weight().device
         self._idle = [PrefixCachedGenerator(model) for _ in range(size)]
         self._free = threading.Semaphore(size)
         self._lock = threading.Lock()
@@ -198,7 +222,8 @@ def generate_uncached(
     max_new_tokens: int,
     temperature: float,
     top_p: float,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
+    top_k: int | None = None,
 ) -> Generator[int]:
     """Yield the tokens that continue a prompt, for a model that is sharded over several ranks.
 
@@ -213,14 +238,15 @@ def generate_uncached(
     # change its logits, because attention is causal.
     padded = torch.zeros(1, -(-end // multiple) * multiple, dtype=torch.int64)
     was_training = module.training
+    device = next(module.parameters()).device
     module.eval()
     try:
         while len(ids) < end:
             padded[0, : len(ids)] = torch.tensor(ids)
-            logits = module(padded.to(generator.device))[0, len(ids) - 1]
+            logits = module(padded.to(device))[0, len(ids) - 1]
             # All ranks must call this in the same iteration: it is a collective, and so is the
             # forward pass.
-            token = broadcast(sample(logits, temperature, None, top_p, generator))
+            token = broadcast(sample(logits, temperature, top_k, top_p, generator))
             yield token
             ids.append(token)
     finally:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dtt.mesh.sharding import Box, local, local_shard
-from dtt.model.architecture import Architecture
-from dtt.model.decoder import Decoder, parameter_role
+from dtt.config.own import own_code
+from dtt.mesh.sharding import Box, fill, local, local_shard
+from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
+from dtt.model.contract import Model
 
 RESIDUAL_WRITERS = (
     "attn.o.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight",
@@ -25,14 +26,19 @@ BLOCK_ELEMENTS = 2**24
 
 
 @torch.no_grad()
-def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> None:
+def initialize(model: Model, seed: int, base: AnyArchitecture | None = None) -> None:
     """Initialise the parameters in place: matrices normal, norms to the identity, biases to 0.
 
     `base` is the model whose standard deviations are used, as in `dtt.model.scaling`; None: `model`
     itself.
     """
+    arch: AnyArchitecture = model.arch
+    if isinstance(arch, BuiltArchitecture):
+        initialize_built(model, arch, seed)
+        return
+    base = arch if base is None or isinstance(base, BuiltArchitecture) else base
     for name, parameter in model.named_parameters():
-        role = parameter_role(name, parameter.ndim)
+        role = model.role(name, parameter)
         if not parameter.requires_grad:
             # Frozen: its values come from a checkpoint. Drawing those of 8B takes 48 s.
             continue
@@ -42,10 +48,57 @@ def initialize(model: Decoder, seed: int, base: Architecture | None = None) -> N
             local(parameter).fill_(0.0)
         elif role == "vector":
             # Gemma's norm multiplies by 1 + weight, so 0 is its identity.
-            zero = name.endswith("bias") or model.arch.norm == "rmsnorm_plus_one"
+            zero = name.endswith("bias") or arch.norm == "rmsnorm_plus_one"
             local(parameter).fill_(0.0 if zero else 1.0)
         else:
-            fill_normal(parameter, init_std(name, model.arch, base or model.arch), seed, name)
+            fill_normal(parameter, init_std(name, arch, base), seed, name)
+
+
+@torch.no_grad()
+def initialize_built(model: Model, arch: BuiltArchitecture, seed: int) -> None:
+    """Initialise a model by its own `init_weights`, with the same values on any layout.
+
+    A second model is initialised on the CPU block by block, each module with a generator of its own
+    name, and this rank's parts are copied. That takes the memory of the largest block, in fp32.
+    """
+    whole = arch.build()
+    ours = dict(model.named_parameters())
+    names = {module: name for name, module in whole.named_modules()}
+    blocks = [names[block] for block in whole.blocks().values()]
+    # The embedding, the head and the last norm are a unit of their own, outside of the blocks.
+    for block in [*blocks, None]:
+        unit = {
+            name: module
+            for name, module in whole.named_modules()
+            if next((one for one in blocks if _inside(name, one)), None) == block
+        }
+        _materialize(unit.values())
+        # Inner modules first, as `Module.apply` does: an outer one may set values of these, too.
+        for name, module in reversed(unit.items()):
+            with torch.random.fork_rng(devices=[]), own_code(arch.section, "model"):
+                torch.manual_seed(_seed(f"{seed}:{name}"))
+                whole.init_weights(module)
+        for name, module in unit.items():
+            for inner, values in module.named_parameters(recurse=False):
+                parameter = ours[f"{name}.{inner}" if name else inner]
+                if parameter.requires_grad:
+                    fill(parameter, values)
+            # Their memory is freed before that of the next block is taken.
+            module.to_empty(device="meta", recurse=False)
+    for name, parameter in model.named_parameters():
+        if model.role(name, parameter) == "adapter":
+            _fill_adapter(parameter, seed, name)
+
+
+def _inside(name: str, block: str) -> bool:
+    return name == block or name.startswith(f"{block}.")
+
+
+def _materialize(modules: Iterable[nn.Module]) -> None:
+    """Give the parameters of modules, without those inside them, memory on the CPU."""
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
 
 
 def init_std(name: str, arch: Architecture, base: Architecture) -> float:
@@ -135,5 +188,9 @@ def _fill_matrix(
 def _generator(key: str, block: int) -> torch.Generator:
     # Block 0 has the key without a number, so that matrices of up to 2**24 elements do not depend
     # on the existence of blocks.
-    digest = hashlib.sha256((f"{key}:{block}" if block else key).encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    return torch.Generator("cpu").manual_seed(_seed(f"{key}:{block}" if block else key))
+
+
+def _seed(key: str) -> int:
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)

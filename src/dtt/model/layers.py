@@ -122,6 +122,6 @@ class Absent(nn.Module):
 
 
 def held_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the blocks of a Decoder (`model.layers`) that this rank has, by index."""
+    """Return the blocks of a model (`model.layers`) that this rank has, by index."""
     layers = enumerate(model.get_submodule("layers").children())
     return {i: layer for i, layer in layers if not isinstance(layer, Absent)}

@@ -19,7 +19,7 @@ from dtt.config.adapter import LoraConfig
 from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.sharding import FullTensor
 from dtt.model.adapted_layers import Adapted, adapted_layers
-from dtt.model.decoder import Decoder
+from dtt.model.contract import Model
 from dtt.model.linear import Linear
 
 LORA_A, LORA_B = "lora_a", "lora_b"
@@ -56,7 +56,7 @@ class LoraLinear(Linear):
         return F.linear(low, self.lora_b.to(low.dtype))
 
 
-def attach(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
+def attach(model: Model, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze the weights of `model` and add adapters to its layers, in place.
 
     Matrices are stored in `dtype` from now on. Norms and biases, which are small, keep theirs: they

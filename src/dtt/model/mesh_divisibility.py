@@ -9,15 +9,17 @@ from dtt.base.errors import ConfigError
 from dtt.config.model import LongRopeScaling
 from dtt.config.parallel import ParallelConfig, Sizes
 from dtt.config.train import TrainConfig
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 
 
-def check_mesh(sizes: Sizes, arch: Architecture, train: TrainConfig) -> None:
+def check_mesh(sizes: Sizes, arch: AnyArchitecture, train: TrainConfig) -> None:
     """Raise ConfigError if sizes of the model or sequence lengths are not divisible by the mesh.
 
     The error lists everything that is not divisible, and suggests the largest sizes of `tensor` and
     `context` that work.
     """
+    if isinstance(arch, BuiltArchitecture):
+        return  # the configuration refuses all layouts that divide a model
     contexts = {train.seq_len, *(tokens for _, tokens in train.context_schedule)}
     found = list(misfits(sizes, arch, contexts))
     if not found:
@@ -41,9 +43,9 @@ def check_mesh(sizes: Sizes, arch: Architecture, train: TrainConfig) -> None:
     )
 
 
-def check_stages(config: ParallelConfig, arch: Architecture) -> None:
+def check_stages(config: ParallelConfig, arch: AnyArchitecture) -> None:
     """Raise ConfigError if the layers of a model do not make the stages of the pipeline."""
-    if config.pipeline == 1:
+    if config.pipeline == 1 or isinstance(arch, BuiltArchitecture):
         return
     given, where = config.layers_per_stage, "parallel.pipeline"
     if arch.tie_embeddings:
@@ -68,7 +70,7 @@ def check_stages(config: ParallelConfig, arch: Architecture) -> None:
         )
 
 
-def check_experts(expert: int, sizes: Sizes, arch: Architecture) -> None:
+def check_experts(expert: int, sizes: Sizes, arch: AnyArchitecture) -> None:
     """Raise ConfigError if `expert` ranks cannot share the experts of a mixture."""
     if expert == 1:
         return

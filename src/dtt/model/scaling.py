@@ -32,10 +32,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from dtt.config.family import Family
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig, StandardConfig
 from dtt.model import families
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import (
+    AnyArchitecture,
+    Architecture,
+    BuiltArchitecture,
+    fit_context,
+    fit_vocabulary,
+)
 from dtt.params.table import Param
 
 ALPHA = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -45,9 +52,9 @@ ALPHA = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 class Scaling:
     """A model and the base model whose settings it reuses. An unscaled model is its own base."""
 
-    arch: Architecture
+    arch: AnyArchitecture
     """The model's architecture, with its multipliers set."""
-    base: Architecture
+    base: AnyArchitecture
     """The base's architecture, with the depth of `arch` unless depth is scaled."""
     alpha: float
     """Exponent a: outputs of sub-layers are multiplied by `depth` ** -alpha."""
@@ -55,6 +62,8 @@ class Scaling:
     @property
     def width(self) -> float:
         """Ratio of the model's width to the base's."""
+        if isinstance(self.arch, BuiltArchitecture) or isinstance(self.base, BuiltArchitecture):
+            return 1.0  # muP is refused
         return self.arch.dim / self.base.dim
 
     @property
@@ -73,6 +82,13 @@ def scaled(cfg: RunConfig, tokenizer_size: int) -> Scaling:
 
     Raises ConfigError if the tokenizer or the sequences do not fit the model.
     """
+    if isinstance(cfg.model, Family):
+        built = BuiltArchitecture(
+            section=cfg.model,
+            vocab_size=fit_vocabulary(cfg.model, tokenizer_size),
+            max_seq_len=fit_context(cfg.model, cfg.train.seq_len),
+        )
+        return Scaling(built, built, ALPHA["none"])
     family = families.get(cfg.model.family)
     arch = family.architecture(cfg.model, tokenizer_size, cfg.train.seq_len)
     match cfg.scaling:

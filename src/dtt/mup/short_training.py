@@ -11,10 +11,12 @@ from torch import Tensor
 
 from dtt.base.errors import ConfigError
 from dtt.config.base import Length
+from dtt.config.model import ModelConfig
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
 from dtt.mesh.dist import World
+from dtt.model.architecture import decoder_architecture
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import built, groups
@@ -36,7 +38,8 @@ class ShortTraining:
         self._train, self._step_sizes = cfg.train, dataset.step_sizes
         self._no_skip = torch.zeros((), device=world.device)
         with world.device:
-            self.model = Decoder(self.plan.arch).to(self.plan.precision.weights)
+            arch = decoder_architecture(self.plan.arch, "muP")
+            self.model = Decoder(arch).to(self.plan.precision.weights)
         initialize(self.model, cfg.seed, self.plan.scaling.base)
         self._rounding = StochasticRounding.of(
             cfg.seed, self.plan.precision.weights, weights=cfg.train.stochastic_rounding
@@ -90,6 +93,7 @@ def at_width(cfg: RunConfig, width: int) -> RunConfig:
     number of heads would not be an integer.
     """
     model = cfg.model
+    assert isinstance(model, ModelConfig), "the configuration refuses muP for others"
     kv_heads = model.n_kv_heads or model.n_heads
     step = model.dim // gcd(model.dim, model.n_heads, kv_heads)
     if width % step:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dtt.base.log import log
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
-from dtt.model.experts import MixtureMLP, routers
-from dtt.model.layers import held_layers
+from dtt.model.contract import Model
+from dtt.model.experts import MixtureMLP
 from dtt.parallel.compile import compile_each_block
 from dtt.parallel.expert import shard_experts, share_sequences
 from dtt.parallel.remat import rematerialize
@@ -26,7 +26,7 @@ from dtt.parallel.tensor import apply_tensor, overlap
 
 
 def apply(
-    model: nn.Module,
+    model: Model,
     world: World,
     layout: Mesh,
     *,
@@ -45,7 +45,7 @@ def apply(
     """
     # Collected first: the steps below wrap or replace `forward`, and FSDP2 needs the original
     # modules.
-    blocks = list(held_layers(model).values())
+    blocks = list(model.blocks().values())
     share_sequences(model, layout)
     if layout.sizes.tensor > 1:
         # Tensor parallelism first, so that FSDP2 shards what is left of each matrix. The other
@@ -65,9 +65,8 @@ def apply(
         if apart:
             log.info("not compiled: layers with experts, which have a mesh of their own")
         compile_each_block(model, apart=apart)
-        # Uncompiled on a CPU, where blocks of logits stay in the cache. `dtt.parallel` does not
-        # import Decoder.
-        model.fused_loss = world.device.type == "cuda"  # type: ignore[assignment]
+        # Uncompiled on a CPU, where blocks of logits stay in the cache.
+        model.fused_loss = world.device.type == "cuda"
     if layout.sharded:
         _shard(model, blocks, layout, precision, reshard)
         return model
@@ -80,7 +79,7 @@ def apply(
         torch._dynamo.config.optimize_ddp = False  # noqa: SLF001  (it has no public name)
     ids = [world.device.index] if world.device.type == "cuda" else None
     # No gradient reaches them, and every rank computes the same values.
-    corrections = [f"layers.{i}.mlp.router.balance" for i in routers(model)]
+    corrections = list(_corrections(model))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, corrections)  # type: ignore[no-untyped-call]  # noqa: SLF001
     return FixedBuckets(model, ids)
 
@@ -110,7 +109,7 @@ class FixedBuckets(DistributedDataParallel):
 
 
 def _shard(
-    model: nn.Module, blocks: Sequence[nn.Module], layout: Mesh, precision: str, reshard: bool
+    model: Model, blocks: Sequence[nn.Module], layout: Mesh, precision: str, reshard: bool
 ) -> None:
     """Apply FSDP2 (arXiv 2304.11277, 2411.00284): each block's weights are gathered when needed.
 
@@ -128,7 +127,7 @@ def _shard(
     # A group per block: its weights are gathered while the block before computes, and freed after
     # it. One group for the model would gather everything at once.
     # Equal on all ranks, and in fp32: no optimizer trains them.
-    own = {r.balance for r in routers(model).values() if r.balance is not None}
+    own = set(_corrections(model).values())
     for block in blocks:
         if layout.experts is not None and isinstance(block.mlp, MixtureMLP):
             shard_experts(block.mlp.experts, layout, policy, reshard)
@@ -138,6 +137,12 @@ def _shard(
     # The root group stays gathered: the head is used at the end of the forward pass, and at once
     # again in the backward pass.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=own)
+
+
+def _corrections(model: Model) -> dict[str, nn.Parameter]:
+    """Return the parameters that no optimizer trains, by name."""
+    named = model.named_parameters()
+    return {name: tensor for name, tensor in named if model.role(name, tensor) == "balance"}
 
 
 @contextmanager

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from dtt.mesh.compilation import compiler
+from dtt.model.contract import Model
 from dtt.model.experts import routers
-from dtt.model.layers import held_layers
 
 
-def compile_each_block(model: nn.Module, *, apart: bool = False) -> None:
+def compile_each_block(model: Model, *, apart: bool = False) -> None:
     """Compile each block (`model.layers`) when it is first called, in place.
 
     Those with a mixture are left out if their experts are sharded `apart`: a graph would break at
@@ -23,7 +21,7 @@ def compile_each_block(model: nn.Module, *, apart: bool = False) -> None:
     """
     # Each block has the same code and shapes, so Dynamo compiles the first and reuses its graph.
     left_out = routers(model) if apart else {}
-    for i, block in held_layers(model).items():
+    for i, block in model.blocks().items():
         if i in left_out:
             continue
         # `block.compile()` would also compile the hooks, as those of FSDP2.

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from dtt.model.contract import Model
 from dtt.model.experts import routers
-from dtt.model.layers import held_layers
 
 MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
 """Operators that linear layers call. Batched ones are not included: they compute the [T, T] scores
@@ -34,7 +34,7 @@ memory."""
 
 
 def rematerialize(
-    model: nn.Module, kind: Literal["full", "selective"], every: int, *, apart: bool = False
+    model: Model, kind: Literal["full", "selective"], every: int, *, apart: bool = False
 ) -> None:
     """Checkpoint the first of every `every` blocks (`model.layers`), in place.
 
@@ -52,22 +52,27 @@ def rematerialize(
     in_full = routers(model) if apart else {}
     # A list of the first of every n blocks: memory falls by their share, and so does the extra
     # time.
-    for i, block in held_layers(model).items():
+    for i, block in model.blocks().items():
         if i % every == 0:
             # All blocks share one function, and so one compilation.
             block.forward = (_full if i in in_full else forward).__get__(block)
 
 
-def _full(block: nn.Module, *inputs: Any) -> Any:
+def _full(block: nn.Module, *inputs: Any, **options: Any) -> Any:
     # The non-reentrant version works with DDP, FSDP2 and compilation, and saves the RNG state.
     # Compiled, attention counts as random even without dropout, and `preserve_rng_state=False`
     # would not change that (torch 2.13). It costs two calls on the host a block, and no wait.
-    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
+    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False, **options)
 
 
-def _selective(block: nn.Module, *inputs: Any) -> Any:
+def _selective(block: nn.Module, *inputs: Any, **options: Any) -> Any:
     return checkpoint(
-        type(block).forward, block, *inputs, use_reentrant=False, context_fn=_contexts
+        type(block).forward,
+        block,
+        *inputs,
+        use_reentrant=False,
+        context_fn=_contexts,
+        **options,
     )
 
 

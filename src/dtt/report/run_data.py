@@ -20,11 +20,13 @@ from dtt.base.errors import DttError
 from dtt.base.reading import Kind, fits, is_kind, read_small, tolerant
 from dtt.base.secrets import redacted
 from dtt.config.load import load_job
+from dtt.config.model import ModelConfig
 from dtt.config.run import RunConfig
 from dtt.data.samples.schedules import resolve
 from dtt.jobs.job_state import FAILURES, State, Status
-from dtt.model import count, families
+from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
+from dtt.model.scaling import scaled
 from dtt.report import attempts, task_results
 from dtt.report.configuration import changed_keys
 from dtt.report.conversation_masks import conversations
@@ -184,10 +186,9 @@ def _data(job: JobDir) -> DataManifest | None:
 def _of_configuration(job: JobDir, cfg: RunConfig, history: MetricsHistory) -> dict[str, Any]:
     found: dict[str, Any] = {}
     data = _data(job)
-    if data is not None:
-        arch = families.get(cfg.model.family).architecture(
-            cfg.model, data.vocab_size, cfg.train.seq_len
-        )
+    # A model of a user's own is counted by its code, which a report does not run.
+    if data is not None and isinstance(cfg.model, ModelConfig):
+        arch = scaled(cfg, data.vocab_size).arch
         found["parameters"] = count.parameters(arch)
         found["flops_per_token"] = count.flops_per_token(
             arch, cfg.train.seq_len, adapter=adapter_weights(cfg.adapter, arch)

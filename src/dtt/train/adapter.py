@@ -20,12 +20,12 @@ from dtt.mesh.dist import World
 from dtt.mesh.sharding import fill
 from dtt.model import count
 from dtt.model.adapted_layers import adapted_layers
-from dtt.model.decoder import Decoder
+from dtt.model.contract import Model
 from dtt.model.lora import merged
 from dtt.train.warm_start import take_base
 
 
-def restore_base(resume: Checkpoint, model: Decoder, world: World, *, average: bool) -> Reference:
+def restore_base(resume: Checkpoint, model: Model, world: World, *, average: bool) -> Reference:
     """Load the frozen weights below the adapter in `resume`; return the reference to them.
 
     `average` is `init.average`. Raises InputError if they are missing, and DamagedError if they
@@ -64,7 +64,7 @@ def base_reference(
     return found
 
 
-def load_adapter(folder: Path, model: Decoder, cfg: LoraConfig, source: str, world: World) -> None:
+def load_adapter(folder: Path, model: Model, cfg: LoraConfig, source: str, world: World) -> None:
     """Load the adapter in a folder of PEFT; ConfigError unless it has the settings of `cfg`.
 
     `source` has the frozen weights. Rank 0 compares the logits with those of PEFT, as those of

@@ -14,8 +14,10 @@ from dtt.config.adapter import LoraConfig
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
+from dtt.model.architecture import decoder_architecture
 from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.decoder import Decoder, document_positions, params_of
+from dtt.model.contract import Model, document_positions
+from dtt.model.decoder import make_model, params_of
 from dtt.model.experts import RouterLosses, routers
 from dtt.model.init import initialize
 from dtt.model.lora import attach
@@ -31,9 +33,11 @@ from dtt.train.run_plan import RunPlan
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Give each parameter on the meta device memory on `device`, without values."""
+    """Give each parameter on the meta device memory on `device`, without values; move buffers."""
     # Not `to_empty`: it swaps tensors, which fake tensors do not allow.
     for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
         for name, parameter in list(module.named_parameters(recurse=False)):
             memory = torch.empty_like(parameter, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
@@ -53,7 +57,7 @@ class Assembled:
     """A model on its devices."""
 
     layout: Mesh
-    model: Decoder
+    model: Model
     module: nn.Module
     """The module called in training: `model`, or `model` wrapped (DDP, context, pipeline)."""
     params: Params
@@ -80,10 +84,9 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
     experts = None if plan.arch.mixture is None else cfg.parallel.expert
     layout = make_mesh(plan.sizes, world, experts)
     stages = cfg.parallel.stage_layers(plan.arch.n_layers)
-    with torch.device("meta"):
-        # Pure bf16 has bf16 weights, mixed precision fp32 ones.
-        held = stages[layout.index("pipeline") :: layout.size("pipeline")]
-        model = Decoder(plan.arch, held).to(plan.precision.weights)
+    held = stages[layout.index("pipeline") :: layout.size("pipeline")]
+    # Pure bf16 has bf16 weights, mixed precision fp32 ones.
+    model = make_model(plan.arch, held).to(plan.precision.weights)
     if isinstance(cfg.adapter, LoraConfig):
         # Frozen weights need no fp32 copy: bf16 is what autocast would make of it in every step.
         attach(model, cfg.adapter, plan.precision.compute_dtype)
@@ -111,7 +114,9 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
         reshard=cfg.parallel.reshard,
     )
     if layout.sizes.context > 1:
-        attends = partial(make_context_attention_fns, plan.arch)
+        attends = partial(
+            make_context_attention_fns, decoder_architecture(plan.arch, "parallel.context")
+        )
         # The outermost wrapper: it divides sequences before anything else sees them.
         module = ContextParallel(model, layout, document_positions, attends)
     if layout.size("pipeline") > 1:
@@ -120,7 +125,10 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
         module = Pipeline(module, stages, layout, dtype, reduce_each=each)
     if layout.sharded:
         # Memory for this rank's shards only. Values follow from the seed and the name.
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.to_empty(device=world.device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
     # On every rank by itself: the values do not depend on the layout, so none are sent.
     initialize(model, cfg.seed, plan.scaling.base)
     return Assembled(layout, model, module, params_of(model, layout))

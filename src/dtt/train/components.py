@@ -20,7 +20,7 @@ from dtt.jobs.stop import Requests
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import FullTensor, LaidOut
-from dtt.model.decoder import Decoder
+from dtt.model.contract import Model
 from dtt.optim.ema import Ema
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.pipelining import Pipeline
@@ -44,7 +44,7 @@ class TrainState:
     """The model, and everything else whose tensors a step changes."""
 
     layout: Mesh
-    model: Decoder
+    model: Model
     """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
     step: Step
     """The passes of the module called in training: `model`, or `model` wrapped."""
@@ -62,7 +62,7 @@ class TrainState:
     objective: Objective | None = None
     """The loss of a user's own; None: one of dtt, which has no state."""
 
-    def without_context(self) -> Decoder | Pipeline:
+    def without_context(self) -> Model | Pipeline:
         """Return the model that computes whole sequences on each rank, or on those of a pipeline.
 
         Context parallelism divides the sequences of training only.

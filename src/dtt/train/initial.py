@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dtt.hf.read import Trained
     from dtt.mesh.dist import World
     from dtt.mesh.sharding import FullTensor
-    from dtt.model.architecture import Architecture
-    from dtt.model.decoder import Decoder
+    from dtt.model.architecture import AnyArchitecture, Architecture
+    from dtt.model.contract import Model
     from dtt.params.table import Params
     from dtt.train.warm_start import NewTokens
 
@@ -38,7 +38,7 @@ OTHER_SCALING = "the scaling multipliers differ"
 
 
 def initialise_from(
-    source: str, model: Decoder, tokenizer: Path | None, world: World, *, average: bool = False
+    source: str, model: Model, tokenizer: Path | None, world: World, *, average: bool = False
 ) -> Checkpoint | None:
     """Initialise `model` from `source`, the value of `init.from`; return the checkpoint, if any.
 
@@ -67,7 +67,7 @@ def initialise_from(
         folder = world.from_first(find_model(source.removeprefix(HF)) if world.first else None)
         assert folder is not None
         trained = read_hf_folder(folder)
-        check_architecture(model.arch, trained.arch, folder)
+        check_architecture(model.arch, trained.decoder, folder)
         if world.first:
             compare(folder, trained)
         state, theirs, where, differences = trained.state, trained.tokenizer, folder, ""
@@ -291,20 +291,36 @@ def check_architecture(ours: Architecture, theirs: Architecture, where: Path) ->
     )
 
 
-def difference(ours: Architecture, theirs: Architecture) -> str:
+def difference(ours: AnyArchitecture, theirs: AnyArchitecture) -> str:
     """Return a description of the keys that make two models with equal weights compute differently.
 
     Returns an empty string if there are none. Comparing shapes is not enough: the number of heads,
     attention windows and RoPE settings do not change any shape.
     """
+    from dtt.model.architecture import Architecture
     from dtt.model.config_section import model_section
 
+    if not (isinstance(ours, Architecture) and isinstance(theirs, Architecture)):
+        return _difference_of_built(ours, theirs)
     if ours == replace(theirs, **{name: getattr(ours, name) for name in MAY_DIFFER}):
         return ""
     here, there = model_section(ours), model_section(theirs)
     keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
     listed = "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
     return listed or OTHER_SCALING
+
+
+def _difference_of_built(ours: AnyArchitecture, theirs: AnyArchitecture) -> str:
+    """Return the keys in which two models differ, of which a family builds at least one."""
+    from dtt.model.architecture import BuiltArchitecture
+
+    if ours.family != theirs.family:
+        return f"the family is {ours.family} here, {theirs.family} there"
+    assert isinstance(ours, BuiltArchitecture)
+    assert isinstance(theirs, BuiltArchitecture)
+    here, there = ours.section.model_dump(mode="json"), theirs.section.model_dump(mode="json")
+    keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
+    return "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
 
 
 def check_vocabulary_of_stage(ours: Path, theirs: Path) -> None:

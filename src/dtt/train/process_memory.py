@@ -20,7 +20,7 @@ from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture
 from dtt.train.precision import Precision
 
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
@@ -73,7 +73,7 @@ def _gb(size: int) -> float:
     return round(size / 1e9, 3)
 
 
-def least_memory(cfg: RunConfig, arch: Architecture, sizes: Sizes, precision: Precision) -> int:
+def least_memory(cfg: RunConfig, arch: AnyArchitecture, sizes: Sizes, precision: Precision) -> int:
     """Return the bytes that a rank holds at least, without building anything of the model.
 
     These are weights, gradients and optimizer state, sharded over the mesh. Below an adapter, the
@@ -89,7 +89,7 @@ def least_memory(cfg: RunConfig, arch: Architecture, sizes: Sizes, precision: Pr
 
 
 def check_memory(
-    cfg: RunConfig, arch: Architecture, sizes: Sizes, precision: Precision, world: World
+    cfg: RunConfig, arch: AnyArchitecture, sizes: Sizes, precision: Precision, world: World
 ) -> None:
     """Raise EnvironmentUnfit if the model cannot fit, before any of it is allocated.
 

@@ -15,7 +15,7 @@ from dtt.data.samples import compatibility
 from dtt.data.samples.dataset import Dataset
 from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
@@ -51,7 +51,7 @@ class RunPlan:
     """A line for each source."""
 
     @property
-    def arch(self) -> Architecture:
+    def arch(self) -> AnyArchitecture:
         """The architecture of the model."""
         return self.scaling.arch
 

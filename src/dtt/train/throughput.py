@@ -20,7 +20,7 @@ from dtt.base.log import log
 from dtt.mesh.dist import World
 from dtt.mesh.peak_flops import measured_flops, peak_flops
 from dtt.model import count
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture
 from dtt.parallel.pipelining import Pipeline
 from dtt.train.process_memory import MemoryMeter
 
@@ -68,7 +68,7 @@ class ThroughputMeter:
 
     def __init__(
         self,
-        arch: Architecture,
+        arch: AnyArchitecture,
         compute_dtype: torch.dtype,
         world: World,
         optimizers: Sequence[Optimizer] = (),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtt.base.errors import ConfigError
 from dtt.mesh.sharding import FullTensor, fill, local_shard
-from dtt.model.decoder import Decoder
+from dtt.model.contract import Model
 
 EMBED, HEAD = "embed.weight", "head.weight"
 BY_ROW = (EMBED, HEAD, "pos_embed.weight")
@@ -36,7 +36,7 @@ class NewTokens:
 
 @torch.no_grad()
 def take_weights(
-    model: Decoder,
+    model: Model,
     tensors: Mapping[str, FullTensor],
     source: str,
     new: NewTokens = NewTokens(),
@@ -94,7 +94,7 @@ def take_weights(
 
 @torch.no_grad()
 def take_base(
-    model: Decoder,
+    model: Model,
     tensors: Mapping[str, FullTensor],
     source: str,
     new: NewTokens = NewTokens(),

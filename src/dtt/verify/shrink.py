@@ -13,6 +13,7 @@ from typing import Any
 
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
+from dtt.config.family import Family
 from dtt.config.model import MIXTURES, LongRopeScaling, ModelConfig
 from dtt.config.own import is_own
 from dtt.config.run import RunConfig
@@ -119,6 +120,8 @@ def _checked(values: Nested, cls: type[RunConfig]) -> RunConfig:
 def _model(shrinking: _Shrinking) -> Nested:
     model = shrinking.cfg.model
     values: Nested = model.model_dump(mode="json")
+    if isinstance(model, Family):
+        return values  # its sizes are keys that only it knows
     n_kv = model.n_kv_heads or model.n_heads
     ratio = model.n_heads // n_kv
     if ratio == 1:
@@ -371,7 +374,10 @@ def _rows(values: Nested) -> Nested:
 def describe(small: Small) -> str:
     """Return the sizes of the small configuration in words."""
     model, train = small.run.model, small.run.train
+    size = "the model"
+    if isinstance(model, ModelConfig):
+        size = f"{model.n_layers} layers of width {model.dim}"
     return (
-        f"{model.n_layers} layers of width {model.dim}, {train.steps} steps of {SEQUENCES} "
+        f"{size}, {train.steps} steps of {SEQUENCES} "
         f"sequences of {train.seq_len} tokens, {train.precision} on {train.device}"
     )

@@ -16,7 +16,7 @@ from dtt.evaluate.tasks.option_trees import TreeBatch, tree_batches
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
-from dtt.model.decoder import Decoder
+from dtt.model.contract import Model
 from dtt.model.generate import generate_batch, generate_uncached
 from dtt.model.tree_attention import make_tree_attention_fns
 from dtt.parallel.apply import autocast
@@ -35,7 +35,7 @@ def never(*_: int) -> bool:
 class Scorer:
     """Scorer of options, distributed over the ranks."""
 
-    model: Decoder | Pipeline
+    model: Model | Pipeline
     """The unwrapped model; with `collective`, its parameters are sharded in place. Data and context
     parallelism need no wrapper, because each rank scores complete sequences."""
     world: World
@@ -121,7 +121,7 @@ class Scorer:
 class Generator:
     """Generator of greedy answers in the dtype of the weights, distributed over the ranks."""
 
-    model: Decoder | Pipeline
+    model: Model | Pipeline
     world: World
     _: KW_ONLY
     batch_tokens: int
@@ -198,7 +198,7 @@ class Generator:
     ) -> Iterator[tuple[int, int]]:
         """Yield (index of the prompt, token) for each new token of prompts not in `ended`."""
         if not self.collective:
-            assert isinstance(self.model, Decoder)
+            assert isinstance(self.model, Model)
             yield from generate_batch(
                 self.model,
                 prompts,

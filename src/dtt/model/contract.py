@@ -1,0 +1,235 @@
+"""The contract of a model: what training, evaluation, generation and export ask of any of them.
+
+Shapes: B sequences, T tokens, D width of the hidden states, V vocabulary, H query heads, G heads
+of keys and values, K their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtt.config.own import own_code
+from dtt.config.train import AttentionKernel
+from dtt.mesh.sharding import local
+from dtt.model.attention_backend import attention_within
+from dtt.model.layers import held_layers
+from dtt.model.loss import VocabShard, linear_cross_entropy
+from dtt.model.output import HiddenStates, Output
+from dtt.model.sdpa import AttentionFn
+from dtt.model.target_scores import target_scores
+
+Role = Literal["matrix", "embed", "head", "vector", "router", "balance", "adapter"]
+Reduction = Literal["sum", "none", "scores", "logits"]
+
+
+class Context:
+    """The place of each token: its position, its document, and attention that keeps to them."""
+
+    def __init__(
+        self,
+        tokens_BT: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        requested: AttentionKernel = "auto",
+    ) -> None:
+        """Describe a batch; `doc_ids_BT` holds the document of each token, of packed documents."""
+        if positions_BT is None and doc_ids_BT is not None:
+            positions_BT = document_positions(doc_ids_BT)
+        if positions_BT is None:
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        self.positions = positions_BT
+        """The position of each token in its document, from 0: [B, T], or [1, T] for all rows."""
+        self.documents = doc_ids_BT
+        """The document of each token, [B, T]; None if each row is one document."""
+        self._tokens_BT, self._requested = tokens_BT, requested
+        self._attention: dict[tuple[float, int | None], AttentionFn] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Return causal attention within documents: queries [B, H, T, K] → [B, H, T, K].
+
+        Keys and values are [B, G, T, K], of which H / G query heads share one. `scale` multiplies
+        q kᵀ, and is 1 / sqrt(K) by default. Each token attends to the last `window` tokens, itself
+        included; None: to all before it.
+        """
+        how = q.shape[-1] ** -0.5 if scale is None else scale, window
+        if how not in self._attention:
+            # Made once for all layers: a mask of documents depends on the batch.
+            self._attention[how] = attention_within(
+                *how, self._tokens_BT, self.documents, self._requested
+            )
+        return self._attention[how](q, k, v)
+
+
+class Model(nn.Module):
+    """A causal language model. One of your own has `embed`, `layers`, and `hidden`.
+
+    `embed` is an `nn.Embedding`, and `head` an `nn.Linear` without bias; without `head`, the
+    weights of `embed` are those of the head, too. `layers` is an `nn.ModuleList` of blocks, which
+    are sharded, compiled and recomputed one by one. No parameter may belong to two modules.
+    """
+
+    arch: Any
+    """What dtt knows of the model, such as its vocabulary; set by dtt."""
+    softcap: float | None = None
+    """Soft cap c of the logits: c * tanh(logits / c); None: no cap."""
+    attention: AttentionKernel = "auto"
+    fused_loss = False
+    part: VocabShard | None = None
+    """This rank's vocabulary shard, if tensor parallelism divides the head's rows; else None."""
+
+    def hidden(self, tokens_BT: Tensor, context: Context) -> Tensor | HiddenStates:
+        """Return what the head is applied to, [B, T, D]: after the last norm.
+
+        Use `context.positions` and `context.attend`, or `context.documents`: packed documents must
+        not see each other. dtt compares a packed batch with its documents before the first step.
+        """
+        raise NotImplementedError
+
+    def head_weight(self) -> Tensor:
+        """Return the weight of the head, [V, D]."""
+        head = getattr(self, "head", None)
+        weight: Tensor = self.embed.weight if head is None else head.weight  # type: ignore[assignment,union-attr]
+        return weight
+
+    def blocks(self) -> Mapping[int, nn.Module]:
+        """Return the blocks that this rank has, by index."""
+        return held_layers(self)
+
+    def holds(self, _name: str) -> bool:
+        """Return True: no pipeline divides the model. A `Decoder` may be divided."""
+        return True
+
+    def linear_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the linear layers in blocks, by name: those that LoRA can adapt."""
+        names = {module: name for name, module in self.named_modules()}
+        for block in self.blocks().values():
+            for module in block.modules():
+                if isinstance(module, nn.Linear):
+                    yield f"{names[module]}.weight", module.weight
+
+    def role(self, name: str, parameter: Tensor) -> Role:
+        """Return the role of a parameter, which decides how it is trained.
+
+        `matrix` (or a stack of them, [experts, out, in]), `embed`, `head`, `vector` (norms and
+        biases: no weight decay), or `balance`, which no optimizer trains.
+        """
+        if name.endswith((".lora_a", ".lora_b")):
+            return "adapter"
+        owner = self.get_submodule(name.rpartition(".")[0])
+        if parameter.ndim == 1 or isinstance(owner, nn.Conv1d | nn.Conv2d):
+            return "vector"
+        if isinstance(owner, nn.Embedding):
+            return "embed"
+        if parameter is getattr(getattr(self, "head", None), "weight", None):
+            return "head"
+        return "matrix" if parameter.ndim < 4 else "vector"
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Initialise the parameters and buffers of one module, without those of modules inside it.
+
+        The default draws those of `nn.Linear` and `nn.Embedding` with a standard deviation of 0.02
+        (GPT-2) and sets biases to 0; any other module with parameters has `reset_parameters`.
+        dtt seeds the generator by the name of the module, and calls this once for each.
+        """
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        elif any(True for _ in module.parameters(recurse=False)):
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        doc_ids_BT: Tensor | None = None,
+        z_loss: float = 0.0,
+        reduction: Reduction = "sum",
+    ) -> Tensor | Output:
+        """Return logits [B, T, V]; with targets, an `Output`: see `losses`."""
+        context = Context(tokens_BT, doc_ids_BT, requested=self.attention)
+        with own_code(self.arch.section, "model"):
+            found = self.hidden(tokens_BT, context)
+            states = found if isinstance(found, HiddenStates) else HiddenStates(found, {}, {})
+            if states.hidden.shape[:-1] != tokens_BT.shape:
+                shapes = f"{list(states.hidden.shape)} for tokens {list(tokens_BT.shape)}"
+                raise ValueError(f"{type(self).__name__}.hidden returned {shapes}")
+        return self.losses(states, targets_BT, z_loss, reduction)
+
+    def losses(
+        self, states: HiddenStates, targets_BT: Tensor | None, z_loss: float, reduction: Reduction
+    ) -> Tensor | Output:
+        """Return what `forward` returns, from the final hidden states."""
+        # A DTensor here is the vocabulary shard of this rank. The loss works on plain shards and
+        # exchanges two numbers per token; DTensor's own cross-entropy would need the logits of all
+        # tokens.
+        head_VD = local(self.head_weight())
+        if targets_BT is None or reduction == "logits":
+            logits_BTV = _softcapped(F.linear(states.hidden, head_VD), self.softcap)
+            if targets_BT is not None:
+                return Output(logits_BTV, self._summed(states.aux), {}, states.loads)
+            return logits_BTV if self.part is None else _gather_vocabulary(logits_BTV, self.part)
+        hidden_ND = states.hidden.flatten(0, 1)
+        if reduction == "scores":
+            candidates_NC = targets_BT.flatten(0, 1)
+            scores = target_scores(hidden_ND, head_VD, candidates_NC, self.softcap, self.part)
+            return scores.view(*targets_BT.shape, 2)
+        loss = linear_cross_entropy(
+            hidden_ND,
+            head_VD,
+            targets_BT.flatten(),
+            softcap=self.softcap,
+            z_loss=z_loss,
+            part=self.part,
+            fused=self.fused_loss,
+            reduction=reduction,
+        )
+        loss = loss if reduction == "sum" else loss.view(targets_BT.shape)
+        return Output(loss, self._summed(states.aux), {}, states.loads)
+
+    def _summed(self, aux: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return sums over all tokens of auxiliary losses that are sums over this rank's tokens."""
+        if self.part is None:
+            return aux
+        return {name: _of_all_tokens(value, self.part) for name, value in aux.items()}
+
+
+def document_positions(doc_ids_BT: Tensor) -> Tensor:
+    """Return the position of each token in its document, from 0: [B, T]."""
+    index_T = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
+    # The first token of a row starts a document, also one that continues from a window before.
+    starts_BT = torch.ones_like(doc_ids_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
+    # The running maximum of the start indices is the start of the current document. A loop over
+    # documents would copy their lengths to the host, which stalls a GPU.
+    return index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
+
+
+def _softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _gather_vocabulary(logits: Tensor, part: VocabShard) -> Tensor:
+    """Return the logits of all of the vocabulary, gathered from all vocabulary shards."""
+    return torch.cat(tuple(part.gather(logits)), dim=-1)
+
+
+def _of_all_tokens(aux: Tensor, part: VocabShard) -> Tensor:
+    """Return the sum of an auxiliary loss over the tokens of all tensor-parallel ranks, []."""
+    # Only the value: each rank's gradient is that of its own tokens, and tensor parallelism adds
+    # them up. The gradient of the sum would be counted once per rank.
+    return part.gather(aux.detach()).sum(0) + (aux - aux.detach())
