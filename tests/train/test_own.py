@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support import resumed
+from support.own_classes import LION
+from support.own_classes import POLYNOMIAL as POLY
 from support.running import ROOT, Dtt
 
 from dtt.base.errors import ExitCode
@@ -23,8 +25,6 @@ from dtt.params.table import Param, Params
 from dtt.train.step import update
 
 EXAMPLES = ROOT / "examples"
-POLY = (EXAMPLES / "polynomial.py").read_text()
-LION = (EXAMPLES / "lion.py").read_text()
 CONFIG = "train: {log_every: 1}\nschedule: {type: poly.py:Polynomial, power: 1.5}\n"
 
 
@@ -199,54 +199,6 @@ def test_the_state_of_a_loss_is_kept(dtt: Dtt) -> None:
     assert resumed.differing(dtt, "replicate=1", "objective.type=mine.py:Centred") == []
 
 
-WRONG_LOSSES = {
-    "shape": ("return out", "not a tensor []"),
-    "number": ("return 1.0", "returned float for the loss"),
-    "constant": ("return out.detach().sum()", "does not depend on the model"),
-    "metric": ("return out.sum(), {'x': out}", "for x, not a tensor []"),
-    "exception": ("return out.nothing()", "has no attribute 'nothing'"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_LOSSES)
-def test_a_mistake_in_a_loss_names_what_is_wrong(dtt: Dtt, case: str) -> None:
-    body, said = WRONG_LOSSES[case]
-    (dtt.folder / "mine.py").write_text(
-        f"import dtt\nclass Mine(dtt.Objective):\n    def loss(self, out, batch):\n        {body}\n"
-    )
-    settings = (*resumed.SETTINGS, "objective.type=mine.py:Mine")
-    done = dtt("train", *settings, expect=ExitCode.USAGE)
-    assert said in done.stderr
-    assert "objective.type=mine.py:Mine" in done.stderr
-
-
-LOST = {
-    "no optimizer": ("return _Lion(", "return (", "not a torch.optim.Optimizer"),
-    "left out": ("params.values()]", "list(params.values())[1:]]", "more parameters are in no"),
-    "another tensor": (
-        "param.tensor for",
-        "torch.nn.Parameter(param.tensor.clone()) for",
-        "none of the parameters",
-    ),
-    "no rate": ("self.lr, self.betas", "0.0, self.betas", "the learning rate 0.0"),
-    "text": ('state["step"] += 1', 'state["kind"] = "x"', "state['kind'] is a str"),
-    "of no parameter": ('state["step"] += 1', 'self.state["all"] = 1', "belongs to no parameter"),
-    "in a group": ('state["step"] += 1', 'group["n"] = 1', "a group has changed"),
-    "in a step": ('state["step"] += 1', "p.grad.nothing", "has no attribute 'nothing'"),
-}
-
-
-@pytest.mark.parametrize("case", LOST)
-def test_a_mistake_in_an_optimizer_names_what_is_wrong(dtt: Dtt, case: str) -> None:
-    old, new, said = LOST[case]
-    assert old in LION
-    (dtt.folder / "mine.py").write_text(LION.replace(old, new, 1))
-    done = dtt("train", *resumed.SETTINGS, "optim.type=mine.py:Lion", expect=ExitCode.USAGE)
-    assert said in done.stderr
-    assert "optim.type=mine.py:Lion" in done.stderr
-    assert "this is a bug" not in done.stderr
-
-
 def test_a_step_that_the_guard_skips_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LION)
     config: Any = resolve({("optim", "type"): Leaf("mine.py:Lion", f"{tmp_path}/c.yaml:1")}, env={})
@@ -259,40 +211,6 @@ def test_a_step_that_the_guard_skips_changes_nothing(tmp_path: Path) -> None:
         update(optimizers, torch.tensor(skip), step=0)
         assert weight.tolist() == [expected] * 3
         assert weight.grad is None
-
-
-MISTAKES = {
-    "no file": ("poly.py", None, "there is no file poly.py"),
-    "syntax": ("def multiplier(", "de multiplier(", "SyntaxError"),
-    "import": ("import dtt", "import dttt", "No module named 'dttt'"),
-    "no class": ("class Poly", "class Polly", "['Pollynomial']"),
-    "no schedule": ("(dtt.Schedule)", "", "no class Polynomial that is a dtt.Schedule"),
-    "key without a type": ("power: float", "power", "non-annotated attribute"),
-    "unknown key": ("power: float", "exponent: float", "schedule.power: unknown key"),
-    "another type": ("power: float = 2.0", "power: str = ''", "schedule.power: input should be"),
-    "signature": ("step: int, run", "step: int, run, more", "missing 1 required positional"),
-    "exception": ("run.steps)", "run.stps)", "has no attribute 'stps'"),
-    "in a step": ("return", "assert step < 2, 'step 2'\n        return", "AssertionError: step 2"),
-    "no number": ("return", "return None #", "returned None"),
-    "not finite": ("return", "return float('nan') #", "returned nan"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_names_the_line_of_its_user(own: Dtt, case: str) -> None:
-    old, new, said = MISTAKES[case]
-    path = own.folder / "lab/poly.py"
-    if new is None:
-        path.unlink()
-    else:
-        assert old in POLY
-        path.write_text(POLY.replace(old, new, 1))
-    done = own("train", "-c", "lab/run.yaml", *resumed.SETTINGS, expect=ExitCode.USAGE)
-    assert said in done.stderr
-    assert "schedule" in done.stderr
-    assert "this is a bug" not in done.stderr
-    if case in ("syntax", "import", "exception", "in a step"):
-        assert 'lab/poly.py", line ' in done.stderr
 
 
 @pytest.mark.parametrize("theirs", ["config.yaml", "own_code/poly.py"])

@@ -9,31 +9,13 @@ from typing import Any
 import pytest
 from support import resumed
 from support.forked_runs import run
+from support.own_classes import NORMS
 from support.running import ROOT, Dtt
 
 from dtt.base.errors import ExitCode
 from dtt.report.metrics_history import MetricsHistory
 from dtt.track.base import scalars
 
-NORMS = """
-import dtt
-
-
-class Norms(dtt.Action):
-    every: int = 2
-    _seen: int = 0
-
-    def run(self, run):
-        self._seen += 1
-        found = {"norm": run.full("embed.weight").norm(), "seen": self._seen}
-        return found | {"rank": run.mean(run.rank)}
-
-    def state(self):
-        return {"seen": self._seen}
-
-    def restore(self, state):
-        self._seen = state["seen"]
-"""
 ACTIONS = "actions: [{type: mine.py:Norms}, {type: mine.py:Norms, name: each, every: 1}]\n"
 
 
@@ -138,43 +120,6 @@ def test_a_run_that_an_action_ends_is_complete(dtt: Dtt, tokens: Path, every: in
     assert recorded(dtt, "EarlyStopping")[-1]["step"] == 3
     dtt("train", "jobs/t", "actions=[]")
     assert (dtt.folder / "jobs/t/checkpoints/step-000009").is_dir()
-
-
-WRONG = {
-    "no method": ("def run(self, run):", "def go(self, run):", "NotImplementedError"),
-    "an exception": ("run.mean(run.rank)", "run.nothing", "has no attribute 'nothing'"),
-    "no number": ("run.mean(run.rank)", "'x'", "could not convert string to float"),
-    "no mapping": ("return found |", "return 1 or found |", "returned int"),
-    "a reserved name": ('"rank":', '"step":', "'step', of every record"),
-    "no JSON": ('"seen": self._seen}\n\n', '"seen": {1}}\n\n', "set is not JSON serializable"),
-    "no such parameter": ("embed.weight", "embedding", "KeyError: 'embedding'"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_names_the_line_of_its_user(dtt: Dtt, case: str) -> None:
-    old, new, said = WRONG[case]
-    assert old in NORMS
-    started = own(dtt, NORMS.replace(old, new), "actions: [{type: mine.py:Norms}]\n")
-    done = dtt("train", *started, expect=ExitCode.USAGE)
-    assert said in done.stderr
-    assert "actions.type=mine.py:Norms" in done.stderr
-    assert "this is a bug" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("actions", "said"),
-    [
-        ("[{every: 2}]", "actions.0.type: must name a class"),
-        ("[{type: nothing}]", "actions.0.type: must name a class"),
-        ("[{type: mine.py:Norms, evry: 1}]", "actions.0.evry: unknown key"),
-        ("[{type: mine.py:Norms}, {type: mine.py:Norms}]", "actions.1.name: two are called Norms"),
-        ("[{type: mine.py:Norms, name: a/b}]", "actions.0.name: takes letters"),
-    ],
-)
-def test_a_wrong_entry_is_refused_by_name(dtt: Dtt, actions: str, said: str) -> None:
-    done = dtt("train", *own(dtt, NORMS, f"actions: {actions}\n"), expect=ExitCode.USAGE)
-    assert said in done.stderr
 
 
 def test_actions_may_change_on_a_resume(dtt: Dtt) -> None:

@@ -10,32 +10,12 @@ from typing import Any
 
 import datasets
 import pytest
+from support.own_classes import WORDS
 from support.running import ROOT, Dtt
 
 from dtt.base.errors import ExitCode
 
 EXAMPLES = ROOT / "examples"
-WORDS = """
-from pathlib import Path
-import dtt
-
-
-class Words(dtt.Documents):
-    count: int = 3
-    said: str = "word"
-
-    def parts(self):
-        return 2
-
-    def rows(self, part):
-        with Path("calls").open("a") as calls:
-            calls.write(f"{part} ")
-        for i in range(self.count):
-            yield f"{self.said} {part} {i}"
-
-    def version(self):
-        return Path("version").read_text()
-"""
 
 
 @pytest.fixture
@@ -136,39 +116,3 @@ def test_the_rows_of_a_saved_dataset_are_conversations(dtt: Dtt) -> None:
     assert [[turn["content"] for turn in one] for one in found] == [
         [f"{i}?", str(i)] for i in range(5)
     ]
-
-
-WRONG = {
-    "a number": ("yield f", "yield 7 or f", "`rows` yielded int"),
-    "a date": ("yield f", "import datetime\n            yield {'text': datetime.date.max} or f",
-               "date is not JSON serializable"),
-    "not a number of JSON": ("yield f", "yield {'x': float('nan')} or f", "not JSON compliant"),
-    "half a character": ("yield f", "yield '\\ud800' or f", "surrogates not allowed"),
-    "an exception": ("yield f", "yield self.nothing or f", "has no attribute 'nothing'"),
-    "no method": ("def rows(", "def go(", "NotImplementedError"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_names_what_is_wrong_and_leaves_no_corpus(words: Dtt, case: str) -> None:
-    old, new, said = WRONG[case]
-    (words.folder / "words.py").write_text(WORDS.replace(old, new))
-    done = words("download", "-c", "run.yaml", expect=ExitCode.USAGE)
-    assert said in done.stderr
-    assert "download.documents.type=words.py:Words" in done.stderr
-    assert not (words.folder / "data/corpus/Words/manifest.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ("{documents: {}}", "download.documents.type: must name a class"),
-        ("{documents: {type: words}}", "download.documents.type: must name a class"),
-        ("{documents: {type: words.py:Words, cuont: 1}}", "download.documents.cuont: unknown key"),
-        ("{documents: {type: words.py:Words}, dataset: x}", "download.dataset: is for datasets"),
-        ("{documents: {type: words.py:Words}, split: x}", "download.split: is for datasets"),
-    ],
-)
-def test_a_wrong_section_is_refused_by_name(words: Dtt, keys: str, said: str) -> None:
-    (words.folder / "run.yaml").write_text(f"download: {keys}\n")
-    assert said in words("download", "-c", "run.yaml", expect=ExitCode.USAGE).stderr

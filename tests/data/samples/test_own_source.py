@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import resumed
+from support.own_classes import NUMBERS
 from support.running import ROOT, Dtt
 
-from dtt.base.errors import ConfigError, ExitCode
+from dtt.base.errors import ConfigError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.config.own import trained_files
@@ -21,20 +22,6 @@ from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.protocol import SOURCE_SHIFT
 
 ARITHMETIC = f"{ROOT}/examples/arithmetic.py:Arithmetic"
-NUMBERS = """
-import dtt
-
-
-class Numbers(dtt.Source):
-    count: int = 12
-
-    def samples(self):
-        return self.count
-
-    def read(self, number, tokens):
-        ids = [number + 1] * (2 + number % (tokens - 2))
-        return ids, [place != 1 for place in range(len(ids))]
-"""
 
 
 @pytest.fixture
@@ -153,28 +140,6 @@ def test_a_mixture_with_a_class_resumes_without_another_bit(
     assert resumed.differing(dtt, "shard=2", sources, "train.eval_every=2") == []
     shown = dtt("data", "at-step", "jobs/t", "4")
     assert "Numbers" in shown.stdout
-
-
-WRONG = {
-    "too long": ("(2 + number % (tokens - 2))", "(tokens + 1)", "not 2 to 9 token ids"),
-    "no ids": ("return ids, ", "return 'ab', ", "not 2 to 9 token ids"),
-    "of no token": ("number + 1", "10**6", "sample 0 has ids from 1000000"),
-    "a mask of another length": ("range(len(ids))]", "range(1)]", "2 ids and a mask of 1"),
-    "an exception": ("return ids, ", "return self.ids, ", "has no attribute 'ids'"),
-    "none": ("return self.count", "return 0", "`samples` returned 0"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_names_what_is_wrong(dtt: Dtt, tokens: Path, case: str) -> None:
-    old, new, said = WRONG[case]
-    assert old in NUMBERS
-    (dtt.folder / "mine.py").write_text(NUMBERS.replace(old, new))
-    keys = ("data.type=mine.py:Numbers", f"data.tokenizer={tokens}/tokenizer.json")
-    more = ("train.seq_len=8", "train.global_batch_tokens=16", "train.device=cpu", "train.steps=1")
-    done = dtt("train", *keys, *more, expect=ExitCode.USAGE)
-    assert said in done.stderr
-    assert "data.type=mine.py:Numbers" in done.stderr
 
 
 def test_samples_that_differ_when_they_are_read_again_are_refused(numbers: Any) -> None:
