@@ -21,9 +21,7 @@ from dtt.artifacts.manifests import CheckpointManifest, sealed
 from dtt.base.errors import DamagedError, ExitCode
 from dtt.base.files import sha256_file
 from dtt.checkpoint import store
-from dtt.train.state import (
-    check_position,
-)
+from dtt.train.state import check_position
 
 MODEL, STATE = store.rank_file(store.MODEL, 0), store.rank_file(store.STATE, 0)
 MANIFEST = CheckpointManifest.filename
@@ -132,18 +130,16 @@ def pieces(value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header.update(__metadata__={"pieces": value})
 
 
-def outside(header: dict[str, Any]) -> None:
-    name = next(n for n in header if n != "__metadata__")
-    shape = header[name]["shape"]
-    part = {"offset": [2**61] * len(shape), "shape": [2**62] * len(shape)}
-    header["__metadata__"] = {"pieces": json.dumps({name: part})}
+def piece(offset: int, size: int) -> Callable[[dict[str, Any]], None]:
+    """Let the first tensor be a piece of a larger one."""
 
+    def change(header: dict[str, Any]) -> None:
+        name = next(n for n in header if n != "__metadata__")
+        axes = len(header[name]["shape"])
+        part = {"offset": [offset] * axes, "shape": [size] * axes}
+        header["__metadata__"] = {"pieces": json.dumps({name: part})}
 
-def huge(header: dict[str, Any]) -> None:
-    name = next(n for n in header if n != "__metadata__")
-    shape = header[name]["shape"]
-    part = {"offset": [0] * len(shape), "shape": [2**40] * len(shape)}
-    header["__metadata__"] = {"pieces": json.dumps({name: part})}
+    return change
 
 
 def twice(folder: Path) -> None:
@@ -174,8 +170,8 @@ CONTENT: dict[str, Callable[[Path], None]] = {
     "pieces that are a number": edit_header(MODEL, pieces(7)),
     "pieces nested deeply": edit_header(MODEL, pieces("[" * 100_000)),
     "pieces of other tensors": edit_header(MODEL, pieces('{"x": {"offset": [0], "shape": [1]}}')),
-    "a piece outside of its tensor": edit_header(MODEL, outside),
-    "a piece of a tensor of 2^80 elements": edit_header(MODEL, huge),
+    "a piece outside of its tensor": edit_header(MODEL, piece(2**61, 2**62)),
+    "a piece of a tensor of 2^80 elements": edit_header(MODEL, piece(0, 2**40)),
     "a name twice in a header": twice,
     "a header that is a list": lambda folder: write_header(folder / MODEL, [1], b""),
     "a position nested deeply": deep,
@@ -233,14 +229,8 @@ def test_fifos_and_devices_in_place_of_a_file_neither_hang_nor_fill_the_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["a zip with a pickle as weights", "a header of 2^60 bytes", "a ledger that is no number"],
-)
-def test_training_resumes_from_the_checkpoint_before_a_malformed_one(
-    job: Path, case: str, tokens: Path
-) -> None:
-    CONTENT[case](newest(job))
+def test_training_resumes_from_the_checkpoint_before_a_malformed_one(job: Path) -> None:
+    a_pickle(newest(job))
     seal(newest(job))
     done = Dtt(job.parents[1])("train", "jobs/t")
     assert (

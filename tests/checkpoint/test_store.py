@@ -144,39 +144,48 @@ def test_after_a_kill_at_any_moment_committed_checkpoints_are_complete(tmp_path:
         assert [p.name for p in folder.glob("*") if not p.name.startswith("step-")] == []
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 0.5, 0.99, -2])
+def cut_at(share: float, after: int = 0) -> Callable[[Path], None]:
+    """Truncate a file after a share of its bytes and some more."""
+    return lambda path: os.truncate(path, int(share * path.stat().st_size) + after)
+
+
+def zero_a_block(path: Path) -> None:
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes(len(content[middle : middle + 512])))
+
+
+def swap(path: Path) -> None:
+    """Exchange a file with the next one of its checkpoint."""
+    other = path.with_name(FILES[FILES.index(path.name) - 1])
+    content = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no byte left": cut_at(0),
+    "one byte left": cut_at(0, 1),
+    "seven bytes left": cut_at(0, 7),
+    "half left": cut_at(0.5),
+    "nearly all left": cut_at(0.99),
+    "two bytes missing": cut_at(1, -2),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"{"),
+    "missing": Path.unlink,
+    "of another step": lambda path: shutil.copy(path.parents[1] / "step-000005" / path.name, path),
+    "a block zeroed": zero_a_block,
+    "swapped": swap,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_is_found(
-    folder: Path, name: str, cut: float, caplog: pytest.LogCaptureFixture
+def test_a_damaged_file_is_found(
+    folder: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = folder / "step-000010" / name
-    size = path.stat().st_size
-    length = size - 2 if cut == -2 else int(cut * size) if isinstance(cut, float) else int(cut)
-    os.truncate(path, length)
-    assert falls_back(folder, name, caplog)
-
-
-def test_a_file_that_has_grown_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in FILES[:-1]:
-        shutil.rmtree(folder / "step-000010")
-        save(folder, 10)
-        with (folder / "step-000010" / name).open("ab") as file:
-            file.write(b"\0")
-        assert falls_back(folder, name, caplog)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_found(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / "step-000010" / name).unlink()
-    assert falls_back(folder, name, caplog)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_files_of_another_checkpoint_are_found(
-    folder: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copy(folder / "step-000005" / name, folder / "step-000010" / name)
-    assert falls_back(folder, name, caplog)
+    DAMAGES[damage](folder / "step-000010" / name)
+    # Of two that are swapped, either is named.
+    assert falls_back(folder, "step-000010" if damage == "swapped" else name, caplog)
 
 
 def test_a_folder_renamed_to_another_step_is_found(

@@ -61,7 +61,7 @@ def start(folder: Path, run: SyntheticRun, step: int, name: str = "run") -> Runn
 def address(tmp_path: Path) -> Iterator[str]:
     """The address that `dtt report --serve` prints, for the jobs in tmp_path/jobs."""
     (tmp_path / "jobs").mkdir()
-    process = Dtt(tmp_path).start_python("-m", "dtt.main", "report", "--serve")
+    process = Dtt(tmp_path).start("report", "--serve")
     assert process.stdout is not None
     url = process.stdout.readline().strip()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", url), process.communicate()
@@ -209,7 +209,7 @@ def test_the_list_shows_all_jobs_with_their_states_and_opens_several_of_them(
 @pytest.mark.slow
 def test_a_server_that_went_away_is_reported_on_the_page(tmp_path: Path, chromium: Browser) -> None:
     start(tmp_path, SyntheticRun(), 50)
-    process = Dtt(tmp_path).start_python("-m", "dtt.main", "report", "jobs/run", "--serve")
+    process = Dtt(tmp_path).start("report", "jobs/run", "--serve")
     assert process.stdout is not None
     url = process.stdout.readline().strip()
     with OpenPage(chromium, f"{url}report?job=jobs/run") as opened:

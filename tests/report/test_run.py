@@ -113,7 +113,7 @@ def test_under_slurm_only_a_run_that_is_done_writes_its_report(
 def test_serve_prints_its_address_and_ends_with_ctrl_c(dtt: Dtt, tmp_path: Path) -> None:
     write_finished_job(tmp_path)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "jobs").rglob("*")}
-    process = dtt.start_python("-m", "dtt.main", "report", "--serve")
+    process = dtt.start("report", "--serve")
     assert process.stdout is not None
     assert process.stdout.readline().startswith("http://127.0.0.1:")
     process.send_signal(signal.SIGINT)
