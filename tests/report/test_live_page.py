@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from support.browser import OpenPage
 from support.report_jobs import START, SyntheticRun, WrittenJob, write_finished_job, write_new_job
-from support.running import TIMEOUT, Dtt
+from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.track.jsonl import JsonlTracker
@@ -67,7 +67,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", url), process.communicate()
     yield url
     process.terminate()
-    process.wait(TIMEOUT)
+    Dtt.wait(process)
 
 
 def tables(page: Page, charts: Sequence[str] = CHARTS) -> dict[str, list[str]]:
@@ -92,8 +92,8 @@ def test_a_page_shows_new_points_within_seconds_and_what_a_new_page_shows(
     with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
         page = opened.page
         expect(page.locator("#connection")).to_have_text("live")
-        for _ in range(4):
-            job.train(150)
+        for _ in range(2):
+            job.train(300)
             step = f"{job.step:,} of 4,000"
             expect(page.locator(".tiles")).to_contain_text(step)
         seen = tables(page)
@@ -110,25 +110,7 @@ def test_a_page_shows_new_points_within_seconds_and_what_a_new_page_shows(
 
 
 @pytest.mark.slow
-def test_a_page_shows_how_its_job_ends_and_new_samples(
-    address: str, tmp_path: Path, chromium: Browser
-) -> None:
-    job = start(tmp_path, SyntheticRun(), 190)
-    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
-        page = opened.page
-        expect(page.locator(".verdict")).to_contain_text("running")
-        job.train(20)
-        expect(page.locator("#samples blockquote")).to_contain_text("200")
-        why = "training diverged at step 210: loss is nan\n  next:  lower optim.lr"
-        job.job.end_attempt(76, why, 0, attempt=1)  # type: ignore[arg-type]
-        verdict = page.locator(".verdict")
-        expect(verdict).to_contain_text("diverged")
-        expect(verdict).to_contain_text("lower optim.lr")
-        assert opened.problems == []
-
-
-@pytest.mark.slow
-def test_a_page_that_was_opened_before_the_first_step_shows_the_run(
+def test_a_page_follows_a_run_from_before_its_first_step_to_its_end(
     address: str, tmp_path: Path, chromium: Browser
 ) -> None:
     job = start(tmp_path, SyntheticRun(eval_every=10), 0)
@@ -136,34 +118,28 @@ def test_a_page_that_was_opened_before_the_first_step_shows_the_run(
     with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
         page = opened.page
         expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator(".verdict")).to_contain_text("running")
         assert page.locator("figure").count() == 0
         job.train(5)
         expect(page.locator("h3", has_text="Loss").first).to_be_visible()
         job.train(5)  # the first evaluation: its charts and the samples are new
         expect(page.locator("#samples blockquote")).to_contain_text("10")
         expect(page.locator("h3", has_text="hellaswag")).to_be_visible()
-        job.train(20)
-        expect(page.locator(".tiles")).to_contain_text("30 of 400")
-        assert opened.problems == []
-
-
-@pytest.mark.slow
-def test_a_redraw_keeps_the_sample_the_axis_and_the_cursor(
-    address: str, tmp_path: Path, chromium: Browser
-) -> None:
-    job = start(tmp_path, SyntheticRun(eval_every=50), 190)
-    with OpenPage(chromium, f"{address}report?job=jobs/run") as opened:
-        page = opened.page
-        expect(page.locator("#connection")).to_have_text("live")
-        page.locator("#samples input").fill("1")
+        # A redraw keeps the sample, the axis and the cursor.
+        page.locator("#samples input").fill("0")
         page.check("input[name=axis][value=tokens]")
         page.locator(".plot").first.focus()
         page.keyboard.press("Home")
-        job.train(30)
-        expect(page.locator(".tiles")).to_contain_text("220 of 400")
-        assert page.locator("#samples output").inner_text() == "step 50"
+        job.train(20)
+        expect(page.locator(".tiles")).to_contain_text("30 of 400")
+        assert page.locator("#samples output").inner_text() == "step 0"
         assert page.is_checked("input[name=axis][value=tokens]")
         assert page.locator(".u-cursor-x").first.is_visible()
+        why = "training diverged at step 30: loss is nan\n  next:  lower optim.lr"
+        job.job.end_attempt(76, why, 0, attempt=1)  # type: ignore[arg-type]
+        expect(page.locator(".verdict")).to_contain_text("diverged")
+        expect(page.locator(".verdict")).to_contain_text("lower optim.lr")
+        assert opened.problems == []
 
 
 def test_a_page_follows_a_job_that_resumes_from_an_earlier_step(
@@ -215,5 +191,5 @@ def test_a_server_that_went_away_is_reported_on_the_page(tmp_path: Path, chromiu
     with OpenPage(chromium, f"{url}report?job=jobs/run") as opened:
         expect(opened.page.locator("#connection")).to_have_text("live")
         process.terminate()
-        process.wait(TIMEOUT)
+        Dtt.wait(process)
         expect(opened.page.locator("#connection")).to_contain_text("not connected")

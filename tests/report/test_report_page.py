@@ -65,8 +65,7 @@ def colored(figure: Locator, left: float, right: float, top: float, bottom: floa
 
 
 @pytest.mark.slow(except_for=["jobs/finished/report-1280-light"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
 @pytest.mark.parametrize(
     "name", ["jobs/finished/report", "jobs/interrupted/report", "jobs/sweep/report", "both"]
 )
