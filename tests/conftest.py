@@ -67,6 +67,11 @@ def _nothing_left_running() -> Iterator[None]:
     process may count threads or measure memory, and a process takes CPU time from all."""
     threads, processes = set(threading.enumerate()), children()
     yield
+    # Inductor keeps a thread from its first compilation on, unless it finds all in its cache.
+    compiling = sys.modules.get("torch._inductor.async_compile")
+    if compiling is not None and compiling.AsyncCompile.pool.cache_info().currsize:
+        compiling.AsyncCompile.pool().shutdown()
+        compiling.AsyncCompile.pool.cache_clear()
     started = [t for t in threading.enumerate() if t not in threads and t.name not in KEPT]
     if started:
         gc.collect()  # an executor that is garbage ends its threads when it is collected
