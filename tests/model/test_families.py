@@ -15,7 +15,7 @@ from dtt.config.load import resolve
 from dtt.config.model import LinearRopeScaling, ModelConfig, NoRopeScaling
 from dtt.model import families
 from dtt.model.architecture import Architecture
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.nearest import DIFFERENCES, nearest
 
 
@@ -122,7 +122,7 @@ def test_a_config_that_asks_for_more_is_refused(family: str, key: str, value: ob
         facts.from_hf_config(config | {key: value})
 
 
-def _tiny_config(family: Family) -> dict[str, Any]:
+def _tiny_config(family: DecoderFamily) -> dict[str, Any]:
     variant = next(name for name, cfg in VARIANTS.items() if cfg.family == family.name)
     return family.to_hf_config(tiny_architecture(variant), 0)
 
@@ -145,7 +145,7 @@ def _tiny_config(family: Family) -> dict[str, Any]:
     ],
 )
 def test_no_family_ignores_a_kind_that_it_does_not_have(
-    family: Family, key: str, value: object
+    family: DecoderFamily, key: str, value: object
 ) -> None:
     config = _tiny_config(family)
     family.from_hf_config(config)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from dtt.data.conversations.chat_encoder import ChatEncoder
-    from dtt.model.families.base import Family
+    from dtt.model.families.base import DecoderFamily
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def read_hf_architecture(folder: Path) -> Architecture:
     return _architecture(_family(config, folder), config, folder)
 
 
-def _family(config: Mapping[str, Any], folder: Path) -> Family:
+def _family(config: Mapping[str, Any], folder: Path) -> DecoderFamily:
     """Return the family that config.json names; InputError if dtt does not know it."""
     known = {family.hf_model_type: family for family in families.FAMILIES}
     if config.get("model_type") not in known:
@@ -137,7 +137,7 @@ def _family(config: Mapping[str, Any], folder: Path) -> Family:
     return known[config["model_type"]]
 
 
-def _architecture(family: Family, config: Mapping[str, Any], folder: Path) -> Architecture:
+def _architecture(family: DecoderFamily, config: Mapping[str, Any], folder: Path) -> Architecture:
     """Return the architecture that config.json describes; InputError if dtt does not support it."""
     try:
         return family.from_hf_config(config, partial(transformers_defaults, family))
@@ -171,7 +171,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise DamagedError(f"{path} is damaged", why=str(error), next=FETCH_AGAIN) from None
 
 
-def transformers_defaults(family: Family) -> dict[str, Any]:
+def transformers_defaults(family: DecoderFamily) -> dict[str, Any]:
     """Return the default configuration of the family's transformers class.
 
     A key that dtt does not know is harmless if it has its default value.

@@ -146,17 +146,15 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     """
     from dtt.data.samples.loader import BatchReader
     from dtt.mesh.mesh import DATA
-    from dtt.model.architecture import BuiltArchitecture
     from dtt.optim.built import check_weights
     from dtt.optim.rounding import StochasticRounding
     from dtt.train.anomaly_guard import Guard
     from dtt.train.assemble import assemble, make_optimizers
     from dtt.train.components import TrainState
-    from dtt.train.contract_check import check_documents, check_gradients
+    from dtt.train.contract_check import check_model
     from dtt.train.pipelined_step import make_step
 
     cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
-    startup = inputs.attempt.start
     if world.device.type == "cpu":
         # Before the first large tensor: malloc's thresholds apply to later allocations.
         malloc.keep_freed_memory()
@@ -165,10 +163,8 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     reader = reader.checking(world.rank, world.size)
     # After parallelisation, so that each rank fills its shards only.
     start, base = initial_weights(inputs, assembled, reader)
-    if isinstance(plan.arch, BuiltArchitecture):
-        check_gradients(plan.arch)
-        check_documents(assembled.model, world, separate=cfg.data.mask_documents)
-    startup.end_phase("model")
+    check_model(assembled.model, world, separate=cfg.data.mask_documents)
+    inputs.attempt.start.end_phase("model")
     rounding = StochasticRounding.of(
         cfg.seed, plan.precision.weights, weights=cfg.train.stochastic_rounding
     )
@@ -197,16 +193,15 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         base=base,
         objective=set_up_objective(inputs),
     )
-    startup.end_phase("optimizer")
+    inputs.attempt.start.end_phase("optimizer")
     return state, reader
 
 
 def make_experts(cfg: RunConfig, assembled: Assembled) -> ExpertLoad | None:
     """Return the load of the model's experts; None if it has none."""
-    from dtt.model.decoder import Decoder
     from dtt.train.expert_load import ExpertLoad
 
-    if not isinstance(assembled.model, Decoder) or assembled.model.arch.mixture is None:
+    if assembled.model.arch.mixture is None:
         return None
     return ExpertLoad(assembled.model, assembled.layout, cfg.train.balance_rate)
 

@@ -21,6 +21,17 @@ TOLERANCE = 1e-3
 kernels sum in another order. Documents that see each other differ by a tenth and more."""
 
 
+def check_model(model: Model, world: World, *, separate: bool) -> None:
+    """Raise ConfigError if a model of a user's own does not keep the contract of `dtt.Model`.
+
+    `separate`: documents of a row must not see each other (`data.mask_documents`). All ranks call
+    this together.
+    """
+    if isinstance(model.arch, BuiltArchitecture):
+        check_gradients(model.arch)
+        check_documents(model, world, separate=separate)
+
+
 def check_gradients(arch: BuiltArchitecture) -> None:
     """Raise ConfigError if a parameter of the model gets no gradient.
 

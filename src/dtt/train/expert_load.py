@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import FullTensor
-from dtt.model.decoder import Decoder
+from dtt.model.contract import Model
 from dtt.model.experts import routers
 from dtt.train.state import EXPERTS
 
@@ -28,7 +28,7 @@ METRICS = ("expert_violation", "expert_entropy", "expert_idle")
 class ExpertLoad:
     """The experts of a model, on all ranks."""
 
-    model: Decoder
+    model: Model
     mesh: Mesh
     rate: float
     """Change of a correction in a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.dots1 import DOTS1
 from dtt.model.families.gemma3 import GEMMA3
 from dtt.model.families.gpt2 import GPT2
@@ -18,13 +18,13 @@ from dtt.model.families.qwen3 import QWEN3
 from dtt.model.families.qwen3_moe import QWEN3_MOE
 from dtt.model.families.smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: tuple[DecoderFamily, ...] = (
     GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, PHI3, SMOLLM3, OLMO2, OLMO3,
     MIXTRAL, QWEN3_MOE, OLMOE, DOTS1,
 )  # fmt: skip
 
 
-def get(name: str) -> Family:
+def get(name: str) -> DecoderFamily:
     """Return the family with that name (`model.family` in the config).
 
     Raises KeyError if there is none.

@@ -55,7 +55,7 @@ class WeightRule:
 
 
 @dataclass(frozen=True)
-class Family:
+class DecoderFamily:
     """A published model architecture, and its Hugging Face format."""
 
     name: str

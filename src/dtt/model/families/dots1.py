@@ -14,7 +14,7 @@ from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture, ExpertMixture
 from dtt.model.families import attention_windows, llama, mixture_rules, qwen3
 from dtt.model.families.attention_windows import FULL, LOCAL
-from dtt.model.families.base import Family, WeightRule, same_name
+from dtt.model.families.base import DecoderFamily, WeightRule, same_name
 from dtt.model.families.hf_config import (
     COUNT,
     FLAG,
@@ -113,7 +113,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
 
 CORRECTION = "mlp.gate.e_score_correction_bias"
 SHARED = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-DOTS1 = Family(
+DOTS1 = DecoderFamily(
     name="dots1",
     hf_model_type="dots1",
     hf_class="Dots1ForCausalLM",

@@ -15,7 +15,7 @@ from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import attention_windows, llama, rope_scaling
 from dtt.model.families.attention_windows import FULL, LOCAL, every_nth
-from dtt.model.families.base import Family, same_name
+from dtt.model.families.base import DecoderFamily, same_name
 from dtt.model.families.hf_config import (
     KINDS,
     NUMBER,
@@ -120,7 +120,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-GEMMA3 = Family(
+GEMMA3 = DecoderFamily(
     name="gemma3",
     hf_model_type="gemma3_text",
     hf_class="Gemma3ForCausalLM",

@@ -8,7 +8,7 @@ from typing import Any
 from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
 from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
-from dtt.model.families.base import Family, WeightRule, same_name
+from dtt.model.families.base import DecoderFamily, WeightRule, same_name
 from dtt.model.families.hf_config import NUMBER, SHARE, SIZE, Values, only, optional, without_effect
 
 AXES: Mapping[str, Any] = {
@@ -127,7 +127,7 @@ def _linear(hf_name: str, *dtt_names: str) -> tuple[WeightRule, ...]:
     )
 
 
-GPT2 = Family(
+GPT2 = DecoderFamily(
     name="gpt2",
     hf_model_type="gpt2",
     hf_class="GPT2LMHeadModel",

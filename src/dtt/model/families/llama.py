@@ -12,7 +12,7 @@ from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
 from dtt.config.model import ModelConfig, NoRopeScaling
 from dtt.model.architecture import Architecture, fit_context, fit_vocabulary, round_up
 from dtt.model.families import rope_scaling
-from dtt.model.families.base import Family, same_name
+from dtt.model.families.base import DecoderFamily, same_name
 from dtt.model.families.hf_config import (
     NUMBER,
     OBJECT,
@@ -169,7 +169,7 @@ QK_NORM = (
     *same_name(f"{LAYER}.self_attn.k_norm", "layers.{i}.attn.k_norm", "weight"),
 )
 
-LLAMA = Family(
+LLAMA = DecoderFamily(
     name="llama",
     hf_model_type="llama",
     hf_class="LlamaForCausalLM",

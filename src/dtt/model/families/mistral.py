@@ -12,7 +12,7 @@ from typing import Any
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import llama
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.hf_config import SIZE, optional
 
 
@@ -38,7 +38,7 @@ def read_hf_config(config: Mapping[str, Any], theta: float = 10_000.0) -> Archit
     return replace(arch, family="mistral", windows=(window,) * arch.n_layers)
 
 
-MISTRAL = Family(
+MISTRAL = DecoderFamily(
     name="mistral",
     hf_model_type="mistral",
     hf_class="MistralForCausalLM",

@@ -9,7 +9,7 @@ from typing import Any
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture, ExpertMixture
 from dtt.model.families import llama, mistral, mixture_rules
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.hf_config import SIZE, only
 
 
@@ -41,7 +41,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     return replace(arch, family="mixtral", mixture=experts)
 
 
-MIXTRAL = Family(
+MIXTRAL = DecoderFamily(
     name="mixtral",
     hf_model_type="mixtral",
     hf_class="MixtralForCausalLM",

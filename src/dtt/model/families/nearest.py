@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.hf_config import COMMON
 
 DIFFERENCES: Mapping[str, tuple[str, str]] = {
@@ -43,7 +43,7 @@ DIFFERENCES: Mapping[str, tuple[str, str]] = {
 """The nearest family of a `model_type`, and what it does not have."""
 
 
-def nearest(config: Mapping[str, Any], families: Sequence[Family]) -> str | None:
+def nearest(config: Mapping[str, Any], families: Sequence[DecoderFamily]) -> str | None:
     """Return the family nearest to an unsupported config.json and what differs, for a message.
 
     Without an entry of its own, a model is compared with the family whose name is most similar:

@@ -9,7 +9,7 @@ from typing import Any
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import llama
-from dtt.model.families.base import Family, same_name
+from dtt.model.families.base import DecoderFamily, same_name
 from dtt.model.families.llama import LAYER
 
 AXES: Mapping[str, Any] = {"family": "olmo2", "norm_placement": "post", "qk_norm": "all_heads"}
@@ -41,7 +41,7 @@ WEIGHTS = (
     *same_name(f"{LAYER}.post_feedforward_layernorm", "layers.{i}.mlp_post_norm", "weight"),
 )
 
-OLMO2 = Family(
+OLMO2 = DecoderFamily(
     name="olmo2",
     hf_model_type="olmo2",
     hf_class="Olmo2ForCausalLM",

@@ -13,7 +13,7 @@ from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import attention_windows, llama, olmo2, rope_scaling
 from dtt.model.families.attention_windows import FULL, LOCAL, every_nth
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.hf_config import KINDS, SIZE, optional, unsupported
 
 WINDOW, INTERVAL = 4096, 4
@@ -74,7 +74,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     return replace(arch, family="olmo3", windows=windows, rope_local_theta=arch.rope_theta)
 
 
-OLMO3 = Family(
+OLMO3 = DecoderFamily(
     name="olmo3",
     hf_model_type="olmo3",
     hf_class="Olmo3ForCausalLM",

@@ -9,7 +9,7 @@ from typing import Any
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture, ExpertMixture
 from dtt.model.families import llama, mixture_rules
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.hf_config import FLAG, SIZE, only
 
 
@@ -46,7 +46,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     return replace(arch, family="olmoe", qk_norm="all_heads", mixture=experts)
 
 
-OLMOE = Family(
+OLMOE = DecoderFamily(
     name="olmoe",
     hf_model_type="olmoe",
     hf_class="OlmoeForCausalLM",

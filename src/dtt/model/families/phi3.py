@@ -13,7 +13,7 @@ from typing import Any
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import llama
-from dtt.model.families.base import Family, WeightRule, same_name
+from dtt.model.families.base import DecoderFamily, WeightRule, same_name
 from dtt.model.families.hf_config import (
     FRACTION,
     SHARE,
@@ -103,7 +103,7 @@ def _fused(hf_name: str, *dtt_names: str) -> WeightRule:
     )
 
 
-PHI3 = Family(
+PHI3 = DecoderFamily(
     name="phi3",
     hf_model_type="phi3",
     hf_class="Phi3ForCausalLM",

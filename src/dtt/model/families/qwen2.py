@@ -14,7 +14,7 @@ from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import attention_windows, llama
 from dtt.model.families.attention_windows import FULL, LOCAL
-from dtt.model.families.base import Family, same_name
+from dtt.model.families.base import DecoderFamily, same_name
 from dtt.model.families.hf_config import COUNT, FLAG, KINDS, SIZE, Values, only, optional
 from dtt.model.families.llama import LAYER
 
@@ -66,7 +66,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     return replace(arch, family="qwen2", bias="qkv", windows=windows)
 
 
-QWEN2 = Family(
+QWEN2 = DecoderFamily(
     name="qwen2",
     hf_model_type="qwen2",
     hf_class="Qwen2ForCausalLM",

@@ -9,7 +9,7 @@ from typing import Any
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import llama, qwen2
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.hf_config import SIZE, only
 
 AXES: Mapping[str, Any] = {"family": "qwen3", "bias": "none", "qk_norm": "head"}
@@ -29,7 +29,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     return replace(qwen2.read_hf_config({"head_dim": 128, **config}), **AXES)
 
 
-QWEN3 = Family(
+QWEN3 = DecoderFamily(
     name="qwen3",
     hf_model_type="qwen3",
     hf_class="Qwen3ForCausalLM",

@@ -9,7 +9,7 @@ from typing import Any
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture, ExpertMixture
 from dtt.model.families import llama, mixture_rules, qwen3
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.hf_config import FLAG, SIZE, Values, only, optional, unsupported
 
 
@@ -79,7 +79,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     return replace(arch, family="qwen3_moe", qk_norm="head", mixture=experts)
 
 
-QWEN3_MOE = Family(
+QWEN3_MOE = DecoderFamily(
     name="qwen3_moe",
     hf_model_type="qwen3_moe",
     hf_class="Qwen3MoeForCausalLM",

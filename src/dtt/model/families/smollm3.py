@@ -9,7 +9,7 @@ from typing import Any
 from dtt.config.model import ModelConfig
 from dtt.model.architecture import Architecture
 from dtt.model.families import llama
-from dtt.model.families.base import Family
+from dtt.model.families.base import DecoderFamily
 from dtt.model.families.hf_config import (
     FLAGS,
     KINDS,
@@ -79,7 +79,7 @@ def read_hf_config(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-SMOLLM3 = Family(
+SMOLLM3 = DecoderFamily(
     name="smollm3",
     hf_model_type="smollm3",
     hf_class="SmolLM3ForCausalLM",
