@@ -127,3 +127,31 @@ def test_actions_may_change_on_a_resume(dtt: Dtt) -> None:
     dtt("train", *own(dtt), "train.steps=4", "--allow-change", "train.steps")
     assert [one["step"] for one in recorded(dtt, "each")] == [2, 3, 4]
     assert (dtt.folder / "jobs/t/own_code/mine.py").read_text() == NORMS
+
+
+NOISE = f"actions: [{{type: {ROOT}/examples/gradient_noise.py:GradientNoise, every: 1}}]\n"
+
+
+def test_the_gradient_noise_is_that_of_the_same_batches_in_every_layout(dtt: Dtt) -> None:
+    """And measuring it changes nothing of what is trained."""
+    (dtt.folder / "run.yaml").write_text(NOISE)
+    # The micro-batches of all ranks together are the same 20 rows.
+    keys = (*resumed.SETTINGS, "model.dropout=0.0", "train.micro_batch=10")
+    found, hashes = [], []
+    for layout in (("parallel.shard=2", "name=t"), ("train.micro_batch=20", "name=t")):
+        run(dtt, "train", "-c", "run.yaml", *keys, *layout, ranks=2 if "shard" in layout[0] else 1)
+        found.append(recorded(dtt, "GradientNoise"))
+        hashes.append([*weights(dtt)])
+        (dtt.folder / "jobs/t").rename(dtt.folder / f"jobs/{len(found)}")
+    run(dtt, "train", *keys, "train.micro_batch=20", "name=t", ranks=1)
+    assert [*weights(dtt)] == hashes[1]
+    assert [one["step"] for one in found[0]] == [1, 2, 3, 4]
+    for one, other in zip(*found, strict=True):
+        assert one["noise"] == pytest.approx(other["noise"], rel=1e-3)
+        assert one["signal"] == pytest.approx(other["signal"], rel=1e-2)
+        assert one["noise"] > 0
+
+
+def weights(dtt: Dtt) -> list[bytes]:
+    folder = dtt.folder / "jobs/t/checkpoints/step-000004"
+    return [path.read_bytes() for path in sorted(folder.glob("model*.safetensors"))]

@@ -57,23 +57,8 @@ def generate_batch(
     model is in eval mode. A `cache` for all prompts may contain their beginnings.
     """
     if not isinstance(model, Decoder):
-        # Its layers may keep anything of the tokens before, or nothing: all are computed again.
-        for i, prompt in enumerate(prompts):
-            for token in generate_uncached(
-                model,
-                1,
-                int,
-                model.arch.max_seq_len,
-                prompt,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                generator=generators[i],
-                top_k=top_k,
-            ):
-                yield i, token
-                if i in ended:
-                    break
+        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        yield from _one_by_one(model, prompts, max_new_tokens, how, generators, ended)
         return
     # The context includes the prompt. A learned position table has no row beyond it.
     texts, arch, weight = [list(prompt) for prompt in prompts], model.arch, model.embed.weight
@@ -116,6 +101,24 @@ def generate_batch(
                 logits_BV = _decode(model, cache, drawn_B, going)
     finally:
         model.train(was_training)
+
+
+def _one_by_one(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    how: dict[str, Any],
+    generators: Sequence[torch.Generator | None],
+    ended: Collection[int],
+) -> Generator[tuple[int, int]]:
+    """Yield what `generate_batch` does, without a cache: for layers that dtt does not know."""
+    context = model.arch.max_seq_len
+    for i, prompt in enumerate(prompts):
+        how |= {"max_new_tokens": max_new_tokens, "generator": generators[i]}
+        for token in generate_uncached(model, 1, int, context, prompt, **how):
+            yield i, token
+            if i in ended:
+                break
 
 
 class PrefixCachedGenerator:

@@ -32,7 +32,7 @@ from dtt.train.expert_load import ExpertLoad
 from dtt.train.profiler import Profiler
 from dtt.train.run_schedule import RunSchedule
 from dtt.train.state import Position, load_optimizers, load_parameters, optimizer_tensors
-from dtt.train.step import Step
+from dtt.train.step import LossFunction, Step
 from dtt.train.supervise.stop_lead import StopLead
 from dtt.train.supervise.time_breakdown import TimeBreakdown
 from dtt.train.supervise.watchdog import Watchdog
@@ -150,6 +150,7 @@ class Run:
     world: World
     run_id: str
     """Id of the run in trackers; kept in its checkpoints."""
+    objective: LossFunction
     state: TrainState
     data: TrainData
     schedule: RunSchedule

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from dtt.base.log import log
 from dtt.config.action import Action
 from dtt.config.own import own_code
+from dtt.evaluate.validation import evaluating
 from dtt.params.table import Params
 from dtt.track.base import OWN, Record
 from dtt.train.components import Run
@@ -51,6 +52,29 @@ class StepView(RunView):
         """Return the mean of a number over all ranks, equal on them; all call this together."""
         values = self._run.world.gather(float(value))
         return math.fsum(values) / len(values)
+
+    def gradient_norms(self) -> tuple[list[float], float, float]:
+        """Return gradient norms of the last step's samples, at the weights after it, and targets.
+
+        The norms are those of the mean loss of each micro-batch, of all ranks together, and of the
+        whole batch, without dropout; the last number is that of targets in a micro-batch. It takes
+        two steps' passes. All ranks call this together.
+        """
+        run, state = self._run, self._run.state
+        batches = run.data.batches_from(self.step - 1)
+        batch = next(batches)
+        batches.close()  # ends the thread that reads ahead
+        each = batch.terms / len(batch.micro_batches)
+        norms = []
+        with evaluating(state.step.module):
+            for part in (*([one] for one in batch.micro_batches), batch.micro_batches):
+                terms = round(each * len(part))
+                state.step.run(part, run.objective, terms)
+                state.params.align()
+                norms.append(float(state.params.norm()))
+                for param in state.params.values():
+                    param.tensor.grad = None
+        return norms[:-1], norms[-1], each
 
     def end(self, why: str) -> None:
         """End the run with this step, as if it were the last one: it is evaluated and saved.

@@ -31,7 +31,7 @@ from dtt.train.state import (
     restore_rng,
     seed_rank,
 )
-from dtt.train.step import LossFunction, update
+from dtt.train.step import update
 
 Names = Mapping[str, Sequence[int]]
 """Names of metrics, with the layers that have one each; without layers it is a number for all."""
@@ -41,7 +41,6 @@ Names = Mapping[str, Sequence[int]]
 class Trainer(Run):
     """The training loop and everything it uses; `train/build.py` builds it."""
 
-    objective: LossFunction
     actions: Sequence[StepAction]
     """What the run does after a step, in order."""
     _unread: list[tuple[Record, Tensor, Names]] = field(default_factory=list)
