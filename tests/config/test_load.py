@@ -14,7 +14,7 @@ from dtt.config.key_types import Key
 from dtt.config.load import changes_on_resume, resolve, stage_names
 from dtt.config.merging import merge
 from dtt.config.shipped import shipped_configs
-from dtt.config.source import Leaf, read_file
+from dtt.config.source import LARGEST_NODE, Leaf, read_file
 from dtt.optim.adamw import AdamWConfig, AdamWSettings
 from dtt.optim.muon.variant import MuonConfig
 
@@ -245,3 +245,25 @@ def test_only_keys_that_decide_what_is_trained_count_as_changes() -> None:
     other = resolve(None, ["optim.lr=1", "train.steps=5", "schedule.type=constant"], env={}).config
     assert changes_on_resume(old, free) == []
     assert {"optim.lr", "train.steps", "schedule.type"} <= set(changes_on_resume(old, other))
+
+
+# ---- aliases of YAML may repeat values, but not multiply them without bound ---------------------
+
+ROWS = [f"  x{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 11)]
+BOMB = "\n".join(["launch.environment:", "  x0: &a0 [1, 1, 1]", *ROWS])
+
+
+def test_aliases_that_multiply_are_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(BOMB)
+    with pytest.raises(ConfigError, match=f"{LARGEST_NODE:,} values") as error:
+        read_file(path, explain.key_types())
+    assert "run.yaml:" in str(error.value)
+
+
+def test_aliases_repeat_values(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("a: &n 32\nb: *n\nc: &l [1, 2]\nd: [*l, *l]\n")
+    _, layer = read_file(path, explain.key_types())
+    values = {key: leaf.value for key, leaf in layer.items()}
+    assert values == {("a",): 32, ("b",): 32, ("c",): [1, 2], ("d",): [[1, 2], [1, 2]]}

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtt.base.errors import ConfigError
-from dtt.config.load import resolve as resolve_config
 from dtt.config.schedule import (
     ConstantConfig,
     CosineConfig,
@@ -22,7 +20,6 @@ from dtt.config.schedule import (
     ScheduleConfig,
     WsdConfig,
 )
-from dtt.config.source import Leaf
 from dtt.optim.schedule import ResolvedSchedule, resolve
 
 PER_STEP = 1024
@@ -169,15 +166,3 @@ def test_lengths_in_tokens_follow_a_batch_that_grows() -> None:
 )
 def test_each_curve_is_its_formula(config: ScheduleConfig, step: int, expected: float) -> None:
     assert set_against(config, 100).multiplier(step) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("length", ["5 apples", "120%", 1.5, -3, True, None])
-def test_a_malformed_length_is_refused_with_the_valid_forms(length: Any) -> None:
-    layer = {("schedule", "warmup"): Leaf(length, "run.yaml:3")}
-    with pytest.raises(ConfigError, match=r"run.yaml:3  schedule.warmup: must be steps \(500\), a"):
-        resolve_config(layer, env={})
-
-
-def test_an_exponential_decay_to_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule.floor: an exponential decay never reaches 0"):
-        resolve_config(None, ["schedule.shape=exponential"], env={})
