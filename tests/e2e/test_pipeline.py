@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.running import Dtt, kill_when, wait_until
+from support.running import Done, Dtt, kill_when, wait_until
 
 SMALL = (
     "train.steps=12", "model.dim=32", "model.n_layers=2", "model.n_heads=2", "train.seq_len=64",
@@ -16,7 +16,13 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def dtt(tmp_path_factory: pytest.TempPathFactory) -> Dtt:
+    """The command, in a folder of all tests of this file."""
+    return Dtt(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture(scope="module")
 def books(dtt: Dtt) -> Path:
     """A folder of text files, as a user has them."""
     folder = dtt.folder / "my books"
@@ -27,9 +33,14 @@ def books(dtt: Dtt) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def run(dtt: Dtt, books: Path) -> Done:
+    """What the pipeline said that made jobs/books and exports/books."""
+    return dtt("pipeline", "-c", "quickstart", "-d", books, "name=books", *SMALL)
+
+
 @pytest.mark.slow
-def test_raw_text_becomes_a_model_that_transformers_loads(dtt: Dtt, books: Path) -> None:
-    run = dtt("pipeline", "-c", "quickstart", "-d", books, "name=books", *SMALL)
+def test_raw_text_becomes_a_model_that_transformers_loads(dtt: Dtt, books: Path, run: Done) -> None:
     for words in ("validation loss", "bits per byte", "tokens/s", "after training:",
                   "exports/books", "jobs/books", "dtt generate", "dtt train"):  # fmt: skip
         assert words in run.stdout
@@ -65,9 +76,8 @@ def test_raw_text_becomes_a_model_that_transformers_loads(dtt: Dtt, books: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("run")
 def test_killed_in_every_step_it_resumes_to_the_same_weights(dtt: Dtt, books: Path) -> None:
-    for step in ("download", "tokenize", "train"):
-        dtt(step, "-c", "quickstart", f"download.dataset={books}", *SMALL, "name=undisturbed")
     command = ("pipeline", "-c", "quickstart", "-d", books, *SMALL)
     marks = {
         "tokenize": dtt.folder / "data/tokens/again/.units",
@@ -81,7 +91,7 @@ def test_killed_in_every_step_it_resumes_to_the_same_weights(dtt: Dtt, books: Pa
     dtt(*command)
     for name in ("model", "state"):
         file = f"checkpoints/step-000012/{name}-00000.safetensors"
-        one, other = (dtt.folder / "jobs" / job / file for job in ("undisturbed", "again"))
+        one, other = (dtt.folder / "jobs" / job / file for job in ("books", "again"))
         assert one.read_bytes() == other.read_bytes()
 
 

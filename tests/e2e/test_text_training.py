@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from support import forked_runs
 from support.running import Dtt, wait_until, write_documents
 
 from dtt.track import jsonl
@@ -99,10 +100,7 @@ def test_a_killed_run_resumes_bit_for_bit_from_a_few_integers(prepared: Dtt) -> 
 @pytest.mark.slow
 def test_on_another_number_of_ranks_it_resumes_with_the_same_samples(prepared: Dtt) -> None:
     job = kill_in_the_middle(prepared, "shared")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    process = prepared.start_python(*launcher, "-m", "dtt.main", "train", "jobs/shared")
-    done = Dtt.wait(process)
-    assert done.returncode == 0, done.stderr
+    forked_runs.run(prepared, "train", "jobs/shared", ranks=2)
     assert trained_on(job) == trained_on(prepared.folder / "jobs/whole")
 
 

@@ -84,17 +84,9 @@ HUB = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
 def test_an_invalid_upload_is_refused_before_the_export(job: Path, dtt: Dtt) -> None:
     with LoopbackHub() as hub:
         env = HUB | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(job / "none")}
-        cases = (
-            ({}, "org/model", 78, "no Hugging Face token"),
-            ({"HF_TOKEN": "hf_wrong"}, "org/model", 78, "the token is not valid"),
-            ({"HF_TOKEN": hub.token}, "a/b/c", 2, "is not the name of a Hub repository"),
-            ({"HF_TOKEN": hub.token, "HF_ENDPOINT": "http://127.0.0.1:9"}, "org/model", 78,
-             "nothing was exported yet"),
-        )  # fmt: skip
-        for more, repo, code, says in cases:
-            done = dtt("export", "jobs/tiny", "--upload", repo, expect=code, **(env | more))
-            assert says in done.stderr
-            assert not Path("exports").exists()
+        done = dtt("export", "jobs/tiny", "--upload", "org/model", expect=78, **env)
+        assert "no Hugging Face token" in done.stderr
+        assert not Path("exports").exists()
         env["HF_TOKEN"] = hub.token
         done = dtt("export", "jobs/tiny", "--upload", "org/model", "--json", **env)
         assert json.loads(done.stdout)["url"] == f"{hub.endpoint}/org/model"

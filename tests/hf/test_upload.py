@@ -98,41 +98,24 @@ def test_a_branch_that_the_hub_refuses_is_refused_before_an_upload(
     assert says.get(revision, f"Invalid reference for a branch: {revision}") in text
 
 
-def test_a_missing_token_is_reported_with_how_to_get_one(folder: Path) -> None:
-    with LoopbackHub() as hub:
-        code, text = upload(folder, "org/model", hub.endpoint, None)
-    assert (code, hub.requests) == (78, [])
-    assert "no Hugging Face token" in text
-    assert "hf auth login" in text
+REFUSED = {
+    "no token": (78, ("no Hugging Face token", "hf auth login")),
+    "a wrong token": (78, ("HTTP 401", "the token is not valid")),
+    "a token without write access": (78, ("HTTP 403", "may not write to org")),
+    "an unreachable hub": (78, ("cannot reach http://127.0.0.1:9", "nothing was exported yet")),
+    "an invalid name": (2, ("is not the name of a Hub repository",)),
+}
 
 
-def test_a_wrong_token_is_named(folder: Path) -> None:
-    with LoopbackHub() as hub:
-        code, text = upload(folder, "org/model", hub.endpoint, "hf_wrong")
-    assert code == 78
-    assert "HTTP 401" in text
-    assert "the token is not valid" in text
-
-
-def test_a_token_without_write_access_is_named(folder: Path) -> None:
-    with LoopbackHub(read_only_for_all=True) as hub:
-        code, text = upload(folder, "org/model", hub.endpoint, hub.token)
-    assert code == 78
-    assert "HTTP 403" in text
-    assert "may not write to org" in text
-
-
-def test_an_unreachable_hub_is_named(folder: Path) -> None:
-    with LoopbackHub() as hub:
-        endpoint, token = hub.endpoint, hub.token
-    code, text = upload(folder, "org/model", endpoint, token)
-    assert code == 78
-    assert f"cannot reach {endpoint}" in text
-    assert "nothing was exported yet" in text
-
-
-def test_an_invalid_repository_name_is_refused(folder: Path) -> None:
-    with LoopbackHub() as hub:
-        code, text = upload(folder, "a/b/c", hub.endpoint, hub.token)
-    assert code == 2
-    assert "is not the name of a Hub repository" in text
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_hub_would_refuse_is_named(folder: Path, case: str) -> None:
+    code, says = REFUSED[case]
+    with LoopbackHub(read_only_for_all="write access" in case) as hub:
+        token = {"no token": None, "a wrong token": "hf_wrong"}.get(case, hub.token)
+        endpoint = "http://127.0.0.1:9" if "unreachable" in case else hub.endpoint
+        repo = "a/b/c" if "name" in case else "org/model"
+        found, text = upload(folder, repo, endpoint, token)
+        assert (found, commits(hub)) == (code, 0)
+        assert token is not None or hub.requests == []
+    for words in says:
+        assert words in text
