@@ -150,7 +150,7 @@ WITHOUT_EFFECT = (
     "train.compile", "train.attention", "chat.template", "chat.kwargs", "chat.control_text",
     # Which file is read, not what is computed from it.
     *(f"data[{kind}].{key}" for kind in ("tokens", "chat", "preference")
-      for key in ("to", "sources.dtype", "sources.validation", "sources.name")),
+      for key in ("to", *(f"sources[tokens].{name}" for name in ("dtype", "validation", "name")))),
     # A comparison takes other values for these.
     "train.steps", "train.epochs", "train.budget", "train.seq_len", "train.global_batch_tokens",
     "train.micro_batch", "train.precision", "train.stochastic_rounding", "model.dim",
