@@ -9,7 +9,7 @@ import dtt
 
 PROMISED = {
     "Action", "Context", "Documents", "Family", "MicroBatch", "Model", "Objective",
-    "Optimizer", "Param", "Params", "RunFacts",
+    "Optimizer", "Param", "Params", "Rows", "RunFacts",
     "RunView", "Schedule", "Source", "StepView",
     "Job", "evaluate", "export", "generate", "load", "load_model", "open_job", "train",
 }  # fmt: skip

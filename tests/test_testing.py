@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.conversation_files import write_tokenizer
 from support.running import ROOT
 
 from dtt.base.errors import DttError
@@ -21,8 +22,14 @@ def class_in(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_an_example_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(class_in(ROOT / "examples/lion.py", "Lion", monkeypatch), lr=1e-3)
+@pytest.mark.parametrize("case", ["lion", "times"])
+def test_an_example_is_right(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = class_in(ROOT / f"examples/{case}.py", case.capitalize(), monkeypatch)
+    if case == "lion":
+        check(cls, lr=1e-3)
+    else:
+        longer = "train.seq_len=64", "train.global_batch_tokens=512"
+        check(cls, *longer, tokenizer=f"{write_tokenizer(tmp_path).path}/tokenizer.json")
 
 
 WRONG = {
@@ -47,6 +54,16 @@ WRONG = {
         "    def rows(self, part):\n        yield str(__import__('time').time_ns())\n",
         "yields others when it is called again",
     ),
+    "hashes": (
+        "Rows",
+        """
+    def __len__(self):
+        return 99
+    def __getitem__(self, row):
+        return [hash("a") % 99]
+""",
+        "another process (reads other|cannot read the) samples",
+    ),
     "unfinished": ("Objective", "", "NotImplementedError"),
 }
 
@@ -56,5 +73,8 @@ def test_a_mistake_is_named(case: str, tmp_path: Path, monkeypatch: pytest.Monke
     base, body, said = WRONG[case]
     path = tmp_path / "mine.py"
     path.write_text(f"import dtt\n\n\nclass Mine(dtt.{base}):\n    x: int = 1\n{body}")
+    keys = (
+        {"tokenizer": f"{write_tokenizer(tmp_path).path}/tokenizer.json"} if base == "Rows" else {}
+    )
     with pytest.raises((DttError, AssertionError), match=said):
-        check(class_in(path, "Mine", monkeypatch))
+        check(class_in(path, "Mine", monkeypatch), **keys)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
     from dtt.config.schedule import Schedule as Schedule
+    from dtt.config.sources import Rows as Rows
     from dtt.config.sources import Source as Source
     from dtt.library import Job as Job
     from dtt.library import evaluate as evaluate
@@ -40,6 +41,7 @@ INTERFACE = {
     "Optimizer": "dtt.config.optim",
     "Param": "dtt.params.table",
     "Params": "dtt.params.table",
+    "Rows": "dtt.config.sources",
     "RunFacts": "dtt.config.schedule",
     "RunView": "dtt.train.own_objective",
     "Schedule": "dtt.config.schedule",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import chdir
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from dtt.base.files import sha256_file
 from dtt.config.base import Section
 from dtt.config.documents import Documents
 from dtt.config.own import KINDS
+from dtt.config.sources import Source
 
 SMALL: Mapping[str, Any] = {
     "name": "check",
@@ -31,15 +36,18 @@ SMALL: Mapping[str, Any] = {
     "parallel": {"replicate": 2, "shard": 2},
 }  # fmt: skip
 """A run of a second, on four ranks where `dtt verify` runs it."""
+FEW = 64
+"""Samples that two processes compare."""
 
 
 def check(cls: type[Section], *overrides: str, **keys: Any) -> None:
     """Raise an error that says what is wrong with a class of one's own; takes half a minute.
 
-    Its keys are checked. Documents are read twice, and must be the same. All others train a small
-    model: a run that is resumed must equal one that is not, bit for bit, in weights, state and
-    records; and, as `dtt verify` says, two ranks of DDP, of FSDP2, and four of both must compute
-    what one process does. `keys` are those of the class; `overrides` are `KEY=VALUE` of the run.
+    Its keys are checked. Documents are read twice, and must be the same; samples and rows in two
+    processes. All but documents train a small model: a run that is resumed must equal one that is
+    not, bit for bit, in weights, state and records; and, as `dtt verify` says, two ranks of DDP, of
+    FSDP2, and four of both must compute what one process does. `keys` are those of the class;
+    `overrides` are `KEY=VALUE` of the run.
 
     Raises AssertionError for a difference, and a DttError for everything else.
     """
@@ -56,6 +64,8 @@ def check(cls: type[Section], *overrides: str, **keys: Any) -> None:
             value: Any = [section] if kind == "actions" else section
             path = folder / "check.yaml"
             path.write_text(json.dumps({**SMALL, kind: value}))  # which is YAML
+            if issubclass(cls, Source):
+                _check_samples(path, overrides)
             _check_resume(path, overrides)
             _check_layouts(path, overrides)
     shutil.rmtree(folder)  # not after an error: what it names is in there
@@ -70,6 +80,29 @@ def _check_documents(section: Mapping[str, Any]) -> None:
         run_download.run(cfg.config)
         contents.append({p.name: sha256_file(p) for p in sorted(Path(name).glob("part-*"))})
     assert contents[0] == contents[1], "`rows` yields others when it is called again"
+
+
+def samples_sha256(path: str, *overrides: str) -> str:
+    """Return the hash of the first samples of a run, in the order in which it reads them."""
+    from dtt.data.samples.dataset import open_dataset
+
+    dataset = open_dataset(library.load(path, *overrides).config)
+    rows = dataset.read(dataset.order(0, FEW))
+    return sha256(rows.ids.tobytes() + rows.targets.tobytes()).hexdigest()
+
+
+def _check_samples(path: Path, overrides: tuple[str, ...]) -> None:
+    script = "import sys\nfrom dtt.testing import samples_sha256\n"
+    script += "print(samples_sha256(*sys.argv[1:]))"
+    found = set()
+    # Other ranks hash texts otherwise: nothing may depend on the order of a set.
+    for seed in "12":
+        argv = [sys.executable, "-c", script, str(path), *overrides]
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"another process cannot read the samples: {done.stderr}"
+        found.add(done.stdout)
+    assert len(found) == 1, "another process reads other samples"
 
 
 def _check_resume(path: Path, overrides: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from dtt.data.corpus.units import Corpus
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.encoded_documents import CorpusDocuments
 from dtt.data.samples.loader import Batch, BatchReader, training_batches
-from dtt.data.samples.protocol import Counts, DocumentSpan, Rows, SampleNumbers, Streamed
+from dtt.data.samples.protocol import Counts, DocumentSpan, SampleNumbers, SampleRows, Streamed
 from dtt.data.samples.protocol import SampleSource as Source
 from dtt.data.samples.synthetic_source import SyntheticSource
 from dtt.data.samples.text_source import HeldOutText, TextSource
@@ -57,9 +57,9 @@ class EveryThird:
     def order(self, first: int, count: int) -> SampleNumbers:
         return (7 * np.arange(first, first + count, dtype=np.uint64)) % np.uint64(len(self))
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         ids = (samples[:, None] * 5 + np.arange(self._seq_len + 1)).astype(np.int64) % 256
-        return Rows(ids, np.where(ids[:, 1:] % 3 == 0, ids[:, 1:], IGNORE_INDEX))
+        return SampleRows(ids, np.where(ids[:, 1:] % 3 == 0, ids[:, 1:], IGNORE_INDEX))
 
     def counts(self, samples: SampleNumbers) -> Counts:
         # 256 is no multiple of 3, so the numbers are counted one by one.
@@ -241,7 +241,7 @@ def test_loss_and_gradients_are_those_of_the_unmasked_targets_alone(mixed: Datas
 class Nothing(EveryThird):
     """A source without any target."""
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         rows = super().read(samples)
         return replace(rows, targets=np.full_like(rows.targets, IGNORE_INDEX))
 

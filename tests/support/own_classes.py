@@ -47,6 +47,19 @@ class Numbers(dtt.Source):
         ids = [number + 1] * (2 + number % (tokens - 2))
         return ids, [place != 1 for place in range(len(ids))]
 """
+ROWS = """
+import dtt
+
+
+class Mine(dtt.Rows):
+    count: int = 12
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        return GIVEN
+"""
 WORDS = """
 from pathlib import Path
 import dtt

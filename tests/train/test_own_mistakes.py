@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ class Kind(NamedTuple):
     command: str = "train"
 
 
+FEW = ("train.seq_len=8", "train.global_batch_tokens=16", "train.device=cpu", "train.steps=1")
 KINDS = {
     "schedule": Kind(
         own_classes.POLYNOMIAL, "schedule.type=mine.py:Polynomial",
@@ -37,13 +39,18 @@ KINDS = {
     "source": Kind(
         own_classes.NUMBERS, "data.type=mine.py:Numbers",
         "data: {type: mine.py:Numbers, tokenizer: TOKENS/tokenizer.json}",
-        ("train.seq_len=8", "train.global_batch_tokens=16", "train.device=cpu", "train.steps=1"),
+        FEW,
+    ),
+    "rows": Kind(
+        own_classes.ROWS.replace("GIVEN", "'a'"), "data.type=mine.py:Mine",
+        "data: {type: mine.py:Mine, tokenizer: TOKENS/tokenizer.json}", FEW,
     ),
     "documents": Kind(
         own_classes.WORDS, "download.documents.type=mine.py:Words",
         "download: {documents: {type: mine.py:Words}}", (), "download",
     ),
 }  # fmt: skip
+TALK = "[{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]"
 DATE = "import datetime\n            yield {'text': datetime.date.max} or f"
 MISTAKES = {
     "schedule, syntax": ("def multiplier(", "de multiplier(", "SyntaxError"),
@@ -100,6 +107,19 @@ MISTAKES = {
     "source, a mask of another length": ("range(len(ids))]", "range(1)]", "2 ids and a mask of 1"),
     "source, exception": ("return ids, ", "return self.ids, ", "has no attribute 'ids'"),
     "source, none": ("return self.count", "return 0", "`samples` returned 0"),
+    "source, changing": ("[number + 1]", "[__import__('time').time_ns() % 99]", "read again"),
+    "rows, none": ("return self.count", "return 0", "`__len__` returned 0"),
+    "rows, a wrong length": ("return self.count", "return '12'", "`__len__` returned '12'"),
+    "rows, another type": ("'a'", "5.0 if row == 7 else 'a'", "row 7 is of the type float"),
+    "rows, no list of ids": ("'a'", "[[1], [1, 2]]", "row 0 is a list of neither token ids nor"),
+    "rows, an empty one": ("'a'", "'' if row == 7 else 'a'", "row 7 is empty"),
+    "rows, of no token": ("'a'", "[1, -row]", "row 1 has ids from -1 to 1"),
+    "rows, changing": ("'a'", "f'{__import__(\"time\").time_ns()}'", "row 0 differs"),
+    "rows, exception in row 7": ("'a'", "'a' * (1 // (7 - row)) or 'a'", "Mine, row 7"),
+    "rows, half a character": (
+        "'a'", "'a' if row else '\\ud800'", "row 0 cannot be used: not UTF-8"
+    ),
+    "rows, two kinds": ("'a'", f"'a' if row < 7 else {TALK}", "row 7 is a conversation, unlike"),
     "documents, a number": ("yield f", "yield 7 or f", "`rows` yielded int"),
     "documents, a date": ("yield f", DATE, "date is not JSON serializable"),
     "documents, not a number of JSON": (
@@ -126,6 +146,8 @@ def test_a_mistake_names_its_key_and_what_is_wrong(dtt: Dtt, tokens: Path, case:
     assert "this is a bug" not in stderr
     if any(how in case for how in ("syntax", "import", "exception")):
         assert 'mine.py", line ' in stderr
+    if case.startswith(("source", "rows")):  # the line that raised, or of the method
+        assert re.search(r'mine.py(:\d+|", line \d+), ', stderr)
     assert not (dtt.folder / "data/corpus/Words/manifest.json").exists()
 
 

@@ -380,14 +380,24 @@ def own_files(config: RunConfig) -> dict[str, OwnFile]:
 
 
 @contextmanager
-def own_code(section: Section | None, key: str) -> Iterator[None]:
-    """Report an exception in a method of an own class as one of its user's code."""
+def own_code(section: Section | None, key: str, item: str = "") -> Iterator[None]:
+    """Report an exception in a method of an own class, for an `item`, as one of its user's code."""
     tag = tag_of(section)
     if not is_own(tag):
         yield
         return
-    with _code_of_user(f"{key}.{_tag_name(key)}={tag}"):
+    with _code_of_user(f"{key}.{_tag_name(key)}={tag}" + (f", {item}" if item else "")):
         yield
+
+
+def wrong_result(
+    section: Section, key: str, method: str, said: str, next: str = "correct it in your file"
+) -> OwnCodeError:
+    """Return the error for what a method of an own class returned, with the line of the method."""
+    code = getattr(getattr(type(section), method), "__code__", None)
+    line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}, "
+    where = f"{line}{key}.{_tag_name(key)}={tag_of(section)}"
+    return OwnCodeError(f"{type(section).__name__}: {said}", where=where, next=next)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import ScheduleConfig, WsdConfig
-from dtt.config.sources import AnySource, SourceConfig
+from dtt.config.sources import AnySource, Source, SourceConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
 from dtt.config.variants import any_of, variant
 
@@ -157,7 +157,8 @@ class RunConfig(Section):
                 "train.seq_len",
                 f"{train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}",
             )
-        if train.epochs is not None and not self.data.reads_token_files:
+        counted = self.data.reads_token_files or isinstance(self.data, Source)
+        if train.epochs is not None and not counted:
             yield (
                 "train.epochs",
                 f"needs token files, which data.type={self.data.type} does not read",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -143,3 +143,42 @@ class Source(OtherDataConfig):
     def version(self) -> str:
         """Return a text that changes when the samples do: then a job is not resumed with them."""
         return ""
+
+
+Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""A text, token ids, the messages of a conversation, or a mapping with `messages`."""
+
+
+class Rows(Source):
+    """Rows that dtt encodes and packs. One of your own defines `__len__` and `__getitem__`.
+
+    Each stays whole, unless it is a text longer than a sequence, and attention stays within it.
+    """
+
+    packing: ClassVar[Literal["best-fit"]] = "best-fit"  # type: ignore[assignment]
+    mask_documents: ClassVar[bool] = True
+
+    held_out: int = Field(default=0, ge=0)
+    """Number of rows that are held out for validation: the last ones."""
+
+    def __len__(self) -> int:
+        """Return the number of rows, those held out included."""
+        raise NotImplementedError
+
+    def __getitem__(self, row: int) -> Row:
+        """Return a row (from 0), the same one each time.
+
+        It is a text, which dtt encodes, token ids, or a conversation, as messages with `role` and
+        `content`, or as a mapping with `messages` and, for example, `tools`. Of a conversation, the
+        targets are those that `chat.train_on` names. dtt ends a text, and ids, with the token that
+        ends a document. All rows are read before the first step, and kept encoded.
+        """
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        """Return True: a section is there, however many rows it has."""
+        return True
+
+    def samples(self) -> int:
+        """Return the number of rows."""
+        return len(self)

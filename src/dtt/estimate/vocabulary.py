@@ -27,7 +27,8 @@ def vocabulary_and_steps(
     `expected_size` if the tokenizer does not exist either. Raises ConfigError if one of them cannot
     be determined.
     """
-    if cfg.data.reads_token_files:
+    # Samples of a class are counted only where their number decides that of the steps.
+    if cfg.data.reads_token_files or (isinstance(cfg.data, Source) and cfg.train.steps == 0):
         try:
             dataset = open_dataset(cfg)
         except InputError:

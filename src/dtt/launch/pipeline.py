@@ -336,7 +336,7 @@ def closing_summary(
         f"  model        {export}  (Hugging Face format, verified with transformers)",
         "",
         "Next steps",
-        f"  {f'dtt chat {export}' if cfg.data.type in ('chat', 'preference') else text_only}",
+        f"  {f'dtt chat {export}' if JobDir(cfg.job_dir).chat_template.is_file() else text_only}",
         f"  dtt train {cfg.job_dir} train.steps={2 * summary.steps} --allow-change train.steps",
         *([] if runs[-1].stage else [f"  {own_text}"]),
         "  torchrun --standalone --nproc_per_node 8 -m dtt.main train -c CONFIG   # eight GPUs",

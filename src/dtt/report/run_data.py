@@ -143,7 +143,7 @@ def _next_command(status: Status) -> str:
     if status.state is State.DONE:
         cfg = configuration_of(status.job)
         if cfg is not None and (folder := _export_folder(cfg, status.files.step)) is not None:
-            chats = cfg.data.type in ("chat", "preference")
+            chats = status.job.chat_template.is_file()
             return shlex.join(["dtt", *(["chat"] if chats else ["generate", "-p", "TEXT"]), folder])
         command = ["export"]
     elif status.alive or status.queued:

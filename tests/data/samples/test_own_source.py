@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import resumed
-from support.own_classes import NUMBERS
+from support import resumed, tokenized_conversations
+from support.conversation_files import write_tokenizer
+from support.own_classes import NUMBERS, ROWS
 from support.running import ROOT, Dtt
 
 from dtt.base.errors import ConfigError
@@ -20,18 +22,33 @@ from dtt.config.run import RunConfig
 from dtt.config.source import Leaf
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.protocol import SOURCE_SHIFT
+from dtt.data.token_file import TokenFile
 
-ARITHMETIC = f"{ROOT}/examples/arithmetic.py:Arithmetic"
+SMALL = ("train.seq_len=8", "train.global_batch_tokens=16", "train.steps=4")
+TEXT = "'row ' * (1 + row % 3)"
+IDS = "[row + 1] * (1 + row % 3)"
+TALK = "[{'role': r, 'content': f'{row}'} for r in ('user', 'assistant') * 2]"
+
+
+def rows(given: str) -> str:
+    return ROWS.replace("GIVEN", given)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small one with the special tokens of conversations."""
+    return f"{write_tokenizer(tmp_path_factory.mktemp('tokenizer')).path}/tokenizer.json"
 
 
 @pytest.fixture
-def configured(tmp_path: Path) -> Any:
-    def resolved(code: str = NUMBERS, **data: object) -> RunConfig:
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)  # encoded rows are kept in `data/rows`
+
+    def resolved(code: str = NUMBERS, *keys: str, **data: object) -> RunConfig:
         (tmp_path / "mine.py").write_text(code)
         where = f"{tmp_path}/c.yaml:1"
         layer = {("data", key): Leaf(value, where) for key, value in data.items()}
-        keys = ["train.seq_len=8", "train.global_batch_tokens=16", "train.steps=4"]
-        return resolve(layer, keys, env={}).config
+        return resolve(layer, [*SMALL, *keys], env={}).config
 
     return resolved
 
@@ -69,42 +86,61 @@ def test_another_class_version_or_tokenizer_is_other_data(numbers: Any) -> None:
     assert numbers(count=13).manifest.key != key
 
 
-def test_the_example_trains_on_its_results_and_a_resume_changes_no_bit(
-    dtt: Dtt, tokens: Path, monkeypatch: pytest.MonkeyPatch
+EXAMPLES = {
+    "arithmetic": ("data.number=1000", "data.held_out=100"),
+    "times": ("train.seq_len=60", "train.eval_answers=4"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("arithmetic", "shard=2"),
+        ("times", "replicate=1"),
+        pytest.param("times", "shard=2", marks=pytest.mark.slow),
+    ],
+)
+def test_an_example_trains_and_a_resume_changes_no_bit(
+    dtt: Dtt, tokenizer: str, case: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = (
-        f"data.type={ARITHMETIC}", f"data.tokenizer={tokens}/tokenizer.json", "data.held_out=100",
-        "data.number=1000", "train.eval_every=2",
-    )  # fmt: skip
+    settings = ("-c", f"{ROOT}/examples/{case}.yaml", f"data.tokenizer={tokenizer}")
+    settings += (*EXAMPLES[case], "train.eval_every=2", "optim.type=adamw")
     others = tuple(key for key in resumed.SETTINGS if not key.startswith("data."))
     monkeypatch.setattr(resumed, "SETTINGS", others)
-    assert resumed.differing(dtt, "shard=2", *settings) == []
-    done = dtt("plan", *others, *settings)
-    assert "memory" in done.stdout
+    assert resumed.differing(dtt, layout, *settings) == []
+    if case == "times":
+        job = dtt.folder / "jobs/t"
+        assert (job / "chat_template.jinja").is_file()
+        shown = dtt("data", "at-step", "jobs/t", "4").stdout
+        assert re.search(r"What is (\d+) times (\d+)\?", shown)
+    assert "memory" in dtt("plan", *others, *settings).stdout
 
 
 def test_a_class_is_one_of_several_sources(configured: Any, tokens: Path) -> None:
     own = {"type": "mine.py:Numbers", "tokenizer": f"{tokens}/tokenizer.json"}
     files = {"path": f"{tokens}", "weight": 1.0, "validation": own | {"count": 5}}
     mine = own | {"name": "n", "weight": 3.0, "validation": f"{tokens}"}
-    cfg = configured(sources=[files, mine], mask_documents=True)
+    texts = own | {"type": "mine.py:Mine", "weight": 4.0, "held_out": 2}
+    keys = "data.mask_documents=true", "train.seq_len=16", "train.global_batch_tokens=128"
+    code = NUMBERS + rows(TEXT)
+    cfg = configured(code, *keys, sources=[files, mine, texts])
     dataset = open_dataset(cfg)
-    assert dataset.shares() == {"tokens": 0.25, "n": 0.75}
-    counted, held_out = dataset.validation
+    assert dataset.shares() == {"tokens": 0.125, "n": 0.375, "Mine": 0.5}
+    counted, held_out, _ = dataset.validation
     assert [len(one) for one in (dataset.sources[1], counted)] == [12, 5]
     assert (counted.name, held_out.name) == ("tokens", "n")
     samples = dataset.order(0, 8)
-    rows, parts = dataset.read(samples), [*dataset.by_source(samples)]
-    assert rows.ids.shape == rows.doc_ids.shape == (8, 9)
+    batch, parts = dataset.read(samples), [*dataset.by_source(samples)]
+    assert batch.ids.shape == batch.doc_ids.shape == (8, 17)
     for source, number, where in parts:
-        assert np.array_equal(source.read(number).ids, rows.ids[where])
+        assert np.array_equal(source.read(number).ids, batch.ids[where])
     mine_first = int(parts[1][1][0]) + (1 << SOURCE_SHIFT)
     source, (span,) = dataset.origin(mine_first)
     assert (source.name, str(span.file), span.document) == ("n", "n", int(parts[1][1][0]))
     assert list(trained_files(cfg)) == ["mine.py"]
     assert trained_files(cfg)["mine.py"][0] == "data.sources"
     assert pickle.loads(pickle.dumps(cfg)) == cfg
-    other = configured(sources=[files, mine | {"count": 13}], mask_documents=True)
+    other = configured(code, *keys, sources=[files, mine | {"count": 13}, texts])
     assert open_dataset(other).manifest.key != dataset.manifest.key
 
 
@@ -142,9 +178,59 @@ def test_a_mixture_with_a_class_resumes_without_another_bit(
     assert "Numbers" in shown.stdout
 
 
-def test_samples_that_differ_when_they_are_read_again_are_refused(numbers: Any) -> None:
-    changing = NUMBERS.replace(
-        "import dtt", "import itertools\nimport dtt\n\nN = itertools.count()"
-    )
-    with pytest.raises(Exception, match="differs when it is read again"):
-        numbers(changing.replace("[number + 1]", "[next(N) % 9]"))
+@pytest.mark.parametrize("given", [TEXT, IDS, TALK])
+def test_rows_are_encoded_once_packed_whole_and_found_again(
+    configured: Any, tmp_path: Path, tokenizer: str, given: str
+) -> None:
+    keys = "train.seq_len=64", "train.global_batch_tokens=128"
+    mine = {"type": "mine.py:Mine", "tokenizer": tokenizer, "held_out": 3}
+    dataset = open_dataset(configured(rows(given), *keys, **mine))
+    (source,), (validation,) = dataset.sources, dataset.validation
+    samples = np.arange(len(source), dtype=np.uint64)
+    read = source.read(samples)
+    assert source.counts(samples).targets == (read.targets != IGNORE_INDEX).sum()
+    spans = [span for sample in samples.tolist() for span in source.origin(sample)]
+    assert sorted(span.document for span in spans) == [*range(9)]
+    assert {str(span.file) for span in spans} == {"Mine"}
+    assert (read.ids >= 0).sum() == source.tokens == sum(span.stop - span.start for span in spans)
+    assert validation is not None
+    assert (dataset.chat_template is not None) == (given == TALK)
+    if given == IDS:
+        ((start, stop),) = [(s.start, s.stop) for s in source.origin(0) if s.document == 5]
+        assert read.ids[0, start:stop].tolist() == [6, 6, 6, dataset.manifest.end_of_document]
+    # Again from what was kept: the class would raise.
+    key = dataset.manifest.key
+    assert len([*tmp_path.glob("data/rows/Mine-*/manifest.json")]) == 1
+    assert open_dataset(configured(rows(given), *keys, **mine)).manifest.key == key
+    assert open_dataset(configured(rows(given), *keys, **mine, count=13)).manifest.key != key
+
+
+def test_rows_of_conversations_are_encoded_as_dtt_tokenize_does(
+    configured: Any, tmp_path: Path
+) -> None:
+    """Ids and loss masks, also of several sequences of a conversation."""
+    tokens = tokenized_conversations.write_conversations(tmp_path, 40)
+    code = "ALL = __import__('support.tokenized_conversations', fromlist=['x']).conversations(40)"
+    mine = {"type": "mine.py:Mine", "tokenizer": f"{tmp_path}/tokenizer.json", "count": 40}
+    keys = "train.seq_len=512", "train.global_batch_tokens=512"
+
+    def sequences(folder: Path) -> list[tuple[bytes, bytes]]:
+        found = []
+        for path in folder.glob("*.idx"):
+            file, mask = TokenFile(path.with_suffix("")), path.with_suffix(".mask").read_bytes()
+            ends = np.cumsum(file.lengths)
+            found += [
+                (bytes(one), mask[e - len(one) : e]) for one, e in zip(file, ends, strict=True)
+            ]
+        return sorted(found)
+
+    open_dataset(configured(code + rows("ALL[row]"), *keys, **mine))
+    (folder,) = tmp_path.glob("data/rows/Mine-*/")
+    assert sequences(folder) == sequences(tokens)
+    expanded = open_dataset(configured(code + rows("ALL[row]"), *keys, "chat.turns=expand", **mine))
+    found = [s.document for n in range(len(expanded.sources[0])) for s in expanded.origin(n)[1]]
+    answers = [
+        sum(m["role"] == "assistant" and m.get("train", True) for m in row["messages"])
+        for row in tokenized_conversations.conversations(40)
+    ]
+    assert [found.count(row) for row in range(40)] == answers

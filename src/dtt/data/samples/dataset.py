@@ -26,8 +26,8 @@ from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
     Opened,
-    Rows,
     SampleNumbers,
+    SampleRows,
     SampleSource,
     Streamed,
 )
@@ -100,7 +100,7 @@ class Dataset:
             samples[where] = numbers | np.uint64(number << SOURCE_SHIFT)
         return samples
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         """Return the samples, one per row in the given order; see `SampleSource.read`."""
         parts = [
             (source.read(numbers), where) for source, numbers, where in self.by_source(samples)
@@ -179,7 +179,7 @@ class Dataset:
         )
 
 
-def _merged(parts: Sequence[tuple[Rows, npt.NDArray[np.bool_]]]) -> Rows:
+def _merged(parts: Sequence[tuple[SampleRows, npt.NDArray[np.bool_]]]) -> SampleRows:
     """Merge the rows of several sources; each comes with a mask of its rows in the result."""
 
     def merged(columns: Sequence[npt.NDArray[Any] | None]) -> Any:
@@ -191,7 +191,7 @@ def _merged(parts: Sequence[tuple[Rows, npt.NDArray[np.bool_]]]) -> Rows:
             whole[where] = values
         return whole
 
-    return Rows(
+    return SampleRows(
         merged([rows.ids for rows, _ in parts]),
         merged([rows.targets for rows, _ in parts]),
         merged([rows.doc_ids for rows, _ in parts]),

@@ -19,8 +19,8 @@ from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
-    Rows,
     SampleNumbers,
+    SampleRows,
     count_targets,
     targets_of,
 )
@@ -161,7 +161,7 @@ class TextSamples(ABC):
     ) -> Iterator[tuple[EncodedDocuments, npt.NDArray[np.intp], SampleNumbers]]:
         """Yield each row that has some of `samples`, their indices in `samples` and in the row."""
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         """See SampleSource."""
         ids = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
         for row, where, numbers in self._by_row(samples):
@@ -170,7 +170,7 @@ class TextSamples(ABC):
         ends = ids == self._encoder.end_of_document
         doc_ids = np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int32)
         targets = targets_of(ids, doc_ids=doc_ids if self._eod_mask_loss else None)
-        return Rows(ids, targets, doc_ids if self._with_doc_ids else None)
+        return SampleRows(ids, targets, doc_ids if self._with_doc_ids else None)
 
     def counts(self, samples: SampleNumbers) -> Counts:
         """See SampleSource."""

@@ -18,7 +18,7 @@ from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
-from dtt.data.samples.protocol import Rows, SampleNumbers
+from dtt.data.samples.protocol import SampleNumbers, SampleRows
 from dtt.data.samples.shard_check import ShardCheck
 from dtt.data.samples.token_shards import Shard
 from dtt.data.samples.token_source import TokenSource
@@ -27,7 +27,7 @@ from dtt.data.samples.token_source import TokenSource
 class SampleReader(Protocol):
     """A source, or a mixture of several."""
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         """Return the samples, one per row; see `SampleSource.read`."""
 
 
@@ -46,7 +46,7 @@ class MicroBatch:
     doc_ids: Tensor | None
     """int32 document index of each token; None if attention crosses document boundaries."""
     extra: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further values of the targets that the objective needs; see `Rows.extra`."""
+    """Further values of the targets that the objective needs; see `SampleRows.extra`."""
 
 
 @dataclass(frozen=True)

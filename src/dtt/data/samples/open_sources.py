@@ -17,13 +17,14 @@ from dtt.config.data import (
     TokensDataConfig,
 )
 from dtt.config.run import RunConfig
-from dtt.config.sources import AnySource, Source, SourceConfig
+from dtt.config.sources import AnySource, Rows, Source, SourceConfig
 from dtt.data.corpus.described import check_tokens
 from dtt.data.samples import compatibility
 from dtt.data.samples.named_tokenizer import read_vocabulary
+from dtt.data.samples.own_rows import encoded, row_numbers
 from dtt.data.samples.own_source import open_own
 from dtt.data.samples.protocol import Opened, SampleSource, Vocabulary
-from dtt.data.samples.token_source import open_tokens
+from dtt.data.samples.token_source import TokenSource, open_tokens
 
 
 def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[Opened]:
@@ -45,18 +46,15 @@ def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[Opened]:
 
             return [open_synthetic(cfg.data.vocab_size, cfg.train.seq_len, cfg.seed)]
         case own:
-            return [open_own(own, cfg)]
+            return [_open_one(cfg, own, None, own.label)]
 
 
 def _open_source(cfg: RunConfig, source: AnySource, given: Vocabulary | None) -> Opened:
     """Open a source of a mixture; `given` is the vocabulary of `data.tokenizer`."""
-    if isinstance(source, SourceConfig):
-        opened = _open_token_files(cfg, source, given)
-    else:
-        opened = open_own(source, cfg)
     held_out, name = source.validation, source.label
+    opened = _open_one(cfg, source, given, name)
     if isinstance(held_out, Source):
-        other = open_own(held_out, cfg, name)
+        other = _open_one(cfg, held_out, given, name)
         validation: SampleSource | None = other.train
     elif held_out is not None and not isinstance(source, SourceConfig):
         files = SourceConfig(path=held_out, validation=held_out, name=name)
@@ -67,6 +65,18 @@ def _open_source(cfg: RunConfig, source: AnySource, given: Vocabulary | None) ->
     named = [(name, opened.vocabulary), ("its validation", other.vocabulary)]
     compatibility.check_one_tokenizer([(name, its.tokenizer, its.sha256) for name, its in named])
     return replace(opened, validation=validation)
+
+
+def _open_one(cfg: RunConfig, source: AnySource, given: Vocabulary | None, name: str) -> Opened:
+    """Open a source without its key `validation`."""
+    if isinstance(source, SourceConfig):
+        return _open_token_files(cfg, source, given)
+    if not isinstance(source, Rows):
+        return open_own(source, cfg, name)
+    folder = encoded(source, cfg)
+    opened = _open_token_files(cfg, SourceConfig(path=folder, name=name), given)
+    assert isinstance(opened.train, TokenSource)
+    return replace(opened, train=opened.train.made_from(name, row_numbers(folder)))
 
 
 def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | None) -> Opened:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.own import own_code, own_file_of
+from dtt.config.own import OwnCodeError, own_code, own_file_of, wrong_result
 from dtt.config.run import RunConfig
 from dtt.config.sources import Source, SourceEntry
 from dtt.data.samples.named_tokenizer import read_vocabulary
@@ -18,14 +18,25 @@ from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
     Opened,
-    Rows,
     SampleNumbers,
+    SampleRows,
     Vocabulary,
     targets_of,
 )
 from dtt.data.samples.shuffle import Order
 
-KEY = "data"
+
+def key_of(config: Source) -> str:
+    """Return the key of the section, or of the list that it is an entry of."""
+    return "data.sources" if isinstance(config, SourceEntry) else "data"
+
+
+def keys_of(config: Source) -> dict[str, Any]:
+    """Return the keys that decide what a class yields."""
+    # Not the path of the tokenizer: a job keeps its own copy. Nor what an entry of a mixture has
+    # beside the keys of the class.
+    beside = set(SourceEntry.model_fields) if isinstance(config, SourceEntry) else set()
+    return config.model_dump(mode="json", exclude={"tokenizer", *beside} - {"type"})
 
 
 class OwnSource:
@@ -52,7 +63,7 @@ class OwnSource:
         """See SampleSource."""
         return self._shuffle.order(first, count)
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         """See SampleSource. Raises OwnCodeError for what is no sample."""
         shape = len(samples), self._width
         ids = np.full(shape, IGNORE_INDEX, np.int64)
@@ -62,25 +73,39 @@ class OwnSource:
             ids[row, : len(given)], mask[row, : len(given)] = given, counted
         # A sample is one document. Those of other sources in the batch may have several.
         doc_ids = np.zeros(shape, np.int32) if self._with_doc_ids else None
-        return Rows(ids, targets_of(ids, mask[:, 1:]), doc_ids)
+        return SampleRows(ids, targets_of(ids, mask[:, 1:]), doc_ids)
 
     def sample(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return the ids of a sample, and which of them are targets."""
         number = self._numbers[sample]
-        with own_code(self._config, KEY):
+        with own_code(self._config, key_of(self._config), f"sample {number}"):
             found = self._config.read(number, self._width)
             given, counted = found if isinstance(found, tuple) else (found, None)
             ids = np.asarray(given)
-            if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 1 < len(ids) <= self._width:
-                said = f"{ids.dtype} of shape {list(ids.shape)}"
-                raise ValueError(f"sample {number} is {said}, not 2 to {self._width} token ids")
-            if not 0 <= ids.min() <= ids.max() < self._vocabulary.size:
-                said = f"ids from {ids.min()} to {ids.max()}"
-                raise ValueError(f"sample {number} has {said}, of {self._vocabulary.size} tokens")
             mask = np.ones(len(ids), np.bool_) if counted is None else np.asarray(counted, np.bool_)
-            if mask.shape != ids.shape:
-                raise ValueError(f"sample {number} has {len(ids)} ids and a mask of {len(mask)}")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 1 < len(ids) <= self._width:
+            said = f"{ids.dtype} of shape {list(ids.shape)}"
+            raise self._wrong(number, f"is {said}, not 2 to {self._width} token ids")
+        if not 0 <= ids.min() <= ids.max() < self._vocabulary.size:
+            said = f"ids from {ids.min()} to {ids.max()}"
+            raise self._wrong(number, f"has {said}, of {self._vocabulary.size} tokens")
+        if mask.shape != ids.shape:
+            raise self._wrong(number, f"has {len(ids)} ids and a mask of {mask.size}")
         return ids.astype(np.int64), mask
+
+    def check_repeatable(self) -> None:
+        """Raise OwnCodeError if a sample differs when it is read again.
+
+        A resumed run and the other ranks read it again, and would train on something else.
+        """
+        one, other = (self.sample(0)[0].tolist() for _ in range(2))
+        if one != other:
+            said = "differs when it is read again: derive it from its number"
+            raise self._wrong(self._numbers[0], said)
+
+    def _wrong(self, number: int, said: str) -> OwnCodeError:
+        said = f"sample {number} {said}"
+        return wrong_result(self._config, key_of(self._config), "read", said)
 
     def counts(self, samples: SampleNumbers) -> Counts:
         """See SampleSource."""
@@ -94,41 +119,21 @@ class OwnSource:
         return [DocumentSpan(Path(self.name), self._numbers[sample], 0, 0, length)]
 
 
-def open_own(config: Source, cfg: RunConfig, name: str | None = None) -> Opened:
+def open_own(config: Source, cfg: RunConfig, name: str) -> Opened:
     """Return the source of a class of a user's own; raise OwnCodeError if it cannot be used.
 
-    `name` is that of the source whose held-out samples it has.
+    `name` is its own, or that of the source whose held-out samples it has.
     """
-    vocabulary, name = read_vocabulary(config.tokenizer), name or config.label
-    with own_code(config, KEY):
+    vocabulary = read_vocabulary(config.tokenizer)
+    with own_code(config, key_of(config)):
         count, version = config.samples(), config.version()
-        if type(count) is not int or count <= config.held_out:
-            raise ValueError(f"`samples` returned {count!r}, and data.held_out={config.held_out}")
+    if type(count) is not int or count <= config.held_out:
+        said = f"`samples` returned {count!r}, and held_out={config.held_out}"
+        raise wrong_result(config, key_of(config), "samples", said)
     train = OwnSource(name, config, range(count - config.held_out), vocabulary, cfg)
-    _check_repeatable(train)
+    train.check_repeatable()
     held_out = range(count - config.held_out, count)
     validation = OwnSource(name, config, held_out, vocabulary, cfg) if held_out else None
     file = own_file_of(config)
-    # Not the path of the tokenizer: a job keeps its own copy. Nor what an entry of a mixture has
-    # beside its own keys, which changes no sample.
-    keys = config.model_dump(
-        mode="json", exclude={"tokenizer", *SourceEntry.model_fields} - {"type"}
-    )
-    key = fingerprint([keys, file and file.sha256, version, vocabulary.sha256])
+    key = fingerprint([keys_of(config), file and file.sha256, version, vocabulary.sha256])
     return Opened(train, validation, key, vocabulary, None)
-
-
-def _check_repeatable(source: OwnSource) -> None:
-    """Raise OwnCodeError if a sample differs when it is read again.
-
-    A resumed run and the other ranks read it again, and would train on something else.
-    """
-
-    def first() -> Sequence[int]:
-        found: Sequence[int] = source.sample(0)[0].tolist()
-        return found
-
-    one, other = first(), first()
-    with own_code(source._config, KEY):  # noqa: SLF001  of this module
-        if one != other:
-            raise ValueError("sample 0 differs when it is read again: derive it from its number")

@@ -20,17 +20,14 @@ user's cache folder instead ($XDG_CACHE_HOME or ~/.cache).
 from __future__ import annotations
 
 import os
-import shutil
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-import filelock
 import numpy as np
 
 from dtt.artifacts.manifest import fingerprint
-from dtt.base.files import fsync_file, fsync_folder, named
+from dtt.base.files import named
 from dtt.base.log import log
 from dtt.base.reading import read_small
 from dtt.data.memory_map import map_file
@@ -45,6 +42,7 @@ from dtt.data.samples.packing import Packed, pack
 from dtt.data.samples.protocol import Counts, SampleNumbers
 from dtt.data.samples.sample_layout import Ints, ShardPieces
 from dtt.data.samples.token_shards import TokenFiles
+from dtt.data.write_once import write_once
 
 COLUMNS = {"first": "<i8", "start": "<i8", "length": "<i4"}
 TARGETS, FACTS = "targets", "facts.json"
@@ -99,33 +97,8 @@ def _cached(path: Path, key: str, write: Callable[[Path], None]) -> Path:
         if place.is_dir():
             return place
     place = places[0] if _can_hold(places[0].parent) else places[1]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    # One process of a node packs, while the others wait instead of packing too.
-    with filelock.FileLock(place.with_name(f"{key}.lock")):
-        # Again under the lock: another process may have finished meanwhile.
-        if not place.is_dir():
-            _write(place, write)
+    write_once(place, write)
     return place
-
-
-def _write(place: Path, write: Callable[[Path], None]) -> None:
-    # On some file systems, locks work within one node only. Each node then writes its own copy, and
-    # the first rename wins.
-    aside = place.with_name(f".{place.name}.{socket.gethostname()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    write(aside)
-    # Flushed before the rename, or a power failure could leave a complete name with empty files.
-    for path in aside.iterdir():
-        fsync_file(path)
-    try:
-        aside.rename(place)
-    except OSError:
-        # Another node won. Its packing is equal, as it depends on the key alone.
-        if not place.is_dir():
-            raise
-        shutil.rmtree(aside)
-    fsync_folder(place.parent)
 
 
 def _can_hold(folder: Path) -> bool:

@@ -23,7 +23,7 @@ SOURCE_SHIFT = 48
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """Samples read from a source, one per row; N samples of S = seq_len targets."""
 
     ids: npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ class SampleSource(Protocol):
         the position of the last `restore`.
         """
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         """Return the samples, one per row."""
 
     def counts(self, samples: SampleNumbers) -> Counts:
@@ -135,7 +135,7 @@ def targets_of(
     return targets
 
 
-def count_targets(read: Callable[[SampleNumbers], Rows], samples: SampleNumbers) -> int:
+def count_targets(read: Callable[[SampleNumbers], SampleRows], samples: SampleNumbers) -> int:
     """Return the number of targets of samples by reading them, a few at a time."""
     parts = (read(samples[first : first + 16]) for first in range(0, len(samples), 16))
     return sum(int((rows.targets != IGNORE_INDEX).sum()) for rows in parts)

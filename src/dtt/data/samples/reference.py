@@ -21,7 +21,7 @@ from dtt.data.samples.token_source import TokenSource
 
 DTYPE = np.dtype("<f4")
 NAME = "reference_logprobs"
-"""Name of the values in `Rows.extra`: in nats, 0 where there is no target."""
+"""Name of the values in `SampleRows.extra`: in nats, 0 where there is no target."""
 
 
 class ReferenceManifest(Manifest):

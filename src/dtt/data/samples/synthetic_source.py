@@ -15,8 +15,8 @@ from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
     Opened,
-    Rows,
     SampleNumbers,
+    SampleRows,
     Vocabulary,
     targets_of,
 )
@@ -51,11 +51,11 @@ class SyntheticSource:
         """See SampleSource."""
         return np.arange(first, first + count, dtype=np.uint64) % np.uint64(SAMPLES)
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         """See SampleSource. Each sample is one document."""
         places = samples[:, None] * np.uint64(self._width) + np.arange(self._width, dtype=np.uint64)
         ids = _mixed(places.astype(np.uint64) + self._key) % np.uint64(self._vocab_size)
-        return Rows(ids.astype(np.int64), targets_of(ids.astype(np.int64)))
+        return SampleRows(ids.astype(np.int64), targets_of(ids.astype(np.int64)))
 
     def counts(self, samples: SampleNumbers) -> Counts:
         """See SampleSource."""

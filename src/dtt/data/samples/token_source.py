@@ -20,8 +20,8 @@ from dtt.data.samples.packed_conversations import PackingCounts, TooLong, loss_m
 from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
-    Rows,
     SampleNumbers,
+    SampleRows,
     count_targets,
     targets_of,
 )
@@ -159,11 +159,18 @@ class TokenSource:
         self._end = end_of_document
         self._with_doc_ids, self._eod_mask_loss = doc_ids, eod_mask_loss
         self._extra: dict[str, npt.NDArray[Any]] = {}
+        self._rows: tuple[str, npt.NDArray[np.int64]] | None = None
 
     def with_extra(self, name: str, values: npt.NDArray[Any]) -> TokenSource:
         """Return this source with further values of its targets, [samples, S]."""
         source = copy(self)
         source._extra = self._extra | {name: values}  # noqa: SLF001 - a copy of this object
+        return source
+
+    def made_from(self, name: str, rows: npt.NDArray[np.int64]) -> TokenSource:
+        """Return this source, whose documents are these `rows` [documents] of a user's class."""
+        source = copy(self)
+        source._rows = name, rows  # noqa: SLF001 - a copy of this object
         return source
 
     def __len__(self) -> int:
@@ -178,7 +185,7 @@ class TokenSource:
         """Return the shards that contain these samples."""
         return [self.files.shards[i] for i in np.unique(self._layout.pieces(samples).shard)]
 
-    def read(self, samples: SampleNumbers) -> Rows:
+    def read(self, samples: SampleNumbers) -> SampleRows:
         """See SampleSource. Raises DamagedError for an id outside the vocabulary."""
         pieces = self._layout.pieces(samples)
         ids = np.empty((len(samples), self._width), dtype=np.int64)
@@ -191,7 +198,7 @@ class TokenSource:
         doc_ids = None
         if self._with_doc_ids or self._eod_mask_loss:
             doc_ids = self._doc_ids(ids, pieces)
-        return Rows(
+        return SampleRows(
             ids,
             targets_of(ids, mask, doc_ids if self._eod_mask_loss else None),
             doc_ids if self._with_doc_ids else None,
@@ -241,7 +248,10 @@ class TokenSource:
             opened = self.files.shards[shard]
             parts = spans_in(documents_of(opened), start, start + length, place)
             found += [DocumentSpan(opened.path, *part) for part in parts]
-        return found
+        if self._rows is None:
+            return found
+        name, rows = self._rows
+        return [s._replace(file=Path(name), document=int(rows[s.document])) for s in found]
 
     def _check(self, ids: npt.NDArray[np.int64], pieces: ShardPieces, vocab_size: int) -> None:
         if ids.view(np.uint64).max() < vocab_size:  # as uint64, negative ids are large

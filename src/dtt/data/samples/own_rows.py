@@ -1,0 +1,252 @@
+"""Rows of a user's own: a class gives them, and dtt keeps them encoded, as token files.
+
+    data/rows/<class>-<key>/    token files as those of `dtt tokenize`, with tokenizer and template
+              train-00000.rows  int64[sequences]: the row that each sequence was made from
+
+Packing needs the length of every row, so all are read once. They are kept because reading and
+encoding them again at each start, on each rank, would take as long as the class takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtt.artifacts.corpus import CorpusSource
+from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import LostText, SplitCounts, TokenShard, TokensManifest
+from dtt.base.files import sha256_file
+from dtt.base.log import log
+from dtt.config.data import GivenTokenizerConfig
+from dtt.config.own import OwnCodeError, own_code, own_file_of, wrong_result
+from dtt.config.run import RunConfig
+from dtt.config.sources import Rows
+from dtt.data.conversations.row_encoder import Conversations
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.json_rows import JsonRow
+from dtt.data.samples.own_source import key_of, keys_of
+from dtt.data.text.lost_characters import check_lost
+from dtt.data.text.tokenizer import given_tokenizer
+from dtt.data.text.unit_encoder import DocumentKind, EncodedPart, PlainText, UnitEncoder
+from dtt.data.token_file import TokenFileWriter, token_dtype
+from dtt.data.tokenize.shards import Split
+from dtt.data.write_once import write_once
+
+FOLDER, NUMBERS = Path("data/rows"), ".rows"
+AT_ONCE = 256
+"""Rows per call of the encoder; its results take many times the memory of the ids."""
+READ_AGAIN = 8
+"""Number of rows that each start compares with those that were encoded."""
+
+Row = str | npt.NDArray[np.int64] | dict[str, Any]
+"""A text, token ids, or a conversation as a row with `messages`."""
+
+
+def encoded(rows: Rows, cfg: RunConfig) -> Path:
+    """Return the folder of the token files of all rows; encode them if they are not there.
+
+    They are encoded again if the file of the class, its keys, `__len__` or `version` change, or the
+    tokenizer, or the keys of `chat` that decide how conversations are rendered.
+
+    Raises OwnCodeError for a row that is none, and for one that differs when it is read again.
+    """
+    with own_code(rows, key_of(rows)):
+        count, version = rows.__len__(), rows.version()
+    if type(count) is not int or count <= rows.held_out:
+        said = f"`__len__` returned {count!r}, and held_out={rows.held_out}"
+        raise wrong_result(rows, key_of(rows), "__len__", said)
+    tokenizer = GivenTokenizerConfig(
+        path=str(rows.tokenizer), bos=getattr(cfg.tokenizer, "bos", "tokenizer")
+    )
+    talks = isinstance(_row(rows, 0), dict)
+    kind: DocumentKind = Conversations(cfg.chat, engine="hf") if talks else PlainText("hf")
+    content, file = given_tokenizer(tokenizer), own_file_of(rows)
+    parts = {
+        "rows": [keys_of(rows), count, version, file and file.sha256],
+        "tokenizer": hashlib.sha256(content).hexdigest(),
+        **kind.key_parts(tokenizer),
+    }
+    # A template may print the date: of the day on which the rows were encoded, not of a resume.
+    undated = parts | {"chat": {**parts.get("chat", {}), "date": None}}
+    name = rows.type.rpartition(":")[2]
+    folder = FOLDER / f"{name}-{fingerprint(undated)[:16]}"
+
+    def write(aside: Path) -> None:
+        for file_name, text in {"tokenizer.json": content.decode(), **kind.files()}.items():
+            (aside / file_name).write_text(text, encoding="utf-8")
+        encoder = kind.open(tokenizer, aside / "tokenizer.json", parts)
+        _write(aside, rows, count, encoder, parts)
+
+    write_once(folder, write)
+    again = TokensManifest.read(folder).key_parts["read_again"]
+    for number, sha256 in again.items():
+        if _sha256(_row(rows, int(number))) != sha256:
+            next = "derive it from its number; if the rows have changed, return another `version`"
+            raise _wrong(rows, int(number), "differs when it is read again", next=next)
+    return folder
+
+
+def row_numbers(folder: Path) -> npt.NDArray[np.int64]:
+    """Return the number of the row that each training sequence was made from, [sequences]."""
+    return np.fromfile(folder / f"train-00000{NUMBERS}", np.int64)
+
+
+def _row(rows: Rows, number: int, vocab_size: int | None = None) -> Row:
+    """Return a row; raise OwnCodeError for what is none."""
+    with own_code(rows, key_of(rows), f"row {number}"):
+        given: Any = rows[number]
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, str | list | tuple | np.ndarray):
+        kinds = "a text, token ids, messages or a row with `messages`"
+        kind = type(given).__name__
+        raise _wrong(rows, number, f"is of the type {kind}, not {kinds}: {given!r:.80}")
+    if not len(given):
+        raise _wrong(rows, number, "is empty")
+    if isinstance(given, str):
+        return given
+    if isinstance(given[0], Mapping):
+        return {"messages": list(given)}
+    ids = np.empty(0)
+    with suppress(ValueError):  # lists of several lengths
+        ids = np.asarray(given)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise _wrong(rows, number, f"is a list of neither token ids nor messages: {given!r:.80}")
+    if vocab_size is not None and not 0 <= ids.min() <= ids.max() < vocab_size:
+        said = f"has ids from {ids.min()} to {ids.max()}"
+        raise _wrong(rows, number, f"{said}, of {vocab_size} tokens")
+    return ids.astype(np.int64)
+
+
+def _wrong(rows: Rows, number: int, said: str, **more: str) -> OwnCodeError:
+    return wrong_result(rows, key_of(rows), "__getitem__", f"row {number} {said}", **more)
+
+
+def _sha256(row: Row) -> str:
+    plain = row.tolist() if isinstance(row, np.ndarray) else row
+    return hashlib.sha256(json.dumps(plain, default=str).encode()).hexdigest()
+
+
+def _write(
+    folder: Path, rows: Rows, count: int, encoder: UnitEncoder[Any], parts: dict[str, Any]
+) -> None:
+    """Write the token files of all rows, and the manifest that makes them complete."""
+    some = np.linspace(0, count - 1, READ_AGAIN).astype(int).tolist()
+    again = {str(number): _sha256(_row(rows, number)) for number in some}
+    last, lost = count - rows.held_out, LostText()
+    splits: dict[Split, range] = {"train": range(last), "validation": range(last, count)}
+    shards = []
+    for split, numbers in splits.items():
+        if numbers:
+            shard, lost_here = _write_split(folder / f"{split}-00000", rows, numbers, encoder)
+            shards.append(shard.model_copy(update={"split": split}))
+            lost += lost_here
+    tokenizer = folder / "tokenizer.json"
+    check_lost(lost, tokenizer)
+    sha256 = sha256_file(tokenizer)
+    content = [[shard.model_dump(mode="json") for shard in shards], sha256]
+    manifest = TokensManifest(
+        key=fingerprint([*content, encoder.chat and encoder.chat.model_dump(mode="json")]),
+        key_parts=parts | {"read_again": again},
+        corpus=CorpusSource(kind="own", id=rows.type),
+        tokenizer_sha256=sha256,
+        vocab_size=encoder.vocab_size,
+        dtype=token_dtype(encoder.vocab_size),
+        end_of_document=encoder.end_of_document,
+        begin_of_document=encoder.begin_of_document,
+        shards=tuple(shards),
+        skipped_documents=0,
+        empty_documents=0,
+        lost=lost if lost.of else None,
+        chat=encoder.chat,
+    )
+    (folder / TokensManifest.filename).write_text(manifest.dump(), encoding="utf-8")
+    tokens = sum(shard.counts.tokens for shard in shards)
+    log.info("encoded %d rows of %s: %d tokens", count, rows.type, tokens)
+
+
+def _write_split(
+    stem: Path, rows: Rows, numbers: range, encoder: UnitEncoder[Any]
+) -> tuple[TokenShard, LostText]:
+    """Write the token files of some rows at `stem`."""
+    counts, lost, owners = SplitCounts(), LostText(), [np.empty(0, np.int64)]
+    with TokenFileWriter(stem, encoder.vocab_size, has_mask=encoder.has_mask) as writer:
+        for first in range(0, len(numbers), AT_ONCE):
+            batch = {
+                number: _row(rows, number, encoder.vocab_size)
+                for number in numbers[first : first + AT_ONCE]
+            }
+            for some, part in _encoded(rows, batch, encoder):
+                writer.append(part.ids, part.lengths, part.mask)
+                counts += SplitCounts(
+                    documents=len(part.lengths),
+                    tokens=len(part.ids),
+                    bytes=part.text_bytes,
+                    trained=None if part.mask is None else int(part.mask.sum()),
+                )
+                # Several sequences are of one row: then it was encoded alone.
+                owners.append(np.repeat(some, len(part.lengths) // len(some)))
+                lost += part.lost or LostText()
+        written = writer.close()
+    np.concatenate(owners).tofile(stem.with_suffix(NUMBERS))
+    shard = TokenShard(
+        split="train",
+        stem=stem.name,
+        counts=counts,
+        bin_sha256=written.bin_sha256,
+        idx_sha256=written.idx_sha256,
+        mask_sha256=written.mask_sha256,
+    )
+    return shard, lost
+
+
+def _encoded(
+    rows: Rows, batch: Mapping[int, Row], encoder: UnitEncoder[Any]
+) -> Iterator[tuple[list[int], EncodedPart]]:
+    """Yield the encoded rows of a batch, a few at a time, with their numbers."""
+    for kind, items in groupby(batch.items(), key=lambda item: type(item[1])):
+        numbers, found = map(list, zip(*items, strict=True))
+        if (kind is dict) != (encoder.chat is not None):
+            said = "a conversation" if kind is dict else "no conversation"
+            next = "a class for each kind, as entries of data.sources"
+            raise _wrong(rows, numbers[0], f"is {said}, unlike row 0", next=next)
+        if kind is np.ndarray:
+            # Documents end with this token everywhere: packing and masks rely on it.
+            end = encoder.end_of_document
+            ended = [ids if ids[-1] == end else np.append(ids, end) for ids in found]
+            lengths = np.fromiter(map(len, ended), np.int32, len(ended))
+            yield numbers, EncodedPart(np.concatenate(ended), lengths, None, 0)
+        else:
+            yield from _documents(rows, numbers, found, encoder)
+
+
+def _documents(
+    rows: Rows, numbers: list[int], found: list[Any], encoder: UnitEncoder[Any]
+) -> Iterator[tuple[list[int], EncodedPart]]:
+    """Yield encoded texts or conversations; raise OwnCodeError for the first that cannot be."""
+    refused = BadDocuments(shown=1)
+    with refused.guard(str):
+        part = encoder.encode([*map(_document, found)], refused)
+    if not refused.count and (len(part.lengths) == len(numbers) or len(numbers) == 1):
+        yield numbers, part
+        return
+    if len(numbers) == 1:
+        raise _wrong(rows, numbers[0], f"cannot be used: {refused.examples[0].lstrip(': ')}")
+    # One by one: either one of them is wrong, or one becomes several sequences.
+    for number, row in zip(numbers, found, strict=True):
+        yield from _documents(rows, [number], [row], encoder)
+
+
+def _document(row: str | dict[str, Any]) -> bytes | JsonRow:
+    """Return a row as the encoders of text and of conversations take it."""
+    if isinstance(row, str):
+        return row.encode()
+    return JsonRow(str, json.dumps(row, default=str).encode(), row)
