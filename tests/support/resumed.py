@@ -22,6 +22,8 @@ SETTINGS = (
 
 WITHOUT_MODEL = tuple(key for key in SETTINGS if not key.startswith("model."))
 """The same for a model that has other keys."""
+WITHOUT_DATA = tuple(key for key in SETTINGS if not key.startswith("data."))
+"""The same for other data."""
 
 
 def differing(dtt: Dtt, layout: str, *more: str, settings: Sequence[str] = SETTINGS) -> list[str]:

@@ -101,13 +101,12 @@ EXAMPLES = {
     ],
 )
 def test_an_example_trains_and_a_resume_changes_no_bit(
-    dtt: Dtt, tokenizer: str, case: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    dtt: Dtt, tokenizer: str, case: str, layout: str
 ) -> None:
+    others = resumed.WITHOUT_DATA
     settings = ("-c", f"{ROOT}/examples/{case}.yaml", f"data.tokenizer={tokenizer}")
     settings += (*EXAMPLES[case], "train.eval_every=2", "optim.type=adamw")
-    others = tuple(key for key in resumed.SETTINGS if not key.startswith("data."))
-    monkeypatch.setattr(resumed, "SETTINGS", others)
-    assert resumed.differing(dtt, layout, *settings) == []
+    assert resumed.differing(dtt, layout, *settings, settings=others) == []
     if case == "times":
         job = dtt.folder / "jobs/t"
         assert (job / "chat_template.jinja").is_file()
@@ -165,15 +164,12 @@ def test_what_an_entry_cannot_have_is_refused(configured: Any, case: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_mixture_with_a_class_resumes_without_another_bit(
-    dtt: Dtt, tokens: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_with_a_class_resumes_without_another_bit(dtt: Dtt, tokens: Path) -> None:
     (dtt.folder / "mine.py").write_text(NUMBERS)
     own = f"type: mine.py:Numbers, tokenizer: {tokens}/tokenizer.json"
     sources = f"data.sources=[{{path: {tokens}}}, {{{own}, count: 50, validation: {{{own}}}}}]"
-    others = tuple(key for key in resumed.SETTINGS if not key.startswith("data."))
-    monkeypatch.setattr(resumed, "SETTINGS", others)
-    assert resumed.differing(dtt, "shard=2", sources, "train.eval_every=2") == []
+    more, others = (sources, "train.eval_every=2"), resumed.WITHOUT_DATA
+    assert resumed.differing(dtt, "shard=2", *more, settings=others) == []
     shown = dtt("data", "at-step", "jobs/t", "4")
     assert "Numbers" in shown.stdout
 
