@@ -16,26 +16,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dtt.config.schedule import (
+from dtt.config.schedule import Schedule
+from dtt.optim.lr_curves import (
     ConstantConfig,
     CosineConfig,
     InverseSqrtConfig,
     LinearConfig,
-    ScheduleConfig,
     WsdConfig,
 )
 from dtt.optim.schedule import resolve
 from dtt.track.plot import save
 
 STEPS = 1000
-TYPES: dict[str, ScheduleConfig] = {
+TYPES: dict[str, Schedule] = {
     "constant": ConstantConfig(warmup=100),
     "linear": LinearConfig(warmup=100),
     "cosine, floor 0.1": CosineConfig(warmup=100),
     "inverse-sqrt": InverseSqrtConfig(warmup=100),
     "wsd, decay 20%": WsdConfig(warmup=100),
 }
-SHAPES: dict[str, ScheduleConfig] = {
+SHAPES: dict[str, Schedule] = {
     "1-sqrt": WsdConfig(decay=1.0),
     "linear": WsdConfig(decay=1.0, shape="linear"),
     "cosine": WsdConfig(decay=1.0, shape="cosine"),
@@ -43,7 +43,7 @@ SHAPES: dict[str, ScheduleConfig] = {
 }
 
 
-def draw(axes: Axes, configs: Mapping[str, ScheduleConfig]) -> None:
+def draw(axes: Axes, configs: Mapping[str, Schedule]) -> None:
     """Plot a curve for each schedule, and print its first and last value."""
     for name, config in configs.items():
         schedule = resolve(config, STEPS, lambda step: step)

@@ -43,7 +43,7 @@ INTERFACE = {
     "Params": "dtt.params.table",
     "Rows": "dtt.config.sources",
     "RunFacts": "dtt.config.schedule",
-    "RunView": "dtt.train.own_objective",
+    "RunView": "dtt.train.objectives.loss_function",
     "Schedule": "dtt.config.schedule",
     "Source": "dtt.config.sources",
     "StepView": "dtt.train.own_action",

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import dtt
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.objective import DpoConfig
 from dtt.data.samples.loader import MicroBatch
 from dtt.model.output import Output
-from dtt.train.dpo import METRICS, dpo
-from dtt.train.step import LossFunction, Step, next_token, update
+from dtt.train.objectives.dpo import METRICS, DpoConfig
+from dtt.train.objectives.loss_function import loss_function
+from dtt.train.step import LossFunction, Step, update
 
 TERMS = 7
 
@@ -112,10 +112,10 @@ def pairs() -> list[MicroBatch]:
 
 
 CASES = {
-    "next_token": (next_token(), text()),
-    "z_loss": (next_token(0.1), text()),
-    "dpo": (dpo(DpoConfig(beta=0.3)), pairs()),
-    "dpo_normalised": (dpo(DpoConfig(length_normalised=True)), pairs()),
+    "next_token": (loss_function(), text()),
+    "z_loss": (loss_function(z_loss=0.1), text()),
+    "dpo": (loss_function(DpoConfig(beta=0.3)), pairs()),
+    "dpo_normalised": (loss_function(DpoConfig(length_normalised=True)), pairs()),
 }
 
 
@@ -158,7 +158,7 @@ def test_an_evaluation_returns_the_sums_of_the_training_step_and_no_gradients(ca
 def test_a_step_without_any_target_has_a_finite_loss() -> None:
     ids = torch.zeros(1, 1, dtype=torch.long)
     batch = [MicroBatch(ids, torch.full_like(ids, IGNORE_INDEX), None)]
-    assert Step(Toy(), "fp32").run(batch, next_token(), 0).loss == 0.0
+    assert Step(Toy(), "fp32").run(batch, loss_function(), 0).loss == 0.0
 
 
 @pytest.mark.parametrize("skip", [0.0, 1.0])
@@ -168,7 +168,7 @@ def test_an_update_changes_the_weights_unless_it_is_skipped_and_clears_the_gradi
     toy = Toy()
     before = {name: p.detach().clone() for name, p in toy.named_parameters()}
     optimizer = torch.optim.AdamW(toy.parameters(), lr=0.1, fused=True)
-    Step(toy, "fp32").run(text(), next_token(), TERMS)
+    Step(toy, "fp32").run(text(), loss_function(), TERMS)
     update({"adamw": optimizer}, torch.tensor(skip), step=0)
     same = [torch.equal(before[name], p) for name, p in toy.named_parameters()]
     assert all(same) if skip else not any(same)

@@ -33,7 +33,7 @@ from dtt.model.decoder import Decoder
 from dtt.optim.muon import optimizer as muon
 from dtt.train import assemble, step
 from dtt.train.anomaly_guard import Guard
-from dtt.train.build import make_experts, make_objective
+from dtt.train.build import make_experts, make_loss
 from dtt.train.components import TrainState
 from dtt.train.trainer import Trainer
 
@@ -82,7 +82,7 @@ class Step:
         meter = SimpleNamespace(end_phase=lambda _: None)
         self.trainer = Trainer(
             cfg=case.cfg, world=world, job=unused, run_id="", state=state, data=unused, actions=[],
-            objective=make_objective(case.cfg, plan), control=unused,
+            objective=make_loss(case.cfg, plan), control=unused,
             schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
             observers=SimpleNamespace(meter=meter),  # type: ignore[arg-type]
         )  # fmt: skip

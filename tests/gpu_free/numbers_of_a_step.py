@@ -31,7 +31,7 @@ from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import attach
 from dtt.optim.muon import optimizer as muon
 from dtt.train import assemble, dpo, trainer
-from dtt.train.build import make_objective
+from dtt.train.build import make_loss
 from dtt.train.step import Step, update
 
 STARTS = torch.tensor([0, 30, 31, 140])
@@ -197,7 +197,7 @@ def _on_cpu(case: Case, precision: str, weights: dict[str, Tensor], batch: Micro
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     plan = measurement._plan(case, World(Ranks(), torch.device("cpu"), None))
-    objective = make_objective(case.cfg, plan)
+    objective = make_loss(case.cfg, plan)
     output = Step(model, precision).run([batch], objective, _terms(case))
     named = dict(model.named_parameters())
     gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}

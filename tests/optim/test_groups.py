@@ -18,7 +18,7 @@ from dtt.config.optim import ROLES as ROLE_NAMES
 from dtt.config.optim import AdamWGroup, own_decays
 from dtt.config.optim import Optimizer as OptimConfig
 from dtt.config.parallel import Sizes
-from dtt.config.schedule import RunFacts, WsdConfig
+from dtt.config.schedule import RunFacts
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.model.decoder import parameter_role
@@ -26,6 +26,7 @@ from dtt.optim import schedule
 from dtt.optim.adamw import AdamWConfig, AdamWSettings
 from dtt.optim.built import build
 from dtt.optim.groups import describe, set_learning_rate
+from dtt.optim.lr_curves import WsdConfig
 from dtt.optim.muon.variant import MuonConfig, MuonGroup
 from dtt.params.table import Param, Params
 

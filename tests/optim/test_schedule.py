@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtt.config.schedule import (
+from dtt.config.schedule import Schedule
+from dtt.optim.lr_curves import (
     ConstantConfig,
     CosineConfig,
     Decaying,
     InverseSqrtConfig,
     LinearConfig,
-    Schedule,
-    ScheduleConfig,
     WsdConfig,
 )
 from dtt.optim.schedule import ResolvedSchedule, resolve
@@ -31,7 +30,7 @@ lengths = st.one_of(
     st.integers(0, 400).map("{}k tokens".format),
 )
 floors = st.floats(0.01, 1)
-schedules: st.SearchStrategy[ScheduleConfig] = st.one_of(
+schedules: st.SearchStrategy[Schedule] = st.one_of(
     st.builds(ConstantConfig, warmup=lengths),
     st.builds(LinearConfig, warmup=lengths, floor=floors),
     st.builds(CosineConfig, warmup=lengths, floor=floors),
@@ -51,7 +50,7 @@ def growing(step: int) -> int:
     return PER_STEP * (step + max(0, step - 100))
 
 
-def set_against(config: ScheduleConfig, steps: int) -> ResolvedSchedule:
+def set_against(config: Schedule, steps: int) -> ResolvedSchedule:
     return resolve(config, steps, lambda step: PER_STEP * step)
 
 
@@ -59,7 +58,7 @@ def lowest(config: Schedule) -> float:
     return config.floor if isinstance(config, Decaying) else 0.0
 
 
-def largest_fall(schedule: ResolvedSchedule, config: ScheduleConfig) -> float:
+def largest_fall(schedule: ResolvedSchedule, config: Schedule) -> float:
     """The most a curve can fall from one step to the next, by its steepest place."""
     assert schedule.decay is not None
     share = 1 / (schedule.decay.end - schedule.decay.begin)
@@ -77,7 +76,7 @@ def largest_fall(schedule: ResolvedSchedule, config: ScheduleConfig) -> float:
 
 @given(schedules, st.integers(1, 400))
 def test_the_rate_rises_then_falls_without_a_jump_to_the_neighbour_of_its_floor(
-    config: ScheduleConfig, steps: int
+    config: Schedule, steps: int
 ) -> None:
     schedule = resolve(config, steps, growing)
     rates = [schedule.multiplier(step) for step in range(steps)]
@@ -102,7 +101,7 @@ def test_the_rate_rises_then_falls_without_a_jump_to_the_neighbour_of_its_floor(
 
 @given(schedules, st.integers(1, 400), st.randoms())
 def test_a_resume_at_any_step_does_not_change_the_schedule(
-    config: ScheduleConfig, steps: int, random: Any
+    config: Schedule, steps: int, random: Any
 ) -> None:
     whole = [set_against(config, steps).multiplier(step) for step in range(steps)]
     order = random.sample(range(steps), steps)
@@ -112,7 +111,7 @@ def test_a_resume_at_any_step_does_not_change_the_schedule(
 
 @given(schedules, st.integers(2, 400), st.data())
 def test_a_decay_whose_end_moves_neither_jumps_nor_rises_and_ends_at_its_floor(
-    config: ScheduleConfig, steps: int, data: st.DataObject
+    config: Schedule, steps: int, data: st.DataObject
 ) -> None:
     schedule = set_against(config, steps)
     decay = schedule.decay
@@ -164,5 +163,5 @@ def test_lengths_in_tokens_follow_a_batch_that_grows() -> None:
         (WsdConfig(decay=1.0), 25, 0.5),
     ],
 )
-def test_each_curve_is_its_formula(config: ScheduleConfig, step: int, expected: float) -> None:
+def test_each_curve_is_its_formula(config: Schedule, step: int, expected: float) -> None:
     assert set_against(config, 100).multiplier(step) == pytest.approx(expected)

@@ -29,8 +29,9 @@ from dtt.model.init import initialize
 from dtt.model.mesh_divisibility import check_stages
 from dtt.parallel.apply import apply
 from dtt.parallel.pipelining import Pipeline
+from dtt.train.objectives.loss_function import loss_function
 from dtt.train.pipelined_step import PipelinedStep
-from dtt.train.step import Step, next_token
+from dtt.train.step import Step
 
 LAYERS, SEQ_LEN, ROWS = 5, 16, 12
 LAYOUTS = {
@@ -86,13 +87,15 @@ def outcome(world: World, config: ParallelConfig, rows: int) -> dict[str, Any]:
     for number in range(2):  # another step with the same schedule
         model.zero_grad()
         batch = micro_batches(rows, mesh.index(*DATA), mesh.size(*DATA))
-        losses = step.run(batch, next_token(1e-3, torch.ones(128)), ROWS * SEQ_LEN)
+        losses = step.run(
+            batch, loss_function(z_loss=1e-3, token_bytes=torch.ones(128)), ROWS * SEQ_LEN
+        )
         found |= {f"{number} {k}": mesh.mean(v.clone()) for k, v in losses.named().items()}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         assert gradient is not None
         found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    evaluated = step.evaluate(batch[0], next_token())
+    evaluated = step.evaluate(batch[0], loss_function())
     found |= {f"evaluated {k}": mesh.sum(v.clone(), DATA) for k, v in evaluated.named().items()}
     with torch.no_grad():
         found["logits"] = step.module(torch.arange(SEQ_LEN)[None])

@@ -25,7 +25,8 @@ from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
-from dtt.train.step import Step, next_token
+from dtt.train.objectives.loss_function import loss_function
+from dtt.train.step import Step
 
 ROWS, SEQ_LEN = 8, 16
 LAYOUTS = {
@@ -71,7 +72,7 @@ def outcome(world: World, sizes: dict[str, int], micro_batch: int) -> dict[str, 
     parts = zip(*(x.split(micro_batch) for x in (tokens, targets, documents)), strict=True)
     losses = Step(module, "fp32", layout.gradient_replicas).run(
         [MicroBatch(*part) for part in parts],
-        next_token(),
+        loss_function(),
         int((whole.targets != IGNORE_INDEX).sum()),
     )
     found: dict[str, Tensor] = {"loss": layout.mean(losses.loss.clone())}

@@ -56,8 +56,9 @@ from dtt.optim.muon import optimizer, redistribution
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
 from dtt.parallel.pipelining import Pipeline
+from dtt.train.objectives.loss_function import loss_function
 from dtt.train.pipelined_step import PipelinedStep
-from dtt.train.step import Step, next_token
+from dtt.train.step import Step
 
 NODE = 8
 """Ranks of a node."""
@@ -235,7 +236,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
                 tokens = torch.zeros(shape, dtype=torch.long)
                 micro_batches = [MicroBatch(tokens, tokens, None)] * case.accumulation
                 terms = case.accumulation * tokens.numel()
-                step.run(micro_batches, next_token(), terms)
+                step.run(micro_batches, loss_function(), terms)
                 passes = trace.peak
                 trace.forget_peak()
                 for single in optimizers:

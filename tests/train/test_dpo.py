@@ -24,12 +24,12 @@ from support.preference_pairs import (
 from support.tiny_job import make_tokenizer
 from torch import Tensor
 
-from dtt.config.objective import DpoConfig
 from dtt.data.samples.loader import MicroBatch
 from dtt.hf.read import read_hf_folder
 from dtt.model.decoder import Decoder
 from dtt.model.output import Output
-from dtt.train.dpo import METRICS, dpo
+from dtt.train.objectives.dpo import METRICS, DpoConfig
+from dtt.train.objectives.loss_function import loss_function
 from dtt.train.step import Step
 
 BETA = 0.3
@@ -65,7 +65,7 @@ def defined(
 
 def step(policy: Decoder, micro_batches: list[MicroBatch], pairs: int, cfg: DpoConfig) -> Output:
     policy.zero_grad()
-    return Step(policy, "fp32").run(micro_batches, dpo(cfg), pairs)
+    return Step(policy, "fp32").run(micro_batches, loss_function(cfg), pairs)
 
 
 @pytest.mark.parametrize("length_normalised", [False, True])

@@ -16,7 +16,6 @@ from support.tiny_job import make_tokenizer
 
 from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
-from dtt.config.objective import DpoConfig
 from dtt.data.conversations.template import CHATML
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.loader import BatchReader
@@ -26,8 +25,9 @@ from dtt.hf.read import read_hf_folder
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.model.decoder import Decoder
-from dtt.train.dpo import dpo
-from dtt.train.reference_model import ReferencePass
+from dtt.train.objectives.dpo import DpoConfig
+from dtt.train.objectives.loss_function import loss_function
+from dtt.train.objectives.reference_pass import ReferencePass
 from dtt.train.step import Step
 
 SEQ_LEN, PAIRS, BETA = 2048, 24, 0.1
@@ -137,7 +137,7 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
     pairs = source.counts(samples).terms
     assert pairs == PAIRS
     policy = open_model(dtt.folder / "model-0")
-    objective = dpo(DpoConfig(beta=BETA))
+    objective = loss_function(DpoConfig(beta=BETA))
     micro_batches = reader.read(source, samples)
     assert len(micro_batches) > 1
     got = Step(policy, "fp32").run(micro_batches, objective, pairs)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtt.checkpoint import store
 from dtt.data.samples.reference import ReferenceManifest
-from dtt.train.dpo import METRICS
+from dtt.train.objectives.dpo import METRICS
 
 
 @pytest.fixture(scope="module")

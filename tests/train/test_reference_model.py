@@ -25,8 +25,8 @@ from dtt.mesh.mesh import Mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.train import reference_model
-from dtt.train.reference_model import ReferencePass, is_complete
+from dtt.train.objectives import reference_pass
+from dtt.train.objectives.reference_pass import ReferencePass, is_complete
 from dtt.train.step import Step
 
 SEQ_LEN, KEY = 192, "a key"
@@ -151,7 +151,7 @@ class Killed(Exception):
 def test_a_pass_that_was_killed_continues_after_the_rows_on_record(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(reference_model, "SECONDS_BETWEEN_RECORDS", 0.0)
+    monkeypatch.setattr(reference_pass, "SECONDS_BETWEEN_RECORDS", 0.0)
     whole, other = tmp_path / "whole", tmp_path / "other"
     the_pass().write(dataset, whole, KEY, SEQ_LEN)
     source: Any = dataset.sources[0]

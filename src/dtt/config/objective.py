@@ -1,11 +1,9 @@
-"""Keys of the training objective: the loss that a run minimises."""
+"""The base class of losses: keys and behaviour. `dtt.config.variants` lists those of dtt."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-
-from pydantic import Field, PositiveFloat
+from typing import Any, ClassVar, Literal
 
 from dtt.config.base import Section
 
@@ -15,9 +13,17 @@ class Objective(Section):
 
     type: str
 
-    needs: ClassVar[Literal["token_loss", "logits"]] = "token_loss"
+    needs: ClassVar[Literal["token_loss", "logits", "sum"]] = "token_loss"
     """What `loss` is given: the cross-entropy of each target in nats, [B, T] in fp32, 0 where a
-    target does not count; or the logits of all tokens, [B, T, V], which are large."""
+    target does not count; the logits of all tokens, [B, T, V], which are large; or the sum of the
+    cross-entropy over the targets, [], whose gradients have the z-loss."""
+    per_pair: ClassVar[bool] = False
+    """True if the terms of the loss are the pairs of `data.type: preference`, for a run that starts
+    from trained weights. `batch.doc_ids` tells them apart: document 2i of a row is the chosen
+    answer, 2i + 1 the rejected one. Validation is then of this loss."""
+    needs_reference: ClassVar[bool] = False
+    """True if `batch.extra["reference_logprobs"]` is needed: the log-probability of each target in
+    the model that a key `reference` names, or else in the initial one, [B, T]."""
 
     def loss(self, out: Any, batch: Any) -> Any:
         """Return the sum of the loss over the targets of `batch` that count, a tensor [].
@@ -41,35 +47,3 @@ class Objective(Section):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the tensors of a checkpoint."""
-
-
-class NextTokenConfig(Objective):
-    """Language modelling: the cross-entropy of the next token, as mean over the targets."""
-
-    type: Literal["next_token"] = "next_token"
-
-
-class DpoConfig(Objective):
-    """Direct preference optimization (DPO, Rafailov et al. 2023, arXiv 2305.18290), for
-    `data.type: preference`.
-
-    The log-probabilities of the reference model are computed once, before the first step, and kept
-    in the folder of the job. Training then holds no second model.
-    """
-
-    type: Literal["dpo"] = "dpo"
-    beta: PositiveFloat = 0.1
-    """Strength of the penalty for moving away from the reference model: a reward is `beta` times
-    the log-ratio of the probabilities that the model and the reference model give an answer."""
-    length_normalised: bool = False
-    """Divide the log-ratio of each answer by its number of tokens, so that long answers weigh as
-    much as short ones (Lambert et al. 2024, arXiv 2411.15124). The mean log-ratios are small, so
-    `beta` must be larger, such as 5."""
-    reference: str | None = None
-    """Reference model, in the form of `init.from`; null: the initial weights, `init.from`."""
-
-
-if TYPE_CHECKING:
-    ObjectiveConfig = Objective  # it may be one of a user's own
-else:
-    ObjectiveConfig = Annotated[NextTokenConfig | DpoConfig, Field(discriminator="type")]

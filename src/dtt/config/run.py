@@ -32,20 +32,24 @@ from dtt.config.init import InitConfig
 from dtt.config.key_types import tag_of
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import MIXTURES, AnyModel, ModelConfig
-from dtt.config.objective import DpoConfig, NextTokenConfig, ObjectiveConfig
+from dtt.config.objective import Objective
 from dtt.config.optim import Optimizer, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
-from dtt.config.schedule import ScheduleConfig, WsdConfig
+from dtt.config.schedule import Schedule
 from dtt.config.sources import AnySource, Source, SourceConfig
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
 from dtt.config.variants import any_of, variant
 
 if TYPE_CHECKING:  # or one of a user's own
+    ObjectiveConfig = Objective
     OptimConfig = Optimizer
+    ScheduleConfig = Schedule
 else:
+    ObjectiveConfig = any_of("objective")
     OptimConfig = any_of("optim")
+    ScheduleConfig = any_of("schedule")
 
 MAX_JOINED = 100
 """Maximum length of the joined names of several datasets; the name of a folder has 255 bytes."""
@@ -87,11 +91,11 @@ class RunConfig(Section):
     """Initial weights."""
     adapter: AdapterConfig = NoAdapterConfig()
     """Adapter to train instead of the weights."""
-    objective: ObjectiveConfig = NextTokenConfig()
+    objective: ObjectiveConfig = variant("objective", "next_token")()
     """Loss that the run minimises."""
     optim: OptimConfig = variant("optim", "muon")()
     """Optimizer."""
-    schedule: ScheduleConfig = WsdConfig()
+    schedule: ScheduleConfig = variant("schedule", "wsd")()
     """Learning-rate schedule."""
     train: TrainConfig = TrainConfig()
     """Training run."""
@@ -213,30 +217,28 @@ class RunConfig(Section):
 
     def _preference_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of preference data and its objective."""
-        preference, dpo = self.data.type == "preference", self.objective.type == "dpo"
-        if preference and not dpo:
-            yield "objective.type", f"data.type=preference needs dpo, not {self.objective.type}"
-        if dpo and not preference:
-            yield "data.type", f"objective.type=dpo needs preference, not {self.data.type}"
+        objective, preference = self.objective, self.data.type == "preference"
+        if preference and not objective.per_pair:
+            yield "objective.type", f"data.type=preference needs dpo, not {objective.type}"
+        if objective.per_pair and not preference:
+            why = f"objective.type={objective.type} needs preference, not {self.data.type}"
+            yield "data.type", why
         if preference and len(self.sources) > len(self.token_sources):
             yield "data.sources", "data.type=preference needs token files: a class makes no pairs"
         if preference and self.chat.turns == "expand":
             yield "chat.turns", "data.type=preference needs all: each conversation is one of a pair"
         if preference and self.chat.too_long == "whole_turns":
             yield "chat.too_long", "data.type=preference needs drop or stop: a cut pair has no end"
-        own = not isinstance(self.objective, NextTokenConfig | DpoConfig)
-        if (dpo or own) and self.train.z_loss:
-            yield "train.z_loss", f"objective.type={self.objective.type} has no z-loss: set 0"
-        if own and self.objective.needs == "logits":
+        if objective.needs != "sum" and self.train.z_loss:
+            yield "train.z_loss", f"objective.type={objective.type} has no z-loss: set 0"
+        if objective.needs == "logits":
             for key in ("tensor", "context", "pipeline"):
                 if getattr(self.parallel, key) > 1:
                     why = "no rank would have the logits of all words, tokens or layers"
                     yield f"parallel.{key}", f"must be 1 for a loss that needs logits: {why}"
-        if dpo and self.train.context_schedule:
-            yield (
-                "train.context_schedule",
-                "cannot be combined with objective.type=dpo: it would cut pairs",
-            )
+        if objective.per_pair and self.train.context_schedule:
+            why = f"cannot be combined with objective.type={objective.type}: it would cut pairs"
+            yield "train.context_schedule", why
 
     def _mixture_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of a mixture of experts with the rest of the run."""
@@ -254,9 +256,10 @@ class RunConfig(Section):
         if self.scaling.type != "standard":
             why = "muP has no rule for routers, whose outputs are not as wide as the model"
             yield "scaling.type", f"{self.model.family} needs standard: {why}"
-        if self.objective.type == "dpo" and (train.balance_loss or train.router_z_loss):
+        if self.objective.per_pair and (train.balance_loss or train.router_z_loss):
+            what = f"objective.type={self.objective.type} cannot have losses of a router"
             why = "the loss is per pair, and these are per token: set 0"
-            yield "train.balance_loss", f"objective.type=dpo cannot have losses of a router: {why}"
+            yield "train.balance_loss", f"{what}: {why}"
 
     def _optimizer_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of an optimizer with the rest of the run."""

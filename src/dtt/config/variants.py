@@ -14,6 +14,17 @@ from typing import Annotated, Any, Union
 from pydantic import Field
 
 VARIANTS: Mapping[str, Mapping[str, str]] = {
+    "objective": {
+        "next_token": "dtt.train.objectives.next_token:NextTokenConfig",
+        "dpo": "dtt.train.objectives.dpo:DpoConfig",
+    },
+    "schedule": {
+        "constant": "dtt.optim.lr_curves:ConstantConfig",
+        "linear": "dtt.optim.lr_curves:LinearConfig",
+        "cosine": "dtt.optim.lr_curves:CosineConfig",
+        "inverse-sqrt": "dtt.optim.lr_curves:InverseSqrtConfig",
+        "wsd": "dtt.optim.lr_curves:WsdConfig",
+    },
     "optim": {
         "muon": "dtt.optim.muon.variant:MuonConfig",
         "adamw": "dtt.optim.adamw:AdamWConfig",

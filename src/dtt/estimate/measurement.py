@@ -22,10 +22,11 @@ from dtt.model.scaling import scaled
 from dtt.optim import built, schedule
 from dtt.optim.ema import Ema
 from dtt.train.assemble import Assembled, assemble
+from dtt.train.objectives.loss_function import loss_function
 from dtt.train.pipelined_step import make_step
 from dtt.train.process_memory import check_memory
 from dtt.train.run_plan import RunPlan
-from dtt.train.step import next_token, update
+from dtt.train.step import update
 
 STEPS = 3
 """Number of steps. The first one compiles and creates the optimizer state; the last one is
@@ -87,7 +88,8 @@ class RandomTraining:
         shape = (case.accumulation, case.micro_batch, case.cfg.train.seq_len)
         tokens = torch.randint(case.arch.vocab_size, shape, device=self._device)
         micro_batches = [MicroBatch(part, part, None) for part in tokens]
-        self._passes.run(micro_batches, next_token(case.cfg.train.z_loss), tokens.numel())
+        objective = loss_function(z_loss=case.cfg.train.z_loss)
+        self._passes.run(micro_batches, objective, tokens.numel())
         assembled.params.clip(1.0)
         update(self._optimizers, self._no_skip, step=self._steps, ema=self._ema)
         self._steps += 1

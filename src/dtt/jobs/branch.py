@@ -21,11 +21,12 @@ from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.optim import horizon_keys, own_decays
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
-from dtt.config.schedule import Decay, WsdConfig, before_last
+from dtt.config.schedule import Decay, before_last
 from dtt.data.epochs import with_epochs_resolved
 from dtt.data.samples import schedules
 from dtt.jobs.job_paths import enter
 from dtt.optim import schedule
+from dtt.optim.lr_curves import WsdConfig
 from dtt.optim.schedule import DECAY, ResolvedSchedule
 
 OWN_KEYS = {"name", "train.steps", "train.epochs", "train.budget"}

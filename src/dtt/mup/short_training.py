@@ -21,8 +21,9 @@ from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import built, groups
 from dtt.optim.rounding import StochasticRounding
+from dtt.train.objectives.loss_function import loss_function
 from dtt.train.run_plan import make_plan
-from dtt.train.step import Step, next_token, update
+from dtt.train.step import Step, update
 
 
 class ShortTraining:
@@ -80,7 +81,8 @@ class ShortTraining:
     def _step(self, step: int, batch: Batch) -> Tensor:
         """Do one step without an anomaly guard; return its loss []."""
         passes = Step(self.model, self.plan.precision)
-        losses = passes.run(batch.micro_batches, next_token(self._train.z_loss), batch.targets)
+        objective = loss_function(z_loss=self._train.z_loss)
+        losses = passes.run(batch.micro_batches, objective, batch.targets)
         self._params.clip(self._train.clip_norm or float("inf"))
         update(self._optimizers, self._no_skip, step=step, rounding=self._rounding)
         return losses.loss

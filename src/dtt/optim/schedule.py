@@ -10,14 +10,13 @@ from dtt.base.reading import is_kind
 from dtt.config.base import Length
 from dtt.config.own import own_code
 from dtt.config.schedule import (
-    ConstantConfig,
     Decay,
     RunFacts,
     Schedule,
     TokensBefore,
-    WsdConfig,
     first_steps,
 )
+from dtt.optim.lr_curves import ConstantConfig, WsdConfig
 
 CONSTANT = ConstantConfig().curve
 DECAY = {"begin": int, "end": int, "since": int, "done": float}

@@ -22,8 +22,8 @@ from dtt.mesh.sharding import on_this_rank
 from dtt.track.base import Record
 from dtt.train.components import Run
 from dtt.train.data_hash import check_ranks
+from dtt.train.objectives.loss_function import RunView
 from dtt.train.own_action import KEY, name_of, run_action, states_of
-from dtt.train.own_objective import RunView
 from dtt.train.state import Position, rng_tensors
 from dtt.train.supervise.watchdog import Phase
 

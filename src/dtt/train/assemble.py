@@ -47,7 +47,7 @@ def _coefficients(cfg: RunConfig, *, corrected: bool) -> RouterLosses:
     """Return the coefficients of the losses of a router, which may have a correction as well."""
     balance = cfg.train.balance_loss
     if balance is None:
-        per_pair = cfg.objective.type == "dpo"
+        per_pair = cfg.objective.per_pair
         balance = 0.0 if per_pair else 1e-4 if corrected else 1e-3
     return RouterLosses(balance, cfg.train.router_z_loss)
 

@@ -13,14 +13,17 @@ from dtt.base import malloc
 from dtt.base.log import log
 from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
-from dtt.config.objective import DpoConfig, NextTokenConfig, Objective
 from dtt.config.own import own_code, own_files
 from dtt.config.run import RunConfig
-from dtt.config.schedule import WsdConfig
 from dtt.jobs.attempt import Attempt
-from dtt.train.dpo_reference import check_reference, write_reference
+from dtt.optim.lr_curves import WsdConfig
 from dtt.train.initial import carry_optimizers, initialise_from
 from dtt.train.inputs import Inputs
+from dtt.train.objectives.reference_logprobs import (
+    check_reference,
+    named_reference,
+    write_reference,
+)
 from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ def build(
     from dtt.data.samples.reference import with_reference
     from dtt.train.actions import make_actions
     from dtt.train.components import Control, TrainData
-    from dtt.train.own_objective import RunView
+    from dtt.train.objectives.loss_function import RunView
     from dtt.train.run_schedule import RunSchedule
     from dtt.train.supervise.stop_lead import StopLead
     from dtt.train.trainer import Trainer
@@ -76,7 +79,7 @@ def build(
     state, reader = make_state(inputs)
     budget = make_budget(cfg, dataset, this, resume)
     schedule = RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget)
-    if cfg.objective.type == "dpo":
+    if cfg.objective.needs_reference:
         dataset = with_reference(dataset, this.job.reference)
         inputs = replace(inputs, dataset=dataset)
     saved_run_id = None if resume is None else resume.position()["run_id"]
@@ -94,7 +97,7 @@ def build(
         world=world,
         job=this.job,
         run_id=world.from_first(this.job.run_id(saved_run_id) if world.first else ""),
-        objective=make_objective(cfg, plan),
+        objective=make_loss(cfg, plan),
         state=state,
         data=TrainData(dataset, partial(training_batches, dataset, reader)),
         schedule=schedule,
@@ -109,34 +112,19 @@ def build(
     )
 
 
-def make_objective(
+def make_loss(
     cfg: RunConfig, plan: RunPlan, token_bytes: Tensor | None = None, *, evaluates: bool = False
 ) -> LossFunction:
     """Return the loss of the run; for evaluation, with the bytes of text of each token."""
-    from dtt.train.dpo import dpo
-    from dtt.train.own_objective import own_loss
-    from dtt.train.step import next_token
+    from dtt.train.objectives.loss_function import loss_function
 
-    contexts = plan.sizes.context
-    match cfg.objective:
-        case NextTokenConfig():
-            return next_token(cfg.train.z_loss, token_bytes, contexts=contexts)
-        case DpoConfig() as objective:
-            return dpo(objective, contexts=contexts)
-        case own:
-            return own_loss(own, contexts=contexts, evaluates=evaluates, token_bytes=token_bytes)
-
-
-def set_up_objective(inputs: Inputs) -> Objective | None:
-    """Prepare a loss of a user's own; return it, or None for one of dtt."""
-    from dtt.train.own_objective import RunView
-
-    cfg = inputs.cfg
-    if isinstance(cfg.objective, NextTokenConfig | DpoConfig):
-        return None
-    with own_code(cfg.objective, "objective"):
-        cfg.objective.setup(RunView.of(inputs))
-    return cfg.objective
+    return loss_function(
+        cfg.objective,
+        z_loss=cfg.train.z_loss,
+        contexts=plan.sizes.context,
+        evaluates=evaluates,
+        token_bytes=token_bytes,
+    )
 
 
 def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
@@ -152,6 +140,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     from dtt.train.assemble import assemble, make_optimizers
     from dtt.train.components import TrainState
     from dtt.train.contract_check import check_model
+    from dtt.train.objectives.loss_function import RunView
     from dtt.train.pipelined_step import make_step
 
     cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
@@ -175,6 +164,8 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     # After the optimizers exist, as carried moments replace their empty state.
     if start is not None and cfg.init.optimizer == "carry":
         carry_optimizers(optimizers, assembled.params, start)
+    with own_code(cfg.objective, "objective"):
+        cfg.objective.setup(RunView.of(inputs))
     state = TrainState(
         layout=assembled.layout,
         model=assembled.model,
@@ -186,12 +177,12 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         ),
         params=assembled.params,
         optimizers=optimizers,
+        objective=cfg.objective,
         guard=Guard(cfg.guard, world, inputs.attempt.job.root),
         rounding=rounding,
         ema=make_ema(inputs, assembled),
         experts=make_experts(cfg, assembled),
         base=base,
-        objective=set_up_objective(inputs),
     )
     inputs.attempt.start.end_phase("optimizer")
     return state, reader
@@ -236,9 +227,9 @@ def initial_weights(
     tokenizer = None if cfg.data.type == "synthetic" else inputs.dataset.tokenizer
     model, data = assembled.model, (tokenizer, inputs.world)
     adapted = isinstance(cfg.adapter, LoraConfig)
-    reference = cfg.objective.reference if isinstance(cfg.objective, DpoConfig) else None
+    reference = named_reference(cfg)
     if inputs.resume is not None:
-        if cfg.objective.type == "dpo":
+        if cfg.objective.needs_reference:
             check_reference(inputs)
         if not adapted:
             return None, None
@@ -257,7 +248,7 @@ def initial_weights(
             from dtt.train.adapter import load_adapter
 
             load_adapter(cfg.init.adapter, model, cfg.adapter, source, inputs.world)
-        if cfg.objective.type == "dpo" and reference is None:
+        if cfg.objective.needs_reference and reference is None:
             write_reference(inputs, assembled, reader, source, start)
     if not adapted:
         return start, None
@@ -334,11 +325,8 @@ def make_evaluator(inputs: Inputs, step: Step, mesh: Mesh, reader: BatchReader) 
         return None
     table = inputs.dataset.token_bytes()
     token_bytes = None if table is None else torch.from_numpy(table).to(inputs.world.device)
-    measure = partial(
-        step.evaluate, objective=make_objective(cfg, plan, token_bytes, evaluates=True)
-    )
-    in_pairs = cfg.objective.type == "dpo"
-    return Evaluator(parts, reader, step.module, measure, mesh, in_pairs)
+    measure = partial(step.evaluate, objective=make_loss(cfg, plan, token_bytes, evaluates=True))
+    return Evaluator(parts, reader, step.module, measure, mesh, cfg.objective.per_pair)
 
 
 def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvaluator | None:

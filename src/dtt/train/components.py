@@ -26,9 +26,9 @@ from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.pipelining import Pipeline
 from dtt.params.table import Params
 from dtt.track.base import Record, Tracker
-from dtt.train import own_objective
 from dtt.train.anomaly_guard import Guard
 from dtt.train.expert_load import ExpertLoad
+from dtt.train.objectives import loss_function
 from dtt.train.profiler import Profiler
 from dtt.train.run_schedule import RunSchedule
 from dtt.train.state import Position, load_optimizers, load_parameters, optimizer_tensors
@@ -52,6 +52,7 @@ class TrainState:
     """Parameters by their unwrapped names."""
     optimizers: Mapping[str, Optimizer]
     guard: Guard
+    objective: Objective
     rounding: StochasticRounding | None
     """Stochastic rounding of bf16 weights and averages; None with other weights."""
     ema: Ema | None
@@ -59,8 +60,6 @@ class TrainState:
     """The load of experts, of a model that has some."""
     base: Reference | None = None
     """The frozen weights, which checkpoints lack; None: all weights are trained."""
-    objective: Objective | None = None
-    """The loss of a user's own; None: one of dtt, which has no state."""
 
     def without_context(self) -> Model | Pipeline:
         """Return the model that computes whole sequences on each rank, or on those of a pipeline.
@@ -75,8 +74,7 @@ class TrainState:
         state = optimizer_tensors(self.optimizers) | self.guard.tensors()
         for part in (self.ema, self.experts):
             state |= {} if part is None else part.tensors()
-        if self.objective is not None:
-            state |= own_objective.state_of(self.objective)
+        state |= loss_function.state_of(self.objective)
         return self.params.laid_out(state)
 
     def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
@@ -88,8 +86,7 @@ class TrainState:
             self.ema.restore(state)
         if self.experts is not None:
             self.experts.load(state)
-        if self.objective is not None:
-            own_objective.restore(self.objective, dict(state))
+        loss_function.restore(self.objective, state)
         self.guard.load(state)
 
 

@@ -18,7 +18,7 @@ from dtt.evaluate.validation import evaluating
 from dtt.params.table import Params
 from dtt.track.base import OWN, Record
 from dtt.train.components import Run
-from dtt.train.own_objective import RunView
+from dtt.train.objectives.loss_function import RunView
 from dtt.train.state import Position
 
 KEY = "actions"

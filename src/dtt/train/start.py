@@ -20,7 +20,6 @@ from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.config.load import with_steps
-from dtt.config.objective import DpoConfig
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer
@@ -31,8 +30,8 @@ from dtt.jobs.branch import Branch
 from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stages import FinalCheckpoint, Stage
 from dtt.jobs.stop import Requests
-from dtt.train.dpo_reference import check_initial_weights
 from dtt.train.initial import check_source, check_vocabulary_of_stage
+from dtt.train.objectives.reference_logprobs import check_initial_weights, named_reference
 
 if TYPE_CHECKING:
     from dtt.data.samples.dataset import Dataset
@@ -179,8 +178,8 @@ def _check_resume(
         if not branched:
             if cfg.init.source is not None:
                 check_source(cfg.init.source)
-            if isinstance(cfg.objective, DpoConfig) and cfg.objective.reference is not None:
-                check_source(cfg.objective.reference)
+            if (reference := named_reference(cfg)) is not None:
+                check_source(reference)
         return
     step = steps[-1] if from_step is None else from_step
     path = store.existing(job.checkpoints, step)

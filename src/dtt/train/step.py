@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtt.base.targets import IGNORE_INDEX
 from dtt.config.own import own_code
 from dtt.data.samples.loader import MicroBatch
-from dtt.model.output import TEXT_BYTES, Output
+from dtt.model.output import Output
 from dtt.optim.ema import Ema
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.apply import autocast, gradient_sync
@@ -39,27 +38,6 @@ class LossFunction:
 
 TOKEN_LOSSES = LossFunction({"reduction": "none"})
 """The cross-entropy of each target, for evaluation: `Output.loss` is [B, T]."""
-
-
-def next_token(
-    z_loss: float = 0.0, token_bytes: Tensor | None = None, *, contexts: int = 1
-) -> LossFunction:
-    """Return the objective of language modelling: the cross-entropy of the next token, in nats.
-
-    `z_loss` is the coefficient that the model's `forward` takes. With `token_bytes` [V], the bytes
-    of text of each token id, `TEXT_BYTES` is a metric.
-    `contexts` ranks share each sequence (context parallelism), and each reports its share.
-    """
-
-    def losses(output: Output, micro_batch: MicroBatch) -> Output:
-        if token_bytes is None:
-            return output
-        targets = micro_batch.targets
-        # Not `targets[counted]`: its shape depends on the data, so a GPU would synchronise.
-        text = token_bytes[targets.clamp(min=0)] * (targets != IGNORE_INDEX)
-        return output._replace(metrics=output.metrics | {TEXT_BYTES: text.sum() / contexts})
-
-    return LossFunction({"z_loss": z_loss}, losses)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import Preempted
 from dtt.checkpoint import store
 from dtt.config.load import load_job
-from dtt.config.schedule import Decay, WsdConfig
+from dtt.config.schedule import Decay
 from dtt.config.train import TrainConfig
 from dtt.jobs.clock import Clock
+from dtt.optim.lr_curves import WsdConfig
 from dtt.optim.schedule import resolve
 from dtt.track import jsonl
 from dtt.train import run as train

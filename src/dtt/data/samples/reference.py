@@ -1,7 +1,7 @@
 """Log-probabilities of the reference model of DPO: a file of them for each source and split.
 
 A file holds a row for each sample, in the order of the sample numbers: float32[samples, seq_len],
-little-endian, without a header. `train/reference_model.py` writes the files.
+little-endian, without a header. `train/objectives/reference_pass.py` writes the files.
 """
 
 from __future__ import annotations

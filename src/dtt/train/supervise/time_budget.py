@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from dtt.config.schedule import Decay, TokensBefore, WsdConfig, before_last
+from dtt.config.schedule import Decay, TokensBefore, before_last
 from dtt.config.train import TrainConfig
 from dtt.jobs.clock import Clock
+from dtt.optim.lr_curves import WsdConfig
 
 SHORTEST = 5
 """Minimum steps of a decay, however late it is: a sudden drop of the rate does not anneal."""

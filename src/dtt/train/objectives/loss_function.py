@@ -1,10 +1,11 @@
-"""Losses of a user's own: what the step calls, and what their class may use of a run.
+"""What a step calls for the objective of a run, and what its class may use of the run.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.sharding import FullTensor
 from dtt.model.output import TEXT_BYTES, Output
 from dtt.train.inputs import Inputs
+from dtt.train.objectives.next_token import NextTokenConfig
 from dtt.train.step import LossFunction
 
 OBJECTIVE = "objective"
@@ -29,7 +31,7 @@ CROSS_ENTROPY = "cross_entropy"
 
 @dataclass(frozen=True)
 class RunView:
-    """A run, as a class of a user's own sees it before the first step."""
+    """A run, as an objective sees it before the first step."""
 
     device: torch.device
     dtype: torch.dtype
@@ -59,42 +61,58 @@ class RunView:
         return model.eval()
 
 
-def own_loss(
-    config: Objective,
+def loss_function(
+    objective: Objective = NextTokenConfig(),  # noqa: B008  it is frozen
     *,
+    z_loss: float = 0.0,
     contexts: int = 1,
     evaluates: bool = False,
     token_bytes: Tensor | None = None,
 ) -> LossFunction:
-    """Return the loss of `config` for the step; for an evaluation, the cross-entropy beside it.
+    """Return what a step calls for an objective; to evaluate, with the cross-entropy in its place.
 
-    `contexts` ranks share each sequence (context parallelism), and each reports its share.
+    The value of the objective is then beside it, unless its terms are pairs. With `token_bytes`
+    [V], the bytes of text of each token id, `TEXT_BYTES` is a metric. `contexts` ranks share each
+    sequence (context parallelism), and each reports its share. `z_loss` is the coefficient of the
+    model's `forward`.
     """
+    needs, plain = objective.needs, objective.needs == "sum" or objective.per_pair
 
     def losses(output: Output, micro_batch: MicroBatch) -> Output:
         targets_BT, given = micro_batch.targets, output.loss
-        counted_BT = targets_BT != IGNORE_INDEX
-        if config.needs == "token_loss":
-            given = torch.where(counted_BT, given, 0.0)
-            entropy = given.sum()
-        else:
-            flat = given.detach().flatten(0, 1).float()
-            entropy = F.cross_entropy(flat, targets_BT.flatten(), reduction="sum")
-        with own_code(config, OBJECTIVE):
-            found = config.loss(given, micro_batch)
+        if needs == "token_loss":
+            given = torch.where(targets_BT != IGNORE_INDEX, given, 0.0)
+        with own_code(objective, OBJECTIVE):
+            found = objective.loss(given, micro_batch)
             loss, metrics = found if isinstance(found, tuple) else (found, {})
             _check(loss, metrics, trains=given.requires_grad)
         named = {name: value.detach() for name, value in metrics.items()}
-        if evaluates:
-            named[OBJECTIVE], loss = loss, entropy
-        else:
-            named[CROSS_ENTROPY] = entropy.detach()
-        if token_bytes is not None:
-            named[TEXT_BYTES] = (token_bytes[targets_BT.clamp(min=0)] * counted_BT).sum()
+        if not plain:
+            entropy = _cross_entropy(given, targets_BT)
+            if evaluates:
+                named[OBJECTIVE], loss = loss, entropy
+            else:
+                named[CROSS_ENTROPY] = entropy.detach()
+        if token_bytes is not None and not objective.per_pair:
+            # Not `targets[counted]`: its shape depends on the data, so a GPU would synchronise.
+            text_BT = token_bytes[targets_BT.clamp(min=0)] * (targets_BT != IGNORE_INDEX)
+            named[TEXT_BYTES] = text_BT.sum()
         share = {name: value / contexts for name, value in named.items()}
-        return Output(loss / contexts, output.aux, output.metrics | share, output.loads)
+        if needs != "sum":  # of which the model has computed this rank's share
+            loss = loss / contexts
+        return Output(loss, output.aux, output.metrics | share, output.loads)
 
-    return LossFunction({"reduction": "none" if config.needs == "token_loss" else "logits"}, losses)
+    if needs == "sum":
+        return LossFunction({"z_loss": z_loss}, losses)
+    return LossFunction({"reduction": "none" if needs == "token_loss" else "logits"}, losses)
+
+
+def _cross_entropy(given: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the sum over the targets, from that of each, [B, T], or from logits, [B, T, V]."""
+    if given.shape == targets_BT.shape:
+        return given.sum()
+    flat = given.detach().flatten(0, 1).float()
+    return F.cross_entropy(flat, targets_BT.flatten(), reduction="sum")
 
 
 def _check(loss: Any, metrics: Any, *, trains: bool) -> None:
@@ -108,13 +126,13 @@ def _check(loss: Any, metrics: Any, *, trains: bool) -> None:
 
 
 def state_of(config: Objective) -> dict[str, Tensor]:
-    """Return the tensors of an own loss, by their paths in a checkpoint."""
+    """Return the tensors of an objective, by their paths in a checkpoint."""
     with own_code(config, OBJECTIVE):
         return {f"{OBJECTIVE}/{name}": tensor for name, tensor in config.state().items()}
 
 
-def restore(config: Objective, saved: dict[str, FullTensor]) -> None:
-    """Give an own loss its tensors of a checkpoint."""
+def restore(config: Objective, saved: Mapping[str, FullTensor]) -> None:
+    """Give an objective its tensors of a checkpoint."""
     prefix = f"{OBJECTIVE}/"
     own = {
         path.removeprefix(prefix): tensor[()]

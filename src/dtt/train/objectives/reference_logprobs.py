@@ -1,4 +1,4 @@
-"""The reference model of DPO: its log-probabilities are computed when a new job starts."""
+"""The reference model of a loss: its log-probabilities are computed when a new job starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import log
 from dtt.config.init import HF
-from dtt.config.objective import DpoConfig
 from dtt.config.run import RunConfig
 from dtt.hf.model_source import find_model
 
@@ -22,14 +21,20 @@ if TYPE_CHECKING:
 
 
 def check_initial_weights(cfg: RunConfig) -> None:
-    """Raise ConfigError if a new job with DPO would start from random weights."""
-    if cfg.objective.type == "dpo" and cfg.init.source is None:
+    """Raise ConfigError if a new job with preference pairs would start from random weights."""
+    if cfg.objective.per_pair and cfg.init.source is None:
         raise ConfigError(
-            "objective.type=dpo needs the weights of a fine-tuned model",
+            f"objective.type={cfg.objective.type} needs the weights of a fine-tuned model",
             where="init.from",
             why="it is null, so the model would start from random weights",
             next="init.from=JOB, or init.from=hf:FOLDER",
         )
+
+
+def named_reference(cfg: RunConfig) -> str | None:
+    """Return the source of the reference model; None: the initial weights, or the loss has none."""
+    objective = cfg.objective
+    return getattr(objective, "reference", None) if objective.needs_reference else None
 
 
 def check_reference(inputs: Inputs) -> None:
@@ -38,7 +43,7 @@ def check_reference(inputs: Inputs) -> None:
     They are not computed again: `init.from` or `objective.reference` may refer to other weights by
     now, which would change the loss.
     """
-    from dtt.train.reference_model import is_complete
+    from dtt.train.objectives.reference_pass import is_complete
 
     world, folder = inputs.world, inputs.attempt.job.reference
     if not world.from_first(is_complete(folder, None) if world.first else False):
@@ -62,7 +67,7 @@ def write_reference(
     The weights came from `source`, in the form of `init.from`: from `checkpoint`, or, if it is
     None, from a Hugging Face folder.
     """
-    from dtt.train.reference_model import ReferencePass, is_complete
+    from dtt.train.objectives.reference_pass import ReferencePass, is_complete
     from dtt.train.step import Step
 
     cfg, world, folder = inputs.cfg, inputs.world, inputs.attempt.job.reference
@@ -86,8 +91,7 @@ def _key(inputs: Inputs, source: str, checkpoint: Checkpoint | None) -> str:
     else:
         files = [checkpoint.path / CheckpointManifest.filename]
     # Part of the reference only if that is the initial model.
-    assert isinstance(cfg.objective, DpoConfig)
-    if cfg.init.adapter is not None and cfg.objective.reference is None:
+    if cfg.init.adapter is not None and named_reference(cfg) is None:
         files.append(cfg.init.adapter / TENSORS)
     return fingerprint(
         {

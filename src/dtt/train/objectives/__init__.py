@@ -1,0 +1,1 @@
+"""Losses that a run may minimise, and what computes them in a step."""
