@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.conversation_files import write_tokenizer
+from support.own_classes import NUMBERS, ROWS
 from support.token_files import random_documents, row, write_conversations, write_folder
 from torch import Tensor
 
@@ -116,8 +119,19 @@ def conversations(folder: Path, *, pairs: bool = False) -> Source:
     return open_tokens(SourceConfig(path=folder, name="x"), "train", seq_len=SEQ_LEN, seed=0)
 
 
+def own(folder: Path, code: str, name: str) -> Source:
+    """A class of a user's own."""
+    (folder / "mine.py").write_text(code)
+    tokenizer = f"{write_tokenizer(folder).path}/tokenizer.json"
+    keys = [f"data.type=mine.py:{name}", f"data.tokenizer={tokenizer}", f"train.seq_len={SEQ_LEN}"]
+    with chdir(folder):
+        return open_dataset(resolve(None, [*keys, "train.steps=1"], env={}).config).sources[0]
+
+
 SOURCES: dict[str, Callable[[Path], Source]] = {
     "toy": lambda folder: EveryThird(),
+    "own samples": lambda folder: own(folder, NUMBERS, "Numbers"),
+    "own rows": lambda folder: own(folder, ROWS.replace("GIVEN", "'row ' * (1 + row)"), "Mine"),
     "synthetic": lambda folder: SyntheticSource(300, SEQ_LEN, 0),
     "windows": token_files,
     "windows, eod": lambda folder: token_files(folder, eod_mask_loss=True),

@@ -152,7 +152,16 @@ def test_a_mistake_names_its_key_and_what_is_wrong(dtt: Dtt, tokens: Path, case:
 
 
 TWICE = "[{type: mine.py:Norms}, {type: mine.py:Norms}]"
+NUMBERS = "type: mine.py:Numbers, tokenizer: t"
+TWO_FILES = f"actions: [{{type: mine.py:Norms}}]\ndata: {{{NUMBERS.replace('m', 'other/m', 1)}}}"
 ENTRIES = {
+    f"data: {{sources: [{{{NUMBERS}, cuont: 3}}]}}": "data.sources.0.cuont: unknown key",
+    "data: {sources: [{type: token, path: t}]}": "data.sources.0.type: input should be 'tokens'",
+    f"data: {{sources: [{{{NUMBERS}, held_out: 3, validation: t}}]}}": "0.held_out: must be 0",
+    f"data: {{sources: [{{{NUMBERS}, validation: {{{NUMBERS}, held_out: 3}}}}]}}": "must be 0",
+    f"data: {{type: preference, sources: [{{{NUMBERS}}}]}}": "preference needs token files",
+    f"data: {{sources: [{{{NUMBERS.replace('Numbers', 'Weighted')}}}]}}": "key of every entry",
+    TWO_FILES: "two files have one name",
     "schedule: {type: other.py:Polynomial}": "there is no file other.py",
     "actions: [{every: 2}]": "actions.0.type: must name a class",
     "actions: [{type: nothing}]": "actions.0.type: must name a class",
@@ -169,7 +178,11 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_wrong_entry_is_refused_by_name(dtt: Dtt, entry: str) -> None:
-    (dtt.folder / "mine.py").write_text(own_classes.NORMS + own_classes.WORDS)
+    code = own_classes.NORMS + own_classes.WORDS + own_classes.NUMBERS
+    weighted = "\n\nclass Weighted(Numbers):\n    weight: int = 1\n"
+    (dtt.folder / "mine.py").write_text(code + weighted)
+    (dtt.folder / "other").mkdir()
+    (dtt.folder / "other/mine.py").write_text(own_classes.NUMBERS)
     (dtt.folder / "run.yaml").write_text(entry)
     command = "download" if entry.startswith("download") else "train"
     assert ENTRIES[entry] in dtt(command, "-c", "run.yaml", expect=ExitCode.USAGE).stderr

@@ -48,15 +48,11 @@ def all_sources(cfg: RunConfig, home: Path = Path()) -> tuple[AnySource, ...]:
             raise ConfigError(
                 f"two sources are called {source.label}",
                 where="data.sources",
-                why=f"{known[source.label]} and {_place_of(source)}",
+                why=f"{known[source.label]} and {source.place}",
                 next="give each entry a name, which begins the names of all folders of a pattern",
             )
-        known[source.label] = _place_of(source)
+        known[source.label] = source.place
     return tuple(found)
-
-
-def _place_of(source: AnySource) -> Path | str:
-    return source.path if isinstance(source, SourceConfig) else source.type
 
 
 def token_paths(cfg: RunConfig, home: Path = Path()) -> tuple[Path, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Annotated, Any, Literal, Optional, TypeVar, Union, get_args, get_origin
@@ -88,7 +89,17 @@ def run_config(layers: Sequence[Layer], *, runs: bool, job: Path | None) -> type
             _class(tag, section, base, origin, job) if runs else _opaque(tag, base, section)
             for tag, origin in origins.items()
         )
+    own: list[Any] = [cls for found in classes.values() for cls in found]
+    _check_names([cls.own_file for cls in own] if runs else [])
     return _with_classes(tuple(classes.items()))
+
+
+def _check_names(files: Sequence[OwnFile]) -> None:
+    """Raise OwnCodeError for two files of one name: a job keeps both in one folder."""
+    for one, other in combinations(files, 2):
+        if one.path.name == other.path.name and one.sha256 != other.sha256:
+            where = f"{one.path}, {other.path}"
+            raise OwnCodeError("two files have one name", where=where, next="rename one of them")
 
 
 def _tags(layers: Sequence[Layer]) -> dict[str, dict[str, str]]:
@@ -388,16 +399,6 @@ def own_code(section: Section | None, key: str, item: str = "") -> Iterator[None
         return
     with _code_of_user(f"{key}.{_tag_name(key)}={tag}" + (f", {item}" if item else "")):
         yield
-
-
-def wrong_result(
-    section: Section, key: str, method: str, said: str, next: str = "correct it in your file"
-) -> OwnCodeError:
-    """Return the error for what a method of an own class returned, with the line of the method."""
-    code = getattr(getattr(type(section), method), "__code__", None)
-    line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}, "
-    where = f"{line}{key}.{_tag_name(key)}={tag_of(section)}"
-    return OwnCodeError(f"{type(section).__name__}: {said}", where=where, next=next)
 
 
 @contextmanager

@@ -38,6 +38,11 @@ class SourceEntry(Section):
         """The name of the source: `name`, or its class."""
         return self.name or self.type.rpartition(":")[2]
 
+    @property
+    def place(self) -> Path:
+        """Where its samples come from: a path, or a class."""
+        return Path(self.type)
+
 
 class SourceConfig(SourceEntry):
     """One set of token files."""
@@ -58,6 +63,11 @@ class SourceConfig(SourceEntry):
     def label(self) -> str:
         """The name of the source, or of the pattern: `name`, or the last component of `path`."""
         return self.name or (str(self.path) if self.is_pattern else self.path.name)
+
+    @property
+    def place(self) -> Path:
+        """See SourceEntry."""
+        return self.path
 
     @property
     def is_pattern(self) -> bool:
@@ -121,6 +131,7 @@ class Source(OtherDataConfig):
     if TYPE_CHECKING:  # an entry of `data.sources` has these, as keys of SourceEntry
         weight: ClassVar[float | None]
         validation: ClassVar[HeldOutFiles]
+        place: ClassVar[Path]
 
     @property
     def label(self) -> str:

@@ -370,7 +370,7 @@ def _progress(submission: Submission) -> str:
 
 
 def _amount(cfg: RunConfig) -> str:
-    paths = [source.path for source in cfg.token_sources]
+    paths = [source.place for source in cfg.sources]
     if cfg.train.steps == 0:
         return f"{cfg.train.epochs:g} epochs of {', '.join(map(str, paths))}"
     batches, steps = resolve_schedules(cfg.train), cfg.train.steps

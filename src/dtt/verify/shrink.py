@@ -294,7 +294,8 @@ def _use_inputs(shrinking: _Shrinking, values: Nested) -> None:
     if is_own(cfg.data.type):
         # Its samples have the ids of its own tokenizer, and so need a large vocabulary.
         shrinking.note(True, f"data.type={cfg.data.type} (random text)")
-        values["data"] = {"type": "tokens", "tokens": tokens}
+        same = {key: getattr(cfg.data, key) for key in ("packing", "mask_documents")}
+        values["data"] = {"type": "tokens", "tokens": tokens, **same}
         return
     match cfg.data.type:
         case "synthetic":
@@ -306,6 +307,8 @@ def _use_inputs(shrinking: _Shrinking, values: Nested) -> None:
             data["tokenizer"] = None
             for number, source in enumerate(cfg.data.sources):
                 # The names decide the order of the samples, so one folder is as good as several.
+                what = f"data.sources: {source.type} (random text)"
+                shrinking.note(is_own(source.type), what)
                 entry = {"path": tokens, "name": source.label, "weight": source.weight}
                 data["sources"][number] = entry
             for number, change in enumerate(data.get("weights", ())):

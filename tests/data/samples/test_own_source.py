@@ -14,7 +14,6 @@ from support.conversation_files import write_tokenizer
 from support.own_classes import NUMBERS, ROWS
 from support.running import ROOT, Dtt
 
-from dtt.base.errors import ConfigError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.config.own import trained_files
@@ -141,26 +140,6 @@ def test_a_class_is_one_of_several_sources(configured: Any, tokens: Path) -> Non
     assert pickle.loads(pickle.dumps(cfg)) == cfg
     other = configured(code, *keys, sources=[files, mine | {"count": 13}, texts])
     assert open_dataset(other).manifest.key != dataset.manifest.key
-
-
-REFUSED = {
-    "an unknown key": ({"cuont": 3}, "data.sources.0.cuont: unknown key"),
-    "another type": ({"type": "token"}, "data.sources.0.type: input should be 'tokens'"),
-    "both": ({"held_out": 3, "validation": "tokens"}, "data.sources.0.held_out: must be 0"),
-    "a key of an entry": ({"count": 3}, "Numbers has a key of every entry of data.sources: weight"),
-    "pairs": ({}, "data.type=preference needs token files"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_an_entry_cannot_have_is_refused(configured: Any, case: str) -> None:
-    more, said = REFUSED[case]
-    code = NUMBERS.replace("    count:", "    weight: int = 1\n    count:")
-    entry = {"type": "mine.py:Numbers", "tokenizer": "tokenizer.json"} | more
-    kind = "preference" if case == "pairs" else "tokens"
-    with pytest.raises(ConfigError) as caught:
-        configured(code if "a key" in case else NUMBERS, type=kind, sources=[entry])
-    assert said in str(caught.value)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest, SourceFacts
 from dtt.artifacts.token_folders import MatchedSource, all_sources
 from dtt.base.errors import ConfigError
 from dtt.config.run import RunConfig
-from dtt.config.sources import AnySource, SourceConfig
+from dtt.config.sources import AnySource
 from dtt.data.samples import compatibility
 from dtt.data.samples.mixture import Mixture, Weights
 from dtt.data.samples.open_sources import open_sources
@@ -227,11 +227,6 @@ def open_dataset(cfg: RunConfig) -> Dataset:
         data.on_exhausted,
         step_sizes.first_sample(train.steps),
     )
-    vocabularies = [(source.train.name, source.vocabulary) for source in opened]
-    # All sources of a run need the same ids for the same text.
-    compatibility.check_one_tokenizer(
-        [(name, its.tokenizer, its.sha256) for name, its in vocabularies]
-    )
     compatibility.check_templates(
         [
             (its.train.name, its.vocabulary.tokenizer, its.chat)
@@ -270,7 +265,7 @@ def _check_length(source: Opened, seq_len: int) -> None:
 
 
 def _manifest(cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[Opened]) -> DataManifest:
-    paths = [s.path if isinstance(s, SourceConfig) else Path(s.type) for s in given]
+    paths = [source.place for source in given]
     paths = paths or [cfg.corpus_dir if cfg.data.reads_text else Path(cfg.data.type)]
     sources = tuple(
         SourceFacts(

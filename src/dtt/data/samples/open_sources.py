@@ -36,7 +36,14 @@ def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[Opened]:
             | PreferenceDataConfig(tokenizer=path)
         ):
             given = None if path is None else read_vocabulary(path)
-            return [_open_source(cfg, source, given) for source in sources]
+            opened = [_open_source(cfg, source, given) for source in sources]
+            named = [] if given is None else [("data.tokenizer", given)]
+            named += [(source.train.name, source.vocabulary) for source in opened]
+            # All sources of a run need the same ids for the same text.
+            compatibility.check_one_tokenizer(
+                [(name, its.tokenizer, its.sha256) for name, its in named]
+            )
+            return opened
         case TextDataConfig():
             from dtt.data.samples.text_source import open_text
 
@@ -112,11 +119,6 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
             manifest.end_of_document,
             manifest.begin_of_document,
         )
-        if given is not None:
-            named = [("data.tokenizer", given), (train.name, vocabulary)]
-            compatibility.check_one_tokenizer(
-                [(name, its.tokenizer, its.sha256) for name, its in named]
-            )
     elif given is not None:
         # Such files do not name their tokenizer, so its hash joins their key: the same ids with
         # another tokenizer are other data.

@@ -26,13 +26,13 @@ from dtt.artifacts.manifests import LostText, SplitCounts, TokenShard, TokensMan
 from dtt.base.files import sha256_file
 from dtt.base.log import log
 from dtt.config.data import GivenTokenizerConfig
-from dtt.config.own import OwnCodeError, own_code, own_file_of, wrong_result
+from dtt.config.own import OwnCodeError, own_code, own_file_of
 from dtt.config.run import RunConfig
 from dtt.config.sources import Rows
 from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.json_rows import JsonRow
-from dtt.data.samples.own_source import key_of, keys_of
+from dtt.data.samples.own_source import key_of, keys_of, wrong_result
 from dtt.data.text.lost_characters import check_lost
 from dtt.data.text.tokenizer import given_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind, EncodedPart, PlainText, UnitEncoder
@@ -62,7 +62,7 @@ def encoded(rows: Rows, cfg: RunConfig) -> Path:
         count, version = rows.__len__(), rows.version()
     if type(count) is not int or count <= rows.held_out:
         said = f"`__len__` returned {count!r}, and held_out={rows.held_out}"
-        raise wrong_result(rows, key_of(rows), "__len__", said)
+        raise wrong_result(rows, "__len__", said)
     tokenizer = GivenTokenizerConfig(
         path=str(rows.tokenizer), bos=getattr(cfg.tokenizer, "bos", "tokenizer")
     )
@@ -77,7 +77,7 @@ def encoded(rows: Rows, cfg: RunConfig) -> Path:
     # A template may print the date: of the day on which the rows were encoded, not of a resume.
     undated = parts | {"chat": {**parts.get("chat", {}), "date": None}}
     name = rows.type.rpartition(":")[2]
-    folder = FOLDER / f"{name}-{fingerprint(undated)[:16]}"
+    folder = FOLDER.absolute() / f"{name}-{fingerprint(undated)[:16]}"
 
     def write(aside: Path) -> None:
         for file_name, text in {"tokenizer.json": content.decode(), **kind.files()}.items():
@@ -127,7 +127,7 @@ def _row(rows: Rows, number: int, vocab_size: int | None = None) -> Row:
 
 
 def _wrong(rows: Rows, number: int, said: str, **more: str) -> OwnCodeError:
-    return wrong_result(rows, key_of(rows), "__getitem__", f"row {number} {said}", **more)
+    return wrong_result(rows, "__getitem__", f"row {number} {said}", **more)
 
 
 def _sha256(row: Row) -> str:

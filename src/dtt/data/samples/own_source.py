@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.own import OwnCodeError, own_code, own_file_of, wrong_result
+from dtt.config.own import OwnCodeError, own_code, own_file_of
 from dtt.config.run import RunConfig
 from dtt.config.sources import Source, SourceEntry
 from dtt.data.samples.named_tokenizer import read_vocabulary
@@ -37,6 +37,16 @@ def keys_of(config: Source) -> dict[str, Any]:
     # beside the keys of the class.
     beside = set(SourceEntry.model_fields) if isinstance(config, SourceEntry) else set()
     return config.model_dump(mode="json", exclude={"tokenizer", *beside} - {"type"})
+
+
+def wrong_result(
+    config: Source, method: str, said: str, next: str = "correct it in your file"
+) -> OwnCodeError:
+    """Return the error for what a method of a class returned, with the line of the method."""
+    code = getattr(getattr(type(config), method), "__code__", None)
+    line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}, "
+    where = f"{line}{key_of(config)}.type={config.type}"
+    return OwnCodeError(f"{type(config).__name__}: {said}", where=where, next=next)
 
 
 class OwnSource:
@@ -105,7 +115,7 @@ class OwnSource:
 
     def _wrong(self, number: int, said: str) -> OwnCodeError:
         said = f"sample {number} {said}"
-        return wrong_result(self._config, key_of(self._config), "read", said)
+        return wrong_result(self._config, "read", said)
 
     def counts(self, samples: SampleNumbers) -> Counts:
         """See SampleSource."""
@@ -129,7 +139,7 @@ def open_own(config: Source, cfg: RunConfig, name: str) -> Opened:
         count, version = config.samples(), config.version()
     if type(count) is not int or count <= config.held_out:
         said = f"`samples` returned {count!r}, and held_out={config.held_out}"
-        raise wrong_result(config, key_of(config), "samples", said)
+        raise wrong_result(config, "samples", said)
     train = OwnSource(name, config, range(count - config.held_out), vocabulary, cfg)
     train.check_repeatable()
     held_out = range(count - config.held_out, count)
