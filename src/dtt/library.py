@@ -198,9 +198,6 @@ class _Callback:
     def flush(self) -> None:
         """Do nothing."""
 
-    def rewind(self, step: int) -> None:
-        """Do nothing: the function has seen the records after `step`, and sees them again."""
-
     def close(self) -> None:
         """Do nothing."""
 

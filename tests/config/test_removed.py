@@ -12,7 +12,10 @@ from dtt.config.explain import all_fields
 from dtt.config.load import load_job, resolve
 from dtt.config.removed import REMOVED
 
-VALUES = {"optim.cautious_weight_decay": True, "optim.ns_steps": 7, "train.finish_by": "07:00"}
+VALUES = {
+    "optim.cautious_weight_decay": True, "optim.ns_steps": 7, "guard.rewind_around": 5,
+    "train.finish_by": "07:00",
+}  # fmt: skip
 """A value of each removed key that is not its default."""
 
 

@@ -38,14 +38,13 @@ class Killed(Exception):
 
 
 def configured(
-    log: int, validate: int, tasks: int, sample: int, save: int, *, timed: bool, rewinds: bool
+    log: int, validate: int, tasks: int, sample: int, save: int, *, timed: bool
 ) -> RunConfig:
     train = {"log_every": log, "eval_every": validate, "sample_every": sample}
     sections: dict[str, dict[str, Any]] = {
         "train": train | {"budget": "5m" if timed else None},
         "eval": {"every": tasks},
         "checkpoint": {"every": save},
-        "guard": {"spike": "rewind" if rewinds else "none"},
     }
     updated = {name: getattr(BASE, name).model_copy(update=new) for name, new in sections.items()}
     return BASE.model_copy(update=updated)
@@ -56,7 +55,6 @@ CONFIGS = st.builds(
     *[st.integers(0, 4)] * 4,
     st.integers(1, 4),
     timed=st.booleans(),
-    rewinds=st.booleans(),
 )
 
 
@@ -128,8 +126,6 @@ def wanted(cfg: RunConfig, steps: int) -> Done:
         "tasks": multiples(cfg.eval.every) | (ends if cfg.train.timed else last),
         "sample": multiples(cfg.train.sample_every) | ends,
     }
-    if cfg.guard.spike == "rewind":
-        due["save"] |= {0}
     return [(step, name) for step in range(steps + 1) for name in due if step in due[name]]
 
 

@@ -66,13 +66,6 @@ def test_steps_after_the_checkpoint_of_a_resume_do_not_count_as_useful(tmp_path:
     assert found.useful == pytest.approx(20 + 0 + 20)
 
 
-def test_steps_discarded_by_a_rewind_do_not_count_as_useful(tmp_path: Path) -> None:
-    record = trained(0, 30, 60.0, forward_backward=60.0) | {"steps": 60}
-    found = goodput(attempts(tmp_path, record))
-    assert found is not None
-    assert found.share == 0.5
-
-
 def test_a_job_without_clock_records_has_no_goodput(tmp_path: Path) -> None:
     job = JobDir(tmp_path)
     assert goodput(job) is None
@@ -101,7 +94,7 @@ def test_an_attempt_that_stops_before_its_first_log_line_has_its_steps_counted(
     clock = Clock(job, job.begin_attempt())
     breakdown = TimeBreakdown(PhaseTimer(), clock)
     breakdown.start(0, meter)
-    with meter.step(1, 32):  # skipped after a rewind: nothing but data
+    with meter.step(1, 32):  # nothing but data
         meter.end_phase("data")
     with meter.paused("save"):
         pass

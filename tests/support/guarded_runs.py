@@ -32,7 +32,7 @@ def build(world: World, folder: Path, tokens: Path, *settings: str) -> Trainer:
         "train.global_batch_tokens=256", "train.eval_every=0", "train.eval_tokens=64",
         "train.log_every=3", "train.ema_decay=0.9", "train.sample_tokens=0", "train.hang_seconds=0",
         "checkpoint.every=4", "checkpoint.keep_last=9", "schedule.type=constant",
-        "guard.rewind_around=1", *settings,
+        *settings,
     ]).config  # fmt: skip
     job = JobDir(cfg.job_dir)
     number = world.from_first(job.begin_attempt() if world.first else 0)

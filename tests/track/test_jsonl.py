@@ -75,17 +75,6 @@ def test_no_file_has_no_records(tmp_path: Path) -> None:
     assert list(jsonl.read(tmp_path / "absent")) == []
 
 
-@pytest.mark.parametrize("step", [0, 1, 3])
-def test_rewind_drops_later_records_and_continues(metrics: Path, step: int) -> None:
-    tracker = JsonlTracker(metrics, 9)
-    tracker.log({"kind": "train", "step": 4, "loss": 9.9})
-    tracker.rewind(step)
-    tracker.log({"kind": "train", "step": step + 1, "loss": 1.0})
-    tracker.close()
-    kept = [record for record in RECORDS if record["step"] <= step]
-    assert list(jsonl.read(metrics)) == [*kept, {"kind": "train", "step": step + 1, "loss": 1.0}]
-
-
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
 def test_a_resume_keeps_exactly_the_records_up_to_its_step(metrics: Path, step: int) -> None:
     write(metrics, step, [])

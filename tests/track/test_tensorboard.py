@@ -55,18 +55,6 @@ def test_after_a_resume_steps_that_were_trained_again_show_once(tmp_path: Path) 
     assert losses == [(n, 10 + n) for n in range(1, 5)] + [(n, 100 + n) for n in range(5, 10)]
 
 
-def test_repeated_steps_after_a_rewind_show_once(tmp_path: Path) -> None:
-    tracker = TensorBoardTracker(tmp_path, None)
-    for step in range(1, 8):
-        tracker.log({"kind": "train", "step": step, "loss": 10 + step})
-    tracker.rewind(4)
-    tracker.log({"kind": "train", "step": 5, "loss": None, "skipped": True})
-    tracker.log({"kind": "train", "step": 6, "loss": 106})
-    tracker.close()
-    expected = [(n, 10 + n) for n in range(1, 5)] + [(6, 106)]
-    assert scalars(tmp_path) == {"train/loss": expected, "train/skipped": [(5, 1)]}
-
-
 def test_without_tensorboard_the_error_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ import pytest
 import torch
 from support.guarded_runs import STEPS, build, one_step
 from support.ranks import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtt.base.errors import Diverged, ExitCode
@@ -35,7 +35,7 @@ from dtt.model.output import Output
 from dtt.track import jsonl
 from dtt.train import anomaly_guard as guard_module
 from dtt.train.anomaly_guard import FINE, NON_FINITE, SPIKE, WINDOW, Guard
-from dtt.train.state import AnomalousStep, Position, optimizer_tensors
+from dtt.train.state import Position, optimizer_tensors
 from dtt.train.trainer import Trainer
 
 ALONE = World(Ranks(), torch.device("cpu"), None)
@@ -116,11 +116,9 @@ class Case(NamedTuple):
 
 
 SKIP = ("guard.non_finite=skip", "guard.spike=skip")
-REWIND = ("guard.non_finite=rewind", "guard.spike=rewind")
 ADAMW = "optim.type=adamw"
 NAN, INF, SPIKED = {BAD: "nan"}, {BAD: "inf"}, {BAD: "spike"}
 EVERY_STEP = dict.fromkeys(range(BAD, STEPS + 1), "nan")
-AROUND = (BAD - 1, BAD, BAD + 1)
 CASES = {
     "nan": Case(NAN, SKIP),
     "inf": Case(INF, SKIP),
@@ -136,22 +134,15 @@ CASES = {
     "clean": Case(settings=SKIP),
     "stop": Case(NAN),
     "stop-spike": Case(SPIKED, ("guard.spike=stop",)),
-    "rewind": Case(NAN, REWIND),
-    "rewind-first": Case({2: "nan"}, REWIND),
-    "without-three": Case(leave_out=AROUND),
-    "without-first-three": Case(leave_out=(1, 2, 3)),
     "hopeless": Case(EVERY_STEP, (*SKIP, "guard.max_skips=3")),
-    "hopeless-rewind": Case({BAD - 1: "nan"} | EVERY_STEP, (*REWIND, "guard.rewind_around=0")),
     "nan resumed": Case(NAN, SKIP, resume=True),
     "spike resumed": Case(SPIKED, SKIP, resume=True),
-    "rewind resumed": Case(NAN, REWIND, resume=True),
 }
 ON_TWO_RANKS = {
     "nan": Case(NAN, SKIP, rank=1),
     "spike": Case(SPIKED, SKIP, rank=1),
     "stop": Case(NAN, rank=0),
-    "rewind": Case(NAN, REWIND, rank=1),
-    **{name: CASES[name] for name in ("without", "without-three", "unguarded", "rewind resumed")},
+    **{name: CASES[name] for name in ("without", "unguarded", "nan resumed")},
 }
 
 
@@ -235,7 +226,7 @@ def test_the_data_order_continues_after_a_skipped_step(found: Found, ranks: int)
     facts = [
         [(r["step"], r["ledger"], r["tokens"], r["lr"]) for r in found(ranks)[run]["records"]
          if r["kind"] == "train"]
-        for run in ("nan", "spike", "rewind", "unguarded")
+        for run in ("nan", "spike", "unguarded")
     ]  # fmt: skip
     assert all(some == facts[-1] for some in facts)
 
@@ -281,79 +272,16 @@ def test_stop_keeps_the_state_before_and_explains_how_to_resume(
         assert part in stopped["error"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "run", "reference", "bad"),
-    [
-        (1, "rewind", "without-three", BAD),
-        (1, "rewind-first", "without-first-three", 2), on_two("rewind", "without-three", BAD),
-    ],
-)  # fmt: skip
-def test_a_rewind_ends_as_if_the_batches_around_had_been_skipped(
-    found: Found, ranks: int, run: str, reference: str, bad: int
-) -> None:
-    rewound = found(ranks)[run]
-    assert rewound["state"] == found(ranks)[reference]["state"]
-    around = [(step, "non_finite", bad, "rewind") for step in range(bad - 1, bad + 2)]
-    assert guard_records(rewound) == around
-    steps = [r["step"] for r in rewound["records"] if r["kind"] == "train"]
-    assert steps == list(range(1, STEPS + 1))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "run"), [(1, "nan"), (1, "spike"), (1, "rewind"), on_two("rewind")]
-)
+@pytest.mark.parametrize(("ranks", "run"), [(1, "nan"), (1, "spike"), on_two("nan")])
 def test_a_resumed_run_reaches_the_same_verdicts(found: Found, ranks: int, run: str) -> None:
     assert found(ranks)[f"{run} resumed"] == found(ranks)[run]
 
 
 def test_too_many_bad_steps_end_the_run(found: Found) -> None:
-    skipped, rewound = found(1)["hopeless"], found(1)["hopeless-rewind"]
+    skipped = found(1)["hopeless"]
     assert f"loss is nan at step {BAD + 2}" in skipped["error"]
     assert f"3 of the last 100 steps were anomalous, the first {BAD}" in skipped["error"]
-    assert f"loss is nan at step {BAD + 2}" in rewound["error"]
-    assert "gone back to the weights of step 8 3 times" in rewound["error"]
     assert skipped["finite"]
-    assert rewound["finite"]
-
-
-def test_rewinds_to_checkpoints_of_the_same_weights_count_as_one() -> None:
-    """Otherwise a run whose weights are beyond repair would skip all steps to its end."""
-    config = GuardConfig(non_finite="rewind", rewind_around=1)
-    guard, position = Guard(config, ALONE, Path("jobs/t")), Position()
-
-    def go_back(step: int, checkpoint: int) -> None:
-        bad = AnomalousStep(step, "non_finite", "loss is nan", "ab")
-        position.steps_to_skip = guard.steps_to_skip(bad, checkpoint, position)
-
-    for step, checkpoint in ((5, 4), (7, 4), (9, 8)):
-        go_back(step, checkpoint)
-    with pytest.raises(Diverged, match="gone back to the weights of step 4 3 times"):
-        go_back(11, 8)
-    go_back(15, 12)  # step 11 was trained on
-
-
-def test_an_average_starts_after_a_step_that_a_rewind_leaves_out(
-    tokens: Path, tmp_path: Path
-) -> None:
-    """Step 11 is the last one before the average starts, so step 12 is its only update."""
-    trainer = build(
-        ALONE, tmp_path, tokens, "guard.non_finite=rewind", "guard.rewind_around=0",
-        "train.ema_decay=0.9 from 11",
-    )  # fmt: skip
-    poison(trainer, {11: "nan"})
-    before: dict[str, Tensor] = {}
-
-    def remember(module: nn.Module, _: Any) -> None:
-        if trainer.position.step == 11:
-            before.update((name, p.detach().clone()) for name, p in module.named_parameters())
-
-    trainer.state.model.register_forward_pre_hook(remember)
-    finish(trainer)
-    saved = store.find(str(trainer.job.root)).tensors(store.STATE)
-    assert saved["ema/updates/count"] == 1
-    for name, weight in trainer.state.model.named_parameters():
-        expected = torch.lerp(before[name], weight.detach(), 0.9)
-        torch.testing.assert_close(saved[f"ema/{name}/value"], expected, rtol=1e-6, atol=1e-7)
 
 
 # ---- the judgement alone -------------------------------------------------------------------------
@@ -432,12 +360,11 @@ def test_skips_long_ago_do_not_count() -> None:
 
 
 def test_a_position_comes_back_from_json_and_from_an_older_checkpoint() -> None:
-    bad = AnomalousStep(9, "spike", "grad_norm is 99", "ab")
     done = {"log": 12, "save": 12}
-    position = Position(12, done=done, trained=8, recent_skips=[3, 7], steps_to_skip={8: bad})
+    position = Position(12, done=done, trained=8, recent_skips=[3, 7])
     record = json.loads(json.dumps(position.to_json()))
     assert Position.from_json(record) == position
-    del record["skipped"], record["avoided"], record["trained"]
+    del record["skipped"], record["trained"]
     assert Position.from_json(record) == Position(step=12, trained=12, done=done)
 
 

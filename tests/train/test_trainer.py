@@ -443,12 +443,9 @@ def test_gpus_that_a_slurm_job_asked_for_and_torch_does_not_see_end_it_with_78(
     dtt("train", *settings, "name=none", SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="0")
 
 
-@pytest.mark.parametrize("action", ["skip", "rewind"])
-def test_a_run_whose_steps_were_all_skipped_has_diverged(
-    dtt: Dtt, tiny: Settings, action: str
-) -> None:
+def test_a_run_whose_steps_were_all_skipped_has_diverged(dtt: Dtt, tiny: Settings) -> None:
     settings = tiny(
-        train__z_loss=3e38, train__precision="fp32", train__steps=8, guard__non_finite=action
+        train__z_loss=3e38, train__precision="fp32", train__steps=8, guard__non_finite="skip"
     )  # such gradients are infinite
     done = dtt("train", *settings, expect=76)
     assert "none of its 8 steps changed the weights" in done.stderr

@@ -14,6 +14,7 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
     ("optim", "ns_steps"): (
         5, "delete the key (Muon iterates five times), or optim.ns_coefficients=polar-express"
     ),
+    ("guard", "rewind_around"): (10, "delete the key, or guard.spike=skip"),
     ("train", "finish_by"): (None, "delete the key, or train.budget=6h"),
 }  # fmt: skip
 """The default of each key, and what to set instead of another value."""

@@ -62,8 +62,7 @@ class Ema:
         """Move the averages one step towards the parameters; does not synchronise with the device.
 
         `skip` [] is a tensor on the device, the `found_inf` of optimizers: 0.0, or 1.0 if the
-        averages must stay as they are. `step` is the number of steps done before this one. Call it
-        for steps that a rewind leaves out, too: the average may have to start after one of them.
+        averages must stay as they are. `step` is the number of steps done before this one.
         """
         if step < self._start:
             # No copy while the average has not started: only the last of these steps, or a save,

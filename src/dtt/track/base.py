@@ -5,8 +5,8 @@ A record is a dict with `kind` and `step`:
             skipped (true) if the step left the weights unchanged; loss and grad_norm are null if
             they are not finite; with DPO reward_margin, reward_accuracy, logp_chosen,
             logp_rejected (means over the pairs of the step; logp in nats per answer)
-    guard   why a step was skipped: why (non_finite | spike), bad_step (the anomalous step: this one
-            or one near it), action (stop | skip | rewind), ledger
+    guard   why a step was skipped: why (non_finite | spike), bad_step (this one), action (stop |
+            skip), ledger
     eval    loss, bits_per_byte (null if the number of bytes is unknown), losses by source if there
             are several; ema_loss if an average of the weights is kept; with DPO the metrics of
             `train` for the held-out pairs
@@ -59,9 +59,6 @@ class Tracker(Protocol):
 
     def flush(self) -> None:
         """Make all records logged so far as durable as this destination permits."""
-
-    def rewind(self, step: int) -> None:
-        """Drop the records after `step`, because training restarts from there."""
 
     def close(self) -> None:
         """Flush, and release all resources."""

@@ -34,7 +34,9 @@ class ConsoleTracker:
             case "train":
                 self._train = record
             case "guard" if record["action"] != "stop":  # a stop raises an error
-                log.warning("step %d: skipped (%s)", record["step"], _reason(record))
+                log.warning(
+                    "step %d: skipped (%s)", record["step"], record["why"].replace("_", "-")
+                )
             case "perf" if self._live:
                 self._shown = self._live_line(record)
             case "perf":
@@ -52,9 +54,6 @@ class ConsoleTracker:
 
     def flush(self) -> None:
         """Do nothing: output is not buffered."""
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: printed output cannot be withdrawn."""
 
     def close(self) -> None:
         """End the progress line, so that later output starts on a new line."""
@@ -122,13 +121,6 @@ def _load(train: Record) -> str:
     """Return the largest load of an expert, such as `  busiest expert +48%`; empty without any."""
     violations = [v for v in train.get("expert_violation", {}).values() if v is not None]
     return f"  busiest expert +{max(violations):.0%}" if violations else ""
-
-
-def _reason(guard: Record) -> str:
-    """Return `spike`, or `near the spike step 40`."""
-    why = guard["why"].replace("_", "-")
-    near = guard["bad_step"] != guard["step"]
-    return f"near the {why} step {guard['bad_step']}" if near else why
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -73,11 +73,6 @@ class JsonlTracker:
         with named(self._path):
             os.fsync(self._file.fileno())
 
-    def rewind(self, step: int) -> None:
-        """Drop the records after `step`; call this only while no checkpoint is being saved."""
-        self.close()
-        self._begin(step, again=())
-
     def close(self) -> None:
         """Flush and close."""
         retrying(self.flush)

@@ -43,11 +43,6 @@ class TensorBoardTracker:
         """Write buffered events to disk."""
         self._writer.flush()
 
-    def rewind(self, step: int) -> None:
-        """Hide the events after `step`."""
-        self._writer.close()
-        self._writer = self._open(purge_step=step + 1)
-
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()

@@ -118,9 +118,6 @@ class WandbTracker:
     def flush(self) -> None:
         """Do nothing: the client sends records in the background."""
 
-    def rewind(self, step: int) -> None:
-        """Do nothing: sent records cannot be withdrawn; repeated steps are plotted over them."""
-
     def close(self) -> None:
         """Finish the run."""
         self._guarded(lambda: self._run.finish())  # noqa: PLW0108  _run may be None

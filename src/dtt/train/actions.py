@@ -67,8 +67,6 @@ class StepAction:
 def rules(cfg: RunConfig, steps: Callable[[], int]) -> Mapping[str, Rule]:
     """Return the rule of each action by name; `steps` is a function, as a time limit changes it."""
     train = cfg.train
-    # A rewind needs a checkpoint to go back to, also in the first steps.
-    rewinds = "rewind" in (cfg.guard.non_finite, cfg.guard.spike)
 
     def ends(position: Position) -> bool:
         return position.step in (0, steps())
@@ -84,9 +82,7 @@ def rules(cfg: RunConfig, steps: Callable[[], int]) -> Mapping[str, Rule]:
             or (train.timed and "tasks" not in p.done)
         ),
         "sample": lambda p: every(train.sample_every, p.step) or ends(p),
-        "save": lambda p: (
-            every(cfg.checkpoint.every, p.step) or p.step == steps() if p.step else rewinds
-        ),
+        "save": lambda p: p.step > 0 and (every(cfg.checkpoint.every, p.step) or p.step == steps()),
     }
 
 

@@ -1,12 +1,12 @@
-"""Anomaly guard: detect non-finite and spiking steps on the device, and skip, rewind or stop."""
+"""Anomaly guard: detect non-finite and spiking steps on the device, and skip or stop."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,32 +17,32 @@ from dtt.config.guard import GuardConfig
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import FullTensor, fill
 from dtt.track.base import Record
-from dtt.train.state import AnomalousStep, Position
+from dtt.train.state import Position
 
-FINE, NON_FINITE, SPIKE, SKIPPED = 0.0, 1.0, 2.0, 3.0
-"""Verdicts on a step. The last one is for a step that is skipped after a rewind, because it is
-close to an anomalous one."""
+FINE, NON_FINITE, SPIKE = 0.0, 1.0, 2.0
+"""Verdicts on a step."""
 WHY = {NON_FINITE: "non_finite", SPIKE: "spike"}
 LEAST_FACTOR = 4.0
 """Minimum factor of a spike over the mean norm, however small the variance of the norms before:
 some small batches of good text have norms two to three times the usual one."""
 SPIKE_WINDOW = 128
 """Number of normal steps over which the mean and the standard deviation of norms are computed."""
-MAX_REWINDS = 3
-"""Number of times a run returns to the same weights before it stops."""
 RECENT = 100
 """Number of most recent steps among which skipped steps are counted."""
 WINDOW = "guard/grad_norm/window"
 """Path in a checkpoint of the window of gradient norms."""
 
 
-class Rewind(Exception):
-    """Request to go back to a checkpoint because of an anomalous step."""
+class AnomalousStep(NamedTuple):
+    """A step with a non-finite or anomalous loss or gradient."""
 
-    def __init__(self, step: AnomalousStep) -> None:
-        """Create the request; `step` is the step that caused it."""
-        super().__init__(str(step))
-        self.step = step
+    step: int
+    why: str
+    """non_finite | spike"""
+    what: str
+    """Description for messages, such as `loss is nan`."""
+    ledger: str
+    """Sample hash chain up to this step, in hex: identifies its batch."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ class Guard:
         """Create the guard; `job` is the job folder that error messages name."""
         self._config, self._world, self._job = config, world, job
         self._window = self._empty()
-        self._rewinds: Counter[int] = Counter()
 
     # ---- on the device ---------------------------------------------------------------------------
 
@@ -97,10 +96,6 @@ class Guard:
             self._window.copy_(torch.where(good, moved, self._window))
         return Judgement((verdict != FINE).float(), torch.cat([values, verdict.view(1)]))
 
-    def skipped_values(self) -> Tensor:
-        """Return the `Judgement.values` of a step that is skipped after a rewind, [3]."""
-        return torch.full((3,), SKIPPED, device=self._world.device)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the state for a checkpoint, so that a resumed run reaches the same verdicts."""
         return {} if self._config.spike == "none" else {WINDOW: self._window}
@@ -121,25 +116,23 @@ class Guard:
     ) -> Iterator[Record]:
         """Yield the records of a step: `record` completed and, if anomalous, a `guard` record.
 
-        `values` are `Judgement.values` on the host. For an anomalous step, raise Rewind or
-        Diverged as configured; before Diverged, the records are yielded.
+        `values` are `Judgement.values` on the host. After the records of an anomalous step, raise
+        Diverged if it is to stop the run.
         """
         loss, norm, verdict = values
         step = record["step"]
         if verdict == FINE:
             position.trained += 1
             yield record | {"loss": loss, "grad_norm": norm}
-        elif verdict == SKIPPED:
-            yield from _skipped_records(record, None, None, position.steps_to_skip[step], "rewind")
         else:
             what = f"grad_norm is {norm:.4g}" if math.isfinite(loss) else f"loss is {loss}"
             bad = AnomalousStep(step, WHY[verdict], what, record["ledger"])
             # The reason names the key: guard.non_finite or guard.spike.
             action = getattr(self._config, bad.why)
-            if action == "rewind":
-                raise Rewind(bad)
             # Logged before the run ends, so that the records have the step that ended it.
-            yield from _skipped_records(record, loss, norm, bad, action)
+            yield record | {"loss": finite(loss), "grad_norm": finite(norm), "skipped": True}
+            anomaly = {"why": bad.why, "bad_step": step, "action": action, "ledger": bad.ledger}
+            yield {"kind": "guard", "step": step, **anomaly}
             if action == "stop":
                 raise self._diverged(
                     bad,
@@ -157,29 +150,6 @@ class Guard:
             why = f"{count} of the last {RECENT} steps were anomalous, the first {first}"
             raise self._diverged(bad, why, "allow more: guard.max_skips")
 
-    def steps_to_skip(
-        self, cause: AnomalousStep, checkpoint: int, position: Position
-    ) -> dict[int, AnomalousStep]:
-        """Return the `Position.steps_to_skip` of the run after a rewind to step `checkpoint`.
-
-        Raise Diverged if the run has gone back to the same weights too often. Skipped steps
-        change nothing, so checkpoints with only such steps between them have the same weights
-        and are counted as one.
-        """
-        origin = checkpoint
-        # A step that was skipped left the weights as they were, so go back to the first checkpoint
-        # with these weights.
-        while origin in position.steps_to_skip:
-            origin -= 1
-        self._rewinds[origin] += 1
-        if self._rewinds[origin] > MAX_REWINDS:
-            why = f"the run has gone back to the weights of step {origin} {MAX_REWINDS} times"
-            raise self._diverged(cause, why, "skip more: guard.rewind_around")
-        around = self._config.rewind_around
-        # Steps before the checkpoint are done and cannot be skipped any more.
-        first = max(checkpoint + 1, cause.step - around)
-        return position.steps_to_skip | dict.fromkeys(range(first, cause.step + around + 1), cause)
-
     def check_trained(self, position: Position) -> None:
         """Raise Diverged if a finished run has never changed its weights.
 
@@ -189,7 +159,7 @@ class Guard:
             raise Diverged(
                 f"training diverged: none of its {position.step} steps changed the weights",
                 where=self._job / "metrics.jsonl",
-                why="every step was non-finite or a spike, or close to one that caused a rewind",
+                why="every step was non-finite or a spike",
                 next="start under a new name with a lower optim.lr, a longer schedule.warmup or "
                 "train.clip_norm=1",
             )
@@ -204,15 +174,6 @@ class Guard:
             next="start under a new name with a lower optim.lr, a longer schedule.warmup or "
             f"train.clip_norm=1; or {instead}",
         )
-
-
-def _skipped_records(
-    record: Record, loss: float | None, norm: float | None, bad: AnomalousStep, action: str
-) -> Iterator[Record]:
-    """Yield the records of a skipped step; NaN and infinity, which JSON lacks, become null."""
-    yield record | {"loss": finite(loss), "grad_norm": finite(norm), "skipped": True}
-    anomaly = {"why": bad.why, "bad_step": bad.step, "action": action, "ledger": record["ledger"]}
-    yield {"kind": "guard", "step": record["step"], **anomaly}
 
 
 def finite(value: float | None) -> float | None:

@@ -116,11 +116,6 @@ class Observers:
         for tracker, record in product(self.trackers, records):
             tracker.log(record)
 
-    def rewind(self, step: int) -> None:
-        """Discard the records of the trackers after `step`."""
-        for tracker in self.trackers:
-            tracker.rewind(step)
-
     def flush(self) -> None:
         """Flush the trackers to disk."""
         for tracker in self.trackers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -31,32 +31,17 @@ FIELDS: dict[str, Kind] = {
 }  # fmt: skip
 """Fields that position.json must have for a run to resume, and their types."""
 OPTIONAL: dict[str, Kind] = {
-    "trained": int, "skipped": list, "avoided": dict, "warmup": int, "decay": (dict, NONE),
+    "trained": int, "skipped": list, "warmup": int, "decay": (dict, NONE),
     "speed": (dict, NONE), "tasks_evaluated": (int, NONE), "sampled": (int, NONE),
     "own_actions": dict, "ended_by": (str, NONE),
 }  # fmt: skip
 """Fields that position.json may have, and their types."""
 ACTIONS = {"validate": "evaluated", "tasks": "tasks_evaluated", "sample": "sampled"}
 """Field of position.json with the step of each action that a stop request may have postponed."""
-ANOMALOUS_STEP = {"step": int, "why": str, "what": str, "ledger": str}
-"""Fields of an `AnomalousStep`, and their types."""
 
 
 Owners = set[tuple[str, str]]
 """Pairs of an optimizer and a parameter that it updates."""
-
-
-@dataclass(frozen=True)
-class AnomalousStep:
-    """A step with a non-finite or anomalous loss or gradient."""
-
-    step: int
-    why: str
-    """non_finite | spike"""
-    what: str
-    """Description for messages, such as `loss is nan`."""
-    ledger: str
-    """Sample hash chain up to this step, in hex: identifies its batch."""
 
 
 @dataclass
@@ -81,8 +66,6 @@ class Position:
     """Number of steps that changed the weights, and so were not skipped."""
     recent_skips: list[int] = field(default_factory=list)
     """Anomalous steps among the last ones that were skipped."""
-    steps_to_skip: dict[int, AnomalousStep] = field(default_factory=dict)
-    """Steps to skip after a rewind, each with the anomalous step that it is close to."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that a checkpoint keeps."""
@@ -96,7 +79,6 @@ class Position:
             **{field: self.done.get(name) for name, field in ACTIONS.items()},
             "trained": self.trained,
             "skipped": self.recent_skips,
-            "avoided": {str(step): asdict(bad) for step, bad in self.steps_to_skip.items()},
         }
 
     @classmethod
@@ -119,9 +101,6 @@ class Position:
             eval_loss=record["eval_loss"],
             trained=record.get("trained", record["step"]),  # absent from older checkpoints
             recent_skips=record.get("skipped", []),
-            steps_to_skip={
-                int(s): AnomalousStep(**bad) for s, bad in record.get("avoided", {}).items()
-            },
         )
 
 
@@ -132,15 +111,12 @@ def check_position(checkpoint: Checkpoint) -> None:
     wrong = [n for n, kind in {**FIELDS, **given}.items() if not fits(record, {n: kind})]
     # The plain types first: the conditions below index and compare, which would raise on others.
     if not wrong:
-        avoided, decay = record.get("avoided", {}), record.get("decay")
+        decay = record.get("decay")
         sound = {
             "step": record["step"] == checkpoint.step,
             "ledger": is_hex(record["ledger"]) and is_hex(record["previous_ledger"]),
             "eval_loss": isinstance(record.get("eval_loss", ""), float | int | NONE),
             "skipped": all(is_kind(step, int) for step in record.get("skipped", [])),
-            "avoided": all(
-                s.isdecimal() and fits(bad, ANOMALOUS_STEP) for s, bad in avoided.items()
-            ),
             "decay": decay is None or (fits(decay, DECAY) and decay["since"] < decay["end"]),
             "speed": all(is_kind(n, float) for n in (record.get("speed") or {}).values()),
         }
@@ -250,8 +226,7 @@ def load_optimizers(
         if uniform and any(one.keys() != of_one[0].keys() for one in of_one):
             raise _unexpected_state(f"parameters of {optimizer_name} have state of different names")
         for name, parameter in named(optimizer):
-            # Dropped also without saved state: a rewind must not keep moments of steps that are
-            # undone.
+            # Dropped also without saved state: the parameter then had no gradient yet.
             optimizer.state.pop(parameter, None)
             if (found := by_parameter.get((optimizer_name, name))) is not None:
                 optimizer.state[parameter] = {

@@ -103,7 +103,7 @@ class ThroughputMeter:
         self.totals: defaultdict[str, float] = defaultdict(float)
         """Seconds of each part over all readings."""
         self.steps = 0
-        """Number of steps done by this process, including those that a rewind discarded."""
+        """Number of steps done by this process."""
         self._begin_interval()
         self._last = self._mark()
 

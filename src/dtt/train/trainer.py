@@ -20,14 +20,12 @@ from dtt.optim.groups import peak_lr, set_learning_rate
 from dtt.track.base import Record
 from dtt.train import garbage, own_action
 from dtt.train.actions import StepAction, finished_saves
-from dtt.train.anomaly_guard import Rewind, finite
+from dtt.train.anomaly_guard import finite
 from dtt.train.components import Run
 from dtt.train.data_hash import check_order
 from dtt.train.expert_load import METRICS, described
 from dtt.train.recorded import position_of
 from dtt.train.state import (
-    AnomalousStep,
-    check_position,
     restore_rng,
     seed_rank,
 )
@@ -60,12 +58,7 @@ class Trainer(Run):
         # After all long-lived objects exist: the collector never visits them again.
         garbage.freeze()
         with control.watchdog.phase("step"):
-            while True:
-                try:
-                    self.train()
-                    break
-                except Rewind as rewind:
-                    self.rewind(rewind.step)
+            self.train()
             self.observers.profiler.finish(self.position.step)
             with control.watchdog.phase("save"), meter.paused("save"):
                 control.saver.wait()
@@ -77,10 +70,7 @@ class Trainer(Run):
         return ended and not any(action.due(self.position) for action in self.actions)
 
     def train(self) -> None:
-        """Run the loop: a step, then all actions due after it; save when it ends.
-
-        Raise Rewind if the guard requests it.
-        """
+        """Run the loop: a step, then all actions due after it; save when it ends."""
         meter = self.observers.meter
         step_sizes = self.schedule.step_sizes
         # Closed on every way out: the prefetch thread would otherwise keep the files open, and read
@@ -113,18 +103,8 @@ class Trainer(Run):
         self.save()
 
     def step(self, batch: Batch, multiplier: float) -> None:
-        """Do one optimizer step, or skip it if it is close to the cause of a rewind.
-
-        Nothing here synchronises with the device.
-        """
+        """Do one optimizer step; nothing here synchronises with the device."""
         state, step, meter = self.state, self.position.step, self.observers.meter
-        if step + 1 in self.position.steps_to_skip:
-            if state.ema is not None:
-                # Nothing is averaged, but the average may start after this step. Without this call
-                # it would start from the weights of the last save, and then start again.
-                state.ema.update(torch.ones((), device=self.world.device), step)
-            self.advance_position(batch, multiplier, state.guard.skipped_values(), {})
-            return
         losses = state.step.run(batch.micro_batches, self.objective, batch.terms)
         reported = losses.aux | losses.metrics
         meter.end_phase("forward_backward")
@@ -226,8 +206,8 @@ class Trainer(Run):
     def read_losses(self) -> None:
         """Fetch the losses since the last call, review them, and log their records.
 
-        This is where the host waits for the device. Raise Diverged or Rewind, on every rank, if the
-        guard decides so for an anomalous step among them.
+        This is where the host waits for the device. Raise Diverged, on every rank, if the guard
+        decides so for an anomalous step among them.
         """
         if not self._unread:
             return
@@ -275,23 +255,6 @@ class Trainer(Run):
                 self.schedule.end_now(resume.step, own_action.name_of(action))
         check_order(self.position, self.data.dataset)
         log.info("resumed from %s", resume.path)
-
-    def rewind(self, cause: AnomalousStep) -> None:
-        """Go back to the newest checkpoint; from there on skip the steps around `cause`."""
-        # Losses after the anomalous step belong to steps that are undone.
-        self._unread.clear()
-        folder = self.job.checkpoints
-        with self.control.watchdog.phase("save"):
-            self.control.saver.wait()
-            # Rank 0 chooses for all: a file server may show the ranks different folders.
-            newest = store.newest(folder, check_position) if self.world.first else None
-            checkpoint = self.world.from_first(newest)
-            assert checkpoint is not None, "one was saved before the first step"
-            steps = self.state.guard.steps_to_skip(cause, checkpoint.step, self.position)
-            self.observers.rewind(checkpoint.step)
-            self.restore(checkpoint)
-        self.position.steps_to_skip = steps
-        log.warning("%s at step %d: back to step %d", cause.what, cause.step, checkpoint.step)
 
 
 def _mask_metrics(batch: Batch, width: int) -> Record:

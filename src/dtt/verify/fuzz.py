@@ -157,7 +157,7 @@ WITHOUT_EFFECT = (
     "model.n_layers", "model.dropout", "adapter[lora].dropout", "init.adapter",
     "data[synthetic].vocab_size", *(f"parallel.{dim}" for dim in Sizes._fields),
     "parallel.layers_per_stage", "parallel.stages_per_rank", "parallel.expert",
-    "guard.max_skips", "guard.rewind_around", "guard.spike_sigmas",
+    "guard.max_skips", "guard.spike_sigmas",
 )  # fmt: skip
 """Beginnings of keys that no feature needs."""
 

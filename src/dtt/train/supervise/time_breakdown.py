@@ -25,12 +25,10 @@ class TimeBreakdown:
         self._compiling = 0.0
 
     def start(self, step: int, meter: ThroughputMeter) -> None:
-        """Note that training starts after step `step`; every call but the first is a rewind."""
+        """Note that training starts after step `step`."""
         meter.restart()
-        # A rewind restarts the reader, not the clock of the attempt.
-        if self._first is None:
-            self._first = step
-            meter.totals.clear()  # the timer of the startup has counted this time
+        self._first = step
+        meter.totals.clear()  # the timer of the startup has counted this time
 
     def startup_record(self, meter: ThroughputMeter) -> Record | None:
         """Return the `start` record on the first call, None after that; log its phases.

@@ -120,7 +120,7 @@ class TimeBudget:
         )
         # The first call of an attempt has nothing to compare with.
         before, since = self._mark or (worked, step)
-        if self._steps > COMPILING and step > since:  # after a rewind, `step` is an earlier one
+        if self._steps > COMPILING and step > since:
             tokens = self.tokens_before(step) - self.tokens_before(since)
             # At least a second, as the weight would be undefined at the end.
             memory = max(1.0, MEMORY * left)
