@@ -63,11 +63,16 @@ def train(job: JobDir, resume_step: int | None, last: int) -> None:
     tracker.close()
 
 
+def variables(dtt: Dtt, url: str) -> dict[str, str]:
+    home = dtt.folder / "home"
+    home.mkdir(exist_ok=True)
+    known = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "HOME": str(home)}
+    return known | {"SLURM_JWT": SLURM_JWT}
+
+
 def upload(dtt: Dtt, url: str, *arguments: object, expect: int = 0, **env: str) -> Any:
     """Run `dtt wandb` in a process of its own."""
-    dtt.folder.joinpath("home").mkdir(exist_ok=True)
-    known = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "HOME": str(dtt.folder / "home")}
-    return dtt("wandb", *arguments, expect=expect, **(known | {"SLURM_JWT": SLURM_JWT} | env))
+    return dtt("wandb", *arguments, expect=expect, **(variables(dtt, url) | env))
 
 
 def records(job: JobDir) -> list[dict[str, Any]]:
@@ -353,6 +358,15 @@ def test_a_running_job_that_is_online_is_not_written_to_by_two(
     assert_equal(server, "me/dtt/id-one", job)
 
 
+IMPATIENT = """
+from dtt.main import main
+from dtt.track.wandb_history import BOUNDS
+BOUNDS.update(x_file_stream_retry_max=1, x_graphql_retry_max=1)
+main()
+"""
+"""dtt, whose client tries again once: as often as it does for a user takes 50 s."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "code"),
@@ -365,7 +379,9 @@ def test_the_next_upload_sends_the_rows_that_did_not_arrive(
     dtt: Dtt, job: JobDir, server: LoopbackWandb, failure: str, code: int
 ) -> None:
     setattr(server, failure, 12)
-    upload(dtt, server.url, "jobs/one", expect=code)
+    arguments = ("-c", IMPATIENT, "wandb", "jobs/one")
+    failed = Dtt.wait(dtt.start_python(*arguments, **variables(dtt, server.url)))
+    assert failed.returncode == code, failed.stderr
     assert 0 < len(server.runs["me/dtt/id-one"].history) <= 12
     setattr(server, failure, None)
     server.gone.clear()
