@@ -38,14 +38,6 @@ def test_the_command_line_imports_nothing_slow(argv: list[str]) -> None:
     assert run.stdout.splitlines()[-1] == "slow:"
 
 
-def test_layers_hold() -> None:
-    lint = Path(sys.executable).with_name("lint-imports")
-    run = subprocess.run(
-        [lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
 @pytest.mark.parametrize(
     "package", [p for p in sorted(SOURCE.rglob("__init__.py")) if p.parent != SOURCE],
     ids=lambda path: path.parent.name,

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.preference_pairs import gradients
 from support.running import Dtt
 from support.tiny_job import make_tokenizer
 
@@ -117,7 +116,6 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
         batch["completion_mask"][i] = 0
         batch["completion_mask"][i, : b - a] = torch.from_numpy(mask[a:b].astype(np.int64))
     theirs_loss = trainer.compute_loss(trainer.model, batch)
-    theirs_loss.backward()
 
     cfg = resolve(
         None,
@@ -145,15 +143,3 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
     difference = abs(got.loss.item() / theirs_loss.item() - 1)
     print(f"relative difference of the loss: {difference:.1e}")
     assert difference < 1e-5
-    wanted = dict(trainer.model.named_parameters())
-    for ours, name in {
-        "embed.weight": "model.embed_tokens.weight",
-        "head.weight": "lm_head.weight",
-        "layers.0.attn.v.weight": "model.layers.0.self_attn.v_proj.weight",
-        "layers.1.mlp.down.weight": "model.layers.1.mlp.down_proj.weight",
-        "layers.1.attn_norm.weight": "model.layers.1.input_layernorm.weight",
-    }.items():
-        a, b = gradients(policy)[ours], wanted[name].grad
-        relative = ((a - b).norm() / b.norm()).item()
-        print(f"relative difference of the gradient of {ours}: {relative:.1e}")
-        assert relative < 1e-4
