@@ -15,6 +15,7 @@ class Family(Section):
     """
 
     family: str
+    """The class of the model, as `FILE.py:CLASS` or `MODULE:CLASS`."""
     vocab_size: Tokens32 | None = None
     """Rows of the embedding matrix; null: the tokenizer's vocabulary size, rounded up to a multiple
     of 64."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -306,8 +306,5 @@ class ModelConfig(Section):
 
 
 _DEFAULTS = ModelConfig()
-
-if TYPE_CHECKING:
-    AnyModel = ModelConfig | Family  # it may be one of a user's own
-else:
-    AnyModel = ModelConfig
+AnyModel = ModelConfig | Family
+"""A section `model`; the second may be one of a user's own."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 
 from dtt.config.action import Action
 from dtt.config.adapter import AdapterConfig, LoraConfig, NoAdapterConfig
@@ -31,7 +31,7 @@ from dtt.config.guard import GuardConfig
 from dtt.config.init import InitConfig
 from dtt.config.key_types import tag_of
 from dtt.config.launch import LaunchConfig
-from dtt.config.model import MIXTURES, AnyModel, ModelConfig
+from dtt.config.model import MIXTURES, ModelConfig
 from dtt.config.objective import Objective
 from dtt.config.optim import Optimizer, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
@@ -45,10 +45,14 @@ from dtt.config.variants import any_of, variant
 if TYPE_CHECKING:  # or one of a user's own
     ObjectiveConfig = Objective
     OptimConfig = Optimizer
+    ModelSection = ModelConfig | Family
     ScheduleConfig = Schedule
 else:
     ObjectiveConfig = any_of("objective")
     OptimConfig = any_of("optim")
+    ModelSection = Annotated[
+        ModelConfig | variant("model", "transformers"), Field(discriminator="family")
+    ]
     ScheduleConfig = any_of("schedule")
 
 MAX_JOINED = 100
@@ -83,7 +87,7 @@ class RunConfig(Section):
     """Conversations: chat template and loss mask."""
     data: DataConfig = TokensDataConfig()
     """Training data."""
-    model: AnyModel = ModelConfig()
+    model: ModelSection = ModelConfig()
     """Model family and sizes."""
     scaling: ScalingConfig = StandardConfig()
     """Scaling of learning rates and initial weights with the shape of the model."""

@@ -29,6 +29,7 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
         "muon": "dtt.optim.muon.variant:MuonConfig",
         "adamw": "dtt.optim.adamw:AdamWConfig",
     },
+    "model": {"transformers": "dtt.model.library.family:TransformersFamily"},
 }
 """The class of each `type` of a section, as MODULE:CLASS."""
 

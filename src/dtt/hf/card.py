@@ -12,7 +12,7 @@ from dtt import __version__
 from dtt.artifacts.manifests import ChatFacts, DataManifest, SourceFacts
 from dtt.config.run import RunConfig
 from dtt.model import count, families
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture, Architecture
 
 BASE = "A base language model: it continues text, and was not taught to follow instructions."
 CHAT = (
@@ -50,7 +50,7 @@ print(tokenizer.decode(answer, skip_special_tokens=True))"""
 
 def model_card(
     cfg: RunConfig,
-    arch: Architecture,
+    arch: AnyArchitecture,
     data: DataManifest,
     step: int,
     tokens: int,
@@ -103,9 +103,24 @@ Trained and exported with dtt {__version__}; {oracle} computes the same logits.
     )
 
 
+def _class(arch: AnyArchitecture) -> str:
+    """Return the name of the class of transformers that computes the model."""
+    if isinstance(arch, Architecture):
+        return families.get(arch.family).hf_class
+    return type(arch.skeleton.library).__name__
+
+
+def _sizes(arch: AnyArchitecture) -> dict[str, str]:
+    """Return the row of sizes; only the number of layers of a model that the library computes."""
+    if not isinstance(arch, Architecture):
+        return {"Layers": str(arch.n_layers)}
+    heads = f"{arch.n_heads} ({arch.n_kv_heads} for keys and values)"
+    return {"Layers, width, heads": f"{arch.n_layers}, {arch.dim}, {heads}"}
+
+
 def _facts(
     cfg: RunConfig,
-    arch: Architecture,
+    arch: AnyArchitecture,
     data: DataManifest,
     step: int,
     tokens: int,
@@ -115,10 +130,9 @@ def _facts(
 ) -> dict[str, str]:
     """Return the rows of the table of facts, by title."""
     rows = {
-        "Architecture": families.get(arch.family).hf_class,
+        "Architecture": _class(arch),
         "Parameters": f"{count.parameters(arch):,}",
-        "Layers, width, heads": f"{arch.n_layers}, {arch.dim}, {arch.n_heads} "
-        f"({arch.n_kv_heads} for keys and values)",
+        **_sizes(arch),
         "Vocabulary, context": f"{arch.vocab_size:,}, {arch.max_seq_len:,} tokens",
         "Trained on": ", ".join(
             f"{_public_name(source)} ({source.tokens:,} tokens)" for source in data.sources

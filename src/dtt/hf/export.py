@@ -148,7 +148,7 @@ def _export(
     chat, released = job_chat_format(job, cfg.chat), Released.of_job(job)
     card = model_card(
         cfg,
-        trained.decoder,
+        trained.arch,
         DataManifest.read(job.root),
         checkpoint.step,
         checkpoint.position()["tokens"],

@@ -20,16 +20,17 @@ from dtt.artifacts.manifests import CHAT_TEMPLATE, ExportManifest
 from dtt.base.files import sha256_file
 from dtt.base.reading import read_whole
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
-from dtt.hf import verify
+from dtt.hf import library, verify
 from dtt.hf.chat_format import ChatFormat
 from dtt.hf.fold import fold
+from dtt.hf.model_source import on_device
 from dtt.hf.peft import Adapter, write_peft
 from dtt.hf.publish import CARD, Origin, published
 from dtt.hf.read import Trained
 from dtt.hf.released import FROM_SCRATCH, SENTENCEPIECE, Released
 from dtt.hf.weights import to_hf
 from dtt.model import count, families
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import Architecture, BuiltArchitecture, decoder_architecture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -53,6 +54,9 @@ def export(
     `card` is the text of README.md, `chat` the conversation format, and `released` what the weights
     that training started from brought with them.
     """
+    if isinstance(trained.arch, BuiltArchitecture):
+        how: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "card": card}
+        return _export_built(trained, origin, out, **how, chat=chat, released=released)
     n_parameters = count.parameters(trained.decoder)
     with published(out, n_parameters * DTYPES[dtype].itemsize) as staging:
         folded = fold(trained)
@@ -67,7 +71,10 @@ def export(
             verify.check_folded(folded, expected)
         if any(rounded[name].dtype != tensor.dtype for name, tensor in folded.state.items()):
             rounding = verify.rounding_difference(expected, rounded, folded.decoder, dtype)
-        _write_config(folded, staging, dtype, chat, released)
+        config = families.get(folded.decoder.family).to_hf_config(
+            folded.decoder, folded.end_of_document
+        )
+        _write_config(config, folded, staging, dtype, chat, released)
         _write_tokenizer(trained, staging, chat, released)
         (staging / CARD).write_text(card, encoding="utf-8")
         difference = verify.check(staging, rounded, folded.decoder, trained.open_tokenizer())
@@ -81,6 +88,44 @@ def export(
             dtype=dtype,
             parameters=n_parameters,
             max_rounding_difference=rounding,
+            max_logit_difference=difference,
+        )
+
+
+def _export_built(
+    trained: Trained,
+    origin: Origin,
+    out: Path,
+    *,
+    dtype: Dtype,
+    max_shard_size: str,
+    card: str,
+    chat: ChatFormat | None,
+    released: Released,
+) -> ExportManifest:
+    """Do what `export` does for a model of the library, which writes its own format."""
+    n_parameters, ids_T = count.parameters(trained.arch), verify.random_ids(trained.arch)
+    model: Any = on_device(trained, torch.device("cpu")).eval()
+    if not hasattr(model, "library"):
+        decoder_architecture(trained.arch, "dtt export")  # raises the refusal
+    with published(out, n_parameters * DTYPES[dtype].itemsize) as staging, torch.inference_mode():
+        expected = model.float()(ids_T[None])
+        library.write(model, staging, DTYPES[dtype], max_shard_size)
+        _write_config(library.config_of(staging), trained, staging, dtype, chat, released)
+        _write_tokenizer(trained, staging, chat, released)
+        (staging / CARD).write_text(card, encoding="utf-8")
+        difference = library.check(model, staging, ids_T)
+        if chat is not None:
+            verify.check_prompts(staging, chat)
+        moved = float((model(ids_T[None]) - expected).abs().max())
+        return _write_manifest(
+            staging,
+            trained,
+            origin,
+            chat,
+            dtype=dtype,
+            parameters=n_parameters,
+            max_rounding_difference=moved if dtype != "fp32" else None,
             max_logit_difference=difference,
         )
 
@@ -150,18 +195,21 @@ def _write_weights(
 
 
 def _write_config(
-    trained: Trained, folder: Path, dtype: Dtype, chat: ChatFormat | None, released: Released
+    config: dict[str, Any],
+    trained: Trained,
+    folder: Path,
+    dtype: Dtype,
+    chat: ChatFormat | None,
+    released: Released,
 ) -> None:
     """Write config.json and generation_config.json; the latter has what `released` says, too."""
-    family = families.get(trained.decoder.family)
     end = trained.end_of_document
-    config = family.to_hf_config(trained.decoder, end)
     # The end of a document remains a stop token: it ended the documents of pretraining.
     turns = () if chat is None else chat.facts.stop_tokens
     ends = [*dict.fromkeys((*turns, *released.stops, end))]
     # From scratch, the end of a document also starts a generation, if nothing else does.
     config |= {
-        key: i for key, i in released.ids.items() if i is None or i < trained.decoder.vocab_size
+        key: i for key, i in released.ids.items() if i is None or i < trained.arch.vocab_size
     }
     if trained.begin_of_document is not None:
         config["bos_token_id"] = trained.begin_of_document
@@ -199,7 +247,7 @@ def _write_tokenizer(
         special = {"eos_token": end, "pad_token": end} | released.special
     if begin is not None:
         special["bos_token"] = str(tokenizer.id_to_token(begin))
-    context = trained.decoder.max_seq_len
+    context = trained.arch.max_seq_len
     settings: dict[str, Any] = {
         # The only class that uses tokenizer.json unchanged in every version of transformers.
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -88,18 +88,25 @@ def read_hf_folder(folder: Path) -> Trained:
     """
     whole = read_config(folder / "config.json")
     config = multimodal.text_config(whole)
-    family = _family(config, folder)
+    own = has_family(config)
+    if not own:
+        _check_known(config, folder)
     files, tokenizer = weight_files(folder), folder / "tokenizer.json"
     missing = next((path for path in (*files, tokenizer) if not path.is_file()), None)
     if missing is not None:
         why = f"{missing.name} is missing"
         raise InputError(f"{folder} is not a complete model", why=why, next=FETCH_AGAIN)
-    arch = _architecture(family, config, folder)
+    end, until_ids = _end_of_document(folder, config), eos_token_ids(folder)
+    begin = begin_of_document(open_tokenizer(tokenizer), tokenizer)
+    if not own:
+        from dtt.hf import library
+
+        built = library.architecture(config, folder)
+        return Trained(built, library.read_state(folder), tokenizer, end, until_ids, begin)
+    arch = _architecture(_family(config), config, folder)
     tensors = {name: tensor for file in files for name, tensor in load_tensors(file).items()}
     if multimodal.is_multimodal(whole):
         tensors = _text_tensors(tensors, folder)
-    end, until_ids = _end_of_document(folder, config), eos_token_ids(folder)
-    begin = begin_of_document(open_tokenizer(tokenizer), tokenizer)
     return Trained(arch, from_hf(tensors, arch), tokenizer, end, until_ids, begin)
 
 
@@ -116,25 +123,43 @@ def _text_tensors(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tens
     return text
 
 
-def read_hf_architecture(folder: Path) -> Architecture:
+def read_hf_architecture(folder: Path) -> AnyArchitecture:
     """Return the architecture of a Hugging Face folder; reads only config.json."""
     config = multimodal.text_config(read_config(folder / "config.json"))
-    return _architecture(_family(config, folder), config, folder)
+    if has_family(config):
+        return _architecture(_family(config), config, folder)
+    _check_known(config, folder)
+    from dtt.hf import library
+
+    return library.architecture(config, folder)
 
 
-def _family(config: Mapping[str, Any], folder: Path) -> DecoderFamily:
-    """Return the family that config.json names; InputError if dtt does not know it."""
-    known = {family.hf_model_type: family for family in families.FAMILIES}
-    if config.get("model_type") not in known:
-        close = nearest(config, families.FAMILIES)
-        raise InputError(
-            f"the model in {folder} is not supported",
-            why=f"config.json has model_type {config.get('model_type')!r}; "
-            + (f"{close}; " if close else "")
-            + f"supported: {', '.join((*known, multimodal.MODEL_TYPE))}",
-            next="use a folder written by `dtt export`, or a model of a supported type",
-        )
-    return known[config["model_type"]]
+def has_family(config: Mapping[str, Any]) -> bool:
+    """Return True if dtt has a family of its own for the model_type in a config.json."""
+    return config.get("model_type") in {family.hf_model_type for family in families.FAMILIES}
+
+
+def _family(config: Mapping[str, Any]) -> DecoderFamily:
+    """Return the family that config.json names."""
+    return {family.hf_model_type: family for family in families.FAMILIES}[config["model_type"]]
+
+
+def _check_known(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise InputError unless transformers has a causal model of the type in config.json."""
+    from dtt.hf import library
+
+    if library.knows(config):
+        return
+    known = [family.hf_model_type for family in families.FAMILIES]
+    close = nearest(config, families.FAMILIES)
+    raise InputError(
+        f"the model in {folder} is not supported",
+        why=f"config.json has model_type {config.get('model_type')!r}, "
+        "which is no causal model of transformers; "
+        + (f"{close}; " if close else "")
+        + f"fastest are {', '.join((*known, multimodal.MODEL_TYPE))}",
+        next="use a folder written by `dtt export`, or a model of a supported type",
+    )
 
 
 def _architecture(family: DecoderFamily, config: Mapping[str, Any], folder: Path) -> Architecture:

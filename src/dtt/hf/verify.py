@@ -27,7 +27,7 @@ from dtt.hf.read import Trained, transformers_defaults
 from dtt.hf.weights import NOT_WEIGHTS
 from dtt.mesh.environment import install
 from dtt.model import families
-from dtt.model.architecture import Architecture
+from dtt.model.architecture import AnyArchitecture, Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.families import multimodal
 
@@ -69,7 +69,7 @@ def check(
         ours = _decoder(state, arch)
         return max(
             _difference(ours(ids_T[None]), theirs(ids_T[None]).logits, what)
-            for ids_T, what in ((_random_ids(arch), "random ids"), (torch.tensor(text_ids), "text"))
+            for ids_T, what in ((random_ids(arch), "random ids"), (torch.tensor(text_ids), "text"))
         )
     except _Mismatch as found:
         raise _export_error(folder, str(found)) from None
@@ -83,7 +83,7 @@ def check_import(folder: Path, trained: Trained) -> float:
     InputError names the first mismatch. Raises DamagedError if the logits are not finite. Returns
     the largest absolute difference of a logit. Runs on the CPU and holds one fp32 model at a time.
     """
-    ids_1T = _random_ids(trained.decoder)[None]
+    ids_1T = random_ids(trained.decoder)[None]
     try:
         # Reduced to logits before the other model is loaded: one fp32 model in memory at a time.
         ours = _decoder(trained.state, trained.decoder)(ids_1T)
@@ -105,7 +105,7 @@ def check_import(folder: Path, trained: Trained) -> float:
 @torch.inference_mode()
 def random_logits(state: Mapping[str, Tensor], arch: Architecture) -> Tensor:
     """Return the fp32 logits of random ids, [1, T, V]; they are the same ids in every call."""
-    logits: Tensor = _decoder(state, arch)(_random_ids(arch)[None])
+    logits: Tensor = _decoder(state, arch)(random_ids(arch)[None])
     return logits
 
 
@@ -161,7 +161,7 @@ def check_adapter(
     EnvironmentUnfit if PEFT is not installed.
     """
     peft = import_peft()
-    ids_1T = _random_ids(arch)[None]
+    ids_1T = random_ids(arch)[None]
     try:
         ours = _decoder(state, arch)(ids_1T)
         adapted = peft.PeftModel.from_pretrained(_load(base, arch), folder).eval()
@@ -209,6 +209,14 @@ def check_prompts(folder: Path, chat: ChatFormat) -> None:
             )
 
 
+def differing_logits(folder: Path, expected: Tensor, got: Tensor) -> float:
+    """Return the largest difference of a logit; DamagedError if it exceeds rounding."""
+    try:
+        return _difference(expected, got, "random ids")
+    except _Mismatch as found:
+        raise _export_error(folder, str(found)) from None
+
+
 class _Mismatch(Exception):
     """Difference between two versions of one model; the message describes it."""
 
@@ -222,7 +230,8 @@ def _decoder(state: Mapping[str, Tensor], arch: Architecture) -> Decoder:
     return model.eval()
 
 
-def _random_ids(arch: Architecture) -> Tensor:
+def random_ids(arch: AnyArchitecture) -> Tensor:
+    """Return ids [T] that are the same in every call."""
     # A fixed seed: a failed check must fail again.
     generator = torch.Generator().manual_seed(0)
     return torch.randint(arch.vocab_size, (min(128, arch.max_seq_len),), generator=generator)

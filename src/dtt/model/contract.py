@@ -104,6 +104,10 @@ class Model(nn.Module):
         weight: Tensor = self.embed.weight if head is None else head.weight  # type: ignore[assignment,union-attr]
         return weight
 
+    def by_token(self) -> frozenset[str]:
+        """Return the names of parameters that have a row for each token id."""
+        return frozenset({"embed.weight", "head.weight"})
+
     def blocks(self) -> Mapping[int, nn.Module]:
         """Return the blocks that this rank has, by index."""
         return held_layers(self)
@@ -136,6 +140,14 @@ class Model(nn.Module):
         if parameter is getattr(getattr(self, "head", None), "weight", None):
             return "head"
         return "matrix" if parameter.ndim < 4 else "vector"
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the log should say of the model at the start of a run."""
+        return iter(())
+
+    def active_share(self) -> float:
+        """Return the share of stacks of matrices, [experts, out, in], that computes a token."""
+        return 1.0
 
     def init_weights(self, module: nn.Module) -> None:
         """Initialise the parameters and buffers of one module, without those of modules inside it.

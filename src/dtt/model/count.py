@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 
@@ -69,10 +70,26 @@ def _counted_flops(arch: BuiltArchitecture, seq_len: int, adapter: int) -> int:
 
     model = deepcopy(arch.skeleton).to("meta")
     tokens_1T = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(tokens_1T)
-    forward: int = counter.get_total_flops() // seq_len
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(tokens_1T)
+        forward: int = counter.get_total_flops() // seq_len
+    except (NotImplementedError, RuntimeError):
+        # The rows of an expert depend on values. Without attention, then, whose part is small.
+        forward = 2 * _multiplied(model)
     return 2 * forward + 6 * adapter if adapter else 3 * forward
+
+
+def _multiplied(model: Any) -> int:
+    """Return the number of weights of a `Model` that multiply each token."""
+    share = model.active_share()
+    found = 0.0
+    for name, parameter in model.named_parameters():
+        if model.role(name, parameter) not in ("vector", "embed", "balance"):
+            found += parameter.numel() * (share if parameter.ndim == 3 else 1.0)
+    head: int = model.head_weight().numel()
+    tied = not any(model.role(n, p) == "head" for n, p in model.named_parameters())
+    return round(found) + tied * head
 
 
 def active_weights(shapes: Iterable[Shape], experts_per_token: int) -> int:

@@ -28,6 +28,8 @@ def check_model(model: Model, world: World, *, separate: bool) -> None:
     this together.
     """
     if isinstance(model.arch, BuiltArchitecture):
+        for line in model.notes():
+            log.info("%s", line)
         check_gradients(model.arch)
         check_documents(model, world, separate=separate)
 

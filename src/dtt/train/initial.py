@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dtt.hf.read import Trained
     from dtt.mesh.dist import World
     from dtt.mesh.sharding import FullTensor
-    from dtt.model.architecture import AnyArchitecture, Architecture
+    from dtt.model.architecture import AnyArchitecture
     from dtt.model.contract import Model
     from dtt.params.table import Params
     from dtt.train.warm_start import NewTokens
@@ -57,20 +57,22 @@ def initialise_from(
     adapter must all be in the source, with the same shapes.
     """
     from dtt.checkpoint import store
-    from dtt.train.warm_start import EMBED, NewTokens, take_weights
+    from dtt.train.warm_start import NewTokens, take_weights
 
     state: Mapping[str, FullTensor]
     checkpoint: Checkpoint | None = None
     if source.startswith(HF):
         from dtt.hf.read import read_hf_folder
+        from dtt.model.architecture import Architecture
 
         folder = world.from_first(find_model(source.removeprefix(HF)) if world.first else None)
         assert folder is not None
         trained = read_hf_folder(folder)
-        check_architecture(model.arch, trained.decoder, folder)
-        if world.first:
+        check_architecture(model.arch, trained.arch, folder)
+        if world.first and isinstance(trained.arch, Architecture):
             compare(folder, trained)
         state, theirs, where, differences = trained.state, trained.tokenizer, folder, ""
+        rows = trained.arch.vocab_size
     else:
         from dtt.hf.read_checkpoint import checkpoint_weights
         from dtt.model.scaling import scaled
@@ -82,8 +84,7 @@ def initialise_from(
         job = JobDir(where.parents[1])
         theirs = job.tokenizer
         arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
-        differences = difference(model.arch, arch)
-    rows = state[EMBED].shape[0]
+        differences, rows = difference(model.arch, arch), arch.vocab_size
     new = None
     if world.first and tokenizer is not None:
         new = new_tokens(source, tokenizer, theirs, rows)
@@ -209,12 +210,16 @@ def model_of(source: str) -> Mapping[str, Any]:
 
     Reads only their config.json. Raises ConfigError if no `model` section can describe them.
     """
+    from dtt.hf.library import section_of
     from dtt.hf.read import read_hf_architecture
     from dtt.model import families
+    from dtt.model.architecture import Architecture
     from dtt.model.config_section import model_section
 
     folder = find_model(source.removeprefix(HF), ["config.json"])
     arch = read_hf_architecture(folder)
+    if not isinstance(arch, Architecture):
+        return section_of(arch)
     section = model_section(arch) | {"max_seq_len": arch.max_seq_len}
     family = families.get(arch.family)
     ours = family.architecture(ModelConfig.model_validate(section), arch.vocab_size, 1)
@@ -273,14 +278,17 @@ def compare(folder: Path, trained: Trained) -> None:
     log.info("the logits of %s differ from those of transformers by %.1e", folder, difference)
 
 
-def check_architecture(ours: Architecture, theirs: Architecture, where: Path) -> None:
+def check_architecture(ours: AnyArchitecture, theirs: AnyArchitecture, where: Path) -> None:
     """Raise ConfigError, with the `model` section to use, if the architectures differ."""
+    from dtt.hf.library import section_of
+    from dtt.model.architecture import Architecture
     from dtt.model.config_section import model_section
 
     why = difference(ours, theirs)
     if not why:
         return
-    section = yaml.safe_dump({"model": model_section(theirs)}, sort_keys=False)
+    keys = model_section(theirs) if isinstance(theirs, Architecture) else section_of(theirs)
+    section = yaml.safe_dump({"model": keys}, sort_keys=False)
     raise ConfigError(
         f"the model of this run differs from the one in {where}",
         where="init.from",

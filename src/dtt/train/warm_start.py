@@ -63,7 +63,7 @@ def take_weights(
     for name in fitting:
         ours, theirs = parameters[name], tensors[name]
         here, there = len(ours), theirs.shape[0]
-        by_token = name in (EMBED, HEAD)
+        by_token = name in model.by_token()
         reset = {i: token for i, token in new.reset.items() if by_token and i < min(here, there)}
         if here == there:
             fill(ours, theirs)

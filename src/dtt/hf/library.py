@@ -1,0 +1,123 @@
+"""Folders of models that dtt has no family of its own for: the library reads and writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from dtt.base.errors import ConfigError, InputError
+from dtt.config.variants import variant
+from dtt.hf.verify import differing_logits
+from dtt.model.architecture import BuiltArchitecture
+from dtt.model.library.model import IGNORED, whole_state
+
+OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of config.json that dtt keeps elsewhere."""
+
+
+def knows(config: Mapping[str, Any]) -> bool:
+    """Return True if transformers has a causal model of the type in a config.json."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def architecture(config: Mapping[str, Any], folder: Path) -> BuiltArchitecture:
+    """Return the architecture in a config.json; raise InputError for what cannot be trained."""
+    if "quantization_config" in config:
+        raise InputError(
+            f"the weights in {folder} are quantized",
+            why="config.json has quantization_config, and no optimizer can update such weights",
+            next="use the folder of the same model in bf16",
+        )
+    left_out = {*IGNORED, *OF_TOKENIZER} - {"model_type"}
+    keys = {key: value for key, value in config.items() if key not in left_out}
+    context = config.get("max_position_embeddings") or 2**20  # of a state space: no limit
+    family: Any = variant("model", "transformers")
+    section = family(config=keys, vocab_size=config["vocab_size"], max_seq_len=context)
+    if problems := list(section.problems()):
+        raise InputError(f"the model in {folder} cannot be used", why=problems[0][1])
+    return BuiltArchitecture(
+        section=section, vocab_size=section.vocab_size, max_seq_len=section.max_seq_len
+    )
+
+
+def section_of(arch: BuiltArchitecture) -> dict[str, Any]:
+    """Return the `model` section that describes the architecture of a folder."""
+    return arch.section.model_dump(mode="json")
+
+
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a folder by the names of a `LibraryModel`, in their dtype.
+
+    Raises InputError if a weight is missing, or is none of the model.
+    """
+    library, report = _loaded(folder, "auto")
+    wrong = {kind: names for kind, names in report.items() if names}
+    if wrong:
+        # The library would draw what is missing at random, and ignore the rest.
+        raise InputError(
+            f"the weights in {folder} are not those of its config.json", why=str(wrong)
+        )
+    return whole_state(library)
+
+
+def _loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
+    settings: Any = transformers.utils.logging
+    settings.disable_progress_bar()
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        library, report = auto.from_pretrained(
+            folder,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            experts_implementation="eager",
+        )
+    except Exception as error:
+        raise InputError(
+            f"transformers cannot load {folder}", why=f"{type(error).__name__}: {error}"
+        ) from error
+    return library.eval(), report
+
+
+@torch.inference_mode()
+def write(model: Any, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+    """Write weights and config.json of a `LibraryModel` as the library does."""
+    for name, parameter in model.named_parameters():
+        # Rounded, a correction of the choice of experts sends most tokens to other experts.
+        if name not in model.kept_buffers:
+            parameter.data = parameter.data.to(dtype)
+    settings: Any = transformers.utils.logging
+    settings.disable_progress_bar()
+    library = model.library
+    if model.tied:
+        library.tie_weights()
+    library.config.dtype = dtype
+    library.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the config.json that the library wrote."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+@torch.inference_mode()
+def check(model: Any, folder: Path, ids_T: Tensor) -> float:
+    """Return the largest difference of a logit, in fp32, between a model and its export.
+
+    Raises DamagedError if it exceeds rounding, or if a weight is missing.
+    """
+    model.float()
+    library, report = _loaded(folder, torch.float32)
+    if any(report.values()):
+        raise ConfigError(f"the export in {folder} is not complete", why=str(report))
+    return differing_logits(folder, model(ids_T[None]), library(ids_T[None]).logits)

@@ -1,0 +1,247 @@
+"""A causal model of the library `transformers` as a `dtt.Model`.
+
+Shapes: B sequences, T tokens, D width of the hidden states, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dtt.base.errors import ConfigError
+from dtt.model.contract import Context, Model, Role
+
+IGNORED = (
+    "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache",
+    "model_type",
+)  # fmt: skip
+"""Keys of config.json that say nothing of what the model computes."""
+BY_MASKS = ("gpt_oss", "afmoe")
+"""Types whose layers need a mask of documents each: restarted positions do not separate these."""
+ROUTERS = (".gate.weight", ".router.weight", ".router.classifier.weight", ".gate.wg.weight")
+"""Endings of the names of routers of experts in the library."""
+
+
+class LibraryModel(Model):
+    """A model of the library: its names of parameters are those of the library."""
+
+    library: Any
+    """The library's own module, whose children are those of this one."""
+    tied: bool
+    """True if the head is the embedding."""
+    kept_buffers: frozenset[str]
+    """Names of parameters that are buffers in the library."""
+    _factor: float
+
+    def __init__(self, config: Mapping[str, Any], vocab_size: int, context: int) -> None:
+        """Build the model of a config.json; raise ConfigError for one that the library refuses."""
+        super().__init__()
+        self.config: Any = library_config(config, vocab_size, context)
+        library: Any = _create(self.config)
+        # Not as a submodule: its children are those of this model, so that all names are the
+        # library's, and its `forward`, which would compute all logits, is not called.
+        object.__setattr__(self, "library", library)
+        head, embedding = library.get_output_embeddings(), library.get_input_embeddings()
+        if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+            raise _refused(config, f"its head is no matrix: {type(head).__name__}")
+        self.tied = head.weight is embedding.weight
+        for name, child in library.named_children():
+            # A tied head is the embedding once more: FSDP2 and checkpoints want each tensor once.
+            if not (self.tied and child is head):
+                self.add_module(name, child)
+        self.softcap = getattr(self.config, "final_logit_softcapping", None)
+        self._factor = _factor(self.config)
+        _keep_buffers(self)
+
+    def hidden(self, tokens_BT: Tensor, context: Context) -> Tensor:
+        """Return the last hidden states; where documents are separate, positions restart."""
+        found = self._body()(
+            input_ids=tokens_BT,
+            position_ids=context.positions.expand_as(tokens_BT),
+            attention_mask=self._masks(tokens_BT, context),
+            use_cache=False,
+        )
+        hidden_BTD: Tensor = found.last_hidden_state
+        return hidden_BTD if self._factor == 1.0 else hidden_BTD * self._factor
+
+    def _masks(self, tokens_BT: Tensor, context: Context) -> Any:
+        """Return the masks that the library does not make by itself; None where it does.
+
+        It makes those of packed documents from positions that restart, in nearly all classes.
+        """
+        length = tokens_BT.shape[1]
+        if tokens_BT.is_meta:
+            # It would look for documents in values, which these have not.
+            return tokens_BT.new_zeros(1, 1, length, length, dtype=torch.float32)
+        if context.documents is None or self.config.model_type not in BY_MASKS:
+            return None
+        index_T = torch.arange(length, device=tokens_BT.device)
+        distance_TT = index_T[:, None] - index_T
+        same_BTT = context.documents[:, :, None] == context.documents[:, None]
+        windows = {"full_attention": length, "sliding_attention": self.config.sliding_window}
+        return {
+            kind: self._mask(same_BTT & (distance_TT >= 0) & (distance_TT < window))
+            for kind, window in windows.items()
+        }
+
+    def _mask(self, seen_BTT: Tensor) -> Tensor:
+        """Return a mask in the form of the attention of the model, [B, 1, T, T]."""
+        if self.config._attn_implementation != "eager":  # noqa: SLF001  it has no public name
+            return seen_BTT[:, None]
+        dtype = self.head_weight().dtype
+        # Added to scores.
+        return torch.where(seen_BTT, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+
+    def head_weight(self) -> Tensor:
+        """Return the weight of the head, [V, D]."""
+        library = self.library
+        owner = library.get_input_embeddings() if self.tied else library.get_output_embeddings()
+        weight: Tensor = owner.weight
+        return weight
+
+    def by_token(self) -> frozenset[str]:
+        """Return the names of parameters that have a row for each token id."""
+        library = self.library
+        owners = (library.get_input_embeddings(), library.get_output_embeddings())
+        named = self.named_modules()
+        return frozenset(f"{name}.weight" for name, module in named if module in owners)
+
+    def blocks(self) -> Mapping[int, nn.Module]:
+        """Return the blocks by index: the longest list of modules outside of others."""
+        lists = [module for module in self._body().modules() if isinstance(module, nn.ModuleList)]
+        layers = self.config.get_text_config().num_hidden_layers
+        blocks = next((one for one in lists if len(one) == layers), None)
+        return {} if blocks is None else dict(enumerate(blocks))
+
+    def role(self, name: str, parameter: Tensor) -> Role:
+        """Return the role of a parameter; see `Model.role`."""
+        if name in self.kept_buffers:
+            return "balance"
+        if name.endswith((".lora_a", ".lora_b")):
+            return "adapter"
+        if parameter is self.head_weight() and not self.tied:
+            return "head"
+        if parameter.ndim == 2 and name.endswith(ROUTERS):
+            return "router"
+        return super().role(name, parameter)
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Initialise the parameters of a module as the library does."""
+        self.library._init_weights(module)  # noqa: SLF001  the library's own hook for each class
+
+    def notes(self) -> Iterator[str]:
+        """Yield the dropout that the configuration has: in some types of models by default."""
+        config = self.config.get_text_config().to_dict()
+        named = {k: v for k, v in config.items() if "drop" in k and isinstance(v, float) and v}
+        for key, value in named.items():
+            yield f"dropout: model.config.{key} is {value}; 0.0 turns it off"
+
+    def active_share(self) -> float:
+        """Return the share of the experts that computes a token; 1.0 without experts."""
+        config = self.config.get_text_config()
+        per_token = getattr(config, "num_experts_per_tok", None)
+        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        experts = next((n for name in names if (n := getattr(config, name, None))), None)
+        return per_token / experts if per_token and experts else 1.0
+
+    def _body(self) -> Any:
+        """Return the module that computes hidden states."""
+        return self.library.base_model
+
+
+def library_config(config: Mapping[str, Any], vocab_size: int, context: int) -> Any:
+    """Return the library's configuration; raise ConfigError for keys that it does not know."""
+    from transformers import AutoConfig
+
+    kind = str(config.get("model_type"))
+    given = {key: value for key, value in config.items() if key not in IGNORED}
+    try:
+        known = AutoConfig.for_model(kind)
+    except ValueError:
+        raise _refused(config, f"transformers has no model_type {kind!r}") from None
+    # The library takes any key, and ignores those that it does not know.
+    unknown = [key for key in given if not hasattr(known, key) and key not in _arguments(known)]
+    if unknown:
+        raise _refused(config, f"its configuration has no {', '.join(unknown)}")
+    # A row of padding gets no gradient in the library. dtt pads with positions that nothing is
+    # trained on, and the id may be a token of the tokenizer.
+    sizes = {"vocab_size": vocab_size, "pad_token_id": None}
+    if hasattr(known, "max_position_embeddings") and "max_position_embeddings" not in given:
+        sizes["max_position_embeddings"] = context
+    try:
+        return AutoConfig.for_model(kind, **{**given, **sizes})
+    except Exception as error:
+        raise _refused(config, f"{type(error).__name__}: {error}") from error
+
+
+def _arguments(config: Any) -> frozenset[str]:
+    """Return the keys that the class of a configuration takes, also under older names."""
+    from inspect import signature
+
+    names = {*signature(type(config).__init__).parameters, *getattr(config, "attribute_map", {})}
+    # Older names of rotary settings, which the library converts.
+    return frozenset(names | {"rope_theta", "rope_scaling", "rope_parameters", "head_dim"})
+
+
+def _create(config: Any) -> Any:
+    """Return the library's module; parameters are where those of new modules are put."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    create: Any = AutoModelForCausalLM.from_config
+
+    with no_init_weights():
+        try:
+            # Its grouped products take bf16 only, and no autocast.
+            library = create(config, dtype=torch.float32, experts_implementation="eager")
+        except Exception as error:
+            raise _refused(config.to_dict(), f"{type(error).__name__}: {error}") from error
+    # Without initial values, the library does not tie by itself either.
+    library.tie_weights()
+    return library
+
+
+def _factor(config: Any) -> float:
+    """Return the factor of the hidden states before the head that some families have."""
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        return float(scale)  # cohere
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        return 1.0 / float(scaling)  # granite
+    return 1.0
+
+
+def _keep_buffers(model: LibraryModel) -> None:
+    """Make parameters of the buffers that belong to the state, so that checkpoints have them.
+
+    They are the corrections of routers. No optimizer trains them.
+    """
+    kept = set()
+    for name, module in model.named_modules():
+        for inner, buffer in list(module.named_buffers(recurse=False)):
+            persistent = inner not in module._non_persistent_buffers_set  # noqa: SLF001
+            if persistent and buffer.is_floating_point():
+                del module._buffers[inner]  # noqa: SLF001
+                module.register_parameter(inner, nn.Parameter(buffer))
+                kept.add(f"{name}.{inner}")
+    object.__setattr__(model, "kept_buffers", frozenset(kept))
+
+
+def _refused(config: Mapping[str, Any], why: str) -> ConfigError:
+    return ConfigError(
+        f"transformers cannot build a causal model of type {config.get('model_type')!r}",
+        where="model.config",
+        why=why,
+        next="correct model.config, or install the version of transformers that has the model",
+    )
+
+
+def whole_state(library: Any) -> dict[str, Tensor]:
+    """Return the parameters of a library's model by the names of a `LibraryModel`."""
+    head, embedding = library.get_output_embeddings(), library.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    names = {f"{name}.weight" for name, module in library.named_modules() if module is head}
+    state = cast("dict[str, Tensor]", library.state_dict())
+    return {name: tensor for name, tensor in state.items() if not (tied and name in names)}
