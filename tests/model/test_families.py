@@ -16,7 +16,6 @@ from dtt.config.model import LinearRopeScaling, ModelConfig, NoRopeScaling
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.families.base import DecoderFamily
-from dtt.model.families.nearest import DIFFERENCES, nearest
 
 
 def test_facts_about_families_need_no_torch() -> None:
@@ -167,27 +166,6 @@ def test_quantised_weights_are_refused_with_the_way_to_others(
     family = families.get("llama")
     with pytest.raises(InputError, match=says):
         family.from_hf_config(_tiny_config(family) | {"quantization_config": how})
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"model_type": "deepseek_v3"}, "dots1, which does not have: multi-head latent attention"),
-        ({"model_type": "llama_pro", "n_new": 1}, "llama, whose config.json has no n_new"),
-        ({"model_type": "bert"}, None),
-    ],
-)
-def test_an_unsupported_model_is_compared_with_the_nearest(
-    config: dict[str, object], says: str | None
-) -> None:
-    found = nearest(config, families.FAMILIES)
-    assert (found and found.removeprefix("the nearest is ")) == says
-
-
-def test_every_nearest_family_exists() -> None:
-    names = {family.name for family in families.FAMILIES}
-    assert {family for family, _ in DIFFERENCES.values()} <= names
-    assert DIFFERENCES.keys().isdisjoint(family.hf_model_type for family in families.FAMILIES)
 
 
 def test_every_nth_layer_of_gemma3_has_no_window() -> None:

@@ -145,6 +145,7 @@ def _export(
     replaced = ", replacing an earlier export" if ExportManifest.exists(folder) else ""
     log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
     trained = read_checkpoint(cfg, job, checkpoint, ema=origin.ema)
+    hf.check_exportable(trained.arch)
     chat, released = job_chat_format(job, cfg.chat), Released.of_job(job)
     card = model_card(
         cfg,

@@ -30,7 +30,12 @@ from dtt.hf.read import Trained
 from dtt.hf.released import FROM_SCRATCH, SENTENCEPIECE, Released
 from dtt.hf.weights import to_hf
 from dtt.model import count, families
-from dtt.model.architecture import Architecture, BuiltArchitecture, decoder_architecture
+from dtt.model.architecture import (
+    AnyArchitecture,
+    Architecture,
+    BuiltArchitecture,
+    decoder_architecture,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -92,6 +97,12 @@ def export(
         )
 
 
+def check_exportable(arch: AnyArchitecture) -> None:
+    """Raise ConfigError for a model that no class of transformers computes."""
+    if isinstance(arch, BuiltArchitecture) and not hasattr(arch.skeleton, "library"):
+        decoder_architecture(arch, "dtt export")
+
+
 def _export_built(
     trained: Trained,
     origin: Origin,
@@ -106,8 +117,6 @@ def _export_built(
     """Do what `export` does for a model of the library, which writes its own format."""
     n_parameters, ids_T = count.parameters(trained.arch), verify.random_ids(trained.arch)
     model: Any = on_device(trained, torch.device("cpu")).eval()
-    if not hasattr(model, "library"):
-        decoder_architecture(trained.arch, "dtt export")  # raises the refusal
     with published(out, n_parameters * DTYPES[dtype].itemsize) as staging, torch.inference_mode():
         expected = model.float()(ids_T[None])
         library.write(model, staging, DTYPES[dtype], max_shard_size)

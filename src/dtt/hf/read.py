@@ -22,7 +22,6 @@ from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import AnyArchitecture, Architecture, decoder_architecture
 from dtt.model.families import multimodal
-from dtt.model.families.nearest import nearest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -151,13 +150,11 @@ def _check_known(config: Mapping[str, Any], folder: Path) -> None:
     if library.knows(config):
         return
     known = [family.hf_model_type for family in families.FAMILIES]
-    close = nearest(config, families.FAMILIES)
     raise InputError(
         f"the model in {folder} is not supported",
         why=f"config.json has model_type {config.get('model_type')!r}, "
         "which is no causal model of transformers; "
-        + (f"{close}; " if close else "")
-        + f"fastest are {', '.join((*known, multimodal.MODEL_TYPE))}",
+        f"dtt's own are {', '.join((*known, multimodal.MODEL_TYPE))}",
         next="use a folder written by `dtt export`, or a model of a supported type",
     )
 
