@@ -53,8 +53,12 @@ def test_the_newest_checkpoint_is_exported_to_the_default_folder(
 def test_the_model_card_has_the_validation_loss_and_no_local_paths(job: Path) -> None:
     data = DataManifest.read(job)
     (source,) = data.sources
-    mine = CorpusSource(kind="local", id="/home/me/secret project/diary.jsonl")
-    local = data.model_copy(update={"sources": (source.model_copy(update={"corpus": mine}),)})
+    corpora = [
+        CorpusSource(kind="local", id="/home/me/secret project/diary.jsonl"),
+        CorpusSource(kind="own", id="/home/me/secret project/mine.py:Words"),
+    ]
+    sources = tuple(source.model_copy(update={"corpus": corpus}) for corpus in corpora)
+    local = data.model_copy(update={"sources": sources})
     (job / local.filename).write_text(local.dump())
     evaluations = [(0, 5.5, 2.25), (5, 4.25, 1.5), (10, 3.125, 1.25)]
     with JobDir(job).metrics.open("w") as file:
@@ -63,7 +67,7 @@ def test_the_model_card_has_the_validation_loss_and_no_local_paths(job: Path) ->
             file.write(json.dumps(record) + "\n")
     run_export(job, step=5)
     card = Path("exports/tiny/README.md").read_text()
-    assert "| Trained on | diary.jsonl (1,000 tokens) |" in card
+    assert "| Trained on | diary.jsonl (1,000 tokens), mine.py:Words (1,000 tokens) |" in card
     assert "| Validation loss | 4.2500 nats per token, 1.5000 bits per byte, after step 5 |" in card
     for path in Path("exports/tiny").iterdir():
         assert b"secret project" not in path.read_bytes()

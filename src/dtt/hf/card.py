@@ -151,7 +151,9 @@ def _public_name(source: SourceFacts) -> str:
     """Return the name of a source without the local folders that contain it."""
     if source.corpus is None:
         return source.name
-    return Path(source.corpus.id).name if source.corpus.kind == "local" else source.corpus.id
+    # Not the folder of a class, either: a card is published.
+    local = source.corpus.kind in ("local", "own")
+    return Path(source.corpus.id).name if local else source.corpus.id
 
 
 def _validation(evaluation: Mapping[str, Any], *, ema: bool) -> str:

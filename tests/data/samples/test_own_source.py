@@ -14,11 +14,13 @@ from support.conversation_files import write_tokenizer
 from support.own_classes import NUMBERS, ROWS
 from support.running import ROOT, Dtt
 
+from dtt.base.errors import ExitCode
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.config.own import trained_files
 from dtt.config.run import RunConfig
 from dtt.config.source import Leaf
+from dtt.data.samples import own_rows
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.protocol import SOURCE_SHIFT
 from dtt.data.token_file import TokenFile
@@ -106,6 +108,13 @@ def test_an_example_trains_and_a_resume_changes_no_bit(
     settings = ("-c", f"{ROOT}/examples/{case}.yaml", f"data.tokenizer={tokenizer}")
     settings += (*EXAMPLES[case], "train.eval_every=2", "optim.type=adamw")
     assert resumed.differing(dtt, layout, *settings, settings=others) == []
+    done = dtt(
+        "data",
+        "inspect",
+        *settings[1:2],
+        expect=ExitCode.USAGE if case == "arithmetic" else ExitCode.INPUT_MISSING,
+    )
+    assert ("made as they are read" in done.stderr) == (case == "arithmetic")
     if case == "times":
         job = dtt.folder / "jobs/t"
         assert (job / "chat_template.jinja").is_file()
@@ -151,11 +160,13 @@ def test_a_mixture_with_a_class_resumes_without_another_bit(dtt: Dtt, tokens: Pa
     assert resumed.differing(dtt, "shard=2", *more, settings=others) == []
     shown = dtt("data", "at-step", "jobs/t", "4")
     assert "Numbers" in shown.stdout
+    done = dtt("data", "mix", *others, sources, "--write", "folder", expect=ExitCode.USAGE)
+    assert "only a mixture of token files can be written" in done.stderr
 
 
 @pytest.mark.parametrize("given", [TEXT, IDS, TALK])
 def test_rows_are_encoded_once_packed_whole_and_found_again(
-    configured: Any, tmp_path: Path, tokenizer: str, given: str
+    configured: Any, tokenizer: str, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = "train.seq_len=64", "train.global_batch_tokens=128"
     mine = {"type": "mine.py:Mine", "tokenizer": tokenizer, "held_out": 3}
@@ -173,11 +184,13 @@ def test_rows_are_encoded_once_packed_whole_and_found_again(
     if given == IDS:
         ((start, stop),) = [(s.start, s.stop) for s in source.origin(0) if s.document == 5]
         assert read.ids[0, start:stop].tolist() == [6, 6, 6, dataset.manifest.end_of_document]
-    # Again from what was kept: the class would raise.
-    key = dataset.manifest.key
-    assert len([*tmp_path.glob("data/rows/Mine-*/manifest.json")]) == 1
-    assert open_dataset(configured(rows(given), *keys, **mine)).manifest.key == key
-    assert open_dataset(configured(rows(given), *keys, **mine, count=13)).manifest.key != key
+    again = configured(rows(given), *keys, "train.steps=0", "train.epochs=2", **mine)
+    longer = configured(rows(given), *keys, **mine, count=13)
+    assert open_dataset(longer).manifest.key != dataset.manifest.key
+    monkeypatch.setattr(own_rows, "_write", lambda *_: pytest.fail("encoded again"))
+    other = open_dataset(again)
+    assert other.manifest.key == dataset.manifest.key
+    assert other.requested_steps == 2 * len(source) // 2
 
 
 def test_rows_of_conversations_are_encoded_as_dtt_tokenize_does(

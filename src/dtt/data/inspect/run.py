@@ -17,13 +17,14 @@ from dtt.base.terminal import Coded, one_line
 from dtt.config.load import resolve as load_config
 from dtt.config.run import RunConfig
 from dtt.config.source import is_config
-from dtt.config.sources import SourceConfig
+from dtt.config.sources import Rows, SourceConfig
 from dtt.data.inspect.conversation_report import BEGIN, END
 from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.mixture_folder import write_mixture
 from dtt.data.inspect.mixture_preview import preview_mixture
 from dtt.data.inspect.report import InspectOptions, Report, raise_if_damaged
 from dtt.data.samples.dataset import open_dataset
+from dtt.data.samples.own_rows import encoded
 
 SHOWN_LINES = 6
 """Maximum number of lines of an inspected sample to show."""
@@ -58,7 +59,7 @@ def inspect(
     # A .json is data: configurations of runs are YAML.
     is_run = is_config(path) and path.suffix != ".json"
     cfg = load_config(str(path), []).config if is_run else None
-    paths = [path] if cfg is None else [*dict.fromkeys(token_paths(cfg))] or [cfg.corpus_dir]
+    paths = [path] if cfg is None else _read_by(cfg)
     reports = [inspect_path(one, wishes) for one in paths]
     if as_json:
         facts = [asdict(report) for report in reports]
@@ -70,6 +71,21 @@ def inspect(
         raise_if_damaged(report)
     if cfg is not None and not as_json:
         print("\n".join(open_dataset(cfg).left_out() or ["the run uses every conversation"]))
+
+
+def _read_by(cfg: RunConfig) -> list[Path]:
+    """Return the folders that a run reads: its token files, encoded rows, or corpus."""
+    if cfg.data.reads_text:
+        return [cfg.corpus_dir]
+    own = cfg.sources or (cfg.data,)
+    paths = [*dict.fromkeys(token_paths(cfg))]
+    paths += [encoded(rows, cfg) for rows in own if isinstance(rows, Rows)]
+    if not paths:
+        raise ConfigError(
+            f"the samples of {own[0].type} are made as they are read: there is no data to inspect",
+            next="dtt data at-step shows those of a job",
+        )
+    return paths
 
 
 def mix(cfg: RunConfig, write: Path | None = None, *, as_json: bool) -> None:
