@@ -1,11 +1,14 @@
 """Write the pages that are generated from the code: docs/cli.md and docs/config.md.
 
+Of docs/extending.md, only the signatures are.
+
 python docs/generate.py            rewrite them
 python docs/generate.py --check    exit with 1 and name those that are no longer up to date
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import typer
 
+import dtt
 from dtt.config.reference import page as config_page
 from dtt.main import cli
 
@@ -27,6 +31,11 @@ the other arguments. `KEY=VALUE` sets any key of the [configuration](config.md).
 stdout, logs and progress to stderr. The [exit codes](architecture.md#exit-codes) are the same for
 all commands.
 """
+
+KINDS = (
+    "Documents", "Source", "Rows", "Objective", "Schedule", "Optimizer", "Action", "Family",
+)  # fmt: skip
+BEGIN, END = "<!-- signatures: python docs/generate.py -->\n", "<!-- end of signatures -->"
 
 
 def cli_page() -> str:
@@ -84,7 +93,28 @@ def _text(text: str) -> str:
     return text.replace("<", "\\<").replace("|", "\\|")
 
 
-PAGES = {"cli.md": cli_page, "config.md": config_page}
+def extending_page() -> str:
+    """Return the page docs/extending.md, whose signatures are those of the code."""
+    page = DOCS / "extending.md"
+    text = page.read_text(encoding="utf-8") if page.is_file() else BEGIN + END
+    before, _, rest = text.partition(BEGIN)
+    code = "\n\n".join("\n".join(_signatures(name)) for name in KINDS)
+    return f"{before}{BEGIN}\n```python\n{code}\n```\n\n{END}{rest.partition(END)[2]}"
+
+
+def _signatures(name: str) -> Iterator[str]:
+    """Yield the methods that a class of one's own may define."""
+    cls = getattr(dtt, name)
+    yield f"class {name}:"
+    for method, function in vars(cls).items():
+        inherited = any(hasattr(base, method) for base in cls.__bases__)
+        shown = not method.startswith("_") or method in ("__len__", "__getitem__")
+        if inspect.isfunction(function) and shown and not inherited:
+            signature = str(inspect.signature(function)).replace("'", "")
+            yield f"    def {method}{signature}: ..."
+
+
+PAGES = {"cli.md": cli_page, "config.md": config_page, "extending.md": extending_page}
 
 
 def stale() -> list[str]:

@@ -108,13 +108,9 @@ def test_an_example_trains_and_a_resume_changes_no_bit(
     settings = ("-c", f"{ROOT}/examples/{case}.yaml", f"data.tokenizer={tokenizer}")
     settings += (*EXAMPLES[case], "train.eval_every=2", "optim.type=adamw")
     assert resumed.differing(dtt, layout, *settings, settings=others) == []
-    done = dtt(
-        "data",
-        "inspect",
-        *settings[1:2],
-        expect=ExitCode.USAGE if case == "arithmetic" else ExitCode.INPUT_MISSING,
-    )
-    assert ("made as they are read" in done.stderr) == (case == "arithmetic")
+    if case == "arithmetic":
+        done = dtt("data", "inspect", settings[1], expect=ExitCode.USAGE)
+        assert "made as they are read" in done.stderr
     if case == "times":
         job = dtt.folder / "jobs/t"
         assert (job / "chat_template.jinja").is_file()
