@@ -109,25 +109,6 @@ def test_a_resume_at_any_step_does_not_change_the_schedule(
     assert {step: again.multiplier(step) for step in order} == dict(enumerate(whole))
 
 
-@given(schedules, st.integers(2, 400), st.data())
-def test_a_decay_whose_end_moves_neither_jumps_nor_rises_and_ends_at_its_floor(
-    config: Schedule, steps: int, data: st.DataObject
-) -> None:
-    schedule = set_against(config, steps)
-    decay = schedule.decay
-    if decay is None:
-        return
-    step = data.draw(st.integers(decay.begin, decay.end - 1))
-    end = data.draw(st.integers(step + 1, 2 * steps))
-    moved = schedule.with_decay(decay.ending(step, end))
-    assert moved.multiplier(step) == pytest.approx(schedule.multiplier(step), abs=1e-12)
-    rates = [moved.multiplier(n) for n in range(step, end)]
-    assert all(a >= b - 1e-12 for a, b in pairwise(rates))
-    assert moved.decay is not None
-    assert moved.decay.progress(end) == 1.0
-    assert moved.decay.progress(end - 1) < 1.0
-
-
 def test_the_first_step_gets_its_share_of_the_warm_up_and_its_last_the_peak() -> None:
     schedule = set_against(ConstantConfig(warmup=4), 10)
     assert [schedule.multiplier(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]

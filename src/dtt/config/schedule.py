@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -25,23 +25,16 @@ class Decay:
     """First step of the decay, which still has the peak rate."""
     end: int
     """Step after the last one of the decay; its progress would be 1."""
-    since: int
-    """Step at which `end` was last changed; `begin` if it never was."""
-    done: float = 0.0
-    """Progress at step `since`."""
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Decay:
+        """Return the decay in a checkpoint, which may have more fields if it is an older one."""
+        return cls(record["begin"], record["end"])
 
     def progress(self, step: int) -> float:
-        """Return the progress of the decay at a step from `since` on.
-
-        Non-decreasing, and below 1 for every step before `end`.
-        """
+        """Return the progress of the decay: non-decreasing, and below 1 before `end`."""
         # The denominator is positive: a decay is made only if a step is left for it.
-        share = (step - self.since) / (self.end - self.since)
-        return self.done + (1.0 - self.done) * min(max(share, 0.0), 1.0)
-
-    def ending(self, step: int, end: int) -> Decay:
-        """Return the same decay up to `step`, and from there one that reaches 1 at step `end`."""
-        return Decay(self.begin, end, step, self.progress(step))
+        return min(max((step - self.begin) / (self.end - self.begin), 0.0), 1.0)
 
 
 @dataclass(frozen=True)

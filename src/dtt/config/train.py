@@ -47,7 +47,8 @@ class TrainConfig(Section):
     """Time budget within which the run decays the learning rate, validates and saves: `6h`,
     `1h 30m`. Only the run time of attempts counts, each from the start of its first process, not
     the time between them. The decay of `schedule.type: wsd` starts as late as the measured speed
-    allows. Its length may be a share of the run; other shares refer to `steps`."""
+    allows; from then on the number of steps is fixed. Its length may be a share of the run; other
+    shares refer to `steps`."""
     seq_len: Tokens32 = 1024
     """Tokens in one training sequence."""
     context_schedule: BatchStages = ()

@@ -256,7 +256,9 @@ def _recorded_schedule(branch: Branch, parent: RunConfig) -> ResolvedSchedule:
     path = store.folder_of(branch.parent.checkpoints, branch.step) / store.POSITION
     position = tolerant(path, read_json) or {}  # empty if the checkpoint is damaged or was pruned
     planned = _schedule(parent)
-    decay = Decay(**position["decay"]) if fits(position.get("decay"), DECAY) else planned.decay
+    decay = (
+        Decay.from_json(position["decay"]) if fits(position.get("decay"), DECAY) else planned.decay
+    )
     warmup = position["warmup"] if fits(position, {"warmup": int}) else planned.warmup
     if decay is not None and not parent.train.timed:
         planned = _schedule(parent, decay.end)

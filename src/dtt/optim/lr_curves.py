@@ -17,8 +17,8 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 class Decaying(Schedule):
     """The base class of schedules that stay at the peak, and then fall from it.
 
-    A run may move the end of the decay: a branch, or a time budget. So the curve is a function of
-    the progress, and not of the step.
+    A time budget decides where the decay is. So the curve is a function of the progress, and not of
+    the step.
     """
 
     floor: Share = 0.0

@@ -19,7 +19,7 @@ from dtt.config.schedule import (
 from dtt.optim.lr_curves import ConstantConfig, WsdConfig
 
 CONSTANT = ConstantConfig().curve
-DECAY = {"begin": int, "end": int, "since": int, "done": float}
+DECAY = {"begin": int, "end": int}
 """Fields of a `Decay` in a checkpoint, and their types."""
 
 
@@ -73,16 +73,6 @@ class ResolvedSchedule:
         """Return the same schedule with another decay."""
         return replace(self, facts=replace(self.facts, decay=decay))
 
-    def ending(self, step: int, end: int) -> ResolvedSchedule:
-        """Return the same schedule before `step`, with a decay that ends at step `end`.
-
-        A decay that has not started yet starts at `step`.
-        """
-        decay = self.decay or Decay(step, end, step)
-        # `since` moves to `step`, so that the past part of the curve stays: the rate never jumps
-        # when the budget changes the end.
-        return self.with_decay(decay.ending(step, end))
-
     @property
     def waits(self) -> bool:
         """True if the time budget has not started the decay yet."""
@@ -115,7 +105,7 @@ def resolve(
     # Otherwise no step is left to decay in: the warm-up takes the whole run, or the decay is 0
     # steps long.
     if begin is not None and begin < steps:
-        facts = replace(facts, decay=Decay(begin, steps, begin))
+        facts = replace(facts, decay=Decay(begin, steps))
     groups = {}
     for length in own:
         assert isinstance(config, WsdConfig), "the configuration was checked"

@@ -112,7 +112,7 @@ def warn_of_rate_jump(job: JobDir, resume: Checkpoint, plan: RunPlan) -> None:
     decayed = resume.position().get("decay")
     if decayed is None:
         return
-    decay = Decay(**decayed)
+    decay = Decay.from_json(decayed)
     earlier = plan.schedule.with_decay(decay)
     before, after = earlier.multiplier(resume.step - 1), plan.schedule.multiplier(resume.step)
     if resume.step <= decay.begin or resume.step >= plan.steps or after <= RATE_JUMP * before:

@@ -62,7 +62,7 @@ class RunPlan:
         """
         if decay is None:
             return self
-        started = Decay(**decay)
+        started = Decay.from_json(decay)
         return replace(self, steps=started.end, schedule=self.schedule.with_decay(started))
 
     def facts(self, rounding: StochasticRounding | None) -> RunFacts:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtt.config.base import Length
+from dtt.config.schedule import Decay
 from dtt.data.samples.schedules import StepSizes
 from dtt.optim.schedule import ResolvedSchedule
 from dtt.train.supervise.time_budget import TimeBudget
@@ -14,10 +15,10 @@ from dtt.train.supervise.time_budget import TimeBudget
 
 @dataclass
 class RunSchedule:
-    """A schedule that can be shortened; without a time limit it never changes.
+    """A schedule whose decay a time limit starts; without one it never changes.
 
     A run with a time limit starts without a decay. After each step rank 0 asks `proposed_end`, and
-    when that is a step, all ranks call `end_at` with it.
+    when that is a step, all ranks call `end_at` with it, once.
     """
 
     steps: int
@@ -42,24 +43,19 @@ class RunSchedule:
         return {length: factor * multiplier for length, multiplier in own.items()}
 
     def proposed_end(self, step: int, worked: float, pauses: Mapping[str, float]) -> int:
-        """Return the step that the run should now end with; 0 if its end does not change.
+        """Return the step that the run ends with if its decay starts now; 0 if it does not.
 
         Call it after each `step`; the arguments are those of `TimeBudget.measure`.
         """
-        if self.budget is None:
+        if self.budget is None or self.schedule.decay is not None:
             return 0
         left = self.budget.left()
         self.budget.measure(step, left, worked, pauses)
-        return self.budget.end(step, left, self.schedule.decay)
+        return self.budget.end(step, left)
 
-    def end_at(self, step: int, end: int) -> bool:
-        """End the run with step `end`: start the decay at `step`, or move the end of a decay.
-
-        Return True if this starts the decay.
-        """
-        starts = self.schedule.decay is None
-        self.steps, self.schedule = end, self.schedule.ending(step, end)
-        return starts
+    def end_at(self, step: int, end: int) -> None:
+        """Start the decay at `step`, and end the run with step `end`."""
+        self.steps, self.schedule = end, self.schedule.with_decay(Decay(step, end))
 
     def end_now(self, step: int, by: str) -> None:
         """Make `step` the last one, without a decay: the action `by` has asked for it."""
@@ -74,13 +70,13 @@ class RunSchedule:
     def record_save(self, seconds: float) -> None:
         """Set the time that the last save of the run will take, until it is verified."""
         if self.budget is not None:
-            self.budget.set_durations(whole_save=seconds)
+            self.budget.measured["whole_save"] = seconds
 
     def state(self) -> dict[str, Any]:
         """Return the fields of position.json that describe the schedule."""
         return {
             "warmup": self.schedule.warmup,
             "decay": self.schedule.decay and asdict(self.schedule.decay),
-            "speed": self.budget and self.budget.state(),
+            "speed": self.budget and self.budget.measured,
             "ended_by": self.ended_by,
         }

@@ -117,7 +117,7 @@ def check_position(checkpoint: Checkpoint) -> None:
             "ledger": is_hex(record["ledger"]) and is_hex(record["previous_ledger"]),
             "eval_loss": isinstance(record.get("eval_loss", ""), float | int | NONE),
             "skipped": all(is_kind(step, int) for step in record.get("skipped", [])),
-            "decay": decay is None or (fits(decay, DECAY) and decay["since"] < decay["end"]),
+            "decay": decay is None or (fits(decay, DECAY) and decay["begin"] < decay["end"]),
             "speed": all(is_kind(n, float) for n in (record.get("speed") or {}).values()),
         }
         wrong = [name for name, is_sound in sound.items() if not is_sound]

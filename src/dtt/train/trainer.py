@@ -191,9 +191,10 @@ class Trainer(Run):
             self.observers.profiler.request(step, agreed.profile_kind)
         if agreed.request is Request.SAVE:
             self.save()
-        if agreed.end and self.schedule.end_at(step, agreed.end):
+        if agreed.end:
+            self.schedule.end_at(step, agreed.end)
             log.info("the decay starts after step %d and ends with step %d", step, agreed.end)
-            self.save()  # so that other decays can branch off; also measures a save
+            self.save()  # so that other decays can branch off
         return agreed.request
 
     def stop_wanted(self) -> bool:
