@@ -112,6 +112,7 @@ MISTAKES = {
     "rows, a wrong length": ("return self.count", "return '12'", "`__len__` returned '12'"),
     "rows, another type": ("'a'", "5.0 if row == 7 else 'a'", "row 7 is of the type float"),
     "rows, no list of ids": ("'a'", "[[1], [1, 2]]", "row 0 is a list of neither token ids nor"),
+    "rows, a mapping": ("'a'", "{'text': 'a'}", "row 0 is a mapping with `text`"),
     "rows, an empty one": ("'a'", "'' if row == 7 else 'a'", "row 7 is empty"),
     "rows, of no token": ("'a'", "[1, -row]", "row 1 has ids from -1 to 1"),
     "rows, changing": ("'a'", "f'{__import__(\"time\").time_ns()}'", "row 0 differs"),

@@ -24,7 +24,7 @@ from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import LostText, SplitCounts, TokenShard, TokensManifest
 from dtt.base.files import sha256_file
-from dtt.base.log import log
+from dtt.base.log import Advance, log, progress
 from dtt.config.data import GivenTokenizerConfig
 from dtt.config.own import OwnCodeError, own_code, own_file_of
 from dtt.config.run import RunConfig
@@ -104,6 +104,8 @@ def _row(rows: Rows, number: int, vocab_size: int | None = None) -> Row:
     with own_code(rows, key_of(rows), f"row {number}"):
         given: Any = rows[number]
     if isinstance(given, Mapping):
+        if set(given) == {"text"}:
+            raise _wrong(rows, number, "is a mapping with `text`", next="return the text itself")
         return dict(given)
     if not isinstance(given, str | list | tuple | np.ndarray):
         kinds = "a text, token ids, messages or a row with `messages`"
@@ -144,9 +146,10 @@ def _write(
     last, lost = count - rows.held_out, LostText()
     splits: dict[Split, range] = {"train": range(last), "validation": range(last, count)}
     shards = []
-    for split, numbers in splits.items():
-        if numbers:
-            shard, lost_here = _write_split(folder / f"{split}-00000", rows, numbers, encoder)
+    with progress("encoding", count, "rows") as advance:
+        for split in [split for split, numbers in splits.items() if numbers]:
+            stem = folder / f"{split}-00000"
+            shard, lost_here = _write_split(stem, rows, splits[split], encoder, advance)
             shards.append(shard.model_copy(update={"split": split}))
             lost += lost_here
     tokenizer = folder / "tokenizer.json"
@@ -174,7 +177,7 @@ def _write(
 
 
 def _write_split(
-    stem: Path, rows: Rows, numbers: range, encoder: UnitEncoder[Any]
+    stem: Path, rows: Rows, numbers: range, encoder: UnitEncoder[Any], advance: Advance
 ) -> tuple[TokenShard, LostText]:
     """Write the token files of some rows at `stem`."""
     counts, lost, owners = SplitCounts(), LostText(), [np.empty(0, np.int64)]
@@ -184,6 +187,7 @@ def _write_split(
                 number: _row(rows, number, encoder.vocab_size)
                 for number in numbers[first : first + AT_ONCE]
             }
+            advance(len(batch))
             for some, part in _encoded(rows, batch, encoder):
                 writer.append(part.ids, part.lengths, part.mask)
                 counts += SplitCounts(

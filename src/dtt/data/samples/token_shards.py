@@ -300,7 +300,7 @@ def _made_by_dtt(folder: Path, split: Split | None) -> TokenFiles:
         tuple(_named(folder, dtype, record) for record in records),
         manifest.key,
         manifest,
-        text / tokens if tokens else None,
+        text / tokens if text else None,  # of ids that a class gives, no text is known
     )
 
 
