@@ -36,35 +36,35 @@ TASKS = {
 }
 
 
-def ask(text: str) -> None:
+def ask(text: str) -> object:
     """Ask as `dtt chat` and its server do."""
     trained = load_model(str(MODEL), ema=False)
     generator = PrefixCachedGenerator(on_device(trained, torch.device("cpu")))
     encoder = find_chat_format(str(MODEL), None).encoder()
     session = chat.open_session(encoder, trained, generator, SAMPLING).another(SAMPLING, ())
-    session.ask({"role": "user", "content": text})
+    return session.ask({"role": "user", "content": text})
 
 
-def complete(text: str) -> None:
+def complete(text: str) -> object:
     """Continue a text as the server does."""
     trained = load_model(str(MODEL), ema=False)
-    web.encode_prompt(text, trained.open_tokenizer(), trained, "the prompt")
+    return web.encode_prompt(text, trained.open_tokenizer(), trained, "the prompt")
 
 
-def evaluate(task: str, *, chat: bool = False) -> Callable[[str], None]:
-    def evaluated(text: str) -> None:
+def evaluate(task: str, *, chat: bool = False) -> Callable[[str], object]:
+    def evaluated(text: str) -> object:
         row = {"q": text, "c": ["a", "b"], "a": 0}
         Path("rows.jsonl").write_text(json.dumps(row) + "\n")
         Path("mine.yaml").write_text(f"data: {{file: rows.jsonl}}\n{TASKS[task]}")
         how = find_chat_format(str(MODEL), None) if chat else None
         evaluation = open_evaluation(EvalConfig(tasks=("mine.yaml",)), chat=how)
         alone = World(Ranks(), torch.device("cpu"), None)
-        evaluation.run(folder_model(str(MODEL), MODEL), alone, lambda: False)
+        return evaluation.run(folder_model(str(MODEL), MODEL), alone, lambda: False)
 
     return evaluated
 
 
-DOORS: dict[str, Callable[[str], None]] = {
+DOORS: dict[str, Callable[[str], object]] = {
     "generate": lambda text: run.run(str(MODEL), [text], SAMPLING),
     "chat": ask,
     "completion of the server": complete,
@@ -102,7 +102,8 @@ def test_the_token_its_id_and_the_tokenizer_are_named(
 
 @pytest.mark.parametrize("door", DOORS)
 def test_other_texts_are_read_with_such_a_tokenizer(
-    door: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    door: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    DOORS[door]("What is [added 9]?")  # id 268, of a row that training never used
+    answer = DOORS[door]("What is [added 9]?")  # id 268, of a row that training never used
+    assert answer or capsys.readouterr().out
