@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -72,6 +71,24 @@ def trained_to(job: JobDir) -> int:
     return job.last_step() or 0
 
 
+OFTEN = """
+import time
+from types import SimpleNamespace
+from dtt.base import reading
+from dtt.checkpoint import saver
+
+def look(_):
+    with open("../looks", "a") as file:
+        file.write("x")
+    time.sleep(0.05)
+
+reading.time = saver.time = SimpleNamespace(**vars(time) | {"sleep": look})
+from dtt.main import main
+main()
+"""
+"""dtt, which looks for space every 0.05 s, and says so in a file outside of the full disk."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_full", ["wait", "stop"])
 def test_a_disk_that_fills_up_in_the_middle_of_a_run(
@@ -79,8 +96,10 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run(
 ) -> None:
     """`lead` and metrics.jsonl are hit first, then a checkpoint."""
     dtt, job = Dtt(small_disk), JobDir(small_disk / "jobs/t")
+    looks = small_disk.parent / "looks"
+    looks.touch()
     keys = sizes(200, checkpoint__every=50, checkpoint__on_full=on_full)
-    process = dtt.start("train", *tiny(**keys))
+    process = dtt.start_python("-c", OFTEN, "train", *tiny(**keys))
     wait_until(lambda: job.lead.exists() and trained_to(job) > 0)
     ballast = fill(small_disk)
     if on_full == "stop":
@@ -93,8 +112,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run(
         dtt("train", "jobs/t")
         return
     said = read_until(process, "waits for space")
-    time.sleep(12)  # longer than it takes to look for space again
-    assert process.poll() is None, process.communicate()
+    enough = looks.stat().st_size + 9
+    wait_until(lambda: looks.stat().st_size > enough, process)
     ballast.unlink()
     done = dtt.wait(process)
     assert done.returncode == 0, said + done.stderr
