@@ -75,14 +75,15 @@ class Step:
             parts.layout, parts.model,
             step.Step(parts.module, case.precision, parts.layout.gradient_replicas), parts.params,
             assemble.make_optimizers(case.cfg, plan, parts, None),
-            Guard(case.cfg.guard, world, Path()), rounding=None, ema=None,
+            Guard(case.cfg.guard, world, Path()), case.cfg.objective, rounding=None, ema=None,
             experts=make_experts(case.cfg, parts),
         )  # fmt: skip
         unused: Any = None
         meter = SimpleNamespace(end_phase=lambda _: None)
         self.trainer = Trainer(
-            cfg=case.cfg, world=world, job=unused, run_id="", state=state, data=unused, actions=[],
-            objective=make_loss(case.cfg, plan), control=unused,
+            cfg=case.cfg, world=world, job=unused, run_id="", state=state, actions=[],
+            objective=make_loss(case.cfg, plan), dataset=unused, batches_from=unused,
+            requests=unused, watchdog=unused, saver=unused, stop_lead=unused,
             schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
             observers=SimpleNamespace(meter=meter),  # type: ignore[arg-type]
         )  # fmt: skip

@@ -30,8 +30,9 @@ from dtt.model import attention_backend, layers, loss, norm
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import attach
 from dtt.optim.muon import optimizer as muon
-from dtt.train import assemble, dpo, trainer
+from dtt.train import assemble, trainer
 from dtt.train.build import make_loss
+from dtt.train.objectives import dpo
 from dtt.train.step import Step, update
 
 STARTS = torch.tensor([0, 30, 31, 140])

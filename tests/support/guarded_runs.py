@@ -47,7 +47,7 @@ def build(world: World, folder: Path, tokens: Path, *settings: str) -> Trainer:
 def one_step(trainer: Trainer) -> Callable[[], None]:
     """Two steps are made; the next is ready."""
     trainer.restore(None)
-    batches = trainer.data.batches_from(0)
+    batches = trainer.batches_from(0)
     set_learning_rate(trainer.state.optimizers, 1.0)
     ready = list(itertools.islice(batches, 3))
     for batch in ready[:2]:

@@ -63,7 +63,7 @@ def poison(trainer: Trainer, at: Poison, rank: int | None = None) -> None:
 
 def without(trainer: Trainer, *steps: int) -> Trainer:
     """Return the trainer without the batches of these steps."""
-    every = trainer.data.batches_from
+    every = trainer.batches_from
     trainer.schedule.steps -= len(steps)
 
     def batches(first: int) -> Any:
@@ -71,7 +71,7 @@ def without(trainer: Trainer, *steps: int) -> Trainer:
             numbered = zip(itertools.count(first + 1), all_batches, strict=False)
             yield from (batch for number, batch in numbered if number not in steps)
 
-    return replace(trainer, data=replace(trainer.data, batches_from=batches))
+    return replace(trainer, batches_from=batches)
 
 
 def finish(trainer: Trainer) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
         assert trainer.run(trainer.world.from_first(store.newest(folder)))
     except Diverged as diverged:
         error = str(diverged)
-    trainer.control.saver.close()
+    trainer.saver.close()
     for tracker in trainer.observers.trackers:
         tracker.close()
     assert trainer.state.ema is not None

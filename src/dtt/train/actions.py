@@ -56,7 +56,7 @@ class StepAction:
         with ExitStack() as stack:
             if self.pause is not None:
                 phase: Phase = "evaluate" if self.pause == "tasks" else self.pause
-                stack.enter_context(run.control.watchdog.phase(phase))
+                stack.enter_context(run.watchdog.phase(phase))
                 stack.enter_context(run.observers.meter.paused(self.pause))
             records = self.work(run, stop)
         if records is not None:
@@ -141,10 +141,10 @@ def log(run: Run, _stop: Stop) -> list[Record]:
     startup = run.observers.time_breakdown.startup_record(meter)
     reading = meter.read()
     run.observers.time_breakdown.write(step, meter)
-    run.control.stop_lead.add_step(reading["seconds_per_step"] or 0.0)
+    run.stop_lead.add_step(reading["seconds_per_step"] or 0.0)
     steps = run.schedule.expected_steps(step)
-    run.control.watchdog.expect(steps)
-    epochs = run.data.dataset.epochs(run.position.samples)
+    run.watchdog.expect(steps)
+    epochs = run.dataset.epochs(run.position.samples)
     return [
         *([] if startup is None else [startup]),
         {"kind": "perf", "step": step, "steps": steps, **reading},
@@ -155,7 +155,7 @@ def log(run: Run, _stop: Stop) -> list[Record]:
 
 def finished_saves(run: Run) -> list[Record]:
     """Return the `save` records of the saves that have finished since the last call."""
-    saves, stop_lead = run.control.saver.finished(), run.control.stop_lead
+    saves, stop_lead = run.saver.finished(), run.stop_lead
     records = []
     for saved in saves:
         following, during = run.observers.meter.slowdown(saved.began, saved.ended)
@@ -188,15 +188,15 @@ def validate(
         record["answer_stop_rate"] = rate
     if run.state.experts is not None:
         record |= run.state.experts.record()
-    run.position.eval_loss = run.control.saver.losses[run.position.step] = record["loss"]
+    run.position.eval_loss = run.saver.losses[run.position.step] = record["loss"]
     return [record]
 
 
 def evaluate_tasks(tasks: TaskEvaluator, run: Run, stop: Stop) -> list[Record] | None:
     """Return a record for each benchmark task, once a save of this step is on the disk."""
     # Their texts may need more memory than a step, and a kill would end the save as well.
-    with run.control.watchdog.phase("save"):
-        run.control.saver.wait()
+    with run.watchdog.phase("save"):
+        run.saver.wait()
     return tasks.records(run.position.step, stop)
 
 
@@ -217,7 +217,7 @@ def _together(run: Run) -> Together | None:
 
 def save(run: Run, _stop: Stop) -> list[Record]:
     """Start a checkpoint, which is written in the background."""
-    position, dataset, world = run.position, run.data.dataset, run.world
+    position, dataset, world = run.position, run.dataset, run.world
     if position.step == run.schedule.steps:
         run.state.guard.check_trained(position)
     # Before anything is written: a checkpoint of ranks that read different files, or hold different
@@ -228,7 +228,7 @@ def save(run: Run, _stop: Stop) -> list[Record]:
     # One step earlier, so that a resume can read the last step's samples again and check their
     # hash.
     sources = dataset.state(dataset.first_sample(max(0, position.step - 1)))
-    run.control.saver.begin(
+    run.saver.begin(
         position.step,
         params,
         state | on_this_rank(rng_tensors(world.rank, world.device)),
@@ -243,5 +243,5 @@ def save(run: Run, _stop: Stop) -> list[Record]:
     )
     if position.step == run.schedule.steps:
         # Nothing is left to be trained meanwhile, and what follows may end the process.
-        run.control.saver.wait()
+        run.saver.wait()
     return []

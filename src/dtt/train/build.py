@@ -67,7 +67,6 @@ def build(
     from dtt.data.samples.loader import training_batches
     from dtt.data.samples.reference import with_reference
     from dtt.train.actions import make_actions
-    from dtt.train.components import Control, TrainData
     from dtt.train.objectives.loss_function import RunView
     from dtt.train.run_schedule import RunSchedule
     from dtt.train.supervise.stop_lead import StopLead
@@ -99,16 +98,15 @@ def build(
         run_id=world.from_first(this.job.run_id(saved_run_id) if world.first else ""),
         objective=make_loss(cfg, plan),
         state=state,
-        data=TrainData(dataset, partial(training_batches, dataset, reader)),
+        dataset=dataset,
+        batches_from=partial(training_batches, dataset, reader),
         schedule=schedule,
         actions=actions,
         observers=make_observers(inputs, state, actions),
-        control=Control(
-            requests=this.requests,
-            watchdog=watchdog,
-            saver=make_saver(inputs),
-            stop_lead=StopLead(this.job),
-        ),
+        requests=this.requests,
+        watchdog=watchdog,
+        saver=make_saver(inputs),
+        stop_lead=StopLead(this.job),
     )
 
 

@@ -91,15 +91,6 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class TrainData:
-    """The data of a run."""
-
-    dataset: Dataset
-    batches_from: Callable[[int], Batches]
-    """Function that returns the batches from a step (counted from 0) on."""
-
-
-@dataclass(frozen=True)
 class Observers:
     """The objects that measure a run and report on it; they never change it."""
 
@@ -122,16 +113,6 @@ class Observers:
             tracker.flush()
 
 
-@dataclass(frozen=True)
-class Control:
-    """The objects that stop, save and supervise a run."""
-
-    requests: Requests
-    watchdog: Watchdog
-    saver: Saver
-    stop_lead: StopLead
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The parts of a run; none of them is replaced while it trains."""
@@ -144,9 +125,14 @@ class Run:
     """Id of the run in trackers; kept in its checkpoints."""
     objective: LossFunction
     state: TrainState
-    data: TrainData
+    dataset: Dataset
+    batches_from: Callable[[int], Batches]
+    """Function that returns the batches from a step (counted from 0) on."""
     schedule: RunSchedule
     observers: Observers
-    control: Control
+    requests: Requests
+    watchdog: Watchdog
+    saver: Saver
+    stop_lead: StopLead
     position: Position = field(default_factory=Position)
     """The progress so far, which changes in place."""

@@ -61,7 +61,7 @@ class StepView(RunView):
         two steps' passes. All ranks call this together.
         """
         run, state = self._run, self._run.state
-        batches = run.data.batches_from(self.step - 1)
+        batches = run.batches_from(self.step - 1)
         batch = next(batches)
         batches.close()  # ends the thread that reads ahead
         each = batch.terms / len(batch.micro_batches)

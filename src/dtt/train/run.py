@@ -328,8 +328,8 @@ def train(start: Start, this: Attempt, world: World) -> None:
             )
             for tracker in trainer.observers.trackers:
                 stack.callback(tracker.close)
-            stack.callback(trainer.control.saver.close)
-            watchdog.before_end = trainer.control.saver.close
+            stack.callback(trainer.saver.close)
+            watchdog.before_end = trainer.saver.close
             if world.first and start.from_step is not None:
                 set_aside(this, start.from_step)
             stack.push(this.requests.note_failure)  # called first, before the trackers are closed

@@ -47,9 +47,9 @@ class Trainer(Run):
 
     def run(self, resume: Checkpoint | None) -> bool:
         """Train to the end (return True) or until a stop request (False); save in either case."""
-        control, meter, startup = self.control, self.observers.meter, self.observers.startup
+        meter, startup = self.observers.meter, self.observers.startup
         self.restore(resume)
-        control.requests.defer()
+        self.requests.defer()
         startup.end_phase("resume")
         # A run that was stopped during an evaluation repeats it before the next step, so that its
         # records equal those of an uninterrupted run.
@@ -57,14 +57,14 @@ class Trainer(Run):
         startup.end_phase("first evaluation")
         # After all long-lived objects exist: the collector never visits them again.
         garbage.freeze()
-        with control.watchdog.phase("step"):
+        with self.watchdog.phase("step"):
             self.train()
             self.observers.profiler.finish(self.position.step)
-            with control.watchdog.phase("save"), meter.paused("save"):
-                control.saver.wait()
+            with self.watchdog.phase("save"), meter.paused("save"):
+                self.saver.wait()
         self.observers.log(*finished_saves(self))
         self.observers.time_breakdown.finish(self.position.step, meter)
-        control.requests.forget(self.world)
+        self.requests.forget(self.world)
         # False for a stop request, and for a run whose last evaluation was cut short: both resume.
         ended = self.position.step == self.schedule.steps
         return ended and not any(action.due(self.position) for action in self.actions)
@@ -75,7 +75,7 @@ class Trainer(Run):
         step_sizes = self.schedule.step_sizes
         # Closed on every way out: the prefetch thread would otherwise keep the files open, and read
         # on.
-        with closing(self.data.batches_from(self.position.step)) as batches:
+        with closing(self.batches_from(self.position.step)) as batches:
             self.observers.time_breakdown.start(self.position.step, meter)
             while self.position.step < self.schedule.steps:
                 # Before the step: all ranks agree, so a stop never leaves a step half done on some
@@ -96,7 +96,7 @@ class Trainer(Run):
                     self.step(batch, multiplier)
                 step = self.position.step
                 garbage.collect(step)
-                self.control.watchdog.step(step)
+                self.watchdog.step(step)
                 # Between actions the host runs ahead of the device: the losses of these steps wait
                 # there unread.
                 self.act()
@@ -175,7 +175,7 @@ class Trainer(Run):
     def handle_requests(self) -> Request:
         """Act on what any rank requests after this step, and return it; the caller stops."""
         step, meter = self.position.step, self.observers.meter
-        requests, saver = self.control.requests, self.control.saver
+        requests, saver = self.requests, self.saver
         # In the same all-reduce as stop requests, so a time budget costs no message of its own.
         end = self.schedule.proposed_end(step, meter.worked(), meter.pauses)
         agreed = requests.agreed(self.world, step, saver.failed, end, bool(compiler.failure))
@@ -199,8 +199,8 @@ class Trainer(Run):
 
     def stop_wanted(self) -> bool:
         """Return True if a stop was requested. Also resets the watchdog: call it in long loops."""
-        self.control.watchdog.beat()
-        return self.control.requests.stop_wanted(self.world)
+        self.watchdog.beat()
+        return self.requests.stop_wanted(self.world)
 
     # ---- logging ---------------------------------------------------------------------------------
 
@@ -248,13 +248,13 @@ class Trainer(Run):
         position = position_of(resume, self.job, self.cfg) if self.world.first else None
         vars(self.position).update(vars(self.world.from_first(position)))
         record = resume.position()
-        self.data.dataset.restore(record["sources"])
+        self.dataset.restore(record["sources"])
         own_action.restore(self.cfg.actions, record.get("own_actions", {}))
         # Without the action that ended it, the run continues.
         for action in self.cfg.actions:
             if own_action.name_of(action) == record.get("ended_by"):
                 self.schedule.end_now(resume.step, own_action.name_of(action))
-        check_order(self.position, self.data.dataset)
+        check_order(self.position, self.dataset)
         log.info("resumed from %s", resume.path)
 
 
