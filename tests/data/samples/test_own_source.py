@@ -190,7 +190,7 @@ def test_rows_are_encoded_once_packed_whole_and_found_again(
 
 
 def test_rows_of_conversations_are_encoded_as_dtt_tokenize_does(
-    configured: Any, tmp_path: Path
+    configured: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ids and loss masks, also of several sequences of a conversation."""
     tokens = tokenized_conversations.write_conversations(tmp_path, 40)
@@ -208,7 +208,9 @@ def test_rows_of_conversations_are_encoded_as_dtt_tokenize_does(
             ]
         return sorted(found)
 
-    open_dataset(configured(code + rows("ALL[row]"), *keys, **mine))
+    unread = code + rows("ALL[row] | {'rating': 5}")
+    open_dataset(configured(unread, *keys, **mine))
+    assert "keys of rows that are not used: rating" in caplog.text
     (folder,) = tmp_path.glob("data/rows/Mine-*/")
     assert sequences(folder) == sequences(tokens)
     expanded = open_dataset(configured(code + rows("ALL[row]"), *keys, "chat.turns=expand", **mine))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import groupby
@@ -143,17 +144,16 @@ def _write(
     """Write the token files of all rows, and the manifest that makes them complete."""
     some = np.linspace(0, count - 1, READ_AGAIN).astype(int).tolist()
     again = {str(number): _sha256(_row(rows, number)) for number in some}
-    last, lost = count - rows.held_out, LostText()
+    writer, last = RowWriter(rows, encoder), count - rows.held_out
     splits: dict[Split, range] = {"train": range(last), "validation": range(last, count)}
-    shards = []
     with progress("encoding", count, "rows") as advance:
-        for split in [split for split, numbers in splits.items() if numbers]:
-            stem = folder / f"{split}-00000"
-            shard, lost_here = _write_split(stem, rows, splits[split], encoder, advance)
-            shards.append(shard.model_copy(update={"split": split}))
-            lost += lost_here
+        shards = [
+            writer.write(folder, split, numbers, advance)
+            for split, numbers in splits.items()
+            if numbers
+        ]
     tokenizer = folder / "tokenizer.json"
-    check_lost(lost, tokenizer)
+    check_lost(writer.lost, tokenizer)
     sha256 = sha256_file(tokenizer)
     content = [[shard.model_dump(mode="json") for shard in shards], sha256]
     manifest = TokensManifest(
@@ -168,85 +168,98 @@ def _write(
         shards=tuple(shards),
         skipped_documents=0,
         empty_documents=0,
-        lost=lost if lost.of else None,
+        unread=dict(writer.unread),
+        lost=writer.lost if writer.lost.of else None,
         chat=encoder.chat,
     )
     (folder / TokensManifest.filename).write_text(manifest.dump(), encoding="utf-8")
     tokens = sum(shard.counts.tokens for shard in shards)
     log.info("encoded %d rows of %s: %d tokens", count, rows.type, tokens)
+    if writer.unread:
+        log.warning("%s: keys of rows that are not used: %s", rows.type, ", ".join(writer.unread))
 
 
-def _write_split(
-    stem: Path, rows: Rows, numbers: range, encoder: UnitEncoder[Any], advance: Advance
-) -> tuple[TokenShard, LostText]:
-    """Write the token files of some rows at `stem`."""
-    counts, lost, owners = SplitCounts(), LostText(), [np.empty(0, np.int64)]
-    with TokenFileWriter(stem, encoder.vocab_size, has_mask=encoder.has_mask) as writer:
-        for first in range(0, len(numbers), AT_ONCE):
-            batch = {
-                number: _row(rows, number, encoder.vocab_size)
-                for number in numbers[first : first + AT_ONCE]
-            }
-            advance(len(batch))
-            for some, part in _encoded(rows, batch, encoder):
-                writer.append(part.ids, part.lengths, part.mask)
-                counts += SplitCounts(
-                    documents=len(part.lengths),
-                    tokens=len(part.ids),
-                    bytes=part.text_bytes,
-                    trained=None if part.mask is None else int(part.mask.sum()),
-                )
-                # Several sequences are of one row: then it was encoded alone.
-                owners.append(np.repeat(some, len(part.lengths) // len(some)))
-                lost += part.lost or LostText()
-        written = writer.close()
-    np.concatenate(owners).tofile(stem.with_suffix(NUMBERS))
-    shard = TokenShard(
-        split="train",
-        stem=stem.name,
-        counts=counts,
-        bin_sha256=written.bin_sha256,
-        idx_sha256=written.idx_sha256,
-        mask_sha256=written.mask_sha256,
-    )
-    return shard, lost
+class RowWriter:
+    """A writer of the token files of rows."""
 
+    def __init__(self, rows: Rows, encoder: UnitEncoder[Any]) -> None:
+        """Write what `encoder` makes of `rows`."""
+        self._rows, self._encoder = rows, encoder
+        self.lost = LostText()
+        """What the tokenizer has had no token for."""
+        self.unread: Counter[str] = Counter()
+        """Number of rows by key that nothing uses."""
 
-def _encoded(
-    rows: Rows, batch: Mapping[int, Row], encoder: UnitEncoder[Any]
-) -> Iterator[tuple[list[int], EncodedPart]]:
-    """Yield the encoded rows of a batch, a few at a time, with their numbers."""
-    for kind, items in groupby(batch.items(), key=lambda item: type(item[1])):
-        numbers, found = map(list, zip(*items, strict=True))
-        if (kind is dict) != (encoder.chat is not None):
-            said = "a conversation" if kind is dict else "no conversation"
-            next = "a class for each kind, as entries of data.sources"
-            raise _wrong(rows, numbers[0], f"is {said}, unlike row 0", next=next)
-        if kind is np.ndarray:
-            # Documents end with this token everywhere: packing and masks rely on it.
-            end = encoder.end_of_document
-            ended = [ids if ids[-1] == end else np.append(ids, end) for ids in found]
-            lengths = np.fromiter(map(len, ended), np.int32, len(ended))
-            yield numbers, EncodedPart(np.concatenate(ended), lengths, None, 0)
-        else:
-            yield from _documents(rows, numbers, found, encoder)
+    def write(self, folder: Path, split: Split, numbers: range, advance: Advance) -> TokenShard:
+        """Write the shard of the rows with these `numbers`."""
+        counts, owners, vocab_size = (
+            SplitCounts(),
+            [np.empty(0, np.int64)],
+            self._encoder.vocab_size,
+        )
+        stem = folder / f"{split}-00000"
+        with TokenFileWriter(stem, vocab_size, has_mask=self._encoder.has_mask) as writer:
+            for first in range(0, len(numbers), AT_ONCE):
+                some = numbers[first : first + AT_ONCE]
+                batch = {number: _row(self._rows, number, vocab_size) for number in some}
+                advance(len(batch))
+                for encoded_rows, part in self._encoded(batch):
+                    writer.append(part.ids, part.lengths, part.mask)
+                    counts += SplitCounts(
+                        documents=len(part.lengths),
+                        tokens=len(part.ids),
+                        bytes=part.text_bytes,
+                        trained=None if part.mask is None else int(part.mask.sum()),
+                    )
+                    # Several sequences are of one row: then it was encoded alone.
+                    each = len(part.lengths) // len(encoded_rows)
+                    owners.append(np.repeat(encoded_rows, each))
+                    self.lost += part.lost or LostText()
+            written = writer.close()
+        np.concatenate(owners).tofile(stem.with_suffix(NUMBERS))
+        return TokenShard(
+            split=split,
+            stem=stem.name,
+            counts=counts,
+            bin_sha256=written.bin_sha256,
+            idx_sha256=written.idx_sha256,
+            mask_sha256=written.mask_sha256,
+        )
 
+    def _encoded(self, batch: Mapping[int, Row]) -> Iterator[tuple[list[int], EncodedPart]]:
+        """Yield the encoded rows of a batch, a few at a time, with their numbers."""
+        for kind, items in groupby(batch.items(), key=lambda item: type(item[1])):
+            numbers, found = map(list, zip(*items, strict=True))
+            if (kind is dict) != (self._encoder.chat is not None):
+                said = "is a conversation" if kind is dict else "is no conversation"
+                next = "a class for each kind, as entries of data.sources"
+                raise _wrong(self._rows, numbers[0], f"{said}, unlike row 0", next=next)
+            if kind is np.ndarray:
+                # Documents end with this token everywhere: packing and masks rely on it.
+                end = self._encoder.end_of_document
+                ended = [ids if ids[-1] == end else np.append(ids, end) for ids in found]
+                lengths = np.fromiter(map(len, ended), np.int32, len(ended))
+                yield numbers, EncodedPart(np.concatenate(ended), lengths, None, 0)
+            else:
+                yield from self._documents(numbers, found)
 
-def _documents(
-    rows: Rows, numbers: list[int], found: list[Any], encoder: UnitEncoder[Any]
-) -> Iterator[tuple[list[int], EncodedPart]]:
-    """Yield encoded texts or conversations; raise OwnCodeError for the first that cannot be."""
-    refused = BadDocuments(shown=1)
-    with refused.guard(str):
-        part = encoder.encode([*map(_document, found)], refused)
-    if not refused.count and (len(part.lengths) == len(numbers) or len(numbers) == 1):
-        yield numbers, part
-        return
-    if len(numbers) == 1:
-        raise _wrong(rows, numbers[0], f"cannot be used: {refused.examples[0].lstrip(': ')}")
-    # One by one: either one of them is wrong, or one becomes several sequences.
-    for number, row in zip(numbers, found, strict=True):
-        yield from _documents(rows, [number], [row], encoder)
+    def _documents(
+        self, numbers: list[int], found: list[Any]
+    ) -> Iterator[tuple[list[int], EncodedPart]]:
+        """Yield encoded texts or conversations; raise OwnCodeError for the first that cannot be."""
+        refused = BadDocuments(shown=1)
+        with refused.guard(str):
+            part = self._encoder.encode([*map(_document, found)], refused)
+        if not refused.count and (len(part.lengths) == len(numbers) or len(numbers) == 1):
+            self.unread += refused.unread
+            yield numbers, part
+            return
+        if len(numbers) == 1:
+            why = refused.examples[0].lstrip(": ")
+            raise _wrong(self._rows, numbers[0], f"cannot be used: {why}")
+        # One by one: either one of them is wrong, or one becomes several sequences.
+        for number, row in zip(numbers, found, strict=True):
+            yield from self._documents([number], [row])
 
 
 def _document(row: str | dict[str, Any]) -> bytes | JsonRow:
