@@ -7,18 +7,15 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Ema, MaxNewTokens, Model, Port, Seed, Temperature, TopK, TopP, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Ema, MaxNewTokens, Model, Port, Seed, Temperature, TopK, TopP
 
 
 @cli.command(
-    epilog=examples(
-        "dtt chat jobs/assistant",
-        'dtt chat jobs/assistant --system "Answer in one sentence." --temperature 0',
-        "dtt chat exports/assistant < questions.txt                # one user message per line",
-        "dtt chat jobs/assistant --json --ids < conversations.jsonl",
-        "dtt chat jobs/assistant --web                             # a page, and OpenAI's API",
-    )
+    "dtt chat jobs/assistant",
+    'dtt chat jobs/assistant --system "Answer in one sentence." --temperature 0',
+    "dtt chat exports/assistant < questions.txt                # one user message per line",
+    "dtt chat jobs/assistant --json --ids < conversations.jsonl",
+    "dtt chat jobs/assistant --web                             # a page, and OpenAI's API",
 )
 def chat(
     source: Model,
@@ -53,26 +50,17 @@ def chat(
     /v1/completions; the options are their defaults. The server refuses every request without the
     random token of the address. A model without a chat template continues texts.
     """
-    with command():
-        from dtt.base.errors import ConfigError
-        from dtt.generate.run import choose_sampling
+    from dtt.base.errors import ConfigError
+    from dtt.generate.run import choose_sampling
 
-        if web and (json or ids):
-            raise ConfigError("--web and --json or --ids are mutually exclusive")
-        sampling = choose_sampling(source, max_new_tokens, temperature, top_k, top_p, seed)
-        if web:
-            from dtt.generate import web as body
+    if web and (json or ids):
+        raise ConfigError("--web and --json or --ids are mutually exclusive")
+    sampling = choose_sampling(source, max_new_tokens, temperature, top_k, top_p, seed)
+    if web:
+        from dtt.generate import web as body
 
-            body.run(source, system, sampling, template=template, ema=ema, port=port)
-            return
-        from dtt.generate import chat
+        body.run(source, system, sampling, template=template, ema=ema, port=port)
+        return
+    from dtt.generate import chat
 
-        chat.run(
-            source,
-            system,
-            sampling,
-            template=template,
-            ema=ema,
-            show_ids=ids,
-            as_json=json,
-        )
+    chat.run(source, system, sampling, template=template, ema=ema, show_ids=ids, as_json=json)

@@ -7,15 +7,14 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Checkpoint, Job, Json, Overrides, examples
+from dtt.cli.options import Checkpoint, Job, Json, Overrides
 from dtt.cli.parser import Commands
-from dtt.mesh.process import command
 
 ckpt_cli = Commands(help="Manage the checkpoints of a job.")
 cli.add_typer(ckpt_cli, name="ckpt")
 
 
-@ckpt_cli.command("ls", epilog=examples("dtt ckpt ls jobs/run", "dtt ckpt ls jobs/run --verify"))
+@ckpt_cli.command("dtt ckpt ls jobs/run", "dtt ckpt ls jobs/run --verify", name="ls")
 def ckpt_ls(
     source: Annotated[
         str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default: all of the job.")
@@ -29,15 +28,12 @@ def ckpt_ls(
 
     Reads the manifests only. With --verify, exits with 65 if a checkpoint is damaged.
     """
-    with command():
-        from dtt.checkpoint import inspect as ckpt
+    from dtt.checkpoint import inspect as ckpt
 
-        (ckpt.verify if verify else ckpt.ls)(source, as_json=json)
+    (ckpt.verify if verify else ckpt.ls)(source, as_json=json)
 
 
-@ckpt_cli.command(
-    "prune", epilog=examples("dtt ckpt prune jobs/run checkpoint.keep_last=1 --dry-run")
-)
+@ckpt_cli.command("dtt ckpt prune jobs/run checkpoint.keep_last=1 --dry-run", name="prune")
 def ckpt_prune(
     job: Job,
     overrides: Overrides = None,
@@ -49,13 +45,12 @@ def ckpt_prune(
 
     Always keeps the newest verified checkpoint and the newest from before the last divergence.
     """
-    with command():
-        from dtt.checkpoint import inspect as ckpt
+    from dtt.checkpoint import inspect as ckpt
 
-        ckpt.prune(job, overrides or [], dry_run=dry_run)
+    ckpt.prune(job, overrides or [], dry_run=dry_run)
 
 
-@ckpt_cli.command("diff", epilog=examples("dtt ckpt diff jobs/run@500 jobs/run@1000"))
+@ckpt_cli.command("dtt ckpt diff jobs/run@500 jobs/run@1000", name="diff")
 def ckpt_diff(
     one: Checkpoint,
     other: Annotated[str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint to compare with.")],
@@ -65,7 +60,6 @@ def ckpt_diff(
 
     Reads both checkpoints and prints their differences.
     """
-    with command():
-        from dtt.checkpoint import inspect as ckpt
+    from dtt.checkpoint import inspect as ckpt
 
-        ckpt.diff(one, other, as_json=json)
+    ckpt.diff(one, other, as_json=json)

@@ -7,16 +7,15 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, examples, resolve
-from dtt.mesh.process import command, leave
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, resolve
 
 
 @cli.command(
-    epilog=examples(
-        "dtt clean -c run.yaml clean.near.threshold=0.8",
-        "mpirun -n 8 dtt clean -c run.yaml",
-        "dtt clean -c run.yaml --part 3/16    # an independent job, before the line above",
-    )
+    "dtt clean -c run.yaml clean.near.threshold=0.8",
+    "mpirun -n 8 dtt clean -c run.yaml",
+    "dtt clean -c run.yaml --part 3/16    # an independent job, before the line above",
+    kept="the finished units are kept; run the same command to continue",
+    ends_at_once=True,
 )
 def clean(
     overrides: Overrides = None,
@@ -38,9 +37,7 @@ def clean(
     output does not depend on the number of processes. The same command resumes after an
     interruption.
     """
-    with command("the finished units are kept; run the same command to continue"):
-        from dtt.clean import run as clean
+    from dtt.clean import run as clean
 
-        cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
-        clean.run(cfg, part=part, as_json=json)
-    leave()
+    cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
+    clean.run(cfg, part=part, as_json=json)

@@ -9,7 +9,6 @@ import typer
 from dtt.cli.app import cli
 from dtt.cli.options import Config, Dataset, Overrides, Stage, resolve_each
 from dtt.cli.parser import Commands
-from dtt.mesh.process import command
 
 config_cli = Commands(help="Inspect the configuration.")
 cli.add_typer(config_cli, name="config")
@@ -23,23 +22,19 @@ stages
 
 @config_cli.command()
 def show(
-    overrides: Overrides = None,
-    config: Config = None,
-    dataset: Dataset = None,
-    stage: Stage = None,
+    overrides: Overrides = None, config: Config = None, dataset: Dataset = None, stage: Stage = None
 ) -> None:
     """Print the resolved configuration as YAML, with the origin of each value.
 
     Prints every stage of a configuration with stages of training, or the one that --stage names.
     """
-    with command():
-        from dtt.base.terminal import Verbatim
-        from dtt.config import explain as keys
+    from dtt.base.terminal import Verbatim
+    from dtt.config import explain as keys
 
-        found = resolve_each(config, overrides, {"download.dataset": dataset}, stage=stage)
-        stages = list(found.values())
-        one = stage in found  # or a configuration without stages
-        print(Verbatim(keys.show(stages[0]) if one else keys.show_stages(stages)), end="")
+    found = resolve_each(config, overrides, {"download.dataset": dataset}, stage=stage)
+    stages = list(found.values())
+    one = stage in found  # or a configuration without stages
+    print(Verbatim(keys.show(stages[0]) if one else keys.show_stages(stages)), end="")
 
 
 @config_cli.command()
@@ -54,29 +49,27 @@ def explain(
     ] = False,
 ) -> None:
     """Describe a key: its meaning, type and value, in the first stage if there are several."""
-    with command():
-        from dtt.base.errors import ConfigError
-        from dtt.config import explain as keys
-        from dtt.config.load import resolve, stage_names
+    from dtt.base.errors import ConfigError
+    from dtt.config import explain as keys
+    from dtt.config.load import resolve, stage_names
 
-        if schema:
-            _print_schema()
-            return
-        names = stage_names(config) if stage is None else ()
-        resolved = resolve(config, stage=names[0] if names else stage)
-        if key.split(".")[0] == "stages":
-            print(STAGES)
-            return
-        text = keys.explain(key, resolved.config, resolved.layer)
-        if text is None:
-            close = keys.nearest(key)
-            raise ConfigError(
-                f"no key {key!r}",
-                next=f"dtt config explain {close}" if close else "dtt config explain",
-            )
-        print(text)
-        if names:
-            print(f"  stage    {names[0]}; --stage NAME shows the value in another")
+    if schema:
+        _print_schema()
+        return
+    names = stage_names(config) if stage is None else ()
+    resolved = resolve(config, stage=names[0] if names else stage)
+    if key.split(".")[0] == "stages":
+        print(STAGES)
+        return
+    text = keys.explain(key, resolved.config, resolved.layer)
+    if text is None:
+        close = keys.nearest(key)
+        raise ConfigError(
+            f"no key {key!r}", next=f"dtt config explain {close}" if close else "dtt config explain"
+        )
+    print(text)
+    if names:
+        print(f"  stage    {names[0]}; --stage NAME shows the value in another")
 
 
 def _print_schema() -> None:

@@ -8,21 +8,18 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Overrides, Stage, Trust, examples, resolve
+from dtt.cli.options import Config, Json, Overrides, Stage, Trust, resolve
 from dtt.cli.parser import Commands
-from dtt.mesh.process import command
 
 data_cli = Commands(help="Inspect text and tokens, before and after training.")
 cli.add_typer(data_cli, name="data")
 
 
 @data_cli.command(
-    "inspect",
-    epilog=examples(
-        "dtt data inspect ~/books",
-        "dtt data inspect data/tokens/TinyStories-train-bpe8192 --verify",
-        "dtt data inspect megatron/pile_text_document --tokenizer tokenizer.json",
-    ),
+    "dtt data inspect ~/books",
+    "dtt data inspect data/tokens/TinyStories-train-bpe8192 --verify",
+    "dtt data inspect megatron/pile_text_document --tokenizer tokenizer.json",
+    name="inspect",
 )
 def data_inspect(
     path: Annotated[
@@ -36,8 +33,7 @@ def data_inspect(
         int, typer.Option(min=0, metavar="N", help="Number of documents to show the start of.")
     ] = 3,
     verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Verify the sha256 of every file."),
+        bool, typer.Option("--verify", help="Verify the sha256 of every file.")
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Read all data, not only evenly spread parts.")
@@ -55,27 +51,24 @@ def data_inspect(
 
     Reads evenly spread parts of large data. Exits with 65 if a file is damaged.
     """
-    with command():
-        from dtt.data.inspect import run as body
+    from dtt.data.inspect import run as body
 
-        body.inspect(
-            path,
-            samples=samples,
-            everything=everything,
-            hashes=verify,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            as_json=json,
-        )
+    body.inspect(
+        path,
+        samples=samples,
+        everything=everything,
+        hashes=verify,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        as_json=json,
+    )
 
 
 @data_cli.command(
-    "mix",
-    epilog=examples(
-        "dtt data mix -c run.yaml",
-        "dtt data mix -c run.yaml train.steps=20000",
-        "dtt data mix -c run.yaml --write data/mix",
-    ),
+    "dtt data mix -c run.yaml",
+    "dtt data mix -c run.yaml train.steps=20000",
+    "dtt data mix -c run.yaml --write data/mix",
+    name="mix",
 )
 def data_mix(
     overrides: Overrides = None,
@@ -95,18 +88,15 @@ def data_mix(
 
     Reads the sizes of the token files. Needs no GPU.
     """
-    with command():
-        from dtt.data.inspect import run as body
+    from dtt.data.inspect import run as body
 
-        body.mix(resolve(config, overrides, {}, stage=stage), write, as_json=json)
+    body.mix(resolve(config, overrides, {}, stage=stage), write, as_json=json)
 
 
 @data_cli.command(
-    "at-step",
-    epilog=examples(
-        "dtt data at-step jobs/run 1200",
-        "dtt data at-step jobs/run@1200 --rank 3 --of 8 --full",
-    ),
+    "dtt data at-step jobs/run 1200",
+    "dtt data at-step jobs/run@1200 --rank 3 --of 8 --full",
+    name="at-step",
 )
 def data_at_step(
     source: Annotated[
@@ -132,7 +122,6 @@ def data_at_step(
 
     Reads the token files, and exits with 65 if metrics.jsonl records other samples.
     """
-    with command():
-        from dtt.train import at_step as body
+    from dtt.train import at_step as body
 
-        body.at_step(source, step, rank=rank, ranks=of, limit=samples, full=full, as_json=json)
+    body.at_step(source, step, rank=rank, ranks=of, limit=samples, full=full, as_json=json)

@@ -8,17 +8,14 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Json, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Json
 
 
 @cli.command(
-    epilog=examples(
-        "dtt doctor",
-        "dtt doctor --processes 8 --path jobs",
-        "torchrun --standalone --nproc_per_node 8 -m dtt.main doctor",
-        "MASTER_ADDR=n1 MASTER_PORT=29500 srun dtt doctor --path jobs",
-    )
+    "dtt doctor",
+    "dtt doctor --processes 8 --path jobs",
+    "torchrun --standalone --nproc_per_node 8 -m dtt.main doctor",
+    "MASTER_ADDR=n1 MASTER_PORT=29500 srun dtt doctor --path jobs",
 )
 def doctor(
     path: Annotated[
@@ -36,7 +33,6 @@ def doctor(
     collective that training uses, and the links between neighbouring ranks. Writes a temporary file
     to --path. Exits with 78 on a problem.
     """
-    with command():
-        from dtt.doctor import run as doctor
+    from dtt.doctor import run as doctor
 
-        doctor.run(path, device=device, processes=processes, as_json=json)
+    doctor.run(path, device=device, processes=processes, as_json=json)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Overrides, Quiet, Stage, examples, resolve
-from dtt.mesh.process import command
+from dtt.cli.options import Config, Dataset, Overrides, Quiet, Stage, resolve
 
 
 @cli.command(
-    epilog=examples(
-        "dtt download -d python-stdlib",
-        "dtt download -d ~/books",
-        "dtt download -d HuggingFaceFW/fineweb-edu download.name=sample-10BT",
-    )
+    "dtt download -d python-stdlib",
+    "dtt download -d ~/books",
+    "dtt download -d HuggingFaceFW/fineweb-edu download.name=sample-10BT",
+    kept="the downloaded files are kept; run the same command to continue",
 )
 def download(
     overrides: Overrides = None,
@@ -25,13 +23,12 @@ def download(
 
     Writes data/corpus/<dataset>/. Downloads only missing files, and uses local files in place.
     """
-    with command("the downloaded files are kept; run the same command to continue"):
-        from dtt.data.corpus import run_download as download
+    from dtt.data.corpus import run_download as download
 
-        cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
-        if cfg.eval.tasks:
-            from dtt.evaluate.evaluation import fetch_questions
+    cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
+    if cfg.eval.tasks:
+        from dtt.evaluate.evaluation import fetch_questions
 
-            fetch_questions(cfg.eval)
-        if cfg.download.is_named or not cfg.eval.tasks:
-            download.run(cfg)
+        fetch_questions(cfg.eval)
+    if cfg.download.is_named or not cfg.eval.tasks:
+        download.run(cfg)

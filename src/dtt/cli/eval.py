@@ -8,19 +8,17 @@ import typer
 
 from dtt.base.errors import ConfigError
 from dtt.cli.app import cli
-from dtt.cli.options import Ema, Json, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Ema, Json
 
 
 @cli.command(
+    "dtt eval jobs/run --tasks hellaswag,lambada_openai",
+    "dtt eval jobs/run --step all --tasks arc_easy eval.limit=500",
+    "torchrun --nproc_per_node 8 -m dtt.main eval exports/run --tasks arc_easy --json",
+    "dtt eval compare jobs/run@500 jobs/run@1000               # paired differences",
+    "dtt eval jobs/run --tasks arc_easy --watch                # while it trains",
     name="eval",
-    epilog=examples(
-        "dtt eval jobs/run --tasks hellaswag,lambada_openai",
-        "dtt eval jobs/run --step all --tasks arc_easy eval.limit=500",
-        "torchrun --nproc_per_node 8 -m dtt.main eval exports/run --tasks arc_easy --json",
-        "dtt eval compare jobs/run@500 jobs/run@1000               # paired differences",
-        "dtt eval jobs/run --tasks arc_easy --watch                # while it trains",
-    ),
+    kept="the finished results are kept; run the same command to continue",
 )
 def eval_(
     arguments: Annotated[
@@ -41,8 +39,7 @@ def eval_(
         ),
     ] = "",
     step: Annotated[
-        str | None,
-        typer.Option(metavar="N|all", help="Step of the job, as in JOB@STEP; or all."),
+        str | None, typer.Option(metavar="N|all", help="Step of the job, as in JOB@STEP; or all.")
     ] = None,
     ema: Ema = False,
     chat: Annotated[
@@ -68,17 +65,16 @@ def eval_(
     before is not computed again, and an evaluation that was interrupted continues. Defaults are
     the keys of the job's section `eval`. With --json, prints one object per task.
     """
-    with command("the finished results are kept; run the same command to continue"):
-        from dtt.evaluate import run as evaluation
-        from dtt.evaluate import watch as eval_watch
+    from dtt.evaluate import run as evaluation
+    from dtt.evaluate import watch as eval_watch
 
-        if watch and harness:
-            raise ConfigError("--watch evaluates tasks of dtt only", next="omit --harness")
-        sources, keys = evaluation.with_keys(arguments, _names(tasks))
-        if harness:
-            keys["harness"] = _names(harness)
-        start = eval_watch.run if watch else evaluation.run
-        start(sources, step=step, ema=ema, chat=chat, as_json=json, **keys)
+    if watch and harness:
+        raise ConfigError("--watch evaluates tasks of dtt only", next="omit --harness")
+    sources, keys = evaluation.with_keys(arguments, _names(tasks))
+    if harness:
+        keys["harness"] = _names(harness)
+    start = eval_watch.run if watch else evaluation.run
+    start(sources, step=step, ema=ema, chat=chat, as_json=json, **keys)
 
 
 def _names(given: str) -> tuple[str, ...]:

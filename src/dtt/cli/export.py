@@ -8,24 +8,21 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Checkpoint, Ema, Json, Overrides, Quiet, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Checkpoint, Ema, Json, Overrides, Quiet
 
 
 @cli.command(
-    epilog=examples(
-        "dtt export jobs/run",
-        "dtt export jobs/run@500 --upload org/name --private",
-        "dtt export jobs/run@500 --upload org/name --revision step-500",
-    )
+    "dtt export jobs/run",
+    "dtt export jobs/run@500 --upload org/name --private",
+    "dtt export jobs/run@500 --upload org/name --revision step-500",
+    kept="the checkpoint is unchanged; run the same command to export it",
 )
 def export(
     source: Checkpoint,
     overrides: Overrides = None,
     ema: Ema = False,
     adapter: Annotated[
-        bool,
-        typer.Option("--adapter", help="Export only the adapter, in the format of PEFT."),
+        bool, typer.Option("--adapter", help="Export only the adapter, in the format of PEFT.")
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write to.")] = None,
     upload: Annotated[
@@ -48,17 +45,16 @@ def export(
     Reads jobs/<name>/checkpoints/, writes exports/<name>/. Replaces an earlier export of the same
     job once the new one is verified.
     """
-    with command("the checkpoint is unchanged; run the same command to export it"):
-        from dtt.hf import export
+    from dtt.hf import export
 
-        export.run(
-            source,
-            overrides or [],
-            ema=ema,
-            adapter=adapter,
-            out=out,
-            upload=upload,
-            revision=revision,
-            private=private,
-            as_json=json,
-        )
+    export.run(
+        source,
+        overrides or [],
+        ema=ema,
+        adapter=adapter,
+        out=out,
+        upload=upload,
+        revision=revision,
+        private=private,
+        as_json=json,
+    )

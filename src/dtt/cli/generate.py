@@ -8,16 +8,13 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Ema, Json, MaxNewTokens, Model, Seed, Temperature, TopK, TopP, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Ema, Json, MaxNewTokens, Model, Seed, Temperature, TopK, TopP
 
 
 @cli.command(
-    epilog=examples(
-        "dtt generate jobs/run -p 'def main():'",
-        "dtt generate exports/run -p - < prompt.txt",
-        "dtt generate exports/run --prompts-file prompts.txt --json",
-    )
+    "dtt generate jobs/run -p 'def main():'",
+    "dtt generate exports/run -p - < prompt.txt",
+    "dtt generate exports/run --prompts-file prompts.txt --json",
 )
 def generate(
     source: Model,
@@ -45,15 +42,14 @@ def generate(
     depend on the other prompts of a batch. With --json, prints one line per prompt: prompt, text,
     finish_reason (stop: end of document; length) and the numbers of tokens.
     """
-    with command():
-        from dtt.generate import run as generate
+    from dtt.generate import run as generate
 
-        generate.run(
-            source,
-            prompt or [],
-            generate.choose_sampling(source, max_new_tokens, temperature, top_k, top_p, seed),
-            prompts_file=prompts_file,
-            ema=ema,
-            batch_size=batch_size,
-            as_json=json,
-        )
+    generate.run(
+        source,
+        prompt or [],
+        generate.choose_sampling(source, max_new_tokens, temperature, top_k, top_p, seed),
+        prompts_file=prompts_file,
+        ema=ema,
+        batch_size=batch_size,
+        as_json=json,
+    )

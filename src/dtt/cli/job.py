@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Job, Json, examples
+from dtt.cli.options import Job, Json
 from dtt.cli.parser import Commands
-from dtt.mesh.process import command
 
 job_cli = Commands(help="List, inspect and control jobs.")
 cli.add_typer(job_cli, name="job")
@@ -23,7 +22,7 @@ Wait = Annotated[
 ]
 
 
-@job_cli.command("ls", epilog=examples("dtt job ls", "dtt job ls jobs/lr --json"))
+@job_cli.command("dtt job ls", "dtt job ls jobs/lr --json", name="ls")
 def job_ls(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="Folder that contains the jobs.")
@@ -38,25 +37,23 @@ def job_ls(
     Shows step, loss, tokens, tokens per second and the time left. Includes the trials of sweeps.
     Reads job files and queries Slurm if there is one.
     """
-    with command():
-        from dtt.jobs import listing as job_listing
+    from dtt.jobs import listing as job_listing
 
-        job_listing.ls(folder, as_json=json, tree=tree)
+    job_listing.ls(folder, as_json=json, tree=tree)
 
 
-@job_cli.command("status", epilog=examples("dtt job status jobs/run"))
+@job_cli.command("dtt job status jobs/run", name="status")
 def job_status(job: Job, json: Json = False) -> None:
     """Show the state of a job: progress, losses, Slurm state, and why it ended.
 
     Reads its files and queries Slurm if there is one.
     """
-    with command():
-        from dtt.jobs import listing as job_listing
+    from dtt.jobs import listing as job_listing
 
-        job_listing.status(job, as_json=json)
+    job_listing.status(job, as_json=json)
 
 
-@job_cli.command("stop", epilog=examples("dtt job stop jobs/run"))
+@job_cli.command("dtt job stop jobs/run", name="stop")
 def job_stop(
     job: Job,
     wait: Wait = 30.0,
@@ -69,25 +66,23 @@ def job_stop(
     Writes a request to its control/, for which write permission suffices. With -y, cancels a queued
     job.
     """
-    with command():
-        from dtt.launch import job as body
+    from dtt.launch import job as body
 
-        body.stop(job, yes=yes, wait=wait)
+    body.stop(job, yes=yes, wait=wait)
 
 
-@job_cli.command("save", epilog=examples("dtt job save jobs/run"))
+@job_cli.command("dtt job save jobs/run", name="save")
 def job_save(job: Job, wait: Wait = 30.0) -> None:
     """Ask a running job to save a checkpoint now and continue.
 
     Writes a request to its control/.
     """
-    with command():
-        from dtt.launch import job as body
+    from dtt.launch import job as body
 
-        body.save(job, wait=wait)
+    body.save(job, wait=wait)
 
 
-@job_cli.command("profile", epilog=examples("dtt job profile jobs/run"))
+@job_cli.command("dtt job profile jobs/run", name="profile")
 def job_profile(
     job: Job,
     kind: Annotated[
@@ -100,25 +95,23 @@ def job_profile(
 
     Writes a request to its control/; the job writes the profile to its profiles/.
     """
-    with command():
-        from dtt.launch import job as body
+    from dtt.launch import job as body
 
-        body.profile(job, kind=kind, wait=wait)
+    body.profile(job, kind=kind, wait=wait)
 
 
-@job_cli.command("resume", epilog=examples("dtt job resume jobs/run"))
+@job_cli.command("dtt job resume jobs/run", name="resume")
 def job_resume(job: Job) -> None:
     """Resume a stopped job.
 
     Submits its script to Slurm again; without Slurm, prints the command that resumes it.
     """
-    with command():
-        from dtt.launch import job as body
+    from dtt.launch import job as body
 
-        body.resume(job)
+    body.resume(job)
 
 
-@job_cli.command("rm", epilog=examples("dtt job rm jobs/run -y"))
+@job_cli.command("dtt job rm jobs/run -y", name="rm")
 def job_rm(
     job: Job,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -127,15 +120,12 @@ def job_rm(
 
     Fails while the job is running or queued.
     """
-    with command():
-        from dtt.launch import job as body
+    from dtt.launch import job as body
 
-        body.rm(job, yes=yes)
+    body.rm(job, yes=yes)
 
 
-@job_cli.command(
-    "logs", epilog=examples("dtt job logs jobs/run -f", "dtt job logs jobs/run --node n2")
-)
+@job_cli.command("dtt job logs jobs/run -f", "dtt job logs jobs/run --node n2", name="logs")
 def job_logs(
     job: Job,
     follow: Annotated[
@@ -150,7 +140,6 @@ def job_logs(
     ] = 50,
 ) -> None:
     """Print the last lines of the newest attempt's log."""
-    with command():
-        from dtt.launch import job as body
+    from dtt.launch import job as body
 
-        body.logs(job, follow=follow, node=node, lines=lines)
+    body.logs(job, follow=follow, node=node, lines=lines)

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Overrides, Stage, examples, resolve
+from dtt.cli.options import Config, Json, Overrides, Stage, resolve
 from dtt.cli.parser import Commands
-from dtt.mesh.process import command
 
 mup_cli = Commands(help="Check that hyperparameters transfer across model widths (muP).")
 cli.add_typer(mup_cli, name="mup")
@@ -28,11 +27,9 @@ def _take_steps(overrides: list[str], default: int) -> tuple[list[str], int]:
 
 
 @mup_cli.command(
-    "coord-check",
-    epilog=examples(
-        "dtt mup coord-check -c run.yaml",
-        "dtt mup coord-check -c run.yaml --widths 128,256,512 optim.type=adamw",
-    ),
+    "dtt mup coord-check -c run.yaml",
+    "dtt mup coord-check -c run.yaml --widths 128,256,512 optim.type=adamw",
+    name="coord-check",
 )
 def mup_coord_check(
     overrides: Overrides = None,
@@ -48,22 +45,19 @@ def mup_coord_check(
     Trains small models of several widths for train.steps, by default 5. Reads the token files of
     the run. Exits with 76 if the check fails. The base is scaling.base_dim, or the smallest width.
     """
-    with command():
-        from dtt.mup import run as mup
+    from dtt.mup import run as mup
 
-        # Train at the peak rate without warm-up: that of the run may be longer than `steps`.
-        others, steps = _take_steps(overrides or [], 5)
-        options = {"train.steps": steps, "schedule.warmup": 0}
-        cfg = resolve(config, others, options, stage=stage)
-        mup.coord_check(cfg, widths, as_json=json)
+    # Train at the peak rate without warm-up: that of the run may be longer than `steps`.
+    others, steps = _take_steps(overrides or [], 5)
+    options = {"train.steps": steps, "schedule.warmup": 0}
+    cfg = resolve(config, others, options, stage=stage)
+    mup.coord_check(cfg, widths, as_json=json)
 
 
 @mup_cli.command(
-    "transfer",
-    epilog=examples(
-        "dtt mup transfer -c run.yaml",
-        "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3 train.steps=200",
-    ),
+    "dtt mup transfer -c run.yaml",
+    "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3 train.steps=200",
+    name="transfer",
 )
 def mup_transfer(
     overrides: Overrides = None,
@@ -86,11 +80,10 @@ def mup_transfer(
     60; all other learning rates are scaled in proportion. Reads the token files of the run. Exits
     with 76 if the check fails.
     """
-    with command():
-        from dtt.mup import run as mup
+    from dtt.mup import run as mup
 
-        others, steps = _take_steps(overrides or [], 60)
-        options: dict[str, object] = {"train.steps": steps}
-        options |= mup.short_warmup(resolve(config, others, {}, stage=stage), steps)
-        cfg = resolve(config, others, options, stage=stage)
-        mup.transfer(cfg, widths, lrs, as_json=json)
+    others, steps = _take_steps(overrides or [], 60)
+    options: dict[str, object] = {"train.steps": steps}
+    options |= mup.short_warmup(resolve(config, others, {}, stage=stage), steps)
+    cfg = resolve(config, others, options, stage=stage)
+    mup.transfer(cfg, widths, lrs, as_json=json)

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from dtt.config.run import RunConfig
 
 
-def examples(*lines: str) -> str:
-    """Return a help epilog of examples that keeps its line breaks."""
-    return "\b\nExamples:\n  " + "\n  ".join(lines)
-
-
 Config = Annotated[
     str | None,
     typer.Option("--config", "-c", help="Config file, or name of a shipped config (quickstart)."),
@@ -71,8 +66,7 @@ def _set_quiet(requested: bool) -> bool:
 
 
 Quiet = Annotated[
-    bool,
-    typer.Option("--quiet", "-q", callback=_set_quiet, help="Log only warnings and errors."),
+    bool, typer.Option("--quiet", "-q", callback=_set_quiet, help="Log only warnings and errors.")
 ]
 
 

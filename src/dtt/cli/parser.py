@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-Body = TypeVar("Body", bound=Callable[..., Any])
+from dtt.mesh import process
+
 VERBOSE = {"--verbose", "-v"}
 
 
@@ -64,6 +66,26 @@ class Commands(typer.Typer):
         """Create the application; `settings` are passed to Typer."""
         super().__init__(cls=_Group, no_args_is_help=True, rich_markup_mode=None, **settings)
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[Body], Body]:
-        """Register the decorated function as a command, as Typer does."""
-        return super().command(name, cls=_Command, **settings)
+    def command(  # type: ignore[override]  # Typer's own takes the parts of a help text
+        self, *examples: str, name: str | None = None, kept: str = "", ends_at_once: bool = False
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Register the decorated function as a command, which ends as `dtt.mesh.process` describes.
+
+        The help text shows the `examples`; `kept` is printed after Ctrl-C. With `ends_at_once`, a
+        command that succeeded ends without Python's cleanup.
+        """
+        # Click's \b keeps the line breaks of the paragraph that follows it.
+        epilog = "\b\nExamples:\n  " + "\n  ".join(examples) if examples else None
+
+        def register(body: Callable[..., None]) -> Callable[..., None]:
+            @wraps(body)  # Typer reads the options from the signature of `body`
+            def run(**options: Any) -> None:
+                with process.command(kept):
+                    body(**options)
+                if ends_at_once:
+                    process.leave()
+
+            register_with_typer = super(Commands, self).command
+            return register_with_typer(name, cls=_Command, epilog=epilog)(run)
+
+        return register

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, RedoFrom, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, RedoFrom
 
 
 @cli.command(
-    epilog=examples(
-        "dtt pipeline -c quickstart", "dtt pipeline -c quickstart -d ~/books name=books"
-    )
+    "dtt pipeline -c quickstart",
+    "dtt pipeline -c quickstart -d ~/books name=books",
+    kept="finished stages are kept; run the same command to continue",
 )
 def pipeline(
     overrides: Overrides = None,
@@ -25,7 +24,6 @@ def pipeline(
     If the configuration defines stages of training, trains each of them in turn and exports the
     last. Skips finished work, so the same command resumes after an interruption.
     """
-    with command("finished stages are kept; run the same command to continue"):
-        from dtt.launch import pipeline
+    from dtt.launch import pipeline
 
-        pipeline.run(config, overrides or [], dataset, redo_from=redo_from, as_json=json)
+    pipeline.run(config, overrides or [], dataset, redo_from=redo_from, as_json=json)

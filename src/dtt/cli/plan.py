@@ -7,16 +7,13 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, examples, resolve_each
-from dtt.mesh.process import command
+from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, resolve_each
 
 
 @cli.command(
-    epilog=examples(
-        "dtt plan -c run.yaml",
-        "dtt plan -c run.yaml --gpu H100 --price 2.5 launch.nodes=8 launch.gpus_per_node=8",
-        "dtt plan -c run.yaml --gpu cpu --probe     # compare with three measured steps",
-    )
+    "dtt plan -c run.yaml",
+    "dtt plan -c run.yaml --gpu H100 --price 2.5 launch.nodes=8 launch.gpus_per_node=8",
+    "dtt plan -c run.yaml --gpu cpu --probe     # compare with three measured steps",
 )
 def plan(
     overrides: Overrides = None,
@@ -41,15 +38,14 @@ def plan(
     Reads the configuration, and the sizes of the token files if they exist. Needs no GPU. Prints a
     line for each stage of training, if the configuration describes several, and their sum.
     """
-    with command():
-        from dtt.estimate import plan as body
+    from dtt.estimate import plan as body
 
-        if config is None and dataset is None and not overrides:
-            raise body.missing_configuration()
-        options = {"download.dataset": dataset}
-        found = resolve_each(config, overrides, options, stage=stage)
-        configs = [resolved.config for resolved in found.values()]
-        if stage in found:  # one stage, or a configuration without stages
-            body.run(configs[0], gpu, price, probe=probe, as_json=json)
-        else:
-            body.run_stages(configs, gpu, price, probe=probe, as_json=json)
+    if config is None and dataset is None and not overrides:
+        raise body.missing_configuration()
+    options = {"download.dataset": dataset}
+    found = resolve_each(config, overrides, options, stage=stage)
+    configs = [resolved.config for resolved in found.values()]
+    if stage in found:  # one stage, or a configuration without stages
+        body.run(configs[0], gpu, price, probe=probe, as_json=json)
+    else:
+        body.run_stages(configs, gpu, price, probe=probe, as_json=json)

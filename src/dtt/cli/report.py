@@ -8,17 +8,14 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Port, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Port
 
 
 @cli.command(
-    epilog=examples(
-        "dtt report jobs/run",
-        "dtt report jobs/run jobs/stories --out compare.html",
-        "dtt report jobs/lr           # a sweep: its table, and a plot for each key",
-        "dtt report --serve           # live, all jobs in jobs/",
-    )
+    "dtt report jobs/run",
+    "dtt report jobs/run jobs/stories --out compare.html",
+    "dtt report jobs/lr           # a sweep: its table, and a plot for each key",
+    "dtt report --serve           # live, all jobs in jobs/",
 )
 def report(
     jobs: Annotated[
@@ -42,13 +39,12 @@ def report(
     follow running jobs. The address that it prints contains a random token, without which the
     server refuses every request.
     """
-    with command():
-        from dtt.base.errors import ConfigError
-        from dtt.report import run as body
+    from dtt.base.errors import ConfigError
+    from dtt.report import run as body
 
-        if not serve:
-            body.write(jobs or [], out)
-            return
-        if out is not None:
-            raise ConfigError("--serve and --out are mutually exclusive")
-        body.serve(jobs or [], port)
+    if not serve:
+        body.write(jobs or [], out)
+        return
+    if out is not None:
+        raise ConfigError("--serve and --out are mutually exclusive")
+    body.serve(jobs or [], port)

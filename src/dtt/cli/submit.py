@@ -7,17 +7,14 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Cluster, Config, Json, RedoFrom, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Cluster, Config, Json, RedoFrom
 
 
 @cli.command(
-    epilog=examples(
-        "dtt submit train -c run.yaml --cluster lumi launch.nodes=4",
-        "dtt submit train jobs/run           # resume a job",
-        "dtt submit eval jobs/run eval.tasks=[arc_easy]   # each checkpoint as it appears",
-        "dtt submit tokenize -c run.yaml --print-script",
-    )
+    "dtt submit train -c run.yaml --cluster lumi launch.nodes=4",
+    "dtt submit train jobs/run           # resume a job",
+    "dtt submit eval jobs/run eval.tasks=[arc_easy]   # each checkpoint as it appears",
+    "dtt submit tokenize -c run.yaml --print-script",
 )
 def submit(
     what: Annotated[
@@ -61,20 +58,19 @@ def submit(
     Checks the configuration on the login node, writes jobs/<name>/ (for commands other than train:
     jobs/<name>-<command>/) and submits its slurm.sh. `sbatch` with that file submits it again.
     """
-    with command():
-        from dtt.launch import submit
+    from dtt.launch import submit
 
-        submit.run(
-            what,
-            config,
-            job_or_overrides or [],
-            cluster=cluster,
-            allow_change=allow_change or [],
-            dry_run=dry_run,
-            print_script=print_script,
-            no_submit=no_submit,
-            yes=yes,
-            as_json=json,
-            code_copy=code_copy,
-            redo_from=redo_from,
-        )
+    submit.run(
+        what,
+        config,
+        job_or_overrides or [],
+        cluster=cluster,
+        allow_change=allow_change or [],
+        dry_run=dry_run,
+        print_script=print_script,
+        no_submit=no_submit,
+        yes=yes,
+        as_json=json,
+        code_copy=code_copy,
+        redo_from=redo_from,
+    )

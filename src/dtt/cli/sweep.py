@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Cluster, Json, examples
+from dtt.cli.options import Cluster, Json
 from dtt.cli.parser import Commands
-from dtt.mesh.process import command
 
 sweep_cli = Commands(help="Run and evaluate hyperparameter sweeps.")
 cli.add_typer(sweep_cli, name="sweep")
@@ -29,12 +28,10 @@ Local = Annotated[
 
 
 @sweep_cli.command(
+    "dtt sweep submit lr.yaml --dry-run      # print the plan",
+    "dtt sweep submit lr.yaml --local 2      # on this machine, two at a time",
+    "dtt sweep submit lr.yaml --cluster generic",
     name="submit",
-    epilog=examples(
-        "dtt sweep submit lr.yaml --dry-run      # print the plan",
-        "dtt sweep submit lr.yaml --local 2      # on this machine, two at a time",
-        "dtt sweep submit lr.yaml --cluster generic",
-    ),
 )
 def sweep_submit(
     file: Annotated[
@@ -58,10 +55,9 @@ def sweep_submit(
     separate jobs if the trials request different resources. Without Slurm, or with --local, trains
     on this machine and waits; Ctrl-C saves and stops all trials.
     """
-    with command():
-        from dtt.launch.sweep import run as sweep
+    from dtt.launch.sweep import run as sweep
 
-        sweep.submit(file, local, cluster=cluster, yes=yes, dry_run=dry_run, as_json=json)
+    sweep.submit(file, local, cluster=cluster, yes=yes, dry_run=dry_run, as_json=json)
 
 
 @sweep_cli.command(name="status")
@@ -70,33 +66,27 @@ def sweep_status(name: SweepName, json: Json = False) -> None:
 
     Reads the files of the trials and queries Slurm if there is one.
     """
-    with command():
-        from dtt.launch.sweep import run as sweep
+    from dtt.launch.sweep import run as sweep
 
-        sweep.status(name, as_json=json)
+    sweep.status(name, as_json=json)
 
 
 @sweep_cli.command(name="cancel")
 def sweep_cancel(name: SweepName, trials: Trials = None, json: Json = False) -> None:
     """Stop running trials after they have saved, and cancel queued ones."""
-    with command():
-        from dtt.launch.sweep import run as sweep
+    from dtt.launch.sweep import run as sweep
 
-        sweep.cancel(name, trials or [], as_json=json)
+    sweep.cancel(name, trials or [], as_json=json)
 
 
 @sweep_cli.command(name="retry")
 def sweep_retry(
-    name: SweepName,
-    trials: Trials = None,
-    local: Local = None,
-    json: Json = False,
+    name: SweepName, trials: Trials = None, local: Local = None, json: Json = False
 ) -> None:
     """Restart trials that are neither done nor active; each resumes from its checkpoint."""
-    with command():
-        from dtt.launch.sweep import run as sweep
+    from dtt.launch.sweep import run as sweep
 
-        sweep.retry(name, trials or [], local, as_json=json)
+    sweep.retry(name, trials or [], local, as_json=json)
 
 
 @sweep_cli.command(name="results")
@@ -115,7 +105,6 @@ def sweep_results(
 
     Reads metrics.jsonl of the trials. With --plot, writes to jobs/<sweep>/plots/.
     """
-    with command():
-        from dtt.launch.sweep import run as sweep
+    from dtt.launch.sweep import run as sweep
 
-        sweep.results(name, as_csv=csv, as_plots=plot, as_json=json)
+    sweep.results(name, as_csv=csv, as_plots=plot, as_json=json)

@@ -7,17 +7,16 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, examples, resolve
-from dtt.mesh.process import command, leave
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, resolve
 
 
 @cli.command(
-    epilog=examples(
-        "dtt tokenize -c run.yaml",
-        "mpirun -n 8 dtt tokenize -c run.yaml",
-        "srun -N 4 -n 64 dtt tokenize -c run.yaml    # no MPI needed",
-        "dtt tokenize -c run.yaml --dry-run          # print what would be encoded",
-    )
+    "dtt tokenize -c run.yaml",
+    "mpirun -n 8 dtt tokenize -c run.yaml",
+    "srun -N 4 -n 64 dtt tokenize -c run.yaml    # no MPI needed",
+    "dtt tokenize -c run.yaml --dry-run          # print what would be encoded",
+    kept="the finished units are kept; run the same command to continue",
+    ends_at_once=True,
 )
 def tokenize(
     overrides: Overrides = None,
@@ -41,12 +40,10 @@ def tokenize(
     Reads data/corpus/<dataset>/, writes data/tokens/<dataset>-<tokenizer>/. The output does not
     depend on the number of processes. The same command resumes after an interruption.
     """
-    with command("the finished units are kept; run the same command to continue"):
-        from dtt.data.tokenize import run as tokenize
+    from dtt.data.tokenize import run as tokenize
 
-        cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
-        if dry_run:
-            tokenize.dry_run(cfg, overwrite=overwrite, as_json=json)
-        else:
-            tokenize.run(cfg, overwrite=overwrite, as_json=json)
-    leave()
+    cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
+    if dry_run:
+        tokenize.dry_run(cfg, overwrite=overwrite, as_json=json)
+    else:
+        tokenize.run(cfg, overwrite=overwrite, as_json=json)

@@ -7,18 +7,16 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Quiet, Stage, Trust, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Config, Json, Quiet, Stage, Trust
 
 
 @cli.command(
-    epilog=examples(
-        "dtt train -c run.yaml",
-        "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
-        "dtt train jobs/run              # resume a job; so does the first line",
-        "dtt train --branch jobs/run@3000 schedule.decay=500    # new job: anneal from step 3000",
-        "touch jobs/run/control/stop     # save and stop; control/save only saves",
-    )
+    "dtt train -c run.yaml",
+    "torchrun --standalone --nproc_per_node 8 -m dtt.main train -c run.yaml",
+    "dtt train jobs/run              # resume a job; so does the first line",
+    "dtt train --branch jobs/run@3000 schedule.decay=500    # new job: anneal from step 3000",
+    "touch jobs/run/control/stop     # save and stop; control/save only saves",
+    kept="the saved checkpoints are kept; run the same command to resume",
 )
 def train(
     job_or_overrides: Annotated[
@@ -53,8 +51,7 @@ def train(
     Reads data/tokens/<name>/, writes jobs/<name>/. After SIGTERM or Ctrl-C it saves and exits with
     75. torchrun exits with 1 after any failure; attempts/<n>/exit.json in the job has the code.
     """
-    with command("the saved checkpoints are kept; run the same command to resume"):
-        from dtt.train import run as train
+    from dtt.train import run as train
 
-        options = config, job_or_overrides or [], allow_change or [], from_step, branch
-        train.run(*options, stage=stage, as_json=json)
+    options = config, job_or_overrides or [], allow_change or [], from_step, branch
+    train.run(*options, stage=stage, as_json=json)

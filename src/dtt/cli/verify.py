@@ -7,15 +7,11 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Overrides, Stage, examples, resolve_each
-from dtt.mesh.process import command
+from dtt.cli.options import Config, Json, Overrides, Stage, resolve_each
 
 
 @cli.command(
-    epilog=examples(
-        "dtt verify -c run.yaml",
-        "dtt verify --fuzz 1 --minutes 60    # random configurations",
-    )
+    "dtt verify -c run.yaml", "dtt verify --fuzz 1 --minutes 60    # random configurations"
 )
 def verify(
     overrides: Overrides = None,
@@ -38,14 +34,13 @@ def verify(
     losses, gradients, norms, updates, replicas, resumes and the export. Needs no data and no GPU.
     Exits with 1 if something differs, and names the features that it takes.
     """
-    with command():
-        from dtt.verify import run as body
+    from dtt.verify import run as body
 
-        if fuzz is not None:
-            body.fuzz(fuzz, minutes, as_json=json)
-            return
-        if config is None and not overrides:
-            raise body.missing_configuration()
-        found = resolve_each(config, overrides, {}, stage=stage)
-        named = [(name or config or "run", each.config) for name, each in found.items()]
-        body.run(named, device, as_json=json)
+    if fuzz is not None:
+        body.fuzz(fuzz, minutes, as_json=json)
+        return
+    if config is None and not overrides:
+        raise body.missing_configuration()
+    found = resolve_each(config, overrides, {}, stage=stage)
+    named = [(name or config or "run", each.config) for name, each in found.items()]
+    body.run(named, device, as_json=json)

@@ -7,17 +7,14 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Json, examples
-from dtt.mesh.process import command
+from dtt.cli.options import Json
 
 
 @cli.command(
+    "dtt wandb jobs/stories",
+    "dtt wandb jobs/lr/* --project sweeps --json",
+    "dtt wandb --from team/old/1a2b3c4d --entity team --project new",
     name="wandb",
-    epilog=examples(
-        "dtt wandb jobs/stories",
-        "dtt wandb jobs/lr/* --project sweeps --json",
-        "dtt wandb --from team/old/1a2b3c4d --entity team --project new",
-    ),
 )
 def wandb_(
     sources: Annotated[
@@ -47,9 +44,6 @@ def wandb_(
     Sends every record of metrics.jsonl, of finished and running jobs, tracked or not. Running it
     again sends what is new, without duplicates.
     """
-    with command():
-        from dtt.report import wandb_upload
+    from dtt.report import wandb_upload
 
-        wandb_upload.upload(
-            sources or [], copied or [], project=project, entity=entity, as_json=json
-        )
+    wandb_upload.upload(sources or [], copied or [], project=project, entity=entity, as_json=json)
