@@ -12,10 +12,11 @@ import transformers
 from torch import Tensor
 
 from dtt.base.errors import ConfigError, InputError
+from dtt.base.log import log
 from dtt.config.variants import variant
 from dtt.hf.verify import differing_logits
 from dtt.model.architecture import BuiltArchitecture
-from dtt.model.library.model import IGNORED, whole_state
+from dtt.model.library.model import IGNORED, unknown_keys, whole_state
 
 OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json that dtt keeps elsewhere."""
@@ -36,7 +37,14 @@ def architecture(config: Mapping[str, Any], folder: Path) -> BuiltArchitecture:
             why="config.json has quantization_config, and no optimizer can update such weights",
             next="use the folder of the same model in bf16",
         )
-    left_out = {*IGNORED, *OF_TOKENIZER} - {"model_type"}
+    unread = set(unknown_keys(config)) - {"auto_map"}
+    if unread:
+        log.warning(
+            "transformers does not read these keys of %s/config.json, nor does dtt: %s",
+            folder,
+            ", ".join(sorted(unread)),
+        )
+    left_out = {*IGNORED, *OF_TOKENIZER, *unread} - {"model_type"}
     keys = {key: value for key, value in config.items() if key not in left_out}
     context = config.get("max_position_embeddings") or 2**20  # of a state space: no limit
     family: Any = variant("model", "transformers")

@@ -17,7 +17,8 @@ import yaml
 
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, ExitCode
 from dtt.base.log import log
-from dtt.config.family import Family
+from dtt.config.key_types import tag_of
+from dtt.config.own import is_own
 from dtt.config.run import RunConfig
 from dtt.verify import culprit, layouts, shrink
 from dtt.verify.layouts import Layout
@@ -193,7 +194,7 @@ def verify(
         if result.failed is not None:
             break
     # A family of a user's own has no names for Hugging Face.
-    if result.failed is None and "X" in checks and not isinstance(cfg.model, Family):
+    if result.failed is None and "X" in checks and not is_own(tag_of(cfg.model)):
         layout, checked = list(result.found.items())[-1]
         case.check_export(layout, checked)
     result.seconds = time.perf_counter() - started

@@ -156,15 +156,10 @@ def library_config(config: Mapping[str, Any], vocab_size: int, context: int) -> 
     """Return the library's configuration; raise ConfigError for keys that it does not know."""
     from transformers import AutoConfig
 
-    kind = str(config.get("model_type"))
+    kind, known = str(config.get("model_type")), _defaults(config)
     given = {key: value for key, value in config.items() if key not in IGNORED}
-    try:
-        known = AutoConfig.for_model(kind)
-    except ValueError:
-        raise _refused(config, f"transformers has no model_type {kind!r}") from None
     # The library takes any key, and ignores those that it does not know.
-    unknown = [key for key in given if not hasattr(known, key) and key not in _arguments(known)]
-    if unknown:
+    if unknown := unknown_keys(config):
         raise _refused(config, f"its configuration has no {', '.join(unknown)}")
     # A row of padding gets no gradient in the library. dtt pads with positions that nothing is
     # trained on, and the id may be a token of the tokenizer.
@@ -175,6 +170,23 @@ def library_config(config: Mapping[str, Any], vocab_size: int, context: int) -> 
         return AutoConfig.for_model(kind, **{**given, **sizes})
     except Exception as error:
         raise _refused(config, f"{type(error).__name__}: {error}") from error
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config.json that the library ignores."""
+    known = _defaults(config)
+    arguments = {*IGNORED, *_arguments(known)}
+    return [key for key in config if not hasattr(known, key) and key not in arguments]
+
+
+def _defaults(config: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    kind = config.get("model_type")
+    try:
+        return AutoConfig.for_model(str(kind))
+    except ValueError:
+        raise _refused(config, f"transformers has no model_type {kind!r}") from None
 
 
 def _arguments(config: Any) -> frozenset[str]:

@@ -1,0 +1,178 @@
+"""Models of transformers behind dtt's contract: their logits, losses, documents and roles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtt.base.errors import DttError
+from dtt.model import count
+from dtt.model.architecture import BuiltArchitecture
+from dtt.model.decoder import make_model, params_of
+from dtt.model.init import initialize
+from dtt.model.library.family import TransformersFamily
+from dtt.model.library.model import LibraryModel
+from dtt.model.output import Output
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+HEADS = {**SIZES, "head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 8}
+LATENT = {
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24,
+    "kv_lora_rank": 24, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+TYPES: dict[str, dict[str, Any]] = {
+    "lfm2": SIZES,
+    "granite": SIZES,
+    "cohere2": HEADS,
+    "ministral3": HEADS,
+    "seed_oss": {**HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "gemma2": HEADS,
+    "nanochat": SIZES,
+    "glm4_moe": {**HEADS, **EXPERTS},
+    "deepseek_v3": {**SIZES, **EXPERTS, **LATENT},
+    "gpt_oss": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_text": HEADS,
+    "mamba2": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 16,
+        "n_groups": 1, "chunk_size": 16,
+    },
+}  # fmt: skip
+JOINED = ("qwen3_5_text", "mamba2")
+"""Types whose state runs through all tokens of a row: no mask separates documents."""
+
+
+IN_FP32 = ("mamba2", "qwen3_5_text")
+"""Types of which the library computes a part in fp32, whatever dtype the weights have."""
+
+
+def built(kind: str, **more: Any) -> BuiltArchitecture:
+    section = TransformersFamily(config={"model_type": kind, **TYPES.get(kind, HEADS), **more})
+    return BuiltArchitecture(section=section, vocab_size=256, max_seq_len=64)
+
+
+def initialized(arch: BuiltArchitecture, dtype: torch.dtype = torch.float32) -> Any:
+    model = make_model(arch)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu")
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    initialize(model, seed=0)
+    if model.tied:
+        model.library.tie_weights()  # its own head is none of ours
+    return model.to(dtype).eval()
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return initialized(built(request.param))
+
+
+@torch.no_grad()
+def test_logits_are_those_of_the_library(model: Any) -> None:
+    tokens = ids(2, 16)
+    expected = model.library(input_ids=tokens).logits
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_packed_documents_are_separate_or_known_not_to_be(model: Any) -> None:
+    tokens = ids(2, 16)
+    packed = model(tokens, doc_ids_BT=(torch.arange(16) // 9).expand(2, 16))
+    alone = torch.cat([model(tokens[:, :9]), model(tokens[:, 9:])], dim=1)
+    difference = float((packed - alone).abs().max() / alone.abs().max())
+    assert (difference < 1e-5) == (model.config.model_type not in JOINED)
+
+
+def test_each_trained_parameter_gets_a_gradient_and_has_a_role(model: Any) -> None:
+    tokens = ids(4, 32)
+    output = model(tokens, tokens)
+    output.loss.backward()
+    params = params_of(model)
+    roles = {name: param.role for name, param in params.items()}
+    without = [name for name, param in params.items() if param.tensor.grad is None]
+    assert {roles[name] for name in without} <= {"balance"}
+    assert {"embed", "matrix"} <= set(roles.values())
+    assert ("head" in roles.values()) == (not model.tied)
+    for name, param in params.items():
+        assert (roles[name] == "matrix") <= (param.tensor.ndim in (2, 3)), name
+    model.zero_grad()
+
+
+def test_losses_and_gradients_are_those_of_a_plain_loop(model: Any) -> None:
+    """In fp64, but for the parts that the library computes in fp32 whatever is asked for."""
+    model, tokens = model.double(), ids(2, 16)
+    output = model(tokens[:, :-1], tokens[:, 1:])
+    assert isinstance(output, Output)
+    (output.loss / 30).backward()
+    named = dict(model.named_parameters())
+    ours = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    model.zero_grad()
+    logits = model.library(input_ids=tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    exact = 1e-6 if model.config.model_type in IN_FP32 else 1e-10
+    assert float(output.loss / 30) == pytest.approx(float(expected), abs=exact)
+    expected.backward()
+    for name, parameter in named.items():
+        if parameter.grad is not None:
+            torch.testing.assert_close(ours[name], parameter.grad, rtol=exact, atol=exact)
+    model.zero_grad()
+    model.float()
+
+
+def test_initial_values_follow_from_the_seed_and_the_name_alone() -> None:
+    arch = built("glm4_moe")
+    one, other = initialized(arch), initialized(built("glm4_moe"))
+    again = dict(other.named_parameters())
+    assert all(torch.equal(tensor, again[name]) for name, tensor in one.named_parameters())
+    assert one.get_parameter("model.layers.1.mlp.experts.down_proj").std() > 0.01
+
+
+def test_flops_count_the_experts_that_compute_a_token() -> None:
+    few = count.flops_per_token(built("glm4_moe"), 16)
+    more = count.flops_per_token(built("glm4_moe", n_routed_experts=16), 16)
+    # Twice as many experts add the rows of routers only.
+    assert few < more < 1.05 * few
+    own = count.flops_per_token(built("llama"), 16)
+    assert own == pytest.approx(6 * (count.parameters(built("llama")) - 256 * 64), rel=0.1)
+
+
+def test_the_row_of_padding_is_trained() -> None:
+    """cohere2 pads with 0 by default, and 0 is a token like others here."""
+    model = initialized(built("cohere2"))
+    model(torch.zeros(1, 4, dtype=torch.long), ids(1, 4)).loss.backward()
+    assert model.library.get_input_embeddings().weight.grad[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "t5"}, "transformers cannot build"),
+        ({"model_type": "no_such_type"}, "has no model_type 'no_such_type'"),
+        ({"model_type": "llama", "hiden_size": 64}, "has no hiden_size"),
+        ({"model_type": "llama", "num_hidden_layers": "two"}, "transformers cannot build"),
+    ],
+)
+def test_what_the_library_does_not_know_is_refused(config: dict[str, Any], expected: str) -> None:
+    section = TransformersFamily(config=config)
+    with pytest.raises(DttError, match=expected):
+        BuiltArchitecture(section=section, vocab_size=256, max_seq_len=64).build()
+
+
+def test_code_of_a_folder_never_runs() -> None:
+    section = TransformersFamily(config={"model_type": "llama", "auto_map": {"AutoModel": "a.B"}})
+    assert dict(section.problems()) == {
+        "config.auto_map": "names code of the folder, which dtt never runs"
+    }
+    assert isinstance(built("llama").skeleton, LibraryModel)

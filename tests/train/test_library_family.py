@@ -1,0 +1,149 @@
+"""Runs with models of transformers: resumes, exports, training from a folder, adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import resumed
+from support.running import Dtt
+
+from dtt.base.errors import DttError, ExitCode
+from dtt.hf.read import read_hf_folder
+from dtt.model.architecture import BuiltArchitecture
+
+LFM2 = {
+    "model_type": "lfm2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+GLM4_MOE = {
+    **LFM2, "model_type": "glm4_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_routed_experts": 8, "head_dim": 16, "attention_dropout": 0.1,
+}  # fmt: skip
+MAMBA2 = {
+    "model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4,
+    "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16,
+}  # fmt: skip
+
+
+def configured(dtt: Dtt, config: dict[str, Any], **more: Any) -> tuple[str, ...]:
+    sections = {"model": {"family": "transformers", "config": config}, **more}
+    (dtt.folder / "run.yaml").write_text(yaml.safe_dump(sections))
+    return ("-c", "run.yaml")
+
+
+def on(tokens: Path) -> list[str]:
+    keys = [key for key in resumed.WITHOUT_MODEL if not key.startswith(("data.", "train.eval"))]
+    return [*keys, f"data.tokens={tokens}", "train.eval_tokens=240", "schedule.warmup=0"]
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (LFM2, "replicate=1"),
+        (GLM4_MOE, "shard=2"),
+        pytest.param(GLM4_MOE, "replicate=2", marks=pytest.mark.slow),
+        pytest.param(MAMBA2, "shard=2", marks=pytest.mark.slow),
+    ],
+    ids=["lfm2-1", "glm4_moe-shard", "glm4_moe-ddp", "mamba2-shard"],
+)
+def test_it_trains_and_a_resume_changes_no_bit(
+    dtt: Dtt, config: dict[str, Any], layout: str
+) -> None:
+    started = configured(dtt, config)
+    assert resumed.differing(dtt, layout, *started, settings=resumed.WITHOUT_MODEL) == []
+
+
+def evaluated(job: Path) -> list[float]:
+    records = map(json.loads, (job / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["kind"] == "eval"]
+
+
+@pytest.mark.parametrize("config", [LFM2, GLM4_MOE], ids=["tied", "experts"])
+def test_an_export_is_read_again_as_what_was_trained(
+    dtt: Dtt, tokens: Path, config: dict[str, Any]
+) -> None:
+    keys = [*on(tokens), "train.ema_decay=null", "train.eval_every=4"]
+    dtt("train", *configured(dtt, config), *keys)
+    # Exported in bf16 with fp32 corrections, and compared with what the library computes.
+    dtt("export", "jobs/t", "export.dtype=fp32")
+    assert "generation_config.json" in {path.name for path in (dtt.folder / "exports/t").iterdir()}
+    first = ("init.from=hf:exports/t", "train.steps=1", "name=again")
+    dtt("train", *[key for key in keys if not key.startswith("name=")], *first)
+    [_, *_, trained] = evaluated(dtt.folder / "jobs/t")
+    [before, *_] = evaluated(dtt.folder / "jobs/again")
+    assert before == pytest.approx(trained, abs=1e-5)
+    saved = yaml.safe_load((dtt.folder / "jobs/again/config.yaml").read_text())
+    assert saved["model"]["config"]["model_type"] == config["model_type"]
+    greedy = ("-p", "the", "--temperature", "0", "--max-new-tokens", "8")
+    shown = [dtt("generate", name, *greedy).stdout for name in ("jobs/t", "exports/t")]
+    assert shown[0] == shown[1]
+
+
+def test_an_adapter_is_trained_and_merged_into_an_export(dtt: Dtt, tokens: Path) -> None:
+    keys = [*on(tokens), "train.ema_decay=null", "train.eval_every=2"]
+    dtt("train", *configured(dtt, LFM2), *keys, "train.steps=2")
+    dtt("export", "jobs/t")
+    (dtt.folder / "run.yaml").unlink()
+    adapter = ("init.from=hf:exports/t", "adapter.type=lora", "adapter.rank=4", "optim.type=adamw")
+    others = [key for key in keys if not key.startswith("name=")]
+    dtt("train", *others, *adapter, "name=lora", "optim.lr=1e-2")
+    losses = evaluated(dtt.folder / "jobs/lora")
+    assert losses[-1] < losses[0]
+    dtt("export", "jobs/lora", "export.dtype=fp32")
+    done = dtt("export", "jobs/lora", "--adapter", expect=ExitCode.USAGE)
+    assert "model.family=transformers" in done.stderr
+
+
+def test_documents_that_no_mask_separates_are_never_joined_silently(dtt: Dtt, tokens: Path) -> None:
+    masked = ("data.packing=best-fit", "data.mask_documents=true")
+    done = dtt("train", *configured(dtt, MAMBA2), *on(tokens), *masked, expect=ExitCode.USAGE)
+    assert "documents in one row see each other" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"quantization_config": {"bits": 4}}, "are quantized"),
+        ({"auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "names code of the folder"),
+        ({"model_type": "t5"}, "which is no causal model of transformers"),
+        ({"block_auto_adjust_ff_dim": False}, "transformers cannot load"),
+        ({"tie_word_embeddings": False}, "are not those of its config.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_as_it_is_meant_is_refused(
+    exported: Path, tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
+    folder = changed(exported, tmp_path, change)
+    with pytest.raises(DttError) as refused:
+        read_hf_folder(folder)
+    assert expected in f"{refused.value}"
+
+
+def test_keys_that_the_library_does_not_read_are_named(
+    exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="dtt"):
+        read = read_hf_folder(changed(exported, tmp_path, {"topk_method": "noaux"}))
+    assert "nor does dtt: topk_method" in caplog.text
+    assert isinstance(read.arch, BuiltArchitecture)
+    assert "topk_method" not in read.arch.section.model_dump()["config"]
+
+
+def changed(exported: Path, folder: Path, change: dict[str, Any]) -> Path:
+    for path in exported.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Path:
+    dtt = Dtt(tmp_path_factory.mktemp("exported"))
+    dtt("train", *configured(dtt, LFM2), *on(tokens), "train.steps=1")
+    dtt("export", "jobs/t")
+    return dtt.folder / "exports/t"
