@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import forked_runs
 from support.running import Dtt
 from support.selections import (
     CLEAN,
@@ -190,10 +191,7 @@ def test_runs_on_one_and_two_ranks_train_on_the_kept_documents_only(
     assert len(expected) == 6
     dtt("train", *settings("one", whole, "clean.exact=true"))
     assert losses(tmp_path / "jobs/one") == expected
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    two = settings("two", whole, "clean.exact=true")
-    done = Dtt.wait(dtt.start_python(*launcher, "-m", "dtt.main", "train", *two))
-    assert done.returncode == 0, done.stderr
+    forked_runs.run(dtt, "train", *settings("two", whole, "clean.exact=true"), ranks=2)
     found = losses(tmp_path / "jobs/two")
     assert [ledger for ledger, _ in found] == [ledger for ledger, _ in expected]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-4)
