@@ -13,7 +13,7 @@ from dtt.verify import run
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_what_it_takes_is_named(
+def test_a_fault_is_found_by_the_check_of_its_kind(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault = FAULTS[name]
@@ -25,9 +25,6 @@ def test_a_fault_is_found_and_what_it_takes_is_named(
     assert result.failed is not None, "not found"
     difference = result.found[result.failed].difference
     assert difference is not None
-    message = str(run.explain(result, tmp_path, make)).splitlines()
-    why = next(line for line in message if line.startswith("  why:"))
     with capsys.disabled():
-        print(f"\n{name}: {difference.check}: {difference.describe()}\n{why}")
+        print(f"\n{name}: {difference.check}: {difference.describe()}")
     assert difference.check in fault.checks
-    assert fault.takes in why

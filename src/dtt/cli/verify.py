@@ -32,7 +32,7 @@ def verify(
 
     Shrinks the configuration, runs each layout in processes on this machine, and compares data,
     losses, gradients, norms, updates, replicas, resumes and the export. Needs no data and no GPU.
-    Exits with 1 if something differs, and names the features that it takes.
+    Exits with 1 if something differs, and names it.
     """
     from dtt.verify import run as body
 

@@ -20,7 +20,7 @@ from dtt.base.log import log
 from dtt.config.key_types import tag_of
 from dtt.config.own import is_own
 from dtt.config.run import RunConfig
-from dtt.verify import culprit, layouts, shrink
+from dtt.verify import layouts, shrink
 from dtt.verify.layouts import Layout
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) ->
     """Verify configurations, such as the stages of a run, and print a table for each.
 
     `device` is cpu, for fp64, or cuda, for the precision of the run on the GPUs of this node.
-    Raises `Wrong` for the first that differs, after looking for the features that it takes.
+    Raises `Wrong` for the first that differs.
     """
     most = layouts.MOST_RANKS if device == "cpu" else gpus(device)
     results: list[Verification] = []
@@ -153,7 +153,7 @@ def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) ->
         if as_json:
             print(json.dumps([result.facts() for result in results], indent=1))
         if results[-1].failed is not None:
-            raise explain(results[-1], folder, make)
+            raise explain(results[-1], folder)
 
 
 @contextmanager
@@ -201,48 +201,23 @@ def verify(
     return result
 
 
-def explain(result: Verification, folder: Path, make: MakeRuns) -> Wrong:
-    """Return the error for a layout that differs, with the features that it takes."""
+def explain(result: Verification, folder: Path) -> Wrong:
+    """Return the error for a layout that differs; write a configuration that repeats it."""
     layout = result.failed
     assert layout is not None
     difference = result.found[layout].difference
     assert difference is not None
-    log.info("verify: %s differs; looking for the features that it takes", layout.name)
-
-    def fails(cfg: RunConfig, layout: Layout) -> bool:
-        return differs(cfg, layout, difference.check, folder / "smaller", make)
-
-    minimal = culprit.minimise(result.cfg, layout, fails)
-    path = folder / "minimal.yaml"
-    path.write_text(yaml.safe_dump(minimal.values, sort_keys=False))
-    taken = [*(f"parallel.{dim}" for dim in minimal.layout.dims), *minimal.features]
-    needed = ", ".join(taken) or "nothing but the defaults"
+    values = result.cfg.model_dump(mode="json")
+    values["parallel"] |= layout.section
+    # The layout decides, not the number of processes that the user's job has.
+    values["launch"] = {}
+    path = folder / "differs.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
     return Wrong(
         f"{layout.name}: check {difference.check}: {difference.describe()}",
         where=f"{folder} has the runs and their records",
-        why=f"it takes {needed}; without one of them, the layouts agree",
         next=f"please report it with this configuration; dtt verify -c {path} repeats it",
     )
-
-
-def differs(cfg: RunConfig, layout: Layout, check: str, folder: Path, make: MakeRuns) -> bool:
-    """Return True if a layout of `cfg` differs in a check; False also if `cfg` cannot run."""
-    from dtt.verify.layout_runs import CannotRun
-
-    letters = LETTERS[: LETTERS.index(check) + 1] if check in LETTERS else "D"
-    case = make(folder, cfg, letters)
-    try:
-        case.prepare()
-        checked = case.check(layout)
-        if checked.difference is None and check == "X":
-            case.check_export(layout, checked)
-    except CannotRun:
-        return False
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    found = checked.difference
-    # The same cause may show in another check, but a run that breaks off has another cause.
-    return found is not None and (found.check == "run") == (check == "run")
 
 
 def fuzz(seed: int, minutes: float, *, as_json: bool) -> None:
@@ -271,7 +246,7 @@ def fuzz(seed: int, minutes: float, *, as_json: bool) -> None:
                 refused += 1
                 continue
             if result.failed is not None:
-                raise explain(result, folder, make)
+                raise explain(result, folder)
             done += 1
             for one in result.found.values():
                 for letter, size in one.noise.items():
