@@ -88,7 +88,7 @@ class SourceConfig(SourceEntry):
 
 
 if TYPE_CHECKING:
-    AnySource: TypeAlias = "SourceConfig | Source"
+    AnySource: TypeAlias = "SourceConfig | OwnEntry"
 else:
     AnySource = SourceConfig
 
@@ -127,11 +127,6 @@ class Source(OtherDataConfig):
     """The tokenizer.json whose ids the samples have."""
     held_out: int = Field(default=0, ge=0)
     """Number of samples that are held out for validation: the last ones."""
-
-    if TYPE_CHECKING:  # an entry of `data.sources` has these, as keys of SourceEntry
-        weight: ClassVar[float | None]
-        validation: ClassVar[HeldOutFiles]
-        place: ClassVar[Path]
 
     @property
     def label(self) -> str:
@@ -191,3 +186,9 @@ class Rows(Source):
     def samples(self) -> int:
         """Return the number of rows."""
         return len(self)
+
+
+if TYPE_CHECKING:
+
+    class OwnEntry(SourceEntry, Source):
+        """A class of a user's own as an entry of `data.sources`, as `config/own.py` makes it."""

@@ -74,7 +74,9 @@ def _open_source(cfg: RunConfig, source: AnySource, given: Vocabulary | None) ->
     return replace(opened, validation=validation)
 
 
-def _open_one(cfg: RunConfig, source: AnySource, given: Vocabulary | None, name: str) -> Opened:
+def _open_one(
+    cfg: RunConfig, source: AnySource | Source, given: Vocabulary | None, name: str
+) -> Opened:
     """Open a source without its key `validation`."""
     if isinstance(source, SourceConfig):
         return _open_token_files(cfg, source, given)
