@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import resumed, tokenized_conversations
 from support.conversation_files import write_tokenizer
+from support.forked_runs import run
 from support.own_classes import NUMBERS, ROWS
 from support.running import ROOT, Dtt
 
@@ -156,6 +157,11 @@ def test_a_mixture_with_a_class_resumes_without_another_bit(dtt: Dtt, tokens: Pa
     assert resumed.differing(dtt, "shard=2", *more, settings=others) == []
     shown = dtt("data", "at-step", "jobs/t", "4")
     assert "Numbers" in shown.stdout
+    (dtt.folder / "mine.py").write_text(f"{NUMBERS}# the same\n")
+    longer = ("train.steps=5", "--allow-change", "train.steps", "parallel.shard=2")
+    taken = run(dtt, "train", *others, *more, *longer, "--allow-change", "data.sources", ranks=2)
+    assert "has changed" not in taken.stderr
+    assert (dtt.folder / "jobs/t/own_code/mine.py").read_text().endswith("# the same\n")
     done = dtt("data", "mix", *others, sources, "--write", "folder", expect=ExitCode.USAGE)
     assert "only a mixture of token files can be written" in done.stderr
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.targets import IGNORE_INDEX
-from dtt.config.own import OwnCodeError, own_code, own_file_of
+from dtt.config.own import OwnCodeError, own_code
 from dtt.config.run import RunConfig
 from dtt.config.sources import Source, SourceEntry
 from dtt.data.samples.named_tokenizer import read_vocabulary
@@ -144,6 +144,6 @@ def open_own(config: Source, cfg: RunConfig, name: str) -> Opened:
     train.check_repeatable()
     held_out = range(count - config.held_out, count)
     validation = OwnSource(name, config, held_out, vocabulary, cfg) if held_out else None
-    file = own_file_of(config)
-    key = fingerprint([keys_of(config), file and file.sha256, version, vocabulary.sha256])
+    # Not the file of the class, which a resume compares by itself: `--allow-change` takes another.
+    key = fingerprint([keys_of(config), count, version, vocabulary.sha256])
     return Opened(train, validation, key, vocabulary, None)
