@@ -72,9 +72,7 @@ def test_links_are_followed_and_cycles_end(root: Path, tmp_path: Path) -> None:
     assert names(root) == ["books", "linked/deep", "web", "web/2024", "web/old/a"]
 
 
-def test_what_would_count_twice_or_be_left_out_silently_is_refused(
-    root: Path, tmp_path: Path
-) -> None:
+def test_what_would_count_twice_or_be_left_out_silently_is_refused(root: Path) -> None:
     (root / "latest").symlink_to("web/2024")
     with pytest.raises(ConfigError, match="latest"):
         names(root)

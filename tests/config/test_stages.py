@@ -86,7 +86,7 @@ def test_an_argument_changes_the_common_part_and_one_with_a_stage_that_stage(tin
     assert {r.config.seed for r in found.values()} == {8}
 
 
-def test_a_plain_configuration_ignores_the_environment_of_stages(tmp_path: Path) -> None:
+def test_a_plain_configuration_ignores_the_environment_of_stages() -> None:
     env = {"DTT_STAGES__LAST__TRAIN__STEPS": "3", "DTT_SEED": "8"}
     assert resolve(None, env=env).config.seed == 8
     with pytest.raises(ConfigError, match=r"stages\.last\.train\.steps: no such stage"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,7 +159,7 @@ def on_two_ranks(dtt: Dtt, program: str, *arguments: object) -> subprocess.Popen
 
 
 @pytest.mark.slow
-def test_where_one_rank_cannot_compile_none_does(dtt: Dtt, tiny: Any, tmp_path: Path) -> None:
+def test_where_one_rank_cannot_compile_none_does(dtt: Dtt, tiny: Any) -> None:
     keys = tiny(train__compile="true", train__steps=3, train__eval_every=0)
     run = dtt.wait(on_two_ranks(dtt, ON_RANK_1, "train", *keys))
     assert run.returncode == 0, run.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def test_cudnn_is_for_training_alone_and_never_with_a_mask(monkeypatch: pytest.M
     assert sdpa.kernels(GPU, "auto")[0] == SDPBackend.FLASH_ATTENTION
 
 
-def test_a_compiled_block_takes_the_kernel_too(tmp_path: Path) -> None:
+def test_a_compiled_block_takes_the_kernel_too() -> None:
     causal = attention_backend.Causal(0.125, (SDPBackend.MATH,))
     q, k, v = heads(CPU, torch.float32)
     compiled = torch.compile(causal.__call__, backend="aot_eager", fullgraph=True)

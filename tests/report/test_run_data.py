@@ -144,7 +144,7 @@ def test_damaged_records_are_left_out(tmp_path: Path) -> None:
     assert "x" not in {curve["task"] for curve in run["tasks"]}  # type: ignore[attr-defined]
 
 
-def test_differences_are_the_keys_whose_values_differ(tmp_path: Path) -> None:
+def test_differences_are_the_keys_whose_values_differ() -> None:
     one = resolved_settings(settings(SyntheticRun())).config
     other = resolved_settings(settings(SyntheticRun()) | {"optim.lr": 0.5, "name": "b"}).config
     assert differences([one, other, None]) == [

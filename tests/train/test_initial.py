@@ -357,9 +357,7 @@ def test_an_unsupported_model_is_refused_before_a_job_is_created(dtt: Dtt, token
     assert not (dtt.folder / "jobs").exists()
 
 
-def test_a_folder_that_transformers_cannot_load_is_refused(
-    dtt: Dtt, tokens: Path, tiny: Callable[..., list[str]]
-) -> None:
+def test_a_folder_that_transformers_cannot_load_is_refused(dtt: Dtt, tokens: Path) -> None:
     write_released(dtt.folder / "source", tokens / "tokenizer.json")
     config = dtt.folder / "source/config.json"
     written = json.loads(config.read_text())
@@ -370,7 +368,7 @@ def test_a_folder_that_transformers_cannot_load_is_refused(
     assert "attention_dropout" in refused.stderr
 
 
-def test_layers_in_an_order_that_no_key_describes_are_refused(tokens: Path, tmp_path: Path) -> None:
+def test_layers_in_an_order_that_no_key_describes_are_refused(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     config = transformers.Gemma3TextConfig(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=8,

@@ -36,7 +36,7 @@ PURE = {"train__precision": "bf16-pure", "train__stochastic_rounding": "true"}
 
 
 @pytest.fixture(scope="module")
-def pure(tokens: Path, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def pure(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A job of 12 steps in pure bf16, and what it said."""
     folder = tmp_path_factory.mktemp("pure")
     run = Dtt(folder)("train", *tiny(**PURE, train__ema_decay=0.9, optim__lr=1e-2))

@@ -384,7 +384,7 @@ def test_what_keeps_a_job_from_starting_is_in_exit_json(dtt: Dtt, tiny: Settings
 
 @pytest.mark.slow
 def test_a_refused_start_leaves_a_finished_job_as_it_was_and_creates_none(
-    dtt: Dtt, tiny: Settings, tokens: Path
+    dtt: Dtt, tiny: Settings
 ) -> None:
     dtt("train", *tiny(train__steps=2))
     job = dtt.folder / "jobs/t"

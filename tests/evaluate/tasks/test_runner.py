@@ -31,7 +31,6 @@ from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 
 TURN = "<|im_end|>"
-TURN_ID = END_OF_DOCUMENT + 1
 READS = 48
 """Tokens that the model reads."""
 

@@ -174,7 +174,6 @@ def test_an_array_cannot_be_a_chain() -> None:
 
 # ---- hostile values ----------------------------------------------------------------------------
 
-CANARY = "/canary"
 PIECES = [
     "$(touch {c})", "`touch {c}`", "; touch {c}; ", "\n", "\r\n", "\n#SBATCH --wrap='touch {c}'\n",
     "#SBATCH --exclusive", " ", "'", '"', "''", "\\", "\\\n", "$HOME", "${IFS}", "&& touch {c} &&",
