@@ -148,6 +148,27 @@ def test_a_key_given_twice_in_a_file_is_refused_with_both_lines(
     assert f"set at {file}:{lines[1]}" in str(error.value).splitlines()[2]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: !reset {dim: 64}\n", "the tag !reset"),
+        ("track: !append [{type: wandb}]\n", "the tag !append"),
+        ("data.sources: [{path: x}, !x {path: y}]\n", "the tag !x"),
+        ("name: !x a\n", "the tag !x"),
+        ("data.sources: [&x {path: x}, {<<: *x, weight: 2}]\n", "merge keys"),
+        ("? [a, b]\n: 1\n", "a list or a mapping cannot be a key"),
+    ],
+)
+def test_yaml_that_means_more_than_values_is_refused_with_its_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"{file}:1") as error:
+        resolve(file, env={})
+    assert message in str(error.value)
+
+
 def test_sections_of_a_file_may_be_split_and_empty(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(

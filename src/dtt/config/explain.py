@@ -56,6 +56,7 @@ WORDS = {
     int: "integer",
     float: "number",
     bool: "true | false",
+    type(None): "null",
     Length: "integer | number | text",
 }
 
@@ -73,38 +74,40 @@ class KeyDescription:
 
 def variants(field: FieldInfo) -> list[type[Section]]:
     """Return the Section classes of a field: none for a plain key, several for a tagged union."""
-    return [c for c in _classes(field.annotation) if issubclass(c, Section)]
+    return [one for one in _members(field.annotation) if _is_section(one)]
 
 
 def items(field: FieldInfo) -> list[type[Section]]:
     """Return the Section classes of the entries of a list field; empty for any other field."""
     if typing.get_origin(field.annotation) is not tuple:
         return []
-    inner = [c for argument in typing.get_args(field.annotation) for c in _classes(argument)]
-    return [c for c in inner if issubclass(c, Section)]
+    inner = (one for entry in typing.get_args(field.annotation) for one in _members(entry))
+    return [one for one in inner if _is_section(one)]
 
 
-def _classes(annotation: Any) -> list[type]:
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return [annotation]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
-        return [c for argument in typing.get_args(annotation) for c in _classes(argument)]
-    return []
+def _members(annotation: Any) -> list[Any]:
+    """Return the types of a union, also of a nested one; of another annotation, its only type."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _members(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return [member for argument in arguments for member in _members(argument)]
+    return [annotation]
+
+
+def _is_section(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, Section)
 
 
 def _type_in_words(annotation: Any) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return " | ".join(map(str, arguments))
-    if origin is typing.Annotated:
-        return _type_in_words(arguments[0])
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join("null" if a is type(None) else _type_in_words(a) for a in arguments)
-    if origin is tuple:
-        return "list"
-    if origin is dict:
-        return "names and values"
-    return str(WORDS.get(annotation, annotation.__name__))
+    words = {tuple: "list", dict: "names and values"}
+    found: list[str] = []
+    for one in _members(annotation):
+        if (origin := typing.get_origin(one)) is Literal:
+            found += map(str, typing.get_args(one))
+        else:
+            found.append(words.get(origin) or WORDS.get(one) or one.__name__)
+    return " | ".join(found)
 
 
 def describe(cls: type[Section], name: str, value: Any) -> KeyDescription:
@@ -208,24 +211,17 @@ def key_types(cls: type[Section] = RunConfig) -> KeyTypes:
 
 def _mapping_levels(annotation: Any) -> float:
     """Return how many mappings of free names a value of an annotation nests; 0 if it is none."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is dict:
-        return math.inf if arguments[1] is Any else 1 + _mapping_levels(arguments[1])
-    if origin in (typing.Union, types.UnionType, typing.Annotated):
-        return max(map(_mapping_levels, arguments))
-    return 0
+    inner = [typing.get_args(m)[1] for m in _members(annotation) if typing.get_origin(m) is dict]
+    return max((math.inf if v is Any else 1 + _mapping_levels(v) for v in inner), default=0)
 
 
 def _scalar_types(annotation: Any) -> set[Any]:
     """Return the types that the values of an annotation have."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return {type(value) for value in arguments}
-    if origin is typing.Annotated:
-        return _scalar_types(arguments[0])
-    if origin in (typing.Union, types.UnionType):
-        return {inner for argument in arguments for inner in _scalar_types(argument)}
-    return {annotation}
+    found: set[Any] = set()
+    for one in _members(annotation):
+        words = typing.get_args(one) if typing.get_origin(one) is Literal else ()
+        found |= {type(word) for word in words} or {one}
+    return found
 
 
 @cache

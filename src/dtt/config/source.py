@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,9 @@ def is_config(argument: str | Path) -> bool:
 NULLS = ("null", "Null", "NULL", "~")
 
 
-STR, INT, NULL, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null", "merge"))
+STR, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "merge"))
+PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+"""Tags of mappings and lists without a tag of their own."""
 
 
 LARGEST_NODE = 100_000
@@ -74,11 +76,17 @@ class _Loader(yaml.SafeLoader):
         """Nodes below each node, with those of aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return a node; MarkedYAMLError if aliases multiply it to more than LARGEST_NODE nodes."""
+        """Return a node; MarkedYAMLError if it has an unknown tag, or aliases multiply it to more
+        than LARGEST_NODE nodes."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         if node is None:
             return None
+        is_collection = isinstance(node, yaml.CollectionNode)
+        if node.tag.startswith("!") or (is_collection and node.tag not in PLAIN):
+            # A tag such as !reset asks for something that plain values do not express.
+            why = f"dtt does not know the tag {node.tag}"
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=mark)
         if id(node) not in self._sizes:  # else it is an alias
             below = node.value if isinstance(node, yaml.CollectionNode) else []
             parts = [part for one in below for part in (one if isinstance(one, tuple) else (one,))]
@@ -153,43 +161,67 @@ def _as_written(text: str, types: frozenset[type]) -> str | int | None:
     return int(text) if int in types and re.fullmatch(r"0|-?[1-9]\d{0,17}", text) else text
 
 
-def _typed(
-    node: yaml.Node, key: Key, types: KeyTypes, origin: Callable[[yaml.Node], str]
-) -> yaml.Node:
-    """Return a copy of `node` in which names, and unquoted values of keys that hold text, are text.
+class _Nodes:
+    """The values of a YAML document, each with its origin."""
 
-    A copy, because an alias may give the same node to a key that holds a number. Raises ConfigError
-    for a name that appears twice in a mapping: PyYAML silently takes the last.
-    """
-    marks = node.start_mark, node.end_mark
-    if isinstance(node, yaml.SequenceNode):
-        inner = () if key == STAGES else (*key, "*") if (*key, "*") in types.texts else key
-        items = [_typed(item, inner, types, origin) for item in node.value]
-        return yaml.SequenceNode(node.tag, items, *marks)
-    if isinstance(node, yaml.MappingNode):
+    def __init__(self, types: KeyTypes, origin: Callable[[yaml.Node], str]) -> None:
+        self._types, self._origin = types, origin
+
+    def add(self, node: yaml.Node, key: Key, layer: Layer) -> None:
+        """Add the values of a node to a layer; the keys of mappings become parts of `key`."""
+        if isinstance(node, yaml.MappingNode) and (node.value or not key):
+            for _, inner, value in self._pairs(node, key):
+                self.add(value, inner, layer)
+        elif key == STAGES and isinstance(node, yaml.SequenceNode):
+            layer[key] = Leaf([*map(self._stage, node.value)], self._origin(node))
+        else:
+            _set(layer, key, Leaf(self._value(node, key), self._origin(node)))
+
+    def _stage(self, node: yaml.Node) -> Layer:
+        """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
+        if not isinstance(node, yaml.MappingNode):
+            raise _no_stage(self._value(node, ()), self._origin(node))
+        layer: Layer = {}
+        self.add(node, (), layer)
+        return layer
+
+    def _pairs(self, node: yaml.MappingNode, key: Key) -> Iterator[tuple[str, Key, yaml.Node]]:
+        """Yield each name of a mapping, which may be dotted, with its key and its value.
+
+        Raises ConfigError for a name that appears twice: PyYAML silently takes the last.
+        """
         seen: dict[str, str] = {}
-        pairs = []
         for name, value in node.value:
+            where = self._origin(name)
             if not isinstance(name, yaml.ScalarNode):
                 why = "a list or a mapping cannot be a key"
-                raise ConfigError("a key is text", where=origin(name), why=why)
-            inner = types.below(key, name.value)
+                raise ConfigError("a key is text", where=where, why=why)
+            if name.tag == MERGE:
+                raise ConfigError(
+                    "YAML merge keys (<<) are not supported",
+                    where=where,
+                    why="a value could not be traced to the line that sets it",
+                    next="write these keys out, or move them to a separate file: extends: [FILE]",
+                )
+            # The text of the name, not what YAML makes of it: `on`, `1e3` and `007` are names.
+            inner = self._types.below(key, name.value)
             if name.value in seen:
-                raise _twice(inner, origin(name), seen[name.value])
-            seen[name.value] = origin(name)
-            # Names are text: `on`, `1e3` and `007` too, which a list would hold as YAML reads them.
-            tag = MERGE if name.tag == MERGE else STR
-            text = yaml.ScalarNode(tag, name.value, name.start_mark, name.end_mark)
-            pairs.append((text, _typed(value, inner, types, origin)))
-        return yaml.MappingNode(node.tag, pairs, *marks)
-    assert isinstance(node, yaml.ScalarNode)
-    kinds = types.text(key)
-    if kinds is None or node.style is not None or node.value == "":
-        return node
-    value = _as_written(node.value, kinds)
-    return yaml.ScalarNode(
-        NULL if value is None else INT if isinstance(value, int) else STR, node.value, *marks
-    )
+                raise _twice(inner, where, seen[name.value])
+            seen[name.value] = where
+            yield name.value, inner, value
+
+    def _value(self, node: yaml.Node, key: Key) -> Any:
+        """Return a plain value; unquoted values of keys that hold text are text as written."""
+        if isinstance(node, yaml.SequenceNode):
+            inner = (*key, "*") if (*key, "*") in self._types.texts else key
+            return [self._value(item, inner) for item in node.value]
+        if isinstance(node, yaml.MappingNode):
+            return {name: self._value(value, k) for name, k, value in self._pairs(node, key)}
+        assert isinstance(node, yaml.ScalarNode)
+        kinds = self._types.text(key)
+        if kinds is None or node.style is not None or node.value == "":
+            return _Loader("").construct_object(node)
+        return _as_written(node.value, kinds)
 
 
 def _twice(key: Key, here: str, first: str) -> ConfigError:
@@ -225,7 +257,7 @@ def read_file(path: Path, types: KeyTypes) -> tuple[list[str], Layer]:
                     where=origin(node),
                     next="`dtt config show` prints one that does",
                 )
-            _flatten_node(_typed(node, (), types, origin), (), types, origin, layer)
+            _Nodes(types, origin).add(node, (), layer)
             _check_stages(layer)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
@@ -277,30 +309,6 @@ def take_extends(layer: Layer) -> tuple[list[str], Layer]:
     return names, rest
 
 
-def _flatten_node(
-    node: yaml.Node, key: Key, types: KeyTypes, origin: Callable[[yaml.Node], str], layer: Layer
-) -> None:
-    if isinstance(node, yaml.MappingNode) and (node.value or not key):
-        for name, value in node.value:
-            if name.tag == MERGE:
-                raise ConfigError(
-                    "YAML merge keys (<<) are not supported",
-                    where=origin(name),
-                    why="a value could not be traced to the line that sets it",
-                    next="write these keys out, or move them to a separate file: extends: [FILE]",
-                )
-            _flatten_node(value, types.below(key, name.value), types, origin, layer)
-    elif key == STAGES and isinstance(node, yaml.SequenceNode):
-        stages = [_stage_of_node(entry, types, origin) for entry in node.value]
-        layer[key] = Leaf(stages, origin(node))
-    else:
-        _set(layer, key, Leaf(_construct(node), origin(node)))
-
-
-def _construct(node: yaml.Node) -> Any:
-    return _Loader("").construct_object(node, deep=True)
-
-
 def _set(layer: Layer, key: Key, leaf: Leaf) -> None:
     """Add a value of a file; raise ConfigError if an earlier line sets its key, or one above it.
 
@@ -317,15 +325,6 @@ def _set(layer: Layer, key: Key, leaf: Leaf) -> None:
             return
         del layer[other]
     layer[key] = leaf
-
-
-def _stage_of_node(node: yaml.Node, types: KeyTypes, origin: Callable[[yaml.Node], str]) -> Layer:
-    """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
-    if not isinstance(node, yaml.MappingNode):
-        raise _no_stage(_construct(node), origin(node))
-    layer: Layer = {}
-    _flatten_node(node, (), types, origin, layer)
-    return layer
 
 
 def _stage(value: Any, origin: str) -> Layer:
@@ -375,8 +374,7 @@ def _said(key: Key, text: str, origin: str, types: KeyTypes) -> Layer:
         node = yaml.compose(text, _Loader)
         if node is not None and not text[node.end_mark.index :].strip():
             layer: Layer = {}
-            typed = _typed(node, key, types, lambda _: origin)
-            _flatten_node(typed, key, types, lambda _: origin, layer)
+            _Nodes(types, lambda _: origin).add(node, key, layer)
             return layer or {key: Leaf({}, origin)}
     except (yaml.YAMLError, RecursionError):
         pass
