@@ -54,7 +54,8 @@ def test_sampling_with_cache_equals_sampling_without(model: Decoder) -> None:
     def draw(generator: torch.Generator) -> list[int]:
         ids = list(PROMPT)
         for _ in range(12):
-            ids.append(sample(model(torch.tensor([ids]))[0, -1], 0.9, 20, 0.95, generator))
+            how = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+            ids.append(sample(model(torch.tensor([ids]))[0, -1], generator, **how))
         return ids[len(PROMPT) :]
 
     cached = generate(
@@ -231,13 +232,14 @@ def test_sampling_follows_temperature_top_k_and_top_p() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def seen(temperature: float, top_k: int | None, top_p: float) -> list[float]:
-        draws = [sample(logits, temperature, top_k, top_p, generator) for _ in range(1000)]
+        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        draws = [sample(logits, generator, **how) for _ in range(1000)]
         return [draws.count(token) / len(draws) for token in range(4)]
 
     assert seen(1.0, None, 1.0) == pytest.approx([0.1, 0.5, 0.25, 0.15], abs=0.05)
     assert seen(1.0, 2, 1.0) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.05)
     assert seen(1.0, None, 0.6) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.05)
-    half = [sample(torch.zeros(4), 1.0, None, 0.5, generator) for _ in range(100)]
+    half = [sample(torch.zeros(4), generator, top_p=0.5) for _ in range(100)]
     assert len(set(half)) == 2  # two of four equal tokens reach 0.5 exactly
     assert seen(0.5, 2, 1.0) == pytest.approx([0, 0.8, 0.2, 0], abs=0.05)
     assert seen(1.0, 1, 1.0) == seen(1.0, None, 0.0) == seen(0, None, 1.0) == [0, 1, 0, 0]
@@ -249,7 +251,7 @@ def test_sampling_follows_temperature_top_k_and_top_p() -> None:
 def test_non_finite_logits_are_refused(temperature: float, value: float) -> None:
     logits = torch.tensor([0.0, value, -torch.inf])
     with pytest.raises(Diverged, match="logits are not finite"):
-        sample(logits, temperature, None, 1.0, None)
+        sample(logits, None, temperature=temperature)
 
 
 @torch.no_grad()

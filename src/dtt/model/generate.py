@@ -42,23 +42,26 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
     generators: Sequence[torch.Generator | None],
     ended: Collection[int] = (),
     cache: KVCache | None = None,
+    **sampling: Any,
 ) -> Generator[tuple[int, int]]:
     """Yield (index of the prompt, token) for each new token, as it is sampled.
 
     Prompts have at least one token. Each is continued independently of the others: until it has
     `max_new_tokens`, until the caller adds its index to `ended`, as at a stop token, or until it
-    fills the model's context (`max_seq_len`). `draw` describes how a token is chosen. Meanwhile the
-    model is in eval mode. A `cache` for all prompts may contain their beginnings.
+    fills the model's context (`max_seq_len`). `draw` describes `sampling`. Meanwhile the model is
+    in eval mode. A `cache` for all prompts may contain their beginnings; a model whose layers dtt
+    does not know has none.
     """
     if not isinstance(model, Decoder):
-        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        yield from _one_by_one(model, prompts, max_new_tokens, how, generators, ended)
+        for i, prompt in enumerate(prompts):
+            how = {"max_new_tokens": max_new_tokens, "generator": generators[i], **sampling}
+            for token in generate_uncached(model, 1, int, model.arch.max_seq_len, prompt, **how):
+                yield i, token
+                if i in ended:
+                    break
         return
     # The context includes the prompt. A learned position table has no row beyond it.
     texts, arch, weight = [list(prompt) for prompt in prompts], model.arch, model.embed.weight
@@ -71,7 +74,7 @@ def generate_batch(
     try:
         logits_BV = _prefill(model, cache, [texts[i] for i in active]) if active else weight
         while active:
-            drawn_B = draw(logits_BV, temperature, top_k, top_p, [generators[i] for i in active])
+            drawn_B = draw(logits_BV, [generators[i] for i in active], **sampling)
             read = _start_reading(drawn_B)
             # A row with its last token leaves now, before a forward pass that would be for nothing.
             rows = [row for row, i in enumerate(active) if remaining[i] > 1]
@@ -101,24 +104,6 @@ def generate_batch(
                 logits_BV = _decode(model, cache, drawn_B, going)
     finally:
         model.train(was_training)
-
-
-def _one_by_one(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    how: dict[str, Any],
-    generators: Sequence[torch.Generator | None],
-    ended: Collection[int],
-) -> Generator[tuple[int, int]]:
-    """Yield what `generate_batch` does, without a cache: for layers that dtt does not know."""
-    context = model.arch.max_seq_len
-    for i, prompt in enumerate(prompts):
-        how |= {"max_new_tokens": max_new_tokens, "generator": generators[i]}
-        for token in generate_uncached(model, 1, int, context, prompt, **how):
-            yield i, token
-            if i in ended:
-                break
 
 
 class PrefixCachedGenerator:
@@ -223,10 +208,8 @@ def generate_uncached(
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
     generator: torch.Generator | None,
-    top_k: int | None = None,
+    **sampling: Any,
 ) -> Generator[int]:
     """Yield the tokens that continue a prompt, for a model that is sharded over several ranks.
 
@@ -249,7 +232,7 @@ def generate_uncached(
             logits = module(padded.to(device))[0, len(ids) - 1]
             # All ranks must call this in the same iteration: it is a collective, and so is the
             # forward pass.
-            token = broadcast(sample(logits, temperature, top_k, top_p, generator))
+            token = broadcast(sample(logits, generator, **sampling))
             yield token
             ids.append(token)
     finally:
@@ -330,10 +313,11 @@ NOT_FINITE = -1
 
 def draw(
     logits_BV: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
     generators: Sequence[torch.Generator | None],
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
 ) -> Tensor:
     """Draw a token id for each row, [B], or NOT_FINITE.
 
@@ -369,18 +353,12 @@ def draw(
     return token_B1.where(finite_B1, NOT_FINITE)[:, 0]
 
 
-def sample(
-    logits_V: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
-    generator: torch.Generator | None,
-) -> int:
-    """Draw one token id, and wait for it; see `generate_batch` for the options.
+def sample(logits_V: Tensor, generator: torch.Generator | None, **sampling: Any) -> int:
+    """Draw one token id, and wait for it; see `draw` for the options.
 
     Raises Diverged if a logit is NaN or +inf.
     """
-    token = int(draw(logits_V[None], temperature, top_k, top_p, [generator]))
+    token = int(draw(logits_V[None], [generator], **sampling))
     if token == NOT_FINITE:
         raise _diverged(logits_V)
     return token

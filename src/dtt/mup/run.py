@@ -17,7 +17,7 @@ from dtt.mesh import dist
 from dtt.mup import coordinate_check
 from dtt.mup.coordinate_check import KINDS
 from dtt.mup.short_training import at_width
-from dtt.mup.transfer import drift, final_loss, optimum, power
+from dtt.mup.transfer import final_loss, optimum, power
 from dtt.track.jsonl import plain
 
 TOLERANCE = 0.35
@@ -75,7 +75,6 @@ def transfer(cfg: RunConfig, widths: str, rates: str | None, *, as_json: bool) -
     if abs(power(best)) > TOLERANCE:
         faults.append(f"the best learning rate grows as width^{power(best):.2f}")
     facts = {
-        "drift_octaves": drift(best),
         "power": power(best),
         "best": {width: asdict(one) for width, one in best.items()},
         "losses": losses,

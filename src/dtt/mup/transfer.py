@@ -84,12 +84,6 @@ def optimum(losses: Mapping[float, float]) -> Optimum:
     return Optimum(rates[best] * 2 ** (-b / (2 * a)), c - b * b / (4 * a), bracketed=True)
 
 
-def drift(optima: Mapping[int, Optimum]) -> float:
-    """Return the octaves (log2 of the ratio) between the lowest and the highest best rate."""
-    rates = [one.lr for one in optima.values()]
-    return math.log2(max(rates) / min(rates))
-
-
 def power(optima: Mapping[int, Optimum]) -> float:
     """Return p of the fit lr ~ width^p to the best rates; `optima` are by width."""
     widths = [math.log(width) for width in optima]

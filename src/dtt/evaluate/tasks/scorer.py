@@ -216,7 +216,6 @@ class Generator:
             prompts[0],
             max_new_tokens=max_new_tokens,
             temperature=0,
-            top_p=1.0,
             generator=torch.Generator(self.world.device),
         )
         with closing(tokens):
