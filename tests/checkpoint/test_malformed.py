@@ -142,13 +142,6 @@ def piece(offset: int, size: int) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def twice(folder: Path) -> None:
-    header, data = header_of(folder / MODEL)
-    name = next(n for n in header if n != "__metadata__")
-    text = json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
-    write_header(folder / MODEL, text.encode(), data)
-
-
 def deep(folder: Path) -> None:
     (folder / store.POSITION).write_bytes(b"[" * 100_000 + b"]" * 100_000)
 
@@ -172,7 +165,6 @@ CONTENT: dict[str, Callable[[Path], None]] = {
     "pieces of other tensors": edit_header(MODEL, pieces('{"x": {"offset": [0], "shape": [1]}}')),
     "a piece outside of its tensor": edit_header(MODEL, piece(2**61, 2**62)),
     "a piece of a tensor of 2^80 elements": edit_header(MODEL, piece(0, 2**40)),
-    "a name twice in a header": twice,
     "a header that is a list": lambda folder: write_header(folder / MODEL, [1], b""),
     "a position nested deeply": deep,
     "a position without its step": edit_position(lambda p: p.pop("step")),

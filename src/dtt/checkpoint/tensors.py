@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -207,14 +206,8 @@ def read(paths: Iterable[Path]) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     for path in paths:
-        entries = header.read(path)
-        try:
-            # Opened lazily: this maps the file and reads no tensor.
-            file: Any = safetensors.safe_open(path, "pt")  # safetensors has no type annotations
-        except safetensors.SafetensorError as error:
-            why = f"{path.name}: {error}"
-            raise DamagedError(f"checkpoint {path.parent} is damaged", why=why) from None
-        for entry in entries:
+        file = header.opened(path, "pt")  # maps the file and reads no tensor
+        for entry in header.entries(path, file):
             stored = Stored(entry.name, entry.shape, dtypes[entry.dtype])
             box = Box(entry.offset, entry.extent)
             found.setdefault(entry.name, stored).boxes.append((file, box))
