@@ -327,3 +327,27 @@ def test_all_stages_of_a_pipeline_raise_the_error_of_one(entry: str) -> None:
     first, second = on_ranks(2, of_stage, entry)
     assert isinstance(first, str)
     assert first == second
+
+
+class Two(OptimConfig):
+    type: str = "two"
+    supports_mup = True
+
+    def build(self, params: Any, run: RunFacts) -> Any:
+        """Return an optimizer for matrices, and another for the rest."""
+        by_name: dict[str, list[Any]] = {"matrices": [], "rest": []}
+        for param in params.values():
+            lr = self.lr * run.lr_factor(param, 1.0)
+            name = "matrices" if param.role == "matrix" else "rest"
+            by_name[name].append({"params": [param.tensor], "lr": lr})
+        return {name: torch.optim.SGD(groups) for name, groups in by_name.items()}
+
+
+def test_a_variant_may_build_several_optimizers_and_scale_their_rates() -> None:
+    facts = RunFacts(1, lr_factor=lambda param, power: 0.5 if param.role == "matrix" else 1.0)
+    optimizers = made(Two(lr=0.2), facts)
+    for name, role in ROLES.items():
+        owner, group = group_of(optimizers, name)
+        matrix = role == "matrix"
+        assert owner == ("matrices" if matrix else "rest")
+        assert group["peak_lr"] == (0.1 if matrix else 0.2)

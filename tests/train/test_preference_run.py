@@ -177,3 +177,32 @@ def test_the_model_card_gives_the_loss_per_pair(dtt: Dtt) -> None:
     card = (dtt.folder / "exports/one/README.md").read_text()
     loss = records(dtt.folder / "jobs/one", "eval")[-1]["loss"]
     assert f"{loss:.4f} nats per pair (DPO), 100.0% of the preference pairs correct" in card
+
+
+IPO = """
+import dtt
+
+
+class Ipo(dtt.Objective):
+    \"\"\"IPO (Azar et al., arXiv 2310.12036), for one pair in a row.\"\"\"
+
+    per_pair = needs_reference = True
+    beta: float = 0.1
+
+    def loss(self, out, batch):
+        ratio = -out - batch.extra["reference_logprobs"]
+        sign = 1 - 2 * (batch.doc_ids % 2)
+        margin = (ratio * sign * (batch.targets != -100)).sum()
+        return (margin - 1 / (2 * self.beta)) ** 2, {"margin": margin}
+"""
+
+
+def test_a_loss_of_pairs_of_ones_own_gets_the_reference_and_is_validated(dtt: Dtt) -> None:
+    (dtt.folder / "ipo.py").write_text(IPO)
+    dtt("train", *settings(name="own"), "objective.type=ipo.py:Ipo", "train.steps=2")
+    job = dtt.folder / "jobs/own"
+    assert (job / "reference").is_dir()
+    evaluated = records(job, "eval")[-1]
+    assert evaluated.keys() >= {"loss", "margin"}
+    assert evaluated["bits_per_byte"] is None
+    assert "objective" not in evaluated
