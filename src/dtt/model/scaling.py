@@ -30,7 +30,7 @@ number of experts has no effect.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from dtt.config.family import Family
 from dtt.config.run import RunConfig
@@ -43,7 +43,10 @@ from dtt.model.architecture import (
     fit_context,
     fit_vocabulary,
 )
-from dtt.params.table import Param
+
+if TYPE_CHECKING:
+    # It imports torch, which takes seconds: `dtt submit` scales a model only to count its size.
+    from dtt.params.table import Param
 
 ALPHA = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
