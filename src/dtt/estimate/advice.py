@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate, takewhile
 from typing import Any
 
 from dtt.base.errors import ConfigError
@@ -14,6 +13,8 @@ from dtt.estimate.memory import fits
 Change = dict[str, Any]
 """New values by key, such as `train.micro_batch`; the key `nodes` stands for `launch.nodes`."""
 MOST_NODES = 4096
+REMATS = ("none", "selective", "full")
+"""Kinds of recomputation, from the one that keeps most to the one that keeps least."""
 
 
 def remedy(case: Case) -> Change | None:
@@ -51,8 +52,23 @@ def changed_by(case: Case, change: Change) -> Case | None:
 
 
 def _changes(case: Case) -> Iterator[Change]:
-    choices = (_batches(case), _remat(case), _shards(case), _reduce(case), _tensor(case))
-    kinds = [list(choice) for choice in choices]
+    cfg, spread = case.cfg, {"parallel.replicate": 1, "parallel.shard": REST}
+    rows, tensor, devices = case.micro_batch, case.sizes.tensor, case.gpus_per_node
+    stronger = REMATS[REMATS.index(cfg.train.remat) + 1 :]
+    remat: list[Change] = [{"train.remat": kind, "train.remat_every": 1} for kind in stronger]
+    if cfg.train.remat_every > 1 and cfg.train.remat != "none":
+        remat.append({"train.remat_every": 1})
+    # Shifts halve a micro-batch down to 1, and double a group of devices up to a node.
+    kinds: list[list[Change]] = [
+        [{"train.micro_batch": rows >> n} for n in range(1, rows.bit_length())],
+        remat,
+        [spread] if case.sizes.replicate > 1 else [],
+        [{"parallel.reduce": "each"}] if cfg.parallel.reduce == "last" else [],
+        [
+            spread | {"parallel.tensor": tensor << n}
+            for n in range(1, (devices // tensor).bit_length())
+        ],
+    ]
     for kind in kinds:
         yield from kind
     # Now together with the strongest change of every kind before it.
@@ -62,44 +78,11 @@ def _changes(case: Case) -> Iterator[Change]:
             if before:
                 yield before | change
         before |= kind[-1] if kind else {}
-    doubled = accumulate(range(12), lambda nodes, _: 2 * nodes, initial=2 * case.nodes)
-    for nodes in takewhile(lambda n: n <= MOST_NODES, doubled):
-        spread = {"parallel.replicate": 1, "parallel.shard": REST, "nodes": nodes}
-        yield spread
-        yield before | spread
-
-
-def _batches(case: Case) -> Iterator[Change]:
-    rows = case.micro_batch
-    while rows > 1:
-        rows //= 2
-        yield {"train.micro_batch": rows}
-
-
-def _remat(case: Case) -> Iterator[Change]:
-    kinds = {"none": ("selective", "full"), "selective": ("full",), "full": ()}
-    for kind in kinds[case.cfg.train.remat]:
-        yield {"train.remat": kind, "train.remat_every": 1}
-    if case.cfg.train.remat_every > 1 and case.cfg.train.remat != "none":
-        yield {"train.remat_every": 1}
-
-
-def _shards(case: Case) -> Iterator[Change]:
-    if case.sizes.replicate > 1:
-        yield {"parallel.replicate": 1, "parallel.shard": REST}
-
-
-def _reduce(case: Case) -> Iterator[Change]:
-    if case.cfg.parallel.reduce == "last":
-        yield {"parallel.reduce": "each"}
-
-
-def _tensor(case: Case) -> Iterator[Change]:
-    size = 2 * case.sizes.tensor
-    while size <= case.gpus_per_node:
-        rest = {"parallel.replicate": 1, "parallel.shard": REST}
-        yield rest | {"parallel.tensor": size}
-        size *= 2
+    nodes = 2 * case.nodes
+    while nodes <= MOST_NODES:
+        yield spread | {"nodes": nodes}
+        yield before | spread | {"nodes": nodes}
+        nodes *= 2
 
 
 def described(case: Case, change: Change) -> str:
