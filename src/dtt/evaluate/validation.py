@@ -23,7 +23,7 @@ from dtt.data.samples.protocol import SampleNumbers, SampleSource
 from dtt.data.text.continuation import Continuation
 from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.contract import Model
-from dtt.model.generate import generate, generate_uncached
+from dtt.model.generate import generate, generate_uncached, in_eval_mode
 from dtt.model.output import TEXT_BYTES, Output
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import release
@@ -168,12 +168,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     The next forward pass must gather again, because EMA may have replaced the weights.
     """
-    was_training = model.training
-    model.eval()
     try:
-        yield
+        with in_eval_mode(model):
+            yield
     finally:
-        model.train(was_training)
         # FSDP2 leaves the root gathered after a forward pass, and EMA changes the shards behind it.
         release(model)
 

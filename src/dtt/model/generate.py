@@ -6,8 +6,8 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -36,42 +36,52 @@ def generate(
             yield token
 
 
-@torch.inference_mode()
 def generate_batch(
     model: Model,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
     generators: Sequence[torch.Generator | None],
     ended: Collection[int] = (),
     cache: KVCache | None = None,
-    **sampling: Any,
+    **options: Any,
 ) -> Generator[tuple[int, int]]:
     """Yield (index of the prompt, token) for each new token, as it is sampled.
 
     Prompts have at least one token. Each is continued independently of the others: until it has
     `max_new_tokens`, until the caller adds its index to `ended`, as at a stop token, or until it
-    fills the model's context (`max_seq_len`). `draw` describes `sampling`. Meanwhile the model is
-    in eval mode. A `cache` for all prompts may contain their beginnings; a model whose layers dtt
-    does not know has none.
+    fills the model's context (`max_seq_len`). `draw` describes the other options. Meanwhile the
+    model is in eval mode. A `cache` for all prompts may contain their beginnings; a model whose
+    layers dtt does not know has none.
     """
-    if not isinstance(model, Decoder):
-        for i, prompt in enumerate(prompts):
-            how = {"max_new_tokens": max_new_tokens, "generator": generators[i], **sampling}
-            for token in generate_uncached(model, 1, int, model.arch.max_seq_len, prompt, **how):
-                yield i, token
-                if i in ended:
-                    break
+    if isinstance(model, Decoder):
+        yield from _generate_cached(model, prompts, generators, ended, cache, **options)
         return
+    for i, prompt in enumerate(prompts):
+        how = {"generator": generators[i], **options}
+        for token in generate_uncached(model, 1, int, model.arch.max_seq_len, prompt, **how):
+            yield i, token
+            if i in ended:
+                break
+
+
+@torch.inference_mode()
+def _generate_cached(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    generators: Sequence[torch.Generator | None],
+    ended: Collection[int],
+    cache: KVCache | None,
+    max_new_tokens: int,
+    **sampling: Any,
+) -> Generator[tuple[int, int]]:
+    """Yield what `generate_batch` does, in one forward pass a token for all prompts together."""
     # The context includes the prompt. A learned position table has no row beyond it.
     texts, arch, weight = [list(prompt) for prompt in prompts], model.arch, model.embed.weight
     remaining = [min(max_new_tokens, arch.max_seq_len - len(text)) for text in texts]
     active = [i for i in range(len(texts)) if remaining[i] > 0]
     capacity = max((len(texts[i]) + remaining[i] for i in active), default=0)
     cache = cache or KVCache(arch, len(active), capacity, weight.device, weight.dtype)
-    was_training = model.training
-    model.eval()
-    try:
+    with in_eval_mode(model):
         logits_BV = _prefill(model, cache, [texts[i] for i in active]) if active else weight
         while active:
             drawn_B = draw(logits_BV, [generators[i] for i in active], **sampling)
@@ -86,7 +96,7 @@ def generate_batch(
             for row, (i, token) in enumerate(zip(active, read(), strict=True)):
                 if token == NOT_FINITE:
                     raise _diverged(logits_BV[row])
-                # The consumer may abandon the iterator here: hence `finally`.
+                # The consumer may abandon the iterator here; the mode is restored then, too.
                 yield i, token
                 texts[i].append(token)
                 remaining[i] -= 1
@@ -102,8 +112,6 @@ def generate_batch(
                 logits_BV = _prefill(model, cache, [texts[i] for i in active])
             else:
                 logits_BV = _decode(model, cache, drawn_B, going)
-    finally:
-        model.train(was_training)
 
 
 class PrefixCachedGenerator:
@@ -223,10 +231,8 @@ def generate_uncached(
     # One shape for the whole text: a compiled model compiles once. Zeros after a token do not
     # change its logits, because attention is causal.
     padded = torch.zeros(1, -(-end // multiple) * multiple, dtype=torch.int64)
-    was_training = module.training
     device = next(module.parameters()).device
-    module.eval()
-    try:
+    with in_eval_mode(module):
         while len(ids) < end:
             padded[0, : len(ids)] = torch.tensor(ids)
             logits = module(padded.to(device))[0, len(ids) - 1]
@@ -235,6 +241,15 @@ def generate_uncached(
             token = broadcast(sample(logits, generator, **sampling))
             yield token
             ids.append(token)
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Disable dropout inside the context; afterwards, the model is in the mode it was in."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
     finally:
         module.train(was_training)
 
