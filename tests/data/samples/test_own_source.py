@@ -98,7 +98,7 @@ EXAMPLES = {
     ("case", "layout"),
     [
         ("arithmetic", "shard=2"),
-        ("times", "replicate=1"),
+        pytest.param("times", "replicate=1", marks=pytest.mark.slow),
         pytest.param("times", "shard=2", marks=pytest.mark.slow),
     ],
 )
