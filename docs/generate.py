@@ -98,7 +98,8 @@ def extending_page() -> str:
     page = DOCS / "extending.md"
     text = page.read_text(encoding="utf-8") if page.is_file() else BEGIN + END
     before, _, rest = text.partition(BEGIN)
-    code = "\n\n".join("\n".join(_signatures(name)) for name in KINDS)
+    # As `ruff format` leaves it, which reads the code of pages, too.
+    code = "\n\n\n".join("\n".join(_signatures(name)) for name in KINDS)
     return f"{before}{BEGIN}\n```python\n{code}\n```\n\n{END}{rest.partition(END)[2]}"
 
 

@@ -151,6 +151,10 @@ class Source(OtherDataConfig):
         return ""
 
 
+Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""A text, token ids, the messages of a conversation, or a mapping with `messages`."""
+
+
 class Rows(Source):
     """Rows that dtt encodes and packs. One of your own defines `__len__` and `__getitem__`.
 
@@ -167,9 +171,7 @@ class Rows(Source):
         """Return the number of rows, those held out included."""
         raise NotImplementedError
 
-    def __getitem__(
-        self, row: int
-    ) -> str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]:
+    def __getitem__(self, row: int) -> Row:
         """Return a row (from 0), the same one each time.
 
         It is a text, which dtt encodes, token ids, or a conversation, as messages with `role` and
