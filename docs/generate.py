@@ -112,7 +112,12 @@ def _signatures(name: str) -> Iterator[str]:
         shown = not method.startswith("_") or method in ("__len__", "__getitem__")
         if inspect.isfunction(function) and shown and not inherited:
             signature = str(inspect.signature(function)).replace("'", "")
-            yield f"    def {method}{signature}: ..."
+            line = f"    def {method}{signature}: ..."
+            if len(line) > 100:  # as `ruff format` breaks it, which also reads this page
+                start, _, rest = line.partition("(")
+                arguments, _, result = rest.rpartition(") -> ")
+                line = f"{start}(\n        {arguments}\n    ) -> {result}"
+            yield line
 
 
 PAGES = {"cli.md": cli_page, "config.md": config_page, "extending.md": extending_page}

@@ -20,8 +20,8 @@ from dtt.artifacts.manifests import CHAT_TEMPLATE, ExportManifest
 from dtt.base.files import sha256_file
 from dtt.base.reading import read_whole
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
-from dtt.hf import library, verify
-from dtt.hf.chat_format import ChatFormat
+from dtt.hf import library_export, verify
+from dtt.hf.chat_format import ChatFormat, read_config
 from dtt.hf.fold import fold
 from dtt.hf.model_source import on_device
 from dtt.hf.peft import Adapter, write_peft
@@ -119,11 +119,11 @@ def _export_built(
     model: Any = on_device(trained, torch.device("cpu")).eval()
     with published(out, n_parameters * DTYPES[dtype].itemsize) as staging, torch.inference_mode():
         expected = model.float()(ids_T[None])
-        library.write(model, staging, DTYPES[dtype], max_shard_size)
-        _write_config(library.config_of(staging), trained, staging, dtype, chat, released)
+        library_export.write(model, staging, DTYPES[dtype], max_shard_size)
+        _write_config(read_config(staging / "config.json"), trained, staging, dtype, chat, released)
         _write_tokenizer(trained, staging, chat, released)
         (staging / CARD).write_text(card, encoding="utf-8")
-        difference = library.check(model, staging, ids_T)
+        difference = library_export.check(model, staging, ids_T)
         if chat is not None:
             verify.check_prompts(staging, chat)
         moved = float((model(ids_T[None]) - expected).abs().max())

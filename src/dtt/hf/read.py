@@ -98,10 +98,10 @@ def read_hf_folder(folder: Path) -> Trained:
     end, until_ids = _end_of_document(folder, config), eos_token_ids(folder)
     begin = begin_of_document(open_tokenizer(tokenizer), tokenizer)
     if not own:
-        from dtt.hf import library
+        from dtt.hf import library_folder
 
-        built = library.architecture(config, folder)
-        return Trained(built, library.read_state(folder), tokenizer, end, until_ids, begin)
+        built = library_folder.architecture(config, folder)
+        return Trained(built, library_folder.read_state(folder), tokenizer, end, until_ids, begin)
     arch = _architecture(_family(config), config, folder)
     tensors = {name: tensor for file in files for name, tensor in load_tensors(file).items()}
     if multimodal.is_multimodal(whole):
@@ -128,9 +128,9 @@ def read_hf_architecture(folder: Path) -> AnyArchitecture:
     if has_family(config):
         return _architecture(_family(config), config, folder)
     _check_known(config, folder)
-    from dtt.hf import library
+    from dtt.hf import library_folder
 
-    return library.architecture(config, folder)
+    return library_folder.architecture(config, folder)
 
 
 def has_family(config: Mapping[str, Any]) -> bool:
@@ -145,9 +145,9 @@ def _family(config: Mapping[str, Any]) -> DecoderFamily:
 
 def _check_known(config: Mapping[str, Any], folder: Path) -> None:
     """Raise InputError unless transformers has a causal model of the type in config.json."""
-    from dtt.hf import library
+    from dtt.hf import library_folder
 
-    if library.knows(config):
+    if library_folder.knows(config):
         return
     known = [family.hf_model_type for family in families.FAMILIES]
     raise InputError(

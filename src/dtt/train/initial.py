@@ -210,7 +210,7 @@ def model_of(source: str) -> Mapping[str, Any]:
 
     Reads only their config.json. Raises ConfigError if no `model` section can describe them.
     """
-    from dtt.hf.library import section_of
+    from dtt.hf.library_folder import section_of
     from dtt.hf.read import read_hf_architecture
     from dtt.model import families
     from dtt.model.architecture import Architecture
@@ -280,7 +280,7 @@ def compare(folder: Path, trained: Trained) -> None:
 
 def check_architecture(ours: AnyArchitecture, theirs: AnyArchitecture, where: Path) -> None:
     """Raise ConfigError, with the `model` section to use, if the architectures differ."""
-    from dtt.hf.library import section_of
+    from dtt.hf.library_folder import section_of
     from dtt.model.architecture import Architecture
     from dtt.model.config_section import model_section
 

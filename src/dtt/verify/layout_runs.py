@@ -22,6 +22,7 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import ExportManifest
 from dtt.base.errors import DttError, ExitCode
 from dtt.base.files import write_atomically
+from dtt.config.key_types import tag_of
 from dtt.config.own import kept_files
 from dtt.hf import export
 from dtt.verify import forked_ranks, recording
@@ -108,7 +109,8 @@ class LayoutRuns:
     def reference(self) -> Records:
         """The run of one process, which takes each batch in one pass."""
         found = self._run_alone("reference", config="run.yaml")
-        if self.exact:
+        # Some classes of transformers compute routers and norms in fp32, whatever the dtype.
+        if self.exact and tag_of(self.small.run.model) != "transformers":
             return found
         # The same sums in another order: what it changes is rounding.
         noise, again = Checked(), self._run("again", config="run.yaml")

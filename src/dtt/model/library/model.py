@@ -203,12 +203,17 @@ def _create(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    create: Any = AutoModelForCausalLM.from_config
+    auto: Any = AutoModelForCausalLM
 
     with no_init_weights():
         try:
             # Its grouped products take bf16 only, and no autocast.
-            library = create(config, dtype=torch.float32, experts_implementation="eager")
+            library = auto.from_config(
+                config,
+                dtype=torch.float32,
+                experts_implementation="eager",
+                trust_remote_code=False,
+            )
         except Exception as error:
             raise _refused(config.to_dict(), f"{type(error).__name__}: {error}") from error
     # Without initial values, the library does not tie by itself either.

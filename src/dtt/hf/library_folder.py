@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor
 
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import InputError
 from dtt.base.log import log
 from dtt.config.variants import variant
-from dtt.hf.verify import differing_logits
 from dtt.model.architecture import BuiltArchitecture
 from dtt.model.library.model import IGNORED, unknown_keys, whole_state
 
@@ -66,7 +63,7 @@ def read_state(folder: Path) -> dict[str, Tensor]:
 
     Raises InputError if a weight is missing, or is none of the model.
     """
-    library, report = _loaded(folder, "auto")
+    library, report = loaded(folder, "auto")
     wrong = {kind: names for kind, names in report.items() if names}
     if wrong:
         # The library would draw what is missing at random, and ignore the rest.
@@ -76,7 +73,8 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     return whole_state(library)
 
 
-def _loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
+def loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the library's model of a folder, and its report of missing and extra weights."""
     settings: Any = transformers.utils.logging
     settings.disable_progress_bar()
     auto: Any = transformers.AutoModelForCausalLM
@@ -94,38 +92,3 @@ def _loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
             f"transformers cannot load {folder}", why=f"{type(error).__name__}: {error}"
         ) from error
     return library.eval(), report
-
-
-@torch.inference_mode()
-def write(model: Any, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-    """Write weights and config.json of a `LibraryModel` as the library does."""
-    for name, parameter in model.named_parameters():
-        # Rounded, a correction of the choice of experts sends most tokens to other experts.
-        if name not in model.kept_buffers:
-            parameter.data = parameter.data.to(dtype)
-    settings: Any = transformers.utils.logging
-    settings.disable_progress_bar()
-    library = model.library
-    if model.tied:
-        library.tie_weights()
-    library.config.dtype = dtype
-    library.save_pretrained(folder, max_shard_size=max_shard_size)
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """Return the config.json that the library wrote."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
-@torch.inference_mode()
-def check(model: Any, folder: Path, ids_T: Tensor) -> float:
-    """Return the largest difference of a logit, in fp32, between a model and its export.
-
-    Raises DamagedError if it exceeds rounding, or if a weight is missing.
-    """
-    model.float()
-    library, report = _loaded(folder, torch.float32)
-    if any(report.values()):
-        raise ConfigError(f"the export in {folder} is not complete", why=str(report))
-    return differing_logits(folder, model(ids_T[None]), library(ids_T[None]).logits)
