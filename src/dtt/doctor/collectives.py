@@ -314,21 +314,19 @@ def _slow(results: Sequence[ReceivedTiming]) -> Iterator[EnvironmentUnfit]:
             kind = _kind(results, rank, partner)
             kinds[kind].append(min(both))
             links.append((rank, kind, min(both)))
-    ranks = defaultdict[int, list[float]](list)
-    nodes = defaultdict[str, list[float]](list)
+    ranks = defaultdict[tuple[str, str], list[float]](list)
+    nodes = defaultdict[tuple[str, str], list[float]](list)
     for rank, kind, seconds in links:
-        ratio = seconds / median_low(kinds[kind])
-        ranks[rank].append(ratio)
+        node, ratio = results[rank].node, seconds / median_low(kinds[kind])
+        ranks[f"rank {rank}", node].append(ratio)
         if kind == BETWEEN:
-            nodes[results[rank].node].append(ratio)
-    slow = {f"rank {r}": (results[r].node, min(ranks[r])) for r in ranks if min(ranks[r]) > SLOW}
-    named = {node for node, _ in slow.values()}
-    slow |= {
-        f"node {n}": (n, min(nodes[n]))
-        for n in sorted(nodes.keys() - named)
-        if min(nodes[n]) > SLOW
-    }
-    for owner, (node, ratio) in slow.items():
+            nodes[f"node {node}", node].append(ratio)
+    slow = {key: min(ratios) for key, ratios in ranks.items() if min(ratios) > SLOW}
+    named = {node for _, node in slow}  # by its rank, which says more
+    for key, ratios in nodes.items():
+        if key[1] not in named and min(ratios) > SLOW:
+            slow[key] = min(ratios)
+    for (owner, node), ratio in slow.items():
         yield EnvironmentUnfit(
             f"{owner} communicates slowly",
             where=f"node {node}",
