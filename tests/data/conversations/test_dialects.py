@@ -69,6 +69,11 @@ READ: list[tuple[dict[str, Any], list[dict[str, Any]], tuple[bool, ...]]] = [
     ({"system": "SYSTEM", "conversations": SHAREGPT}, [SYSTEM, Q, A], (True,) * 3),
     ({"messages": SHAREGPT}, [Q, A], (True, True)),
     ({"prompt": Q, "completion": A}, [Q, A], (False, True)),
+    (
+        ALPACA | {"input": "1 1", "system": "SYSTEM"},
+        [SYSTEM, {**Q, "content": "QUESTION\n\n1 1"}, A],
+        (True,) * 3,
+    ),
 ]  # fmt: skip
 
 
@@ -291,13 +296,6 @@ def test_no_key_of_a_row_is_silently_ignored(extra: dict[str, Any]) -> None:
         texts = [message["content"] for message in found.messages]
         repeats = key in TEXTS and row[key] in (*texts, *([text] for text in texts), [Q])
         assert empty or repeats or rest != found or found == plain == rest, key
-
-
-def test_an_instruction_and_its_input_are_one_question_after_the_system_prompt() -> None:
-    row = {"instruction": "Add.", "input": "1 1", "output": "2", "system": "Be exact."}
-    assert [message["content"] for message in parse_row(row).messages] == [
-        "Be exact.", "Add.\n\n1 1", "2",
-    ]  # fmt: skip
 
 
 def test_nulls_that_parquet_pads_with_are_dropped_at_any_depth_only_where_rows_are_padded() -> None:

@@ -54,13 +54,11 @@ class _Rendered:
     text: str
     answers: list[AnswerSpan]
     """Answers whose tokens are targets."""
-    excluded: list[AnswerSpan]
-    """With `train_on: all`, messages whose tokens are not."""
+    excluded: list[AnswerSpan] | None
+    """With `train_on: all`, messages whose tokens are not targets, unlike all others; else None."""
     written: list[tuple[int, str]] | None
     """Positions of the special tokens that the template wrote, if the row contains others."""
-    all_trained: bool
-    """True if all tokens but those of `excluded` are targets."""
-    last: Message | None = None
+    last: Message | None
     """The message at the end, if it is an answer whose tokens are targets."""
 
 
@@ -270,28 +268,24 @@ class ChatEncoder:
 
     def _render(self, conversation: Conversation, trained: list[int]) -> _Rendered:
         """Return the text of a conversation and the spans of its targets."""
-        excluded: list[int] = []
-        if self.cfg.train_on == "all":
-            trained = []
-            excluded = [i for i, flag in enumerate(conversation.trained) if not flag]
         text = self.template.render(conversation)
         _check_marks(text)
         suspicious = self._suspicious(conversation)
         written = None if suspicious is None else self._written(text, suspicious)
-        answers = self._masks.answers(conversation, text, trained)
-        for answer in answers:
-            check_reasoning(conversation, answer, text[answer.start : answer.end])
         end = len(conversation.messages) - 1
-        is_trained = end not in excluded if self.cfg.train_on == "all" else end in trained
+        if self.cfg.train_on == "all":
+            # The text between messages is a target too, so the messages that are none are located.
+            others = [i for i, flag in enumerate(conversation.trained) if not flag]
+            answers, excluded = [], self._masks.answers(conversation, text, others)
+            is_target = end not in others
+        else:
+            answers, excluded = self._masks.answers(conversation, text, trained), None
+            for answer in answers:
+                check_reasoning(conversation, answer, text[answer.start : answer.end])
+            is_target = end in trained
         last = conversation.messages[end]
-        return _Rendered(
-            text,
-            answers,
-            self._masks.answers(conversation, text, excluded),
-            written,
-            self.cfg.train_on == "all",
-            last if is_trained and last["role"] == "assistant" else None,
-        )
+        is_answer = is_target and last["role"] == "assistant"
+        return _Rendered(text, answers, excluded, written, last if is_answer else None)
 
     def _text_located(self, rendered: _Rendered) -> EncodedText | RefusedRow:
         assert rendered.written is not None
@@ -308,14 +302,12 @@ class ChatEncoder:
             raise encoded
         ids = encoded.ids
         self.lost += self._lost.in_conversation(rendered.text, ids) or LostText()
-        mask = np.zeros(len(ids), bool)
-        if rendered.all_trained:
-            mask[:] = True
+        mask = np.full(len(ids), rendered.excluded is not None)
         for one in rendered.answers:
             answer = in_units(one, rendered.text, encoded.text)
             first, last = self._targets(answer, encoded)
             mask[first:last] = True
-        for one in rendered.excluded:
+        for one in rendered.excluded or ():
             answer = in_units(one, rendered.text, encoded.text)
             first, last = overlap(encoded, answer)
             mask[first:last] = False
