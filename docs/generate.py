@@ -18,7 +18,7 @@ import typer
 
 import dtt
 from dtt.config.reference import page as config_page
-from dtt.main import cli
+from dtt.main import commands
 
 DOCS = Path(__file__).resolve().parent
 HEAD = """\
@@ -40,7 +40,7 @@ BEGIN, END = "<!-- signatures: python docs/generate.py -->\n", "<!-- end of sign
 
 def cli_page() -> str:
     """Return the page docs/cli.md."""
-    return "\n".join([HEAD, *_commands(typer.main.get_command(cli), "dtt")])
+    return "\n".join([HEAD, *_commands(typer.main.get_command(commands()), "dtt")])
 
 
 def _commands(group: Any, path: str) -> Iterator[str]:

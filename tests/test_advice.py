@@ -13,7 +13,7 @@ from support.running import ROOT
 
 from dtt.config import explain
 from dtt.config.run import RunConfig
-from dtt.main import cli
+from dtt.main import commands
 
 COMMAND = re.compile(r"(^|`|\brun |\bthen )?\bdtt (?!in )([a-z][^`;,:()\n]*)")
 """A command, and what shows that it is one; elsewhere `dtt` may be the subject of a sentence."""
@@ -66,7 +66,7 @@ def fault(command: Any, words: list[str]) -> str | None:
 def test_every_command_that_a_message_advises_exists_with_its_options(
     advised: list[tuple[str, str]],
 ) -> None:
-    command: Any = typer.main.get_command(cli)
+    command: Any = typer.main.get_command(commands())
     found, wrong = 0, []
     for place, text in advised:
         for shows, line in COMMAND.findall(text):

@@ -27,7 +27,7 @@ from dtt.config.run import RunConfig
 from dtt.config.sweep import KINDS, SweepConfig
 from dtt.evaluate.tasks.definition import load_tasks
 from dtt.jobs import sweep_trials as trials
-from dtt.main import cli
+from dtt.main import commands
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MISTAKES = ROOT / "docs/errors.md"  # its commands are wrong on purpose
@@ -91,7 +91,7 @@ def test_stale_pages_are_named_and_rewritten(tmp_path: Path) -> None:
 
 def find_command(words: list[str]) -> tuple[Any, list[str]]:
     """The command that `dtt WORDS` runs, and what is left for it."""
-    command: Any = typer.main.get_command(cli)
+    command: Any = typer.main.get_command(commands())
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         assert words[0] in command.commands, f"there is no dtt {' '.join(words)}"
         command, words = command.commands[words[0]], words[1:]

@@ -13,7 +13,7 @@ import typer
 from dtt.config.base import Section
 from dtt.config.explain import items, tag, variants
 from dtt.config.run import RunConfig
-from dtt.main import cli
+from dtt.main import commands
 
 SURFACE = Path(__file__).with_name("surface.txt")
 
@@ -42,7 +42,7 @@ def options(group: Any, path: str) -> Iterator[str]:
 
 
 def test_no_key_and_no_option_is_added_or_removed_by_accident() -> None:
-    surface = [*sorted(keys()), "", *sorted(options(typer.main.get_command(cli), "dtt"))]
+    surface = [*sorted(keys()), "", *sorted(options(typer.main.get_command(commands()), "dtt"))]
     text = "\n".join(surface) + "\n"
     if os.environ.get("DTT_WRITE_DOCS"):
         SURFACE.write_text(text, encoding="utf-8")

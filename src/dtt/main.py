@@ -1,13 +1,13 @@
 """Entry point of the command line: `dtt`, `python -m dtt.main`, `torchrun -m dtt.main train`.
 
-The modules of `dtt.cli` define the commands, in the order in which `dtt --help` lists them. Nothing
-slow is imported before a command's body runs.
+Only the module of the command that is called is imported, and nothing slow before its body runs.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+from importlib import import_module
 
 from dtt.base import interrupts
 
@@ -15,11 +15,14 @@ interrupts.end_at_once()
 
 from dtt.base.terminal import protect_output  # noqa: E402
 from dtt.cli.app import cli  # noqa: E402
+from dtt.cli.parser import Commands  # noqa: E402
 
-# Imported to define their commands, in the order in which `dtt --help` lists them.
-from dtt.cli import download, clean, tokenize, train, export, pipeline  # noqa: E402, F401  # isort: skip
-from dtt.cli import generate, chat, eval, report, submit, doctor, plan, verify  # noqa: E402, F401  # isort: skip
-from dtt.cli import job, ckpt, wandb, data, sweep, mup, config  # noqa: E402, F401  # isort: skip
+COMMANDS = (
+    "download", "clean", "tokenize", "train", "export", "pipeline",
+    "generate", "chat", "eval", "report", "submit", "doctor", "plan", "verify",
+    "job", "ckpt", "wandb", "data", "sweep", "mup", "config",
+)  # fmt: skip
+"""All commands, in the order in which `dtt --help` lists them; each is a module of `dtt.cli`."""
 
 
 def main() -> None:
@@ -27,23 +30,18 @@ def main() -> None:
     # Imports create many objects and no garbage: collecting it takes a tenth of the start-up time.
     gc.set_threshold(50_000)
     protect_output()
-    _keep_only(sys.argv[1:2])
-    cli(prog_name="dtt")
+    commands(*sys.argv[1:2])(prog_name="dtt")
 
 
-def _keep_only(name: list[str]) -> None:
-    """Remove all commands except the one called `name`, if there is one.
+def commands(name: str = "") -> Commands:
+    """Return the command line with the command `name`, or with all if there is no such command.
 
-    Typer builds the parsers of all registered commands, which takes time.
+    Opening the modules of the others, and building their parsers, would take longer than many a
+    command itself.
     """
-    commands = [
-        command
-        for command in cli.registered_commands
-        if command.callback is not None and [command.name or command.callback.__name__] == name
-    ]
-    groups = [group for group in cli.registered_groups if [group.name] == name]
-    if commands or groups:
-        cli.registered_commands, cli.registered_groups = commands, groups
+    for module in (name,) if name in COMMANDS else COMMANDS:
+        import_module(f"dtt.cli.{module}")
+    return cli
 
 
 if __name__ == "__main__":

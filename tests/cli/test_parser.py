@@ -11,7 +11,7 @@ import typer
 from support.running import Dtt
 
 from dtt.base.errors import ExitCode
-from dtt.main import cli
+from dtt.main import commands
 
 REPEATABLE = {"allow_change", "copied", "prompt"}
 
@@ -31,14 +31,14 @@ def options(command: typer.core.TyperGroup, path: str = "dtt") -> list[tuple[str
 
 
 @pytest.mark.parametrize(
-    ("command", "flag", "repeatable"), options(typer.main.get_command(cli)), ids=str
+    ("command", "flag", "repeatable"), options(typer.main.get_command(commands())), ids=str
 )
 def test_repeated_single_value_options_are_refused(
     command: str, flag: str, repeatable: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*command.split()[1:], flag, "1", flag, "2", "--no-such-option"]
     one = arguments[:-1]
-    root = typer.main.get_command(cli)
+    root = typer.main.get_command(commands())
     with pytest.raises(SystemExit) as ended:
         root.main([*one, "-h"] if repeatable else one, prog_name="dtt")
     captured = capsys.readouterr()
@@ -72,5 +72,5 @@ def test_a_short_flag_has_one_meaning_and_an_option_one_short_flag() -> None:
                     for flag in short:
                         meanings[flag].add(name)
 
-    collect(typer.main.get_command(cli))
+    collect(typer.main.get_command(commands()))
     assert {name: found for name, found in meanings.items() if len(found) > 1} == {}
