@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,13 +46,15 @@ def check_gradients(arch: BuiltArchitecture) -> None:
     try:
         output = model(tokens, tokens, reduction="logits")
         assert isinstance(output, Output)
-        torch.autograd.backward([output.loss.sum(), *output.aux.values()])
+        named = dict(model.named_parameters())
+        total = output.loss.sum() + sum(output.aux.values())
+        found: Any = torch.autograd.grad(total, [*named.values()], allow_unused=True)
     except (NotImplementedError, RuntimeError) as error:
         # Such as an operator whose result has a size that depends on values.
         log.info("not checked: gradients of each parameter (%s)", str(error).splitlines()[0])
         return
-    named = model.named_parameters()
-    left = [n for n, p in named if p.grad is None and model.role(n, p) != "balance"]
+    pairs = zip(named.items(), found, strict=True)
+    left = [n for (n, p), grad in pairs if grad is None and model.role(n, p) != "balance"]
     if left:
         raise ConfigError(
             f"{len(left)} parameters get no gradient, such as {left[0]}",

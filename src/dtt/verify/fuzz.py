@@ -154,7 +154,8 @@ WITHOUT_EFFECT = (
     # A comparison takes other values for these.
     "train.steps", "train.epochs", "train.budget", "train.seq_len", "train.global_batch_tokens",
     "train.micro_batch", "train.precision", "train.stochastic_rounding", "model.dim",
-    "model.n_layers", "model.dropout", "adapter[lora].dropout", "init.adapter",
+    # What a module of the library computes is compared in tests of its own.
+    "model.config", "model.n_layers", "model.dropout", "adapter[lora].dropout", "init.adapter",
     "data[synthetic].vocab_size", *(f"parallel.{dim}" for dim in Sizes._fields),
     "parallel.layers_per_stage", "parallel.stages_per_rank", "parallel.expert",
     "guard.max_skips", "guard.spike_sigmas",
