@@ -139,6 +139,22 @@ def test_initial_values_follow_from_the_seed_and_the_name_alone() -> None:
     assert one.get_parameter("model.layers.1.mlp.experts.down_proj").std() > 0.01
 
 
+def test_tables_of_angles_and_corrections_keep_their_precision() -> None:
+    """Rounded to bf16, an angle of a late token would be another one."""
+    model = make_model(built("glm4_moe"), dtype=torch.bfloat16)
+    angles = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    assert set(angles.values()) == {torch.float32}
+    dtypes = {model.role(n, p): p.dtype for n, p in model.named_parameters()}
+    assert dtypes.pop("balance") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+
+
+def test_corrections_start_as_the_library_makes_them() -> None:
+    model = initialized(built("glm4_moe"))
+    [name, *_] = [n for n, p in model.named_parameters() if model.role(n, p) == "balance"]
+    assert torch.equal(model.get_parameter(name), torch.zeros(8))
+
+
 def test_flops_count_the_experts_that_compute_a_token() -> None:
     few = count.flops_per_token(built("glm4_moe"), 16)
     more = count.flops_per_token(built("glm4_moe", n_routed_experts=16), 16)

@@ -99,7 +99,8 @@ def on_device(trained: Trained, device: torch.device) -> Model:
     model = make_model(trained.arch)
     state = {name: tensor.to(device) for name, tensor in trained.state.items()}
     # A table that a model of a user's own keeps in a buffer is in no checkpoint.
-    model.load_state_dict({**dict(model.named_buffers()), **state}, assign=True, strict=False)
+    kept = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    model.load_state_dict(kept | state, assign=True)
     model.to(device)
     return model
 

@@ -7,7 +7,7 @@ of keys and values, K their width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -107,6 +107,18 @@ class Model(nn.Module):
     def by_token(self) -> frozenset[str]:
         """Return the names of parameters that have a row for each token id."""
         return frozenset({"embed.weight", "head.weight"})
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Convert the weights, and neither buffers nor corrections of routers; return the model.
+
+        `Module.to` would round tables of angles, and so turn late tokens by other angles; and steps
+        of a thousandth would be lost in corrections.
+        """
+        for name, parameter in self.named_parameters():
+            wider = dtype.itemsize > parameter.element_size()
+            if wider or self.role(name, parameter) != "balance":
+                parameter.data = parameter.data.to(dtype)
+        return self
 
     def blocks(self) -> Mapping[int, nn.Module]:
         """Return the blocks that this rank has, by index."""

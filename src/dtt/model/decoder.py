@@ -193,13 +193,17 @@ class Decoder(Model):
             )
 
 
-def make_model(arch: AnyArchitecture, held: Sequence[range] | None = None) -> Model:
+def make_model(
+    arch: AnyArchitecture,
+    held: Sequence[range] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Model:
     """Return a model without memory; `held` are the layers of this rank's pipeline stages."""
     if isinstance(arch, BuiltArchitecture):
         built: Model = arch.build()
-        return built
+        return built.cast(dtype)
     with torch.device("meta"):
-        return Decoder(arch, held)
+        return Decoder(arch, held).cast(dtype)
 
 
 def _absent(_kind: type[T]) -> T:

@@ -86,7 +86,7 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
     stages = cfg.parallel.stage_layers(plan.arch.n_layers)
     held = stages[layout.index("pipeline") :: layout.size("pipeline")]
     # Pure bf16 has bf16 weights, mixed precision fp32 ones.
-    model = make_model(plan.arch, held).to(plan.precision.weights)
+    model = make_model(plan.arch, held, plan.precision.weights)
     if isinstance(cfg.adapter, LoraConfig):
         # Frozen weights need no fp32 copy: bf16 is what autocast would make of it in every step.
         attach(model, cfg.adapter, plan.precision.compute_dtype)

@@ -32,8 +32,8 @@ class LibraryModel(Model):
     """The library's own module, whose children are those of this one."""
     tied: bool
     """True if the head is the embedding."""
-    kept_buffers: frozenset[str]
-    """Names of parameters that are buffers in the library."""
+    kept_buffers: dict[str, Tensor]
+    """Initial values of parameters that are buffers in the library, by name."""
     _factor: float
 
     def __init__(self, config: Mapping[str, Any], vocab_size: int, context: int) -> None:
@@ -130,6 +130,10 @@ class LibraryModel(Model):
 
     def init_weights(self, module: nn.Module) -> None:
         """Initialise the parameters of a module as the library does."""
+        for name, values in self.kept_buffers.items():
+            owner, _, inner = name.rpartition(".")
+            if self.get_submodule(owner) is module:
+                module.get_parameter(inner).copy_(values)
         self.library._init_weights(module)  # noqa: SLF001  the library's own hook for each class
 
     def notes(self) -> Iterator[str]:
@@ -235,15 +239,15 @@ def _keep_buffers(model: LibraryModel) -> None:
 
     They are the corrections of routers. No optimizer trains them.
     """
-    kept = set()
+    kept: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         for inner, buffer in list(module.named_buffers(recurse=False)):
             persistent = inner not in module._non_persistent_buffers_set  # noqa: SLF001
             if persistent and buffer.is_floating_point():
                 del module._buffers[inner]  # noqa: SLF001
                 module.register_parameter(inner, nn.Parameter(buffer))
-                kept.add(f"{name}.{inner}")
-    object.__setattr__(model, "kept_buffers", frozenset(kept))
+                kept[f"{name}.{inner}"] = buffer.clone()
+    model.kept_buffers = kept
 
 
 def _refused(config: Mapping[str, Any], why: str) -> ConfigError:

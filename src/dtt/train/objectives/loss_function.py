@@ -57,7 +57,7 @@ class RunView:
         from dtt.hf.model_source import load_model, on_device
 
         model = on_device(load_model(source, ema=False), self.device)
-        model.to(self.dtype).requires_grad_(requires_grad=False)
+        model.cast(self.dtype).requires_grad_(requires_grad=False)
         return model.eval()
 
 
