@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-DECODER = "dtt.model.decoder:Decoder"
+LOSSES = "dtt.model.contract:Model.losses"
 
 
 class Fault(NamedTuple):
@@ -55,7 +55,7 @@ FAULTS = {
     **{
         f"host-{way}-in-{name}": Fault("host waits", place, WAITS[way], case)
         for name, place, case, ways in (
-            ("loss", f"{DECODER}._output", "llama", ("item", "cpu")),
+            ("loss", LOSSES, "llama", ("item", "cpu")),
             ("clipping", "dtt.params.table:Params.clip", "fsdp2", ("bool", "tolist")),
             ("mean", "dtt.mesh.mesh:Mesh.mean", "llama", ("item", "mask", "list", "number")),
             ("positions", "dtt.model.decoder:rotations", "documents", ("list", "cpu")),
@@ -67,7 +67,7 @@ FAULTS = {
     **{
         f"mixed-{way}-in-{name}": Fault("mixed devices", place, MIXED[way], case)
         for name, place, case, ways in (
-            ("loss", f"{DECODER}._output", "gpt2", ("add", "where")),
+            ("loss", LOSSES, "gpt2", ("add", "where")),
             ("mean", "dtt.mesh.mesh:Mesh.mean", "fsdp2", ("add",)),
             ("clipping", "dtt.params.table:Params.clip", "llama", ("add", "where")),
             ("update", "dtt.optim.muon.optimizer:orthogonalize", "muon", ("add",)),
@@ -77,7 +77,7 @@ FAULTS = {
     **{
         f"float64-{way}-in-{name}": Fault("float64", place, WIDE[way], case)
         for name, place, case, ways in (
-            ("loss", f"{DECODER}._output", "llama", ("double", "ones")),
+            ("loss", LOSSES, "llama", ("double", "ones")),
             ("positions", "dtt.model.decoder:rotations", "documents", ("double",)),
             ("clipping", "dtt.params.table:Params.clip", "gpt2", ("ones",)),
             ("update", "dtt.optim.muon.optimizer:orthogonalize", "muon", ("double",)),

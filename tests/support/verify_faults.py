@@ -218,7 +218,7 @@ def z_loss_left_out() -> None:
 
 
 def softcap_left_out_of_validation() -> None:
-    from dtt.model import decoder
+    from dtt.model import contract
     from dtt.train.step import Step
 
     cap = [True]
@@ -234,14 +234,14 @@ def softcap_left_out_of_validation() -> None:
         return run(*arguments, **how | {"softcap": how["softcap"] if cap[0] else None})
 
     wrap(Step, "evaluate", evaluate)
-    wrap(decoder, "linear_cross_entropy", loss)
+    wrap(contract, "linear_cross_entropy", loss)
 
 
 def tied_head_without_gradient() -> None:
-    from dtt.model import decoder
+    from dtt.model import contract
 
     wrap(
-        decoder,
+        contract,
         "linear_cross_entropy",
         lambda run, hidden, head, *rest, **how: run(hidden, head.detach(), *rest, **how),
     )
@@ -409,7 +409,7 @@ def muon_per_shard() -> None:
 def muon_scale_of_shard() -> None:
     from dtt.optim.muon.optimizer import Muon
 
-    wrap(Muon, "_scale", lambda run, muon, rows, columns: run(muon, rows // 2, columns // 2))
+    wrap(Muon, "_factor", lambda run, muon, rows, columns: run(muon, rows // 2, columns // 2))
 
 
 def momentum_of_other_rows() -> None:
@@ -429,23 +429,23 @@ def decay_of_norms() -> None:
     from dtt.optim import groups
 
     def around(run: Any, *arguments: Any, **how: Any) -> Any:
-        optimizers = run(*arguments, **how)
-        for group in (g for one in optimizers.values() for g in one.param_groups):
+        found = run(*arguments, **how)
+        for group in (g for of_one in found.values() for g in of_one):
             group["weight_decay"] = group["weight_decay"] or 0.1
-        return optimizers
+        return found
 
-    wrap(groups, "build", around)
+    wrap(groups, "grouped", around)
 
 
 def adam_counts_twice() -> None:
-    from dtt.optim import adamw
+    from torch.optim import AdamW
 
     def around(run: Any, optimizer: Any, *arguments: Any) -> Any:
         run(optimizer, *arguments)
         for state in optimizer.state.values():
             state["step"] += 1
 
-    wrap(adamw.AdamW, "step", around)
+    wrap(AdamW, "step", around)
 
 
 def average_on_one_rank() -> None:

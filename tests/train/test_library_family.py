@@ -45,10 +45,8 @@ def on(tokens: Path) -> list[str]:
     [
         (LFM2, "replicate=1"),
         (GLM4_MOE, "shard=2"),
-        pytest.param(GLM4_MOE, "replicate=2", marks=pytest.mark.slow),
-        pytest.param(MAMBA2, "shard=2", marks=pytest.mark.slow),
     ],
-    ids=["lfm2-1", "glm4_moe-shard", "glm4_moe-ddp", "mamba2-shard"],
+    ids=["lfm2", "glm4_moe"],
 )
 def test_it_trains_and_a_resume_changes_no_bit(
     dtt: Dtt, config: dict[str, Any], layout: str
@@ -62,12 +60,9 @@ def evaluated(job: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "eval"]
 
 
-@pytest.mark.parametrize("config", [LFM2, GLM4_MOE], ids=["tied", "experts"])
-def test_an_export_is_read_again_as_what_was_trained(
-    dtt: Dtt, tokens: Path, config: dict[str, Any]
-) -> None:
+def test_an_export_is_read_again_as_what_was_trained(dtt: Dtt, tokens: Path) -> None:
     keys = [*on(tokens), "train.ema_decay=null", "train.eval_every=4"]
-    dtt("train", *configured(dtt, config), *keys)
+    dtt("train", *configured(dtt, GLM4_MOE), *keys)
     # Exported in bf16 with fp32 corrections, and compared with what the library computes.
     dtt("export", "jobs/t", "export.dtype=fp32")
     assert "generation_config.json" in {path.name for path in (dtt.folder / "exports/t").iterdir()}
@@ -77,18 +72,22 @@ def test_an_export_is_read_again_as_what_was_trained(
     [before, *_] = evaluated(dtt.folder / "jobs/again")
     assert before == pytest.approx(trained, abs=1e-5)
     saved = yaml.safe_load((dtt.folder / "jobs/again/config.yaml").read_text())
-    assert saved["model"]["config"]["model_type"] == config["model_type"]
+    assert saved["model"]["config"]["model_type"] == "glm4_moe"
     greedy = ("-p", "the", "--temperature", "0", "--max-new-tokens", "8")
     shown = [dtt("generate", name, *greedy).stdout for name in ("jobs/t", "exports/t")]
     assert shown[0] == shown[1]
 
 
-def test_an_adapter_is_trained_and_merged_into_an_export(dtt: Dtt, tokens: Path) -> None:
+def test_an_adapter_is_trained_and_merged_into_an_export(
+    dtt: Dtt, tokens: Path, exported: Path
+) -> None:
     keys = [*on(tokens), "train.ema_decay=null", "train.eval_every=2"]
-    dtt("train", *configured(dtt, LFM2), *keys, "train.steps=2")
-    dtt("export", "jobs/t")
-    (dtt.folder / "run.yaml").unlink()
-    adapter = ("init.from=hf:exports/t", "adapter.type=lora", "adapter.rank=4", "optim.type=adamw")
+    adapter = (
+        f"init.from=hf:{exported}",
+        "adapter.type=lora",
+        "adapter.rank=4",
+        "optim.type=adamw",
+    )
     others = [key for key in keys if not key.startswith("name=")]
     dtt("train", *others, *adapter, "name=lora", "optim.lr=1e-2")
     losses = evaluated(dtt.folder / "jobs/lora")

@@ -44,7 +44,7 @@ def test_a_fault_is_found_by_the_check_of_its_kind(name: str, tmp_path: Path) ->
     assert difference.check in fault.checks
     error = run.explain(result, tmp_path)
     assert error.exit_code == 1
-    assert f"{result.failed.name}: check {difference.check}: step " in str(error)
+    assert f"{result.failed.name}: check {difference.check}: " in str(error)
     assert f"dtt verify -c {tmp_path}/differs.yaml repeats it" in str(error)
     again = resolve(tmp_path / "differs.yaml", (), env={}).config
     assert layouts_of(again) == layouts_of(result.cfg)
