@@ -375,7 +375,7 @@ class RunConfig(Section):
 
     @property
     def token_sources(self) -> tuple[SourceConfig, ...]:
-        """Those of `sources` that are token files.
+        """The entries of `sources` that are token files.
 
         `dtt.artifacts.token_folders` replaces patterns by the folders that they match.
         """

@@ -40,7 +40,7 @@ class SourceEntry(Section):
 
     @property
     def place(self) -> Path:
-        """Where its samples come from: a path, or a class."""
+        """The origin of its samples: a path, or a class."""
         return Path(self.type)
 
 

@@ -71,7 +71,7 @@ class Verification:
 
     @property
     def not_covered(self) -> list[str]:
-        """What the comparison does not show, in words."""
+        """The limits of the comparison, in words."""
         cpu = UNSEEN_ON_CPU if self.small.run.train.device == "cpu" else ()
         return [*layouts.not_covered(self.cfg, self.most), *self.small.notes, *cpu, *UNSEEN]
 

@@ -1,4 +1,4 @@
-"""What a step calls for the objective of a run, and what its class may use of the run.
+"""The function that a step calls for the objective of a run, and the view of the run for its class.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
