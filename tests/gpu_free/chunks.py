@@ -10,8 +10,6 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from dtt.model import attention_backend
-from dtt.model.contract import document_positions
 from dtt.parallel import context
 from dtt.parallel.context import ContextParallel, SequenceShard
 from dtt.train import assemble
@@ -32,12 +30,9 @@ def both_ranks() -> Iterator[None]:
     right = assemble.apply
 
     def wrapped(model: Any, *given: Any, **named: Any) -> nn.Module:
-        def attends(*how: Any) -> Any:
-            return attention_backend.make_context_attention_fns(model.arch, *how)
-
         layout: Any = SimpleNamespace(group=lambda _: None, index=lambda _: 0, size=lambda *_: 2)
         module = right(model, *given, **named)
-        parallel = ContextParallel(module, layout, document_positions, attends)
+        parallel = ContextParallel(module, layout)
         parallel.shard = BothRanks(0, 2, parallel.shard.group)
         return parallel
 

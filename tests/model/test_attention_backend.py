@@ -29,6 +29,7 @@ from dtt.mesh.compilation import compiler
 from dtt.model import attention_backend, families
 from dtt.model.architecture import Architecture
 from dtt.model.block_sparse import TILE, tiled_attention
+from dtt.model.context import CachedContext
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
@@ -276,8 +277,8 @@ def test_a_kernel_chosen_for_training_does_not_limit_generation() -> None:
     with pytest.raises(RuntimeError):
         model(prompt)
     cache = KVCache(model.arch, 1, 9, CPU, torch.float32)
-    torch.testing.assert_close(model(prompt, cache=cache), expected)
-    assert model(prompt[:, :1], cache=cache).isfinite().all()
+    torch.testing.assert_close(model(prompt, context=CachedContext(prompt, cache)), expected)
+    assert model(prompt[:, :1], context=CachedContext(prompt[:, :1], cache)).isfinite().all()
 
 
 def test_the_backend_of_each_kind_of_layer_is_described() -> None:

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_architectures import tiny_architecture
+from torch import Tensor
 
 from dtt.base.errors import Diverged
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.model import families
+from dtt.model.context import CachedContext
 from dtt.model.decoder import Decoder
 from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch, sample
 from dtt.model.init import initialize
@@ -39,13 +41,17 @@ def test_greedy_with_cache_equals_the_likeliest_token_of_a_full_pass(model: Deco
     assert len(set(ids)) > 3
 
 
+def cached(model: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
+    logits: Tensor = model(tokens, context=CachedContext(tokens, cache))
+    return logits
+
+
 @torch.no_grad()
 def test_cached_logits_equal_uncached_ones_at_every_position(model: Decoder) -> None:
     tokens = torch.randint(model.arch.vocab_size, (2, 20))
     full = model(tokens)
     cache = KVCache(model.arch, 2, 20, tokens.device, torch.float32)
-    steps = [model(tokens[:, :6], cache=cache)]
-    steps += [model(tokens[:, i : i + 1], cache=cache) for i in range(6, 20)]
+    steps = [cached(model, part, cache) for part in tokens.split([6] + 14 * [1], dim=1)]
     torch.testing.assert_close(torch.cat(steps, 1), full[:, 5:], rtol=1e-4, atol=1e-4)
 
 
@@ -91,7 +97,7 @@ def test_logits_do_not_depend_on_how_a_prompt_is_divided(
     full = model(tokens)
     cache = KVCache(model.arch, 2, 20, tokens.device, torch.float32)
     for part in tokens.split(pieces, dim=1):
-        logits = model(part, cache=cache)
+        logits = cached(model, part, cache)
         position = cache.lengths[0] - 1
         torch.testing.assert_close(logits[:, 0], full[:, position], rtol=1e-4, atol=1e-4)
     assert cache.lengths == [20, 20]
@@ -102,7 +108,7 @@ def test_sequences_of_different_lengths_take_one_token_at_a_time(model: Decoder)
     cache = KVCache(model.arch, 2, 24, torch.device("cpu"), torch.float32)
     cache.lengths = [3, 4]
     with pytest.raises(ValueError, match="one token at a time"):
-        model(torch.tensor([PROMPT, PROMPT]), cache=cache)
+        cached(model, torch.tensor([PROMPT, PROMPT]), cache)
 
 
 class CountingDecoder(Decoder):

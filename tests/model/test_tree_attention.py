@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from dtt.model import tree_attention
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import Flex
+from dtt.model.context import GivenContext
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.model.tree_attention import PackedTrees, make_tree_attention_fns
@@ -51,11 +52,9 @@ def make(arch: Architecture) -> Decoder:
 
 @torch.no_grad()
 def logits(model: Decoder, packed: PackedTrees) -> Tensor:
-    return model(
-        torch.tensor([packed.tokens]),
-        positions_BT=torch.tensor([packed.positions]),
-        attention_fns=make_tree_attention_fns(model.arch, packed, CPU),
-    )[0]
+    tokens, positions = torch.tensor([packed.tokens]), torch.tensor([packed.positions])
+    attention_fns = make_tree_attention_fns(model.arch, packed, CPU)
+    return model(tokens, context=GivenContext(tokens, positions, attention_fns))[0]
 
 
 @pytest.mark.parametrize("tile", [0, 16, 512])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model import families
-from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.contract import document_positions
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate, generate_uncached
 from dtt.model.init import initialize
@@ -52,8 +49,7 @@ def make(family: str, length: int = LENGTH) -> Decoder:
 
 def shared(model: Decoder, layout: Mesh) -> ContextParallel:
     """As a run wires it."""
-    attends = partial(make_context_attention_fns, model.arch)
-    return ContextParallel(model, layout, document_positions, attends)
+    return ContextParallel(model, layout)
 
 
 def batch(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:

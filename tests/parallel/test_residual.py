@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import make_mesh
 from dtt.model import families
-from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.contract import document_positions
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast
@@ -45,8 +42,7 @@ def outcome(world: World, sizes: Sizes, family: str, precision: str) -> Outcome:
         model = model.to(Precision(precision).weights)
     module = apply(model, world, layout, compile_blocks=False, precision=precision)
     if sizes.context > 1:
-        attends = partial(make_context_attention_fns, model.arch)
-        module = ContextParallel(model, layout, document_positions, attends)
+        module = ContextParallel(model, layout)
     if layout.sharded:
         model.to_empty(device="cpu")
     initialize(model, seed=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import DATA, make_mesh
 from dtt.model import families
-from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.contract import document_positions
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply
@@ -61,8 +58,7 @@ def outcome(world: World, sizes: dict[str, int], micro_batch: int) -> dict[str, 
         model = Decoder(families.get("llama").architecture(config, 128, SEQ_LEN))
     module = apply(model, world, layout, compile_blocks=False)
     if layout.sizes.context > 1:
-        attends = partial(make_context_attention_fns, model.arch)
-        module = ContextParallel(model, layout, document_positions, attends)
+        module = ContextParallel(model, layout)
     if layout.sharded:
         model.to_empty(device="cpu")
     initialize(model, seed=0)

@@ -36,7 +36,7 @@ def heads(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 def kernels_run(device: torch.device, dtype: torch.dtype, asked: AttentionKernel) -> set[str]:
     """Those that the profiler sees in a forward and backward pass."""
     tokens = torch.zeros(2, 64, dtype=torch.long, device=device)
-    (causal,) = attention_backend.make_attention_fns(arch(), tokens, None, None, asked)
+    (causal,) = attention_backend.make_attention_fns(arch(), tokens, None, asked)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         causal(*heads(device, dtype)).sum().backward()
     seen = {event.key for event in trace.key_averages()}

@@ -18,7 +18,6 @@ import time
 import weakref
 from collections import Counter
 from contextlib import ExitStack
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -48,8 +47,6 @@ from dtt.estimate.memory import moments
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.mesh.sharding import local
-from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.contract import document_positions
 from dtt.model.decoder import Decoder, params_of
 from dtt.optim import built
 from dtt.optim.muon import optimizer, redistribution
@@ -199,8 +196,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
         reshard=case.cfg.parallel.reshard,
     )
     if case.sizes.context > 1:
-        attends = partial(make_context_attention_fns, case.arch)
-        module = ContextParallel(model, layout, document_positions, attends)
+        module = ContextParallel(model, layout)
     step = Step(module, case.precision)
     if case.sizes.pipeline > 1:
         stages = case.cfg.parallel.stage_layers(case.arch.n_layers)

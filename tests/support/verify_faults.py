@@ -248,21 +248,21 @@ def tied_head_without_gradient() -> None:
 
 
 def window_off_by_one() -> None:
-    from dtt.train import assemble
+    from dtt.parallel import context
 
     def around(run: Any, arch: Any, *rest: Any) -> Any:
         return run(replace(arch, windows=tuple(w and w + 1 for w in arch.windows)), *rest)
 
-    wrap(assemble, "make_context_attention_fns", around)
+    wrap(context, "make_context_attention_fns", around)
 
 
 def positions_restart() -> None:
-    from dtt.train import assemble
+    from dtt.parallel import context
 
     def around(run: Any, doc_ids: Any) -> Any:
         return run(doc_ids) % (doc_ids.shape[1] // 2)
 
-    wrap(assemble, "document_positions", around)
+    wrap(context, "document_positions", around)
 
 
 def context_parts_in_wrong_order() -> None:

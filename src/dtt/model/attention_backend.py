@@ -125,35 +125,43 @@ def make_attention_fns(
     arch: Architecture,
     tokens_BT: Tensor,
     doc_ids_BT: Tensor | None,
-    cache: KVCache | None,
     requested: AttentionKernel = "auto",
 ) -> list[AttentionFn]:
-    """Return the attention function of each layer for this forward pass.
+    """Return the attention function of each layer for this forward pass of whole sequences.
 
-    Layers with the same window share one. If all sequences in the cache have the same length, any
-    number of new tokens may follow; otherwise only one token per sequence (ValueError).
+    Layers with the same window share one.
     """
-    if cache is not None and any(cache.lengths):
-        count = tokens_BT.shape[1]
-        # The cache appends several tokens as one slice, which exists only if all rows end alike.
-        # With one token per row it scatters.
-        if count > 1 and len(set(cache.lengths)) > 1:
-            raise ValueError("sequences of different lengths take one token at a time")
-        # All layers with one window share the mask; each has its own keys and values.
-        masks = {w: recent(cache, w, count) for w in set(arch.windows)}
-        return [
-            DecodeStep(cache, i, arch.attn_scale, *masks[w]) for i, w in enumerate(arch.windows)
-        ]
-    # Generation runs in the dtype of the weights, which a kernel chosen for training may not take.
-    chosen = requested if cache is None else "auto"
-    allowed = kernels(tokens_BT.device, chosen, training=cache is None)
     by_window = {
-        w: _make_attention_fn(arch.attn_scale, tokens_BT, doc_ids_BT, w, allowed=allowed)
+        w: attention_within(arch.attn_scale, w, tokens_BT, doc_ids_BT, requested)
         for w in set(arch.windows)
     }
-    if cache is not None:
-        return [Prefill(cache, i, by_window[w]) for i, w in enumerate(arch.windows)]
     return [by_window[w] for w in arch.windows]
+
+
+def make_cached_attention_fns(
+    arch: Architecture, tokens_BT: Tensor, cache: KVCache
+) -> list[AttentionFn]:
+    """Return the attention function of each layer for tokens that follow those in a cache.
+
+    If all sequences in the cache have the same length, any number of new tokens may follow;
+    otherwise only one token per sequence (ValueError).
+    """
+    if not any(cache.lengths):
+        # In the dtype of the weights, which a kernel chosen for training may not take.
+        allowed = kernels(tokens_BT.device, "auto", training=False)
+        by_window = {
+            w: _make_attention_fn(arch.attn_scale, tokens_BT, None, w, allowed=allowed)
+            for w in set(arch.windows)
+        }
+        return [Prefill(cache, i, by_window[w]) for i, w in enumerate(arch.windows)]
+    count = tokens_BT.shape[1]
+    # The cache appends several tokens as one slice, which exists only if all rows end alike. With
+    # one token per row it scatters.
+    if count > 1 and len(set(cache.lengths)) > 1:
+        raise ValueError("sequences of different lengths take one token at a time")
+    # All layers with one window share the mask; each has its own keys and values.
+    masks = {w: recent(cache, w, count) for w in set(arch.windows)}
+    return [DecodeStep(cache, i, arch.attn_scale, *masks[w]) for i, w in enumerate(arch.windows)]
 
 
 def make_context_attention_fns(

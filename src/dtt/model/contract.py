@@ -16,61 +16,14 @@ from torch import Tensor, nn
 from dtt.config.own import own_code
 from dtt.config.train import AttentionKernel
 from dtt.mesh.sharding import local
-from dtt.model.attention_backend import attention_within
+from dtt.model.context import Context
 from dtt.model.layers import held_layers
 from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.output import HiddenStates, Output
-from dtt.model.sdpa import AttentionFn
 from dtt.model.target_scores import target_scores
 
 Role = Literal["matrix", "embed", "head", "vector", "router", "balance", "adapter"]
 Reduction = Literal["sum", "none", "scores", "logits"]
-
-
-class Context:
-    """The place of each token: its position, its document, and attention that keeps to them."""
-
-    def __init__(
-        self,
-        tokens_BT: Tensor,
-        doc_ids_BT: Tensor | None = None,
-        positions_BT: Tensor | None = None,
-        requested: AttentionKernel = "auto",
-    ) -> None:
-        """Describe a batch; `doc_ids_BT` holds the document of each token, of packed documents."""
-        if positions_BT is None and doc_ids_BT is not None:
-            positions_BT = document_positions(doc_ids_BT)
-        if positions_BT is None:
-            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        self.positions = positions_BT
-        """The position of each token in its document, from 0: [B, T], or [1, T] for all rows."""
-        self.documents = doc_ids_BT
-        """The document of each token, [B, T]; None if each row is one document."""
-        self._tokens_BT, self._requested = tokens_BT, requested
-        self._attention: dict[tuple[float, int | None], AttentionFn] = {}
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-    ) -> Tensor:
-        """Return causal attention within documents: queries [B, H, T, K] → [B, H, T, K].
-
-        Keys and values are [B, G, T, K], of which H / G query heads share one. `scale` multiplies
-        q kᵀ, and is 1 / sqrt(K) by default. Each token attends to the last `window` tokens, itself
-        included; None: to all before it.
-        """
-        how = q.shape[-1] ** -0.5 if scale is None else scale, window
-        if how not in self._attention:
-            # Made once for all layers: a mask of documents depends on the batch.
-            self._attention[how] = attention_within(
-                *how, self._tokens_BT, self.documents, self._requested
-            )
-        return self._attention[how](q, k, v)
 
 
 class Model(nn.Module):
@@ -183,9 +136,20 @@ class Model(nn.Module):
         doc_ids_BT: Tensor | None = None,
         z_loss: float = 0.0,
         reduction: Reduction = "sum",
+        context: Context | None = None,
     ) -> Tensor | Output:
-        """Return logits [B, T, V]; with targets, an `Output`: see `losses`."""
-        context = Context(tokens_BT, doc_ids_BT, requested=self.attention)
+        """Return logits [B, T, V]; with targets, an `Output` with the fp32 cross-entropy in nats.
+
+        Its loss is the *sum*, or with `reduction="none"` that of each target, [B, T]; with "logits"
+        these are in its place, for a loss of a user's own. With "scores", targets are [B, T, C], C
+        candidates for each next token, and the result is a tensor [B, T, C, 2]: see
+        `target_scores`.
+
+        `model/loss.py` describes targets to ignore, and `z_loss`, which changes only the gradients.
+        `doc_ids_BT` holds the document of each token: tokens attend only within theirs, and
+        positions start at 0 in each. `context` stands for it where rows are no whole sequences.
+        """
+        context = context or Context(tokens_BT, doc_ids_BT, self.attention)
         with own_code(self.arch.section, "model"):
             found = self.hidden(tokens_BT, context)
             states = found if isinstance(found, HiddenStates) else HiddenStates(found, {}, {})
@@ -230,17 +194,6 @@ class Model(nn.Module):
         if self.part is None:
             return aux
         return {name: _of_all_tokens(value, self.part) for name, value in aux.items()}
-
-
-def document_positions(doc_ids_BT: Tensor) -> Tensor:
-    """Return the position of each token in its document, from 0: [B, T]."""
-    index_T = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
-    # The first token of a row starts a document, also one that continues from a window before.
-    starts_BT = torch.ones_like(doc_ids_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
-    # The running maximum of the start indices is the start of the current document. A loop over
-    # documents would copy their lengths to the host, which stalls a GPU.
-    return index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
 
 
 def _softcapped(logits: Tensor, cap: float | None) -> Tensor:

@@ -14,21 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtt.base.errors import InputError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.mesh.mesh import ALL, Mesh
 from dtt.mesh.sharding import layout_of
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
-from dtt.model.attention_backend import make_attention_fns
-from dtt.model.contract import Model, Reduction, Role, document_positions
+from dtt.model.context import Context
+from dtt.model.contract import Model, Reduction, Role
 from dtt.model.experts import Mixed
-from dtt.model.kv_cache import KVCache
 from dtt.model.layers import Absent, Block
 from dtt.model.linear import Embedding, Linear
 from dtt.model.norm import make_norm
-from dtt.model.output import HiddenStates, Output
+from dtt.model.output import HiddenStates, Output, Stage
 from dtt.model.rope import rotations
-from dtt.model.sdpa import AttentionFn
 from dtt.params.table import Param, Params
 
 T = TypeVar("T")
@@ -76,52 +73,22 @@ class Decoder(Model):
         self,
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
-        cache: KVCache | None = None,
+        *,
         doc_ids_BT: Tensor | None = None,
         z_loss: float = 0.0,
-        positions_BT: Tensor | None = None,
-        attention_fns: Sequence[AttentionFn] | None = None,
         reduction: Reduction = "sum",
-        layers: range | None = None,
-        hidden_BTD: Tensor | None = None,
+        context: Context | None = None,
+        stage: Stage | None = None,
     ) -> Tensor | Output | HiddenStates:
-        """Return logits [B, T, V]; with targets, an `Output` with the fp32 cross-entropy in nats.
-
-        Its loss is the *sum*, or with `reduction="none"` that of each target, [B, T]; with "logits"
-        these are in its place, for a loss of a user's own. With "scores", targets are [B, T, C], C
-        candidates for each next token, and the result is a tensor [B, T, C, 2]: see
-        `target_scores`.
-
-        `model/loss.py` describes targets to ignore, and `z_loss`, which changes only the gradients.
-        With a cache, the tokens follow the cached ones and are appended to it, and only the last
-        token's logits [B, 1, V] are computed. `doc_ids_BT` holds the document id of each token:
-        tokens attend only within their document, and positions restart at 0 in each. It cannot be
-        combined with a cache.
-
-        `positions_BT` and `attention_fns` (one per layer) replace documents and cache where the
-        tokens are only a part of their sequences, as under context parallelism. With `layers`, it
-        computes only these, from `hidden_BTD` or tokens, and returns `HiddenStates` for others.
-        """
-        layers = layers or range(self.arch.n_layers)
-        self._check_growth(cache, tokens_BT.shape[1])
-        if positions_BT is None:
-            positions_BT = _positions(tokens_BT, doc_ids_BT, cache)
-        x_BTD = self._embedded(tokens_BT, positions_BT) if hidden_BTD is None else hidden_BTD
-        # Made once for all layers. Where documents are masked, the mask depends on the batch, and
-        # to build it for every layer would multiply its cost by n_layers.
-        if attention_fns is None:
-            attention_fns = make_attention_fns(
-                self.arch, tokens_BT, doc_ids_BT, cache, self.attention
-            )
-        passed = self._through(layers, x_BTD, positions_BT, attention_fns, targets_BT)
+        """Return what `Model.forward` does; of a `stage` before the last, its `HiddenStates`."""
+        context = context or Context(tokens_BT, doc_ids_BT, self.attention)
+        layers, x_BTD = stage or Stage(range(self.arch.n_layers), None)
+        if x_BTD is None:
+            x_BTD = self._embedded(tokens_BT, context.positions)
+        passed = self._through(layers, x_BTD, context, targets_BT)
         if layers.stop < self.arch.n_layers:
             return passed._replace(aux=self._summed(passed.aux))
-        # Only now, because every layer writes at the positions that the lengths of the cache give.
-        if cache is not None:
-            cache.advance(tokens_BT.shape[1])
-        # Sampling needs one row of logits. For a prompt of T tokens, norm and head over all of them
-        # would cost T times as much, and T * V floats of memory.
-        x_BTD = self.norm(passed.hidden if cache is None else passed.hidden[:, -1:])
+        x_BTD = self.norm(context.read_by_head(passed.hidden))
         x_BTD = _scaled(x_BTD, self.arch.logit_scale)
         return self.losses(passed._replace(hidden=x_BTD), targets_BT, z_loss, reduction)
 
@@ -129,17 +96,21 @@ class Decoder(Model):
         self,
         layers: range,
         x_BTD: Tensor,
-        positions_BT: Tensor,
-        attention_fns: Sequence[AttentionFn],
+        context: Context,
         targets_BT: Tensor | None,
     ) -> HiddenStates:
         """Return what these layers make of their input, with the sums of this rank's tokens."""
         # Each table is a pair [B or 1, 1, T, K/2] in fp32, also under autocast: in bf16, positions
         # above 256 would round to their neighbours.
         angles = {
-            rope: rotations(positions_BT[:, None], self.arch.rotary_dim, *rope) if rope else None
+            rope: rotations(context.positions[:, None], self.arch.rotary_dim, *rope)
+            if rope
+            else None
             for rope in set(self.ropes)
         }
+        # Made once for all layers. Where documents are masked, the mask depends on the batch, and
+        # to build it for every layer would multiply its cost by n_layers.
+        attention_fns = context.attention_fns(self.arch)
         counted_BT = self._counted(targets_BT)
         aux: dict[str, Tensor] = {}
         loads: dict[int, Tensor] = {}
@@ -182,16 +153,6 @@ class Decoder(Model):
         counted_BT = targets_BT != IGNORE_INDEX
         return counted_BT if self.part is None else self.part.own_tokens(counted_BT)
 
-    def _check_growth(self, cache: KVCache | None, count: int) -> None:
-        """Raise InputError if `count` more tokens invalidate cached keys: see `becomes_long`."""
-        lengths = [] if cache is None else cache.lengths
-        if any(self.arch.becomes_long(length, count) for length in lengths):
-            raise InputError(
-                "a text grows beyond the context up to which its model has short rotations",
-                why="longrope rotates all tokens of a longer text differently, cached ones too",
-                next="generate fewer tokens",
-            )
-
 
 def make_model(
     arch: AnyArchitecture,
@@ -209,15 +170,6 @@ def make_model(
 def _absent(_kind: type[T]) -> T:
     """Return an `Absent` as a layer of a type: no code of this rank calls it."""
     return cast("T", Absent())
-
-
-def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None, cache: KVCache | None) -> Tensor:
-    """Return the position of each token, [B, T] or [1, T]."""
-    if doc_ids_BT is not None:
-        return document_positions(doc_ids_BT)
-    if cache is not None:
-        return cache.positions(tokens_BT.shape[1])
-    return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
 
 
 def _residual(x: Tensor) -> Tensor:

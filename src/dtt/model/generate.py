@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dtt.base.errors import Diverged
 from dtt.model.architecture import Architecture
+from dtt.model.context import CachedContext
 from dtt.model.contract import Model
 from dtt.model.decoder import Decoder
 from dtt.model.kv_cache import KVCache
@@ -270,7 +271,7 @@ def _prefill(model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]]) -> 
         # mask [CHUNK, S].
         size = CHUNK if one.lengths[0] else len(text)
         parts = [text[i : i + size] for i in range(one.lengths[0], len(text), size)]
-        passes = [model(torch.tensor([part], device=cache.device), cache=one) for part in parts]
+        passes = [_cached(model, torch.tensor([part], device=cache.device), one) for part in parts]
         logits.append(passes[-1][0, -1])
         cache.lengths[row] = one.lengths[0]
     return torch.stack(logits)
@@ -287,8 +288,13 @@ def _decode(model: Decoder, cache: KVCache, tokens_B: Tensor, rows: Sequence[int
         cache.keep(rows)
         tokens_B = tokens_B[rows]
     # NOT_FINITE is no id: embedding it would end the CUDA context before the host can report it.
-    logits_BV: Tensor = model(tokens_B[:, None].clamp(min=0), cache=cache)[:, -1]
-    return logits_BV
+    return _cached(model, tokens_B[:, None].clamp(min=0), cache)[:, -1]
+
+
+def _cached(model: Decoder, tokens_BT: Tensor, cache: KVCache) -> Tensor:
+    """Append tokens to the cache; return the logits [B, 1, V] after the last one of each row."""
+    logits_B1V: Tensor = model(tokens_BT, context=CachedContext(tokens_BT, cache))
+    return logits_B1V
 
 
 def _keep(logits_BV: Tensor, cache: KVCache, rows: Sequence[int]) -> Tensor:

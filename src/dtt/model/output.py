@@ -56,6 +56,18 @@ class Output(NamedTuple):
         )
 
 
+class Stage(NamedTuple):
+    """The part of a pass that a pipeline stage computes.
+
+    A tuple, as torch's FSDP2 looks for tensors with gradients among the arguments of a module, and
+    would not find one inside a dataclass.
+    """
+
+    layers: range
+    hidden_BTD: Tensor | None
+    """Hidden states of the stage before; None at the first stage, which embeds the tokens."""
+
+
 class HiddenStates(NamedTuple):
     """The result of the layers of a pipeline stage that is not the last."""
 

@@ -9,7 +9,6 @@ Shapes: B sequences, T tokens of a sequence, P tokens of it on this rank, V voca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,17 +20,13 @@ from torch.distributed import ProcessGroup
 from dtt.base.targets import IGNORE_INDEX
 from dtt.mesh.collectives import gather
 from dtt.mesh.mesh import Mesh
-from dtt.model.output import HiddenStates
+from dtt.model.attention_backend import make_context_attention_fns
+from dtt.model.context import GivenContext, document_positions
+from dtt.model.decoder import Decoder
+from dtt.model.output import HiddenStates, Stage
 
 PADDING = -1
 """Document id of padding tokens; no real document has it."""
-
-Attends = Callable[
-    [Tensor, Tensor | None, Sequence[range], Callable[[Tensor], Tensor]], Sequence[Any]
-]
-"""Function that creates the attention function of each layer. Arguments: tokens [B, T], document
-ids [B, T] or None, the position ranges of this rank's chunks, and a function that all-gathers
-[..., P, D]."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +64,10 @@ class SequenceShard:
 class ContextParallel(nn.Module):
     """Wrapper that calls a Decoder with this rank's tokens, but takes full sequences."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: Mesh,
-        positions: Callable[[Tensor], Tensor],
-        attends: Attends,
-    ) -> None:
-        """Wrap `model`; `positions` maps document ids [B, T] to positions within documents."""
+    def __init__(self, model: Decoder, layout: Mesh) -> None:
+        """Wrap `model` for the ranks of its context group."""
         super().__init__()
         self.model = model
-        self.positions = positions
-        self.attends = attends
         # A group of its own, also if it has all ranks: FSDP2 gathers weights at the same time.
         group = layout.group("context")
         self.shard = SequenceShard(layout.index("context"), layout.size("context"), group)
@@ -92,11 +79,11 @@ class ContextParallel(nn.Module):
         self,
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
+        *,
         doc_ids_BT: Tensor | None = None,
         z_loss: float = 0.0,
         reduction: Literal["sum", "none"] = "sum",
-        layers: range | None = None,
-        hidden_BTD: Tensor | None = None,
+        stage: Stage | None = None,
     ) -> Any:
         """Return what the model returns: logits [B, T, V], or with targets an `Output`.
 
@@ -104,9 +91,9 @@ class ContextParallel(nn.Module):
         the loss of each target of the full sequences, [B, T], whose gradient on each rank is one
         summand of the total.
 
-        All ranks of the context group pass the same arguments, but for `hidden_BTD` [B, P, D], the
-        hidden states of this rank's tokens in a pipeline. Sequences may have any length: they are
-        padded.
+        All ranks of the context group pass the same arguments, but for the hidden states of a
+        `stage`, [B, P, D], which are those of this rank's tokens. Sequences may have any length:
+        they are padded.
         """
         length = tokens_BT.shape[1]
         padding = (0, -length % self.multiple)
@@ -115,7 +102,7 @@ class ContextParallel(nn.Module):
         else:
             # Computed before padding and selection: a rank does not see the start of a document
             # that lies in another rank's chunk.
-            positions_BT = self.positions(doc_ids_BT)
+            positions_BT = document_positions(doc_ids_BT)
             # Padding is a document of its own, so no real token attends to it.
             doc_ids_BT = F.pad(doc_ids_BT, padding, value=PADDING)
         if targets_BT is not None:
@@ -124,15 +111,17 @@ class ContextParallel(nn.Module):
             targets_BT = self.shard.of(F.pad(targets_BT, padding, value=IGNORE_INDEX))
         tokens_BT, positions_BT = F.pad(tokens_BT, padding), F.pad(positions_BT, padding)
         chunks = self.shard.chunks(tokens_BT.shape[1])
+        attention_fns = make_context_attention_fns(
+            self.model.arch, tokens_BT, doc_ids_BT, chunks, self.shard.gather
+        )
+        own_BP = self.shard.of(tokens_BT)
         out = self.model(
-            self.shard.of(tokens_BT),
+            own_BP,
             targets_BT,
             z_loss=z_loss,
-            positions_BT=self.shard.of(positions_BT),
-            attention_fns=self.attends(tokens_BT, doc_ids_BT, chunks, self.shard.gather),
             reduction=reduction,
-            layers=layers,
-            hidden_BTD=hidden_BTD,
+            context=GivenContext(own_BP, self.shard.of(positions_BT), attention_fns),
+            stage=stage,
         )
         if isinstance(out, HiddenStates):
             return out

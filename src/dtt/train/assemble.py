@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -14,10 +13,8 @@ from dtt.config.adapter import LoraConfig
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
-from dtt.model.architecture import decoder_architecture
-from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.contract import Model, document_positions
-from dtt.model.decoder import make_model, params_of
+from dtt.model.contract import Model
+from dtt.model.decoder import Decoder, make_model, params_of
 from dtt.model.experts import RouterLosses, routers
 from dtt.model.init import initialize
 from dtt.model.lora import attach
@@ -114,11 +111,9 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
         reshard=cfg.parallel.reshard,
     )
     if layout.sizes.context > 1:
-        attends = partial(
-            make_context_attention_fns, decoder_architecture(plan.arch, "parallel.context")
-        )
+        assert isinstance(model, Decoder), "the configuration was checked"
         # The outermost wrapper: it divides sequences before anything else sees them.
-        module = ContextParallel(model, layout, document_positions, attends)
+        module = ContextParallel(model, layout)
     if layout.size("pipeline") > 1:
         each = cfg.parallel.reduce == "each"
         dtype = plan.precision.compute_dtype

@@ -16,6 +16,7 @@ from dtt.evaluate.tasks.option_trees import TreeBatch, tree_batches
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
+from dtt.model.context import GivenContext
 from dtt.model.contract import Model
 from dtt.model.generate import generate_batch, generate_uncached
 from dtt.model.tree_attention import make_tree_attention_fns
@@ -106,13 +107,14 @@ class Scorer:
         targets_TC = torch.full((len(packed.tokens), width), IGNORE_INDEX)
         targets_TC[rows, columns] = torch.tensor([t.target for t in batch.scored], dtype=torch.long)
         with autocast(device, self.precision):
-            scores_1TC2 = self.model(
-                torch.tensor([packed.tokens], device=device),
-                targets_TC[None].to(device),
-                positions_BT=torch.tensor([packed.positions], device=device),
-                attention_fns=make_tree_attention_fns(self.model.arch, packed, device),
-                reduction="scores",
+            tokens_1T = torch.tensor([packed.tokens], device=device)
+            context = GivenContext(
+                tokens_1T,
+                torch.tensor([packed.positions], device=device),
+                make_tree_attention_fns(self.model.arch, packed, device),
             )
+            targets_1TC = targets_TC[None].to(device)
+            scores_1TC2 = self.model(tokens_1T, targets_1TC, context=context, reduction="scores")
         found: list[tuple[float, float]] = scores_1TC2[0].cpu()[rows, columns].tolist()
         return found
 

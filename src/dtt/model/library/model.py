@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dtt.base.errors import ConfigError
-from dtt.model.contract import Context, Model, Role
+from dtt.model.context import Context
+from dtt.model.contract import Model, Role
 
 IGNORED = (
     "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache",

@@ -1,0 +1,135 @@
+"""The place of tokens: their positions and documents, and attention that keeps to them.
+
+Shapes: B sequences, T tokens, D width of the hidden states, H query heads, G heads of keys and
+values, K their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtt.base.errors import InputError
+from dtt.config.train import AttentionKernel
+from dtt.model.architecture import Architecture
+from dtt.model.attention_backend import (
+    attention_within,
+    make_attention_fns,
+    make_cached_attention_fns,
+)
+from dtt.model.kv_cache import KVCache
+from dtt.model.sdpa import AttentionFn
+
+
+class Context:
+    """The place of each token: its position, its document, and attention that keeps to them."""
+
+    def __init__(
+        self,
+        tokens_BT: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        requested: AttentionKernel = "auto",
+    ) -> None:
+        """Describe a batch; `doc_ids_BT` holds the document of each token, of packed documents."""
+        self.positions = _positions(tokens_BT, doc_ids_BT)
+        """The position of each token in its document, from 0: [B, T], or [1, T] for all rows."""
+        self.documents = doc_ids_BT
+        """The document of each token, [B, T]; None if each row is one document."""
+        self._tokens_BT, self._requested = tokens_BT, requested
+        self._attention: dict[tuple[float, int | None], AttentionFn] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Return causal attention within documents: queries [B, H, T, K] → [B, H, T, K].
+
+        Keys and values are [B, G, T, K], of which H / G query heads share one. `scale` multiplies
+        q kᵀ, and is 1 / sqrt(K) by default. Each token attends to the last `window` tokens, itself
+        included; None: to all before it.
+        """
+        how = q.shape[-1] ** -0.5 if scale is None else scale, window
+        if how not in self._attention:
+            # Made once for all layers: a mask of documents depends on the batch.
+            self._attention[how] = attention_within(
+                *how, self._tokens_BT, self.documents, self._requested
+            )
+        return self._attention[how](q, k, v)
+
+    def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
+        """Return the attention function of each layer of a `Decoder`."""
+        return make_attention_fns(arch, self._tokens_BT, self.documents, self._requested)
+
+    def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the hidden states of the tokens whose logits are wanted; all layers are done."""
+        return hidden_BTD
+
+
+class GivenContext(Context):
+    """The place of tokens that are not whole sequences: parts of them, or trees of answers."""
+
+    def __init__(
+        self, tokens_BT: Tensor, positions_BT: Tensor, attention_fns: Sequence[AttentionFn]
+    ) -> None:
+        """Describe tokens at these positions, with the attention function of each layer."""
+        super().__init__(tokens_BT)
+        self.positions, self._given = positions_BT, attention_fns
+
+    def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
+        """Return those that were given."""
+        return self._given
+
+
+class CachedContext(Context):
+    """The place of tokens that follow those in a cache, and are appended to it."""
+
+    def __init__(self, tokens_BT: Tensor, cache: KVCache) -> None:
+        """Describe tokens that follow the cached ones of their rows."""
+        super().__init__(tokens_BT)
+        self.positions, self._cache = cache.positions(tokens_BT.shape[1]), cache
+
+    def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
+        """Return those that read and write the cache.
+
+        Raises InputError if the new tokens invalidate cached keys: see `becomes_long`.
+        """
+        count = self._tokens_BT.shape[1]
+        if any(arch.becomes_long(length, count) for length in self._cache.lengths):
+            raise InputError(
+                "a text grows beyond the context up to which its model has short rotations",
+                why="longrope rotates all tokens of a longer text differently, cached ones too",
+                next="generate fewer tokens",
+            )
+        return make_cached_attention_fns(arch, self._tokens_BT, self._cache)
+
+    def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the hidden state of the last token of each row: [B, 1, D]."""
+        # Only now, because every layer writes at the positions that the lengths of the cache give.
+        self._cache.advance(hidden_BTD.shape[1])
+        # Sampling needs one row of logits. For a prompt of T tokens, norm and head over all of them
+        # would cost T times as much, and T * V floats of memory.
+        return hidden_BTD[:, -1:]
+
+
+def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+    if doc_ids_BT is not None:
+        return document_positions(doc_ids_BT)
+    return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+
+
+def document_positions(doc_ids_BT: Tensor) -> Tensor:
+    """Return the position of each token in its document, from 0: [B, T]."""
+    index_T = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
+    # The first token of a row starts a document, also one that continues from a window before.
+    starts_BT = torch.ones_like(doc_ids_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
+    # The running maximum of the start indices is the start of the current document. A loop over
+    # documents would copy their lengths to the host, which stalls a GPU.
+    return index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
