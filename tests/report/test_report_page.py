@@ -393,13 +393,12 @@ def test_print_shows_light_pages_without_controls(jobs: Path, chromium: Browser)
         assert len(opened.page.pdf()) > 10_000
 
 
-def test_each_number_of_an_action_of_one_s_own_has_a_chart(
-    tmp_path: Path, chromium: Browser
-) -> None:
+def test_each_number_of_one_s_own_has_a_chart(tmp_path: Path, chromium: Browser) -> None:
     """Also beside another run, and whatever its name is."""
     written = write_new_job(tmp_path, "own", SyntheticRun())
     named = {"norm": 0.5, "<b>share": 0.25}
     own = [{"kind": "own/Norms", "step": step, **named} for step in (10, 20)]
+    own += [{"kind": kind, "step": 20, "own/kl": 0.75} for kind in ("train", "eval")]
     written.attempt(0, 50, began=START, extra=own)
     report.write([written.job.root], None)
     both = [written.job.root, write_finished_job(tmp_path)]
@@ -410,3 +409,6 @@ def test_each_number_of_an_action_of_one_s_own_has_a_chart(
             for title, number in (("Norms/norm", "0.5"), ("Norms/<b>share", "0.25")):
                 rows = values(opened.page, title)[1:]
                 assert [row[1:3] for row in rows] == [["10", number], ["20", number]], rows
+            # With the lines of training and validation; beside another run each has its own chart.
+            of_training = "kl" if page == written.job.report else "kl: training"
+            assert "0.75" in [value for row in values(opened.page, of_training) for value in row]

@@ -19,7 +19,8 @@ console = ConsoleTracker()
 console.log({"kind": "eval", "step": 0, "loss": 5.5, "bits_per_byte": 2.25})
 for step, mfu, rate in ((10, None, 12_345.0), (20, 0.4567, 1_234_567.0)):
     console.log({"kind": "train", "step": step, "loss": 4.0 - step / 100, "lr": 3e-4,
-                 "grad_norm": 1.25, "tokens": 64 * step, "ledger": "ab"})
+                 "grad_norm": 1.25, "tokens": 64 * step, "ledger": "ab",
+                 **({"own/kl": 0.5, f"own/{'long' * 6}": 1.0} if step == 20 else {})})
     console.log({"kind": "perf", "step": step, "tokens_per_second": rate, "mfu": mfu,
                  "memory_gb": 1.5, "seconds_per_step": 2.0, "steps": 2000,
                  "seconds": {"data": 4.0, "forward_backward": 96.0},
@@ -44,6 +45,7 @@ FIRST = (
 )
 SECOND = (
     "step 20/2000  loss 3.8000  lr 3.00e-04  grad 1.25  1.23Mtok/s  mfu 45.7%  mem 1.5GB  eta 1h06m"
+    "  kl 0.5000"
 )
 SAID = [
     "step 0: validation loss 5.5000, 2.2500 bits per byte",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import resumed
+from support.forked_runs import run
 from support.own_classes import LION
 from support.own_classes import POLYNOMIAL as POLY
 from support.running import ROOT, Dtt
@@ -19,9 +20,12 @@ from dtt.base.errors import ExitCode
 from dtt.config.load import resolve
 from dtt.config.schedule import RunFacts
 from dtt.config.source import Leaf
+from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import layout_of
 from dtt.optim import built
 from dtt.params.table import Param, Params
+from dtt.train.objectives.loss_function import check_ranks
+from dtt.train.objectives.next_token import NextTokenConfig
 from dtt.train.step import update
 
 EXAMPLES = ROOT / "examples"
@@ -140,25 +144,34 @@ def test_an_own_loss_trains_and_a_resume_changes_no_bit(dtt: Dtt) -> None:
 
 @pytest.mark.slow
 def test_an_own_loss_without_its_factor_is_the_cross_entropy(dtt: Dtt, tokens: Path) -> None:
-    """Validation is the same, and has the own loss beside it."""
+    """Validation is the same, and has the own loss beside it; terms are means in every layout."""
     keys = [key for key in resumed.SETTINGS if not key.startswith("data.")]
     keys += [f"data.tokens={tokens}", "train.eval_every=2", "train.log_every=1"]
     (dtt.folder / "plain.py").write_text(
         "import dtt\n"
         "class Plain(dtt.Objective):\n"
         "    def loss(self, out, batch):\n"
-        "        return out.sum(), {'double': 2 * out.sum()}\n"
+        "        return out.sum(), {'tokens': 2 * out.sum(), 'one': (batch.targets >= 0).sum()}\n"
     )
-    for job, kind in (("a", "next_token"), ("b", "plain.py:Plain")):
-        dtt("train", *keys, f"name={job}", f"objective.type={kind}")
-    ours, own = ([*records(dtt.folder / f"jobs/{job}", "eval")] for job in "ab")
-    for mine, theirs in zip(ours, own, strict=True):
-        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-6)
-        assert theirs["bits_per_byte"] == pytest.approx(mine["bits_per_byte"], rel=1e-6)
-        assert theirs["objective"] == pytest.approx(mine["loss"], rel=1e-6)
-    for record in records(dtt.folder / "jobs/b", "train"):
-        assert record["double"] == pytest.approx(2 * record["loss"], rel=1e-6)
-        assert record["cross_entropy"] == pytest.approx(record["loss"], rel=1e-6)
+    keys += ["model.dropout=0.0", "train.seq_len=20"]
+    dtt("train", *keys, "name=a", "objective.type=next_token")
+    expected = {kind: records(dtt.folder / "jobs/a", kind) for kind in ("train", "eval")}
+    for job, layout in (("b", "shard=2 context=2"), ("c", "pipeline=2 tensor=2")):
+        parallel = [f"parallel.{part}" for part in layout.split()]
+        own = (f"name={job}", "objective.type=plain.py:Plain", *parallel)
+        run(dtt, "train", *keys, *own, ranks=4)
+        found = {kind: records(dtt.folder / f"jobs/{job}", kind) for kind in expected}
+        for mine, theirs in zip(expected["eval"], found["eval"], strict=True):
+            assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+            assert theirs["bits_per_byte"] == pytest.approx(mine["bits_per_byte"], rel=1e-5)
+            assert theirs["objective"] == pytest.approx(mine["loss"], rel=1e-5)
+            assert theirs["own/tokens"] == pytest.approx(2 * mine["loss"], rel=1e-5)
+        for mine, theirs in zip(expected["train"], found["train"], strict=True):
+            assert theirs["tokens"] == mine["tokens"]
+            assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+            assert theirs["cross_entropy"] == pytest.approx(mine["loss"], rel=1e-5)
+            assert theirs["own/tokens"] == pytest.approx(2 * mine["loss"], rel=1e-5)
+            assert theirs["own/one"] == pytest.approx(1.0)
 
 
 def test_a_student_of_its_own_weights_has_no_divergence(dtt: Dtt) -> None:
@@ -168,10 +181,17 @@ def test_a_student_of_its_own_weights_has_no_divergence(dtt: Dtt) -> None:
         "init.from=jobs/teacher", "model.dropout=0.0", "train.log_every=1",
     )  # fmt: skip
     dtt("train", *resumed.SETTINGS, *taught, "optim.lr=0.1")
-    first, *_, last = (r["divergence"] for r in records(dtt.folder / "jobs/t", "train"))
+    first, *_, last = (r["own/divergence"] for r in records(dtt.folder / "jobs/t", "train"))
     assert abs(first) < 1e-5 < last
     done = dtt("train", *resumed.SETTINGS, *taught, "parallel.tensor=2", expect=ExitCode.USAGE)
     assert "parallel.tensor: must be 1 for a loss that needs logits" in done.stderr
+
+
+def test_ranks_with_other_terms_stop_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added up by their places, values of different names would be mixed."""
+    monkeypatch.setattr(Mesh, "gather", lambda _self, mine: [mine, ["own/b"]])
+    with pytest.raises(ValueError, match=r"\['own/b'\] on rank 1, \['own/a'\] on 0"):
+        check_ranks(NextTokenConfig(), ["own/a"], Mesh())
 
 
 STATEFUL = """

@@ -73,6 +73,10 @@ MISTAKES = {
     "loss, number": ("out.sum()", "1.0", "returned float for the loss"),
     "loss, constant": ("out.sum()", "out.detach().sum()", "does not depend on the model"),
     "loss, metric": ("out.sum()", "out.sum(), {'x': out}", "for x, not a tensor []"),
+    "loss, other terms": ("out.sum()", "out.sum(), {str(out.sum()): out.sum()}", "at first"),
+    "loss, a term elsewhere": (
+        "out.sum()", "out.sum(), {'x': out.sum().to('meta')}", "x on meta, not on cpu"
+    ),
     "loss, exception": ("out.sum()", "out.nothing()", "has no attribute 'nothing'"),
     "optimizer, none": ("return _Lion(", "return (", "not a torch.optim.Optimizer"),
     "optimizer, parameter left out": (

@@ -4,12 +4,13 @@ A record is a dict with `kind` and `step`:
     train   loss (nats per target token), lr, grad_norm, tokens, ledger (the sample hash chain);
             skipped (true) if the step left the weights unchanged; loss and grad_norm are null if
             they are not finite; with DPO reward_margin, reward_accuracy, logp_chosen,
-            logp_rejected (means over the pairs of the step; logp in nats per answer)
+            logp_rejected (means over the pairs of the step; logp in nats per answer); own/NAME:
+            the terms of an objective of the user's own, as means over the targets, or pairs
     guard   why a step was skipped: why (non_finite | spike), bad_step (this one), action (stop |
             skip), ledger
     eval    loss, bits_per_byte (null if the number of bytes is unknown), losses by source if there
             are several; ema_loss if an average of the weights is kept; with DPO the metrics of
-            `train` for the held-out pairs
+            `train` for the held-out pairs; own/NAME as in `train`
     task    task (its name) and its scores, such as acc, acc_stderr, bits_per_byte; one record per
             benchmark task
     data    epochs by source
@@ -33,7 +34,8 @@ from typing import Any, Protocol
 
 Record = dict[str, Any]
 OWN = "own/"
-"""Start of the kind of a record of an action of the user's own; its name follows."""
+"""Start of the kind of a record of an action of the user's own, and of the name of a term of an
+objective of theirs; its name follows."""
 
 
 def scalars(record: Record) -> Iterator[tuple[str, int | float]]:

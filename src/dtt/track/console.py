@@ -7,12 +7,14 @@ import sys
 
 from dtt.base.log import ERASE_LINE, log
 from dtt.base.terminal import Coded, one_line
-from dtt.track.base import Record
+from dtt.track.base import OWN, Record
 
 BAR = 20
 """Characters of the progress bar."""
 NOTABLE = 0.05
 """Minimum share of the time for which a cost is shown on the progress line."""
+TERMS, TERM = 3, 20
+"""Maximum number of own terms of a loss on the progress line, and characters of the name of one."""
 
 
 class ConsoleTracker:
@@ -69,8 +71,7 @@ class ConsoleTracker:
             f"step {train['step']}/{perf['steps']}  loss {loss}  lr {train['lr']:.2e}  "
             f"grad {norm}  {_si(perf['tokens_per_second'])}tok/s  mfu {mfu}  "
             f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}{_fill(train)}{_preference(train)}"
-            f"{_load(train)}"
-            f"{_losses(perf)}"
+            f"{_terms(train)}{_load(train)}{_losses(perf)}"
         )
 
     def _live_line(self, perf: Record) -> str:
@@ -117,6 +118,13 @@ def _preference(record: Record) -> str:
     return f"  margin {record['reward_margin']:.3f}, accuracy {record['reward_accuracy']:.0%}"
 
 
+def _terms(record: Record) -> str:
+    """Return the first own terms of the loss with a short name, such as `  divergence 0.5213`."""
+    own = {name.removeprefix(OWN): record[name] for name in record if name.startswith(OWN)}
+    short = [f"  {name} {_number(own[name], 4)}" for name in own if len(name) <= TERM]
+    return "".join(short[:TERMS])
+
+
 def _load(train: Record) -> str:
     """Return the largest load of an expert, such as `  busiest expert +48%`; empty without any."""
     violations = [v for v in train.get("expert_violation", {}).values() if v is not None]
@@ -135,7 +143,7 @@ def _found(evaluation: Record) -> str:
         found += f", {evaluation['bits_per_byte']:.4f} bits per byte"
     losses = ", ".join(f"{k} {loss:.4f}" for k, loss in evaluation.get("losses", {}).items())
     found = f"{found} ({losses})" if losses else found
-    found += _preference(evaluation)
+    found += _preference(evaluation) + _terms(evaluation)
     if evaluation.get("answer_stop_rate") is not None:
         found += f"; {evaluation['answer_stop_rate']:.0%} of the greedy answers stop"
     if "ema_loss" in evaluation:

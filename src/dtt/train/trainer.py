@@ -24,6 +24,7 @@ from dtt.train.anomaly_guard import finite
 from dtt.train.components import Run
 from dtt.train.data_hash import check_order
 from dtt.train.expert_load import METRICS, described
+from dtt.train.objectives.loss_function import check_ranks
 from dtt.train.recorded import position_of
 from dtt.train.state import (
     restore_rng,
@@ -44,6 +45,8 @@ class Trainer(Run):
     _unread: list[tuple[Record, Tensor, Names]] = field(default_factory=list)
     """Records of steps, values that are still on the device (the guard's `Judgement.values`, then
     auxiliary losses and metrics), and the names of the latter."""
+    _reported: list[str] = field(default_factory=list)
+    """Names of the values of the first step, which all ranks have."""
 
     def run(self, resume: Checkpoint | None) -> bool:
         """Train to the end (return True) or until a stop request (False); save in either case."""
@@ -107,6 +110,11 @@ class Trainer(Run):
         state, step, meter = self.state, self.position.step, self.observers.meter
         losses = state.step.run(batch.micro_batches, self.objective, batch.terms)
         reported = losses.aux | losses.metrics
+        if not self._reported:
+            # Once, as the names do not change. By their places in the stack below, ranks would add
+            # up values of different names, or wait for more of them forever.
+            check_ranks(state.objective, reported, state.layout)
+            self._reported.extend(["loss", *reported])
         meter.end_phase("forward_backward")
         limit = self.cfg.train.clip_norm or float("inf")
         # Clipping also yields the norm that the guard judges, so an infinite limit stands for none.

@@ -5,7 +5,8 @@ const SMOOTHING = [0, 5, 20, 100];
 /**
  * Charts of the metrics of training: title, unit, and lines [metric, label, style]. `inner` is the
  * start of the names of lines, such as those of all layers; `each` that of metrics with a chart of
- * their own. Several runs get a chart for each line if there are titles for them in `apart`.
+ * their own, whose lines `of` returns. Several runs get a chart for each line if there are titles for
+ * them in `apart`.
  */
 const GROUPS = [
   {
@@ -44,7 +45,11 @@ const GROUPS = [
       { title: "Cross-entropy", unit: "nats per token", lines: [["train/cross_entropy", ""]] },
     ],
   },
-  { id: "own", title: "Own actions", charts: [{ each: "own/" }] },
+  {
+    id: "own",
+    title: "Own terms and actions",
+    charts: [{ each: "train/own/", of: (name) => trainAndEval(`own/${name}`) }, { each: "own/" }],
+  },
   {
     id: "optimization",
     title: "Learning rate and gradients",
@@ -191,7 +196,7 @@ function smoothed(values, window) {
 function chartsOf(view, specs) {
   const known = (name) => view.runs.some((run) => run.curves[name]?.at.length);
   return specs
-    .flatMap((spec) => (spec.each ? apiece(view, spec.each) : [spec]))
+    .flatMap((spec) => (spec.each ? apiece(view, spec) : [spec]))
     .flatMap((spec) => separated(view, spec))
     .filter(({ lines, unless }) => lines.some(([name]) => known(name)) && !known(unless))
     .map((spec) => {
@@ -213,10 +218,10 @@ function separated(view, spec) {
 }
 
 /** A chart for each metric whose name begins so. */
-function apiece(view, prefix) {
-  return innerLines(view, prefix).map(([name, label, style]) => ({
+function apiece(view, { each, of }) {
+  return innerLines(view, each).map(([name, label, style]) => ({
     title: label,
-    lines: [[name, "", style]],
+    lines: of ? of(label) : [[name, "", style]],
   }));
 }
 

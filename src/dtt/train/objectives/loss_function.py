@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.objective import Objective
-from dtt.config.own import own_code
+from dtt.config.own import own_code, own_file_of
 from dtt.data.samples.loader import MicroBatch
+from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import FullTensor
 from dtt.model.output import TEXT_BYTES, Output
+from dtt.track.base import OWN
 from dtt.train.inputs import Inputs
 from dtt.train.objectives.next_token import NextTokenConfig
 from dtt.train.step import LossFunction
@@ -77,6 +79,10 @@ def loss_function(
     model's `forward`.
     """
     needs, plain = objective.needs, objective.needs == "sum" or objective.per_pair
+    # A prefix, so that no term of a user's own can replace a number of dtt, such as `tokens`, with
+    # which a run resumes.
+    prefix = OWN if own_file_of(objective) is not None else ""
+    first: list[set[str]] = []
 
     def losses(output: Output, micro_batch: MicroBatch) -> Output:
         targets_BT, given = micro_batch.targets, output.loss
@@ -85,8 +91,13 @@ def loss_function(
         with own_code(objective, OBJECTIVE):
             found = objective.loss(given, micro_batch)
             loss, metrics = found if isinstance(found, tuple) else (found, {})
-            _check(loss, metrics, trains=given.requires_grad)
-        named = {name: value.detach() for name, value in metrics.items()}
+            _check(loss, metrics, first, trains=given.requires_grad)
+        # Sorted, because ranks add up the terms by their places. At least fp32: what the sums of a
+        # step keep of a bf16 term is its first three digits.
+        named = {
+            prefix + name: value.detach().to(torch.promote_types(value.dtype, torch.float32))
+            for name, value in sorted(metrics.items())
+        }
         if not plain:
             entropy = _cross_entropy(given, targets_BT)
             if evaluates:
@@ -115,14 +126,33 @@ def _cross_entropy(given: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(flat, targets_BT.flatten(), reduction="sum")
 
 
-def _check(loss: Any, metrics: Any, *, trains: bool) -> None:
-    """Raise ValueError unless `loss` can be minimised and `metrics` reported."""
+def _check(loss: Any, metrics: Any, first: list[set[str]], *, trains: bool) -> None:
+    """Raise ValueError unless `loss` can be minimised and `metrics` reported.
+
+    The metrics of the first micro-batch add their names to `first`; others must have the same.
+    """
     for name, value in {"the loss": loss, **metrics}.items():
         if not isinstance(value, Tensor) or value.shape != ():
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"`loss` returned {shape} for {name}, not a tensor []: the sum")
+        if value.device != loss.device:
+            raise ValueError(f"`loss` returned {name} on {value.device}, not on {loss.device}")
+    if not first:
+        first.append({*metrics})
+    if metrics.keys() != first[0]:
+        # The sum over micro-batches would leave out what the first one lacks.
+        raise ValueError(f"`loss` returned {sorted(metrics)}, and {sorted(first[0])} at first")
     if trains and not loss.requires_grad:
         raise ValueError("`loss` returned a value that does not depend on the model")
+
+
+def check_ranks(config: Objective, names: Iterable[str], mesh: Mesh) -> None:
+    """Raise ValueError unless all ranks report values of these names; all call this together."""
+    of_ranks = mesh.gather([*names])
+    for rank, theirs in enumerate(of_ranks):
+        with own_code(config, OBJECTIVE):
+            if theirs != of_ranks[0]:
+                raise ValueError(f"`loss` returned {theirs} on rank {rank}, {of_ranks[0]} on 0")
 
 
 def state_of(config: Objective) -> dict[str, Tensor]:
