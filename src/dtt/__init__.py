@@ -31,7 +31,7 @@ __version__ = "0.1.0"
 
 INTERFACE = {
     "Action": "dtt.config.action",
-    "Context": "dtt.model.context",
+    "Context": "dtt.model.token_context",
     "Documents": "dtt.config.documents",
     "Family": "dtt.config.family",
     "Job": "dtt.library",

@@ -72,18 +72,20 @@ class Step:
         self.case, self.device = case, world.device
         self.assembled = parts = assemble.assemble(case.cfg, plan, world)
         state = TrainState(
-            parts.layout, parts.model,
-            step.Step(parts.module, case.precision, parts.layout.gradient_replicas), parts.params,
-            assemble.make_optimizers(case.cfg, plan, parts, None),
-            Guard(case.cfg.guard, world, Path()), case.cfg.objective, rounding=None, ema=None,
-            experts=make_experts(case.cfg, parts),
+            **vars(parts),
+            step=step.Step(parts.module, case.precision, parts.layout.gradient_replicas),
+            optimizers=assemble.make_optimizers(case.cfg, plan, parts, None),
+            guard=Guard(case.cfg.guard, world, Path()), objective=case.cfg.objective,
+            rounding=None, ema=None, experts=make_experts(case.cfg, parts),
         )  # fmt: skip
         unused: Any = None
         meter = SimpleNamespace(end_phase=lambda _: None)
         self.trainer = Trainer(
-            cfg=case.cfg, world=world, job=unused, run_id="", state=state, actions=[],
-            objective=make_loss(case.cfg, plan), dataset=unused, batches_from=unused,
-            requests=unused, watchdog=unused, saver=unused, stop_lead=unused,
+            resolved=SimpleNamespace(config=case.cfg), world=world, job=unused,  # type: ignore[arg-type]
+            dataset=unused, plan=plan, from_step=None, branch=None, stage=None, predecessor=None,
+            attempt=unused, watchdog=unused, resume=None, run_id="", state=state, actions=[],
+            objective=make_loss(case.cfg, plan), batches_from=unused,
+            saver=unused, stop_lead=unused,
             schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
             observers=SimpleNamespace(meter=meter),  # type: ignore[arg-type]
         )  # fmt: skip

@@ -29,10 +29,10 @@ from dtt.mesh.compilation import compiler
 from dtt.model import attention_backend, families
 from dtt.model.architecture import Architecture
 from dtt.model.block_sparse import TILE, tiled_attention
-from dtt.model.context import CachedContext
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
+from dtt.model.token_context import CachedContext
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

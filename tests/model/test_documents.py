@@ -11,7 +11,7 @@ from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.hf.weights import from_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
-from dtt.model.context import document_positions
+from dtt.model.token_context import document_positions
 
 
 def test_positions_restart_with_each_document() -> None:

@@ -10,11 +10,11 @@ from torch import Tensor
 from dtt.base.errors import Diverged
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.model import families
-from dtt.model.context import CachedContext
 from dtt.model.decoder import Decoder
 from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch, sample
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
+from dtt.model.token_context import CachedContext
 
 PROMPT = [5, 17, 3, 88]
 PROMPTS = [PROMPT, [41], [9] * 20, [7, 2, 64, 30, 12, 99, 1, 8, 70]]

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from dtt.base.errors import DttError
+from dtt.base.ranks import Ranks
+from dtt.evaluate.tasks.options import Option
+from dtt.evaluate.tasks.scorer import Scorer
+from dtt.mesh.dist import start
 from dtt.model import count
 from dtt.model.architecture import BuiltArchitecture
+from dtt.model.contract import Model
 from dtt.model.decoder import make_model, params_of
+from dtt.model.generate import generate
 from dtt.model.init import initialize
 from dtt.model.library.family import TransformersFamily
 from dtt.model.library.model import LibraryModel
@@ -93,6 +99,42 @@ def test_packed_documents_are_separate_or_known_not_to_be(model: Any) -> None:
     alone = torch.cat([model(tokens[:, :9]), model(tokens[:, 9:])], dim=1)
     difference = float((packed - alone).abs().max() / alone.abs().max())
     assert (difference < 1e-5) == (model.config.model_type not in JOINED)
+
+
+def test_generation_with_the_librarys_cache_gives_the_tokens_of_whole_passes(model: Any) -> None:
+    prompt, how = ids(9).tolist(), {"temperature": 0, "top_k": None, "top_p": 1.0}
+    cached = [*generate(model, prompt, max_new_tokens=7, **how)]
+    assert model._caches
+    read = Model.reader(model)  # which computes all tokens again
+    assert cached == [int(read(torch.tensor(new)).argmax()) for new in (prompt, *zip(cached[:-1]))]
+
+
+def test_a_cache_that_changes_logits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = initialized(built("lfm2"))
+    monkeypatch.setattr("dtt.model.library.model.CACHES", ("nothing",))
+    prompt, how = ids(9).tolist(), {"temperature": 0, "top_k": None, "top_p": 1.0}
+    with caplog.at_level("WARNING", logger="dtt"):
+        found = [*generate(model, prompt, max_new_tokens=3, **how)]
+    assert "the cache of lfm2 cannot be used" in caplog.text
+    assert found == [*generate(initialized(built("lfm2")), prompt, max_new_tokens=3, **how)][:3]
+
+
+@torch.no_grad()
+def test_options_are_scored_as_whole_passes_score_them(model: Any) -> None:
+    asked = [
+        [Option((1, 2, 3), (4, 5)), Option((1, 2, 3), (6,))],
+        [Option((9,), (8, 7, 6, 5))],
+    ]
+    scores = Scorer(model, start(Ranks(), "cpu"), batch_tokens=7).score(asked)
+    assert scores is not None
+    for options, found in zip(asked, scores, strict=True):
+        for option, score in zip(options, found, strict=True):
+            tokens = torch.tensor([*option.context, *option.continuation])
+            nats_TV = model(tokens[None, :-1])[0].log_softmax(-1)[len(option.context) - 1 :]
+            expected = nats_TV.gather(1, tokens[len(option.context) :, None]).sum()
+            assert score.log_likelihood == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_each_trained_parameter_gets_a_gradient_and_has_a_role(model: Any) -> None:

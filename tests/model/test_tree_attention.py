@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from dtt.model import tree_attention
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import Flex
-from dtt.model.context import GivenContext
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from dtt.model.token_context import GivenContext
 from dtt.model.tree_attention import PackedTrees, make_tree_attention_fns
 
 CPU = torch.device("cpu")

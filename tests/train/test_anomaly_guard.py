@@ -79,7 +79,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
     error = None
     folder = trainer.job.checkpoints
     try:
-        assert trainer.run(trainer.world.from_first(store.newest(folder)))
+        assert trainer.run()
     except Diverged as diverged:
         error = str(diverged)
     trainer.saver.close()

@@ -132,7 +132,7 @@ def test_a_mistake_in_a_model_is_named(own: Dtt, tokens: Path, mistake: str) -> 
 @pytest.mark.parametrize(
     "keys",
     ["parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2", "train.precision=fp8",
-     "scaling.type=mup scaling.base_dim=32", "eval.tasks=[hellaswag]"],
+     "scaling.type=mup scaling.base_dim=32"],
 )  # fmt: skip
 def test_what_needs_to_know_the_inside_is_refused(own: Dtt, keys: str) -> None:
     done = own(

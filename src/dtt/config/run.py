@@ -190,8 +190,6 @@ class RunConfig(Section):
             yield "scaling.type", f"must be standard: {why}"
         if self.train.precision == "fp8":
             yield "train.precision", f"cannot be fp8: {why}"
-        if self.eval.tasks:
-            yield "eval.tasks", f"must be empty: {why}"
 
     def _action_problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for actions whose records would mix."""

@@ -21,7 +21,7 @@ from dtt.model import attention_backend, count
 from dtt.model.scaling import scaled
 from dtt.optim import built, schedule
 from dtt.optim.ema import Ema
-from dtt.train.assemble import Assembled, assemble
+from dtt.train.assemble import LaidOutModel, assemble
 from dtt.train.objectives.loss_function import loss_function
 from dtt.train.pipelined_step import make_step
 from dtt.train.process_memory import check_memory
@@ -53,8 +53,8 @@ def probe(case: Case, world: World) -> Measurement:
     import_module("torch._dynamo")
     before = _in_use(world.device)
     torch.manual_seed(world.rank)
-    assembled = assemble(case.cfg, _plan(case, world), world)
-    run = RandomTraining(case, assembled, world)
+    laid_out = assemble(case.cfg, _plan(case, world), world)
+    run = RandomTraining(case, laid_out, world)
     seconds = 0.0
     for _ in range(STEPS):
         begin = time.perf_counter()
@@ -68,29 +68,29 @@ def probe(case: Case, world: World) -> Measurement:
 class RandomTraining:
     """Training steps on random tokens, without anomaly guard and throughput meter."""
 
-    def __init__(self, case: Case, assembled: Assembled, world: World) -> None:
+    def __init__(self, case: Case, laid_out: LaidOutModel, world: World) -> None:
         """Create the optimizers of a model."""
-        self._case, self._assembled, self._device = case, assembled, world.device
+        self._case, self._laid_out, self._device = case, laid_out, world.device
         facts = RunFacts(case.steps, dtype=case.precision.compute_dtype)
-        self._optimizers = built.build(case.cfg.optim, assembled.params, facts)
+        self._optimizers = built.build(case.cfg.optim, laid_out.params, facts)
         given = case.cfg.train.ema_decay
         average = None if given is None else parse_averaging(given)
-        self._ema = None if average is None else Ema(assembled.params, average.decay)
+        self._ema = None if average is None else Ema(laid_out.params, average.decay)
         self._passes = make_step(
-            assembled.module, case.precision, reduce_each=case.cfg.parallel.reduce == "each"
+            laid_out.module, case.precision, reduce_each=case.cfg.parallel.reduce == "each"
         )
         self._no_skip = torch.zeros((), device=world.device)
         self._steps = 0
 
     def step(self) -> None:
         """Do one optimizer step."""
-        case, assembled = self._case, self._assembled
+        case, laid_out = self._case, self._laid_out
         shape = (case.accumulation, case.micro_batch, case.cfg.train.seq_len)
         tokens = torch.randint(case.arch.vocab_size, shape, device=self._device)
         micro_batches = [MicroBatch(part, part, None) for part in tokens]
         objective = loss_function(z_loss=case.cfg.train.z_loss)
         self._passes.run(micro_batches, objective, tokens.numel())
-        assembled.params.clip(1.0)
+        laid_out.params.clip(1.0)
         update(self._optimizers, self._no_skip, step=self._steps, ema=self._ema)
         self._steps += 1
 

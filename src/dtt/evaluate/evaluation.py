@@ -20,7 +20,6 @@ from dtt.evaluate import result_table as eval_report
 from dtt.evaluate.models import ALL, EvaluatedModel, find_steps, models_of
 from dtt.hf.model_source import find_chat_format, find_folder, job_of, on_device
 from dtt.jobs import job_paths
-from dtt.model.architecture import decoder_architecture
 
 if TYPE_CHECKING:
     from dtt.data.conversations.chat_encoder import ChatEncoder
@@ -190,7 +189,6 @@ class Evaluation:
         from dtt.evaluate.tasks.runner import TaskRunner
         from dtt.evaluate.tasks.scorer import Generator, Scorer
 
-        decoder_architecture(trained.arch, "dtt eval")  # options share tokens in its attention
         state = {name: tensor.float() for name, tensor in trained.state.items()}
         model = on_device(replace(trained, state=state), world.device)
         chat = None if self.chat is None else self.chat.encoder()

@@ -6,7 +6,7 @@ of keys and values, K their width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from dtt.config.own import own_code
 from dtt.config.train import AttentionKernel
 from dtt.mesh.sharding import local
-from dtt.model.context import Context
 from dtt.model.layers import held_layers
 from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.output import HiddenStates, Output
 from dtt.model.target_scores import target_scores
+from dtt.model.token_context import Context, LastTokenContext
 
 Role = Literal["matrix", "embed", "head", "vector", "router", "balance", "adapter"]
 Reduction = Literal["sum", "none", "scores", "logits"]
@@ -156,7 +156,23 @@ class Model(nn.Module):
             if states.hidden.shape[:-1] != tokens_BT.shape:
                 shapes = f"{list(states.hidden.shape)} for tokens {list(tokens_BT.shape)}"
                 raise ValueError(f"{type(self).__name__}.hidden returned {shapes}")
+        states = states._replace(hidden=context.read_by_head(states.hidden))
         return self.losses(states, targets_BT, z_loss, reduction)
+
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """Return a function that reads the next tokens of a text, [T]: the logits [V] after them.
+
+        It computes the whole text each time. A model with a cache computes the new tokens only.
+        """
+        text: list[Tensor] = []
+
+        def read(tokens_T: Tensor) -> Tensor:
+            text.append(tokens_T)
+            tokens_1T = torch.cat(text)[None]
+            logits: Tensor = self(tokens_1T, context=LastTokenContext(tokens_1T))[0, -1]
+            return logits
+
+        return read
 
     def losses(
         self, states: HiddenStates, targets_BT: Tensor | None, z_loss: float, reduction: Reduction

@@ -18,14 +18,14 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.mesh.mesh import ALL, Mesh
 from dtt.mesh.sharding import layout_of
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
-from dtt.model.context import Context
 from dtt.model.contract import Model, Reduction, Role
 from dtt.model.experts import Mixed
 from dtt.model.layers import Absent, Block
 from dtt.model.linear import Embedding, Linear
 from dtt.model.norm import make_norm
-from dtt.model.output import HiddenStates, Output, Stage
+from dtt.model.output import HiddenStates, Output, StagePass
 from dtt.model.rope import rotations
+from dtt.model.token_context import Context
 from dtt.params.table import Param, Params
 
 T = TypeVar("T")
@@ -78,11 +78,11 @@ class Decoder(Model):
         z_loss: float = 0.0,
         reduction: Reduction = "sum",
         context: Context | None = None,
-        stage: Stage | None = None,
+        stage: StagePass | None = None,
     ) -> Tensor | Output | HiddenStates:
         """Return what `Model.forward` does; of a `stage` before the last, its `HiddenStates`."""
         context = context or Context(tokens_BT, doc_ids_BT, self.attention)
-        layers, x_BTD = stage or Stage(range(self.arch.n_layers), None)
+        layers, x_BTD = stage or StagePass(range(self.arch.n_layers), None)
         if x_BTD is None:
             x_BTD = self._embedded(tokens_BT, context.positions)
         passed = self._through(layers, x_BTD, context, targets_BT)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dtt.base.errors import Diverged
 from dtt.model.architecture import Architecture
-from dtt.model.context import CachedContext
 from dtt.model.contract import Model
 from dtt.model.decoder import Decoder
 from dtt.model.kv_cache import KVCache
+from dtt.model.token_context import CachedContext
 
 CHUNK = 1024
 """Number of tokens that are prefilled at once behind cached ones, to bound their mask."""
@@ -51,18 +51,36 @@ def generate_batch(
     Prompts have at least one token. Each is continued independently of the others: until it has
     `max_new_tokens`, until the caller adds its index to `ended`, as at a stop token, or until it
     fills the model's context (`max_seq_len`). `draw` describes the other options. Meanwhile the
-    model is in eval mode. A `cache` for all prompts may contain their beginnings; a model whose
-    layers dtt does not know has none.
+    model is in eval mode. A `cache` for all prompts may contain their beginnings; one whose layers
+    dtt does not know continues them one by one, by its own `reader`.
     """
     if isinstance(model, Decoder):
         yield from _generate_cached(model, prompts, generators, ended, cache, **options)
         return
     for i, prompt in enumerate(prompts):
-        how = {"generator": generators[i], **options}
-        for token in generate_uncached(model, 1, int, model.arch.max_seq_len, prompt, **how):
-            yield i, token
-            if i in ended:
-                break
+        with closing(_generate_read(model, prompt, generators[i], **options)) as tokens:
+            for token in tokens:
+                yield i, token
+                if i in ended:
+                    break
+
+
+@torch.inference_mode()
+def _generate_read(
+    model: Model,
+    prompt_ids: Sequence[int],
+    generator: torch.Generator | None,
+    max_new_tokens: int,
+    **sampling: Any,
+) -> Generator[int]:
+    """Yield the tokens that continue one prompt, by the model's `reader`."""
+    new, device = list(prompt_ids), model.head_weight().device
+    with in_eval_mode(model):
+        read = model.reader()
+        for _ in range(min(max_new_tokens, model.arch.max_seq_len - len(prompt_ids))):
+            token = sample(read(torch.tensor(new, device=device)), generator, **sampling)
+            yield token
+            new = [token]
 
 
 @torch.inference_mode()

@@ -56,7 +56,7 @@ class Output(NamedTuple):
         )
 
 
-class Stage(NamedTuple):
+class StagePass(NamedTuple):
     """The part of a pass that a pipeline stage computes.
 
     A tuple, as torch's FSDP2 looks for tensors with gradients among the arguments of a module, and

@@ -21,9 +21,9 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.mesh.collectives import gather
 from dtt.mesh.mesh import Mesh
 from dtt.model.attention_backend import make_context_attention_fns
-from dtt.model.context import GivenContext, document_positions
 from dtt.model.decoder import Decoder
-from dtt.model.output import HiddenStates, Stage
+from dtt.model.output import HiddenStates, StagePass
+from dtt.model.token_context import GivenContext, document_positions
 
 PADDING = -1
 """Document id of padding tokens; no real document has it."""
@@ -83,7 +83,7 @@ class ContextParallel(nn.Module):
         doc_ids_BT: Tensor | None = None,
         z_loss: float = 0.0,
         reduction: Literal["sum", "none"] = "sum",
-        stage: Stage | None = None,
+        stage: StagePass | None = None,
     ) -> Any:
         """Return what the model returns: logits [B, T, V], or with targets an `Output`.
 

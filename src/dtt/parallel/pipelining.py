@@ -23,7 +23,7 @@ from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.mesh import Mesh
 from dtt.model.architecture import Architecture
 from dtt.model.layers import held_layers
-from dtt.model.output import HiddenStates, Output, Stage
+from dtt.model.output import HiddenStates, Output, StagePass
 from dtt.parallel.context import ContextParallel
 
 Pass = Callable[[range, int, Tensor | None], Tensor]
@@ -101,7 +101,7 @@ class Pipeline(nn.Module):
                 shape = self.hidden_shape(tokens_BT)
                 hidden_BPD = torch.empty(shape, dtype=self.dtype, device=tokens_BT.device)
                 dist.recv(hidden_BPD, group=self.group, group_src=(stage - 1) % self.ranks)
-            part = Stage(self.layers[stage], hidden_BPD)
+            part = StagePass(self.layers[stage], hidden_BPD)
             result = self.module(tokens_BT, targets_BT, stage=part, **options)
             of_stage = result.aux if isinstance(result, HiddenStates | Output) else {}
             aux |= {name: aux.get(name, 0.0) + value for name, value in of_stage.items()}

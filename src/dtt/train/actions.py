@@ -212,7 +212,7 @@ def _together(run: Run) -> Together | None:
     layout = run.state.layout
     if not layout.sharded:
         return None
-    return run.state.step.module, layout.granularity, run.world.from_first
+    return run.state.module, layout.granularity, run.world.from_first
 
 
 def save(run: Run, _stop: Stop) -> list[Record]:

@@ -49,8 +49,8 @@ def _coefficients(cfg: RunConfig, *, corrected: bool) -> RouterLosses:
     return RouterLosses(balance, cfg.train.router_z_loss)
 
 
-@dataclass(frozen=True)
-class Assembled:
+@dataclass(frozen=True, kw_only=True)
+class LaidOutModel:
     """A model on its devices."""
 
     layout: Mesh
@@ -62,18 +62,18 @@ class Assembled:
 
 
 def make_optimizers(
-    cfg: RunConfig, plan: RunPlan, assembled: Assembled, rounding: StochasticRounding | None
+    cfg: RunConfig, plan: RunPlan, laid_out: LaidOutModel, rounding: StochasticRounding | None
 ) -> dict[str, Optimizer]:
     """Return the optimizers by name, and log which parameters each one takes.
 
     `rounding` applies to bf16 weights and their state.
     """
-    found = built.build(cfg.optim, assembled.params, plan.facts(rounding))
+    found = built.build(cfg.optim, laid_out.params, plan.facts(rounding))
     log.info("parameter groups:\n%s", groups.describe(found))
     return found
 
 
-def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
+def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
     """Create the model and wrap it for the run's parallelism; all ranks call it together.
 
     A sharded model has no memory before it is sharded, so that no rank ever holds all of it.
@@ -126,4 +126,5 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> Assembled:
             buffer.copy_(buffers[name])
     # On every rank by itself: the values do not depend on the layout, so none are sent.
     initialize(model, cfg.seed, plan.scaling.base)
-    return Assembled(layout, model, module, params_of(model, layout))
+    params = params_of(model, layout)
+    return LaidOutModel(layout=layout, model=model, module=module, params=params)

@@ -15,7 +15,6 @@ from dtt.config.adapter import LoraConfig
 from dtt.config.averaging import parse_averaging
 from dtt.config.own import own_code, own_files
 from dtt.config.run import RunConfig
-from dtt.jobs.attempt import Attempt
 from dtt.optim.lr_curves import WsdConfig
 from dtt.train.initial import carry_optimizers, initialise_from
 from dtt.train.inputs import Inputs
@@ -24,7 +23,6 @@ from dtt.train.objectives.reference_logprobs import (
     named_reference,
     write_reference,
 )
-from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from dtt.mesh.mesh import Mesh
     from dtt.optim.ema import Ema
     from dtt.train.actions import StepAction
-    from dtt.train.assemble import Assembled
+    from dtt.train.assemble import LaidOutModel
     from dtt.train.components import Observers, TrainState
     from dtt.train.expert_load import ExpertLoad
     from dtt.train.run_plan import RunPlan
@@ -50,20 +48,8 @@ if TYPE_CHECKING:
     from dtt.train.trainer import Trainer
 
 
-def build(
-    cfg: RunConfig,
-    plan: RunPlan,
-    this: Attempt,
-    world: World,
-    dataset: Dataset,
-    watchdog: Watchdog,
-    resume: Checkpoint | None,
-    source: str | None,
-) -> Trainer:
-    """Build the trainer of a run; all ranks call it together.
-
-    `source` is the source of the initial weights, as in `init.from`; on resume it is not used.
-    """
+def build(inputs: Inputs) -> Trainer:
+    """Build the trainer of a run; all ranks call it together."""
     from dtt.data.samples.loader import training_batches
     from dtt.data.samples.reference import with_reference
     from dtt.train.actions import make_actions
@@ -72,16 +58,15 @@ def build(
     from dtt.train.supervise.stop_lead import StopLead
     from dtt.train.trainer import Trainer
 
+    cfg, plan, job, world = inputs.cfg, inputs.plan, inputs.job, inputs.world
     # The imports above take seconds, which `start` reports separately.
-    this.start.end_phase("imports")
-    inputs = Inputs(cfg, plan, this, world, dataset, watchdog, resume, source)
+    inputs.attempt.start.end_phase("imports")
     state, reader = make_state(inputs)
-    budget = make_budget(cfg, dataset, this, resume)
-    schedule = RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget)
     if cfg.objective.needs_reference:
-        dataset = with_reference(dataset, this.job.reference)
-        inputs = replace(inputs, dataset=dataset)
-    saved_run_id = None if resume is None else resume.position()["run_id"]
+        inputs = replace(inputs, dataset=with_reference(inputs.dataset, job.reference))
+    dataset, budget = inputs.dataset, make_budget(inputs)
+    schedule = RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget)
+    saved_run_id = None if inputs.resume is None else inputs.resume.position()["run_id"]
     actions = make_actions(
         cfg,
         lambda: schedule.steps,
@@ -92,21 +77,16 @@ def build(
         RunView.of(inputs),
     )
     return Trainer(
-        cfg=cfg,
-        world=world,
-        job=this.job,
-        run_id=world.from_first(this.job.run_id(saved_run_id) if world.first else ""),
+        **vars(inputs),
+        run_id=world.from_first(job.run_id(saved_run_id) if world.first else ""),
         objective=make_loss(cfg, plan),
         state=state,
-        dataset=dataset,
         batches_from=partial(training_batches, dataset, reader),
         schedule=schedule,
         actions=actions,
         observers=make_observers(inputs, state, actions),
-        requests=this.requests,
-        watchdog=watchdog,
         saver=make_saver(inputs),
-        stop_lead=StopLead(this.job),
+        stop_lead=StopLead(job),
     )
 
 
@@ -145,57 +125,55 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     if world.device.type == "cpu":
         # Before the first large tensor: malloc's thresholds apply to later allocations.
         malloc.keep_freed_memory()
-    assembled = assemble(cfg, plan, world)
-    reader = BatchReader.of(cfg, assembled.layout.index(*DATA), plan.sizes.data, world.device)
+    laid_out = assemble(cfg, plan, world)
+    reader = BatchReader.of(cfg, laid_out.layout.index(*DATA), plan.sizes.data, world.device)
     reader = reader.checking(world.rank, world.size)
     # After parallelisation, so that each rank fills its shards only.
-    start, base = initial_weights(inputs, assembled, reader)
-    check_model(assembled.model, world, separate=cfg.data.mask_documents)
+    start, base = initial_weights(inputs, laid_out, reader)
+    check_model(laid_out.model, world, separate=cfg.data.mask_documents)
     inputs.attempt.start.end_phase("model")
     rounding = StochasticRounding.of(
         cfg.seed, plan.precision.weights, weights=cfg.train.stochastic_rounding
     )
-    optimizers = make_optimizers(cfg, plan, assembled, rounding)
+    optimizers = make_optimizers(cfg, plan, laid_out, rounding)
     if inputs.resume is None:
         # A resumed job passed this check when it was new.
         check_weights(optimizers, world.gather)
     # After the optimizers exist, as carried moments replace their empty state.
     if start is not None and cfg.init.optimizer == "carry":
-        carry_optimizers(optimizers, assembled.params, start)
+        carry_optimizers(optimizers, laid_out.params, start)
     with own_code(cfg.objective, "objective"):
         cfg.objective.setup(RunView.of(inputs))
     state = TrainState(
-        layout=assembled.layout,
-        model=assembled.model,
+        **vars(laid_out),
         step=make_step(
-            assembled.module,
+            laid_out.module,
             plan.precision,
-            assembled.layout.gradient_replicas,
+            laid_out.layout.gradient_replicas,
             reduce_each=cfg.parallel.reduce == "each",
         ),
-        params=assembled.params,
         optimizers=optimizers,
         objective=cfg.objective,
-        guard=Guard(cfg.guard, world, inputs.attempt.job.root),
+        guard=Guard(cfg.guard, world, inputs.job.root),
         rounding=rounding,
-        ema=make_ema(inputs, assembled),
-        experts=make_experts(cfg, assembled),
+        ema=make_ema(inputs, laid_out),
+        experts=make_experts(cfg, laid_out),
         base=base,
     )
     inputs.attempt.start.end_phase("optimizer")
     return state, reader
 
 
-def make_experts(cfg: RunConfig, assembled: Assembled) -> ExpertLoad | None:
+def make_experts(cfg: RunConfig, laid_out: LaidOutModel) -> ExpertLoad | None:
     """Return the load of the model's experts; None if it has none."""
     from dtt.train.expert_load import ExpertLoad
 
-    if assembled.model.arch.mixture is None:
+    if laid_out.model.arch.mixture is None:
         return None
-    return ExpertLoad(assembled.model, assembled.layout, cfg.train.balance_rate)
+    return ExpertLoad(laid_out.model, laid_out.layout, cfg.train.balance_rate)
 
 
-def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:
+def make_ema(inputs: Inputs, laid_out: LaidOutModel) -> Ema | None:
     """Return the average of the weights; None if the configuration asks for none."""
     from dtt.config.schedule import first_steps
     from dtt.optim.ema import Ema
@@ -206,11 +184,11 @@ def make_ema(inputs: Inputs, assembled: Assembled) -> Ema | None:
     average = parse_averaging(cfg.train.ema_decay)
     tokens_before = inputs.dataset.step_sizes.tokens_before
     start = first_steps(average.start, plan.steps, tokens_before)
-    return Ema(assembled.params, average.decay, start, average.blend)
+    return Ema(laid_out.params, average.decay, start, average.blend)
 
 
 def initial_weights(
-    inputs: Inputs, assembled: Assembled, reader: BatchReader
+    inputs: Inputs, laid_out: LaidOutModel, reader: BatchReader
 ) -> tuple[Checkpoint | None, Reference | None]:
     """Initialise the model of a new job; return the checkpoint that its weights come from, if any.
 
@@ -220,10 +198,10 @@ def initial_weights(
     """
     from dtt.model.init import initialize
 
-    cfg, source, start = inputs.cfg, inputs.source, None
+    cfg, source, start = inputs.cfg, inputs.source_of_weights, None
     # The ids of synthetic data stand for no text, and its tokenizer only gives them names.
     tokenizer = None if cfg.data.type == "synthetic" else inputs.dataset.tokenizer
-    model, data = assembled.model, (tokenizer, inputs.world)
+    model, data = laid_out.model, (tokenizer, inputs.world)
     adapted = isinstance(cfg.adapter, LoraConfig)
     reference = named_reference(cfg)
     if inputs.resume is not None:
@@ -237,7 +215,7 @@ def initial_weights(
         return None, restore_base(inputs.resume, model, inputs.world, average=average)
     if reference is not None:
         checkpoint = initialise_from(reference, model, *data)
-        write_reference(inputs, assembled, reader, reference, checkpoint)
+        write_reference(inputs, laid_out, reader, reference, checkpoint)
         # The policy starts from fresh weights: those of the reference were only borrowed.
         initialize(model, cfg.seed, inputs.plan.scaling.base)
     if source is not None:
@@ -247,13 +225,13 @@ def initial_weights(
 
             load_adapter(cfg.init.adapter, model, cfg.adapter, source, inputs.world)
         if cfg.objective.needs_reference and reference is None:
-            write_reference(inputs, assembled, reader, source, start)
+            write_reference(inputs, laid_out, reader, source, start)
     if not adapted:
         return start, None
     # Only here: it imports what reads Hugging Face folders, half a second of CPU time.
     from dtt.train.adapter import base_reference
 
-    return start, base_reference(source, start, inputs.world, inputs.attempt.job.root)
+    return start, base_reference(source, start, inputs.world, inputs.job.root)
 
 
 def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[StepAction]) -> Observers:
@@ -276,18 +254,18 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[StepActi
     if world.size > 1 and not state.layout.sharded:
         # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
         meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)
-    if isinstance(state.step.module, Pipeline):
-        meter.watch_pipeline(state.step.module)
+    if isinstance(state.module, Pipeline):
+        meter.watch_pipeline(state.module)
     step: int | None = None
     again: set[str] = set()
     if inputs.resume is not None and world.first:
-        step, position = inputs.resume.step, position_of(inputs.resume, attempt.job, cfg)
+        step, position = inputs.resume.step, position_of(inputs.resume, inputs.job, cfg)
         again = {a.kind for a in actions if a.kind is not None and a.due(position)}
     # Rank 0 alone has trackers; the others have an empty list, and no tests for rank.
     return Observers(
-        trackers=make_trackers(cfg, attempt.job, step, again=again) if world.first else [],
+        trackers=make_trackers(cfg, inputs.job, step, again=again) if world.first else [],
         meter=meter,
-        profiler=Profiler(cfg.profile, world, attempt.job.profiles, meter, inputs.watchdog),
+        profiler=Profiler(cfg.profile, world, inputs.job.profiles, meter, inputs.watchdog),
         startup=attempt.start,
         time_breakdown=TimeBreakdown(attempt.start, attempt.clock),
     )
@@ -307,7 +285,7 @@ def make_saver(inputs: Inputs) -> Saver:
         "code": {name: file.sha256 for name, file in own_files(cfg).items()},
     }
     stop_asked = attempt.requests.stop_asked_here
-    return Saver(attempt.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
+    return Saver(inputs.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
 
 
 def make_evaluator(inputs: Inputs, step: Step, mesh: Mesh, reader: BatchReader) -> Evaluator | None:
@@ -378,25 +356,24 @@ def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
     return TaskEvaluator(tasks, runner)
 
 
-def make_budget(
-    cfg: RunConfig, dataset: Dataset, this: Attempt, resume: Checkpoint | None
-) -> TimeBudget | None:
+def make_budget(inputs: Inputs) -> TimeBudget | None:
     """Return the time budget of a run with a time limit, on rank 0; None otherwise.
 
     Logs when the run will end, and restores the measured speed from the checkpoint.
     """
     from dtt.train.supervise.time_budget import TimeBudget
 
-    if this.clock is None or not cfg.train.timed:
+    cfg, resume, clock = inputs.cfg, inputs.resume, inputs.attempt.clock
+    if clock is None or not cfg.train.timed:
         return None
     assert isinstance(cfg.schedule, WsdConfig), "the configuration was checked"
     budget = TimeBudget(
         cfg.train,
         cfg.schedule,
         cfg.checkpoint.every,
-        dataset.step_sizes.tokens_before,
-        dataset.steps,
-        this.clock,
+        inputs.dataset.step_sizes.tokens_before,
+        inputs.dataset.steps,
+        clock,
         cfg.eval.every,
     )
     log.info(budget.describe())

@@ -8,26 +8,21 @@ from itertools import product
 
 from torch.optim import Optimizer
 
-from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import Reference
 from dtt.checkpoint.saver import Saver
 from dtt.config.objective import Objective
-from dtt.config.run import RunConfig
-from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import Batches
 from dtt.jobs.phase_timer import PhaseTimer
-from dtt.jobs.stop import Requests
-from dtt.mesh.dist import World
-from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import FullTensor, LaidOut
 from dtt.model.contract import Model
 from dtt.optim.ema import Ema
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.pipelining import Pipeline
-from dtt.params.table import Params
 from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
+from dtt.train.assemble import LaidOutModel
 from dtt.train.expert_load import ExpertLoad
+from dtt.train.inputs import Inputs
 from dtt.train.objectives import loss_function
 from dtt.train.profiler import Profiler
 from dtt.train.run_schedule import RunSchedule
@@ -35,21 +30,15 @@ from dtt.train.state import Position, load_optimizers, load_parameters, optimize
 from dtt.train.step import LossFunction, Step
 from dtt.train.supervise.stop_lead import StopLead
 from dtt.train.supervise.time_breakdown import TimeBreakdown
-from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.throughput import ThroughputMeter
 
 
-@dataclass(frozen=True)
-class TrainState:
+@dataclass(frozen=True, kw_only=True)
+class TrainState(LaidOutModel):
     """The model, and everything else whose tensors a step changes."""
 
-    layout: Mesh
-    model: Model
-    """The unwrapped model. If its parameters are sharded, all ranks must call it together."""
     step: Step
-    """The passes of the module called in training: `model`, or `model` wrapped."""
-    params: Params
-    """Parameters by their unwrapped names."""
+    """The passes of the module."""
     optimizers: Mapping[str, Optimizer]
     guard: Guard
     objective: Objective
@@ -66,7 +55,7 @@ class TrainState:
 
         Context parallelism divides the sequences of training only.
         """
-        module = self.step.module
+        module = self.module
         return module.without_context() if isinstance(module, Pipeline) else self.model
 
     def tensors(self) -> dict[str, LaidOut]:
@@ -114,24 +103,17 @@ class Observers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Inputs):
     """The parts of a run; none of them is replaced while it trains."""
 
-    cfg: RunConfig
-    job: JobDir
-    """The job directory, with all its paths."""
-    world: World
     run_id: str
     """Id of the run in trackers; kept in its checkpoints."""
     objective: LossFunction
     state: TrainState
-    dataset: Dataset
     batches_from: Callable[[int], Batches]
     """Function that returns the batches from a step (counted from 0) on."""
     schedule: RunSchedule
     observers: Observers
-    requests: Requests
-    watchdog: Watchdog
     saver: Saver
     stop_lead: StopLead
     position: Position = field(default_factory=Position)

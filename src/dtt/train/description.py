@@ -24,7 +24,7 @@ from dtt.config.run import RunConfig
 from dtt.config.run_length import with_both_lengths
 from dtt.config.schedule import Decay
 from dtt.data.samples import compatibility
-from dtt.train.start import Start
+from dtt.train.inputs import Start
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint

@@ -1,12 +1,19 @@
-"""The objects from which a training run is built."""
+"""A run before it has a model: what its checks found, then what the ranks of an attempt share.
+
+One object that grows: `Start`, then `Inputs`, and with model, schedule and trackers `Run`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.jobs.attempt import Attempt
+from dtt.jobs.branch import Branch
+from dtt.jobs.stages import FinalCheckpoint, Stage
 from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:  # keeps torch out of checks that come before it is needed
@@ -16,16 +23,42 @@ if TYPE_CHECKING:  # keeps torch out of checks that come before it is needed
     from dtt.train.run_plan import RunPlan
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The objects from which the components of a trainer are built."""
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A start of a job that passed all checks."""
 
-    cfg: RunConfig
+    resolved: Resolved
+    job: JobDir
+    """The job directory, with all its paths."""
+    dataset: Dataset
     plan: RunPlan
+    from_step: int | None
+    """The step to resume from in place of the newest checkpoint."""
+    branch: Branch | None
+    """The branch point, if the job is a branch."""
+    stage: Stage | None
+    """The stage of training, if the job is one."""
+    predecessor: FinalCheckpoint | None
+    """The checkpoint that the stage starts from, on rank 0; None on resume, and for the first."""
+
+    @property
+    def cfg(self) -> RunConfig:
+        """The configuration."""
+        return self.resolved.config
+
+    @property
+    def source_of_weights(self) -> str | None:
+        """The value of `init.from`; for a stage with the step of the checkpoint."""
+        if self.predecessor is not None:
+            return self.predecessor.reference
+        return self.cfg.init.source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(Start):
+    """A start whose ranks have met, and know the checkpoint that they resume from."""
+
     attempt: Attempt
     world: World
-    dataset: Dataset
     watchdog: Watchdog
     resume: Checkpoint | None
-    source: str | None
-    """The source of the initial weights, as in `init.from`; None for random ones."""

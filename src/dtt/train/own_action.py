@@ -66,7 +66,7 @@ class StepView(RunView):
         batches.close()  # ends the thread that reads ahead
         each = batch.terms / len(batch.micro_batches)
         norms = []
-        with evaluating(state.step.module):
+        with evaluating(state.module):
             for part in (*([one] for one in batch.micro_batches), batch.micro_batches):
                 terms = round(each * len(part))
                 state.step.run(part, run.objective, terms)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.dtypes import wide_dtype
-from dtt.model.output import HiddenStates, Output, Stage
+from dtt.model.output import HiddenStates, Output, StagePass
 from dtt.parallel.apply import autocast
 from dtt.parallel.pipelining import Pipeline
 from dtt.train.step import LossFunction, Step
@@ -110,7 +110,7 @@ class PipelinedStep(Step):
                 micro_batch.tokens,
                 micro_batch.targets,
                 doc_ids_BT=micro_batch.doc_ids,
-                stage=Stage(layers, hidden),
+                stage=StagePass(layers, hidden),
                 **objective.options,
             )
             if isinstance(output, HiddenStates):

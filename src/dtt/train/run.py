@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -45,7 +45,8 @@ from dtt.train.description import (
     write_provenance,
 )
 from dtt.train.initial import describe_adopted, model_of
-from dtt.train.start import Instrument, Start, prepare, recorded_refusal, unchanged
+from dtt.train.inputs import Inputs, Start
+from dtt.train.start import prepare, recorded_refusal
 from dtt.train.supervise.lost_rank import lost_rank_named
 from dtt.train.supervise.watchdog import Watchdog
 
@@ -53,6 +54,15 @@ if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
     from dtt.mesh.dist import World
+    from dtt.train.trainer import Trainer
+
+Instrument = Callable[["Trainer"], "Trainer"]
+"""Function that returns the trainer to run in place of the one that was built."""
+
+
+def unchanged(trainer: Trainer) -> Trainer:
+    """Return the trainer itself."""
+    return trainer
 
 
 @garbage.scheduled()
@@ -102,8 +112,7 @@ def run(
             if of_stage is not None and ranks.first:
                 report_shadowed([of_stage], arguments)
             start = prepare(resolved, job, ranks, from_step, branched, laps, of_stage)
-            start = replace(start, instrument=instrument)
-        start_attempt(start, ranks, requests)
+        start_attempt(start, ranks, requests, laps, instrument)
     finally:
         requests.defer()
     if as_json and ranks.first:
@@ -119,11 +128,13 @@ def under_time_pressure(job: JobDir) -> bool:
     return "SLURM_JOB_ID" in os.environ and (ending is None or ending["code"] != ExitCode.DONE)
 
 
-def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
-    """Lock the job, join the other ranks and train."""
+def start_attempt(
+    start: Start, ranks: Ranks, requests: Requests, laps: PhaseTimer, instrument: Instrument
+) -> None:
+    """Lock the job, join the other ranks and train; `laps` has timed the start so far."""
     from dtt.mesh import dist
 
-    job, cfg = start.job, start.resolved.config
+    job, cfg = start.job, start.cfg
     waits = cfg.checkpoint.on_full == "wait"
     this = None
     try:
@@ -132,7 +143,7 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
             attempt(
-                job, ranks, requests, timed=cfg.train.timed, start=start.startup, announced=True
+                job, ranks, requests, timed=cfg.train.timed, start=laps, announced=True
             ) as this,
             lost_rank_named(this),
         ):
@@ -144,7 +155,7 @@ def start_attempt(start: Start, ranks: Ranks, requests: Requests) -> None:
             # Ranks that start late may see a newer attempt folder. The number of rank 0 counts.
             this.number = world.from_first(this.number)
             this.start.end_phase("process group")
-            train(start, this, world)
+            train(start, this, world, instrument)
     finally:
         dist.stop()  # after exit.json is written, because it makes the other ranks end
         if this is not None and ranks.first and not under_time_pressure(job):
@@ -284,7 +295,7 @@ def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
     return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
-def train(start: Start, this: Attempt, world: World) -> None:
+def train(start: Start, this: Attempt, world: World, instrument: Instrument) -> None:
     """Build the trainer, resume from a checkpoint if there is one, and run to the end.
 
     Raises Preempted if a stop was requested before the last step.
@@ -292,7 +303,7 @@ def train(start: Start, this: Attempt, world: World) -> None:
     from dtt.train.process_memory import exhaustion_explained
 
     this.start.end_phase("imports")
-    cfg, job, dataset, plan = start.resolved.config, this.job, start.dataset, start.plan
+    cfg, job, dataset, plan = start.cfg, this.job, start.dataset, start.plan
     if start.branch is not None and world.first:
         start.branch.create_job(job)
     hang_seconds = cfg.train.hang_seconds
@@ -304,28 +315,20 @@ def train(start: Start, this: Attempt, world: World) -> None:
         # Again: `prepare` assumed the newest checkpoint, which may have been rejected.
         compatibility.check_batches(cfg.train, plan.sizes, resume.step if resume else 0)
         if resume is not None and cfg.train.timed:
-            plan = plan.with_decay(branch.timed_decay(job, resume))
-            watchdog.expect(plan.steps)
-        if resume is not None and world.first:
-            warn_of_rate_jump(job, resume, plan)
-            warn_of_decay_change(job, cfg)
+            start = replace(start, plan=plan.with_decay(branch.timed_decay(job, resume)))
+            watchdog.expect(start.plan.steps)
+        inputs = Inputs(**vars(start), attempt=this, world=world, watchdog=watchdog, resume=resume)
         if world.first:
-            write_description(start, resume)
-        if resume is not None and is_done(cfg, job, resume, plan.steps):
+            describe(inputs)
+        if resume is not None and is_done(cfg, job, resume, inputs.plan.steps):
             log.info("%s is done: the last checkpoint is %s", job.root, resume.path)
             this.requests.forget(world)
             return
         if world.first:
-            if resume is None and (adopted := describe_adopted(start.resolved)):
-                log.info("%s", adopted)
-            log.info("%s", plan.describe(world))
-            warn_of_early_end(dataset, cfg.train.steps)
-            write_provenance(job)
+            announce(inputs)
         with ExitStack() as stack:
             stack.enter_context(exhaustion_explained(cfg, job, world))
-            trainer = start.instrument(
-                build(cfg, plan, this, world, dataset, watchdog, resume, start.source_of_weights)
-            )
+            trainer = instrument(build(inputs))
             for tracker in trainer.observers.trackers:
                 stack.callback(tracker.close)
             stack.callback(trainer.saver.close)
@@ -333,13 +336,30 @@ def train(start: Start, this: Attempt, world: World) -> None:
             if world.first and start.from_step is not None:
                 set_aside(this, start.from_step)
             stack.push(this.requests.note_failure)  # called first, before the trackers are closed
-            finished = trainer.run(resume)
+            finished = trainer.run()
     if not finished:
         raise Preempted(
-            f"stopped at step {trainer.position.step} of {plan.steps}, with a checkpoint",
+            f"stopped at step {trainer.position.step} of {inputs.plan.steps}, with a checkpoint",
             why=this.requests.reason or "another rank received a stop request",
             next=f"dtt train {job.root}",
         )
+
+
+def describe(run: Inputs) -> None:
+    """Write the files that describe the run, and warn of what a resume changes, on rank 0."""
+    if run.resume is not None:
+        warn_of_rate_jump(run.job, run.resume, run.plan)
+        warn_of_decay_change(run.job, run.cfg)
+    write_description(run, run.resume)
+
+
+def announce(run: Inputs) -> None:
+    """Log what is about to be trained, on rank 0."""
+    if run.resume is None and (adopted := describe_adopted(run.resolved)):
+        log.info("%s", adopted)
+    log.info("%s", run.plan.describe(run.world))
+    warn_of_early_end(run.dataset, run.cfg.train.steps)
+    write_provenance(run.job)
 
 
 def find_checkpoint(

@@ -6,9 +6,8 @@ neither creates a job nor turns a finished job into a failed one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,50 +27,14 @@ from dtt.evaluate.evaluation import open_evaluation
 from dtt.jobs.attempt import attempt, holding
 from dtt.jobs.branch import Branch
 from dtt.jobs.phase_timer import PhaseTimer
-from dtt.jobs.stages import FinalCheckpoint, Stage
+from dtt.jobs.stages import Stage
 from dtt.jobs.stop import Requests
 from dtt.train.initial import check_source, check_vocabulary_of_stage
+from dtt.train.inputs import Start
 from dtt.train.objectives.reference_logprobs import check_initial_weights, named_reference
 
 if TYPE_CHECKING:
     from dtt.data.samples.dataset import Dataset
-    from dtt.train.run_plan import RunPlan
-    from dtt.train.trainer import Trainer
-
-Instrument = Callable[["Trainer"], "Trainer"]
-"""Function that returns the trainer to run in place of the one that was built."""
-
-
-def unchanged(trainer: Trainer) -> Trainer:
-    """Return the trainer itself."""
-    return trainer
-
-
-@dataclass(frozen=True)
-class Start:
-    """A start of a job that passed all checks."""
-
-    resolved: Resolved
-    job: JobDir
-    dataset: Dataset
-    plan: RunPlan
-    from_step: int | None
-    branch: Branch | None
-    """The branch point, if the job is a branch."""
-    startup: PhaseTimer
-    stage: Stage | None = None
-    """The stage of training, if the job is one."""
-    predecessor: FinalCheckpoint | None = None
-    """The checkpoint that the stage starts from, on rank 0; None on resume, and for the first."""
-
-    instrument: Instrument = unchanged
-
-    @property
-    def source_of_weights(self) -> str | None:
-        """The value of `init.from`; for a stage with the step of the checkpoint."""
-        if self.predecessor is not None:
-            return self.predecessor.reference
-        return self.resolved.config.init.source
 
 
 @contextmanager
@@ -110,7 +73,7 @@ def prepare(
     startup: PhaseTimer,
     stage: Stage | None = None,
 ) -> Start:
-    """Check a start and return its parts; raise the same DttError on all ranks if it cannot run.
+    """Check a start, and return what it found; raise the same DttError on all ranks.
 
     Each rank checks on its own, because there is no process group yet.
     """
@@ -148,7 +111,16 @@ def prepare(
         if predecessor is not None:
             check_vocabulary_of_stage(dataset.tokenizer, predecessor.job.tokenizer)
     startup.end_phase("data")
-    return Start(resolved, job, dataset, plan, from_step, branch, startup, stage, predecessor)
+    return Start(
+        resolved=resolved,
+        job=job,
+        dataset=dataset,
+        plan=plan,
+        from_step=from_step,
+        branch=branch,
+        stage=stage,
+        predecessor=predecessor,
+    )
 
 
 def _open_data(resolved: Resolved, job: JobDir, ranks: Ranks) -> Dataset:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dtt.base.log import log
 from dtt.checkpoint import store
-from dtt.checkpoint.store import Checkpoint
 from dtt.data.samples.loader import Batch
 from dtt.data.samples.shuffle import extend_data_hash
 from dtt.jobs.stop import Request
@@ -48,11 +47,11 @@ class Trainer(Run):
     _reported: list[str] = field(default_factory=list)
     """Names of the values of the first step, which all ranks have."""
 
-    def run(self, resume: Checkpoint | None) -> bool:
+    def run(self) -> bool:
         """Train to the end (return True) or until a stop request (False); save in either case."""
         meter, startup = self.observers.meter, self.observers.startup
-        self.restore(resume)
-        self.requests.defer()
+        self.restore()
+        self.attempt.requests.defer()
         startup.end_phase("resume")
         # A run that was stopped during an evaluation repeats it before the next step, so that its
         # records equal those of an uninterrupted run.
@@ -67,7 +66,7 @@ class Trainer(Run):
                 self.saver.wait()
         self.observers.log(*finished_saves(self))
         self.observers.time_breakdown.finish(self.position.step, meter)
-        self.requests.forget(self.world)
+        self.attempt.requests.forget(self.world)
         # False for a stop request, and for a run whose last evaluation was cut short: both resume.
         ended = self.position.step == self.schedule.steps
         return ended and not any(action.due(self.position) for action in self.actions)
@@ -183,7 +182,7 @@ class Trainer(Run):
     def handle_requests(self) -> Request:
         """Act on what any rank requests after this step, and return it; the caller stops."""
         step, meter = self.position.step, self.observers.meter
-        requests, saver = self.requests, self.saver
+        requests, saver = self.attempt.requests, self.saver
         # In the same all-reduce as stop requests, so a time budget costs no message of its own.
         end = self.schedule.proposed_end(step, meter.worked(), meter.pauses)
         agreed = requests.agreed(self.world, step, saver.failed, end, bool(compiler.failure))
@@ -208,7 +207,7 @@ class Trainer(Run):
     def stop_wanted(self) -> bool:
         """Return True if a stop was requested. Also resets the watchdog: call it in long loops."""
         self.watchdog.beat()
-        return self.requests.stop_wanted(self.world)
+        return self.attempt.requests.stop_wanted(self.world)
 
     # ---- logging ---------------------------------------------------------------------------------
 
@@ -242,8 +241,9 @@ class Trainer(Run):
             self.read_losses()
             next(a for a in self.actions if a.name == "save").run(self, self.stop_wanted)
 
-    def restore(self, resume: Checkpoint | None) -> None:
-        """Load the state of a checkpoint; without one, seed the generators of a new run."""
+    def restore(self) -> None:
+        """Load the state of the checkpoint; without one, seed the generators of a new run."""
+        resume = self.resume
         if resume is None:
             seed_rank(self.cfg.seed, self.world.rank)
             return

@@ -1,4 +1,4 @@
-"""Batches of options as token trees, so that tokens which options share are computed once.
+"""Batches of options: token trees, so that tokens which options share are computed once, or rows.
 
 A question is a tree: the tokens that all its options begin with, and a branch for each option.
 """
@@ -64,6 +64,46 @@ class TreeBatch:
                 ScoredToken(tree.question, i, index, target)
                 for index, target in zip(before, option.continuation, strict=True)
             ]
+
+
+@dataclass
+class RowBatch:
+    """Options with a row each, for a model that cannot compute what they share once."""
+
+    rows: list[Sequence[int]] = field(default_factory=lambda: [(0,)])
+    scored: list[ScoredToken] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, options: Sequence[tuple[int, int, Option]]) -> RowBatch:
+        """Return a batch of options, each with the numbers of its question and of itself."""
+        inputs = [(*option.context, *option.continuation[:-1]) for _, _, option in options]
+        width = max(map(len, inputs))
+        # What follows the last token of a row does not change what comes before.
+        rows: list[Sequence[int]] = [(*row, *(width - len(row)) * (0,)) for row in inputs]
+        scored = [
+            ScoredToken(question, number, row * width + len(option.context) - 1 + i, target)
+            for row, (question, number, option) in enumerate(options)
+            for i, target in enumerate(option.continuation)
+        ]
+        return cls(rows, scored)
+
+
+def row_batches(questions: Sequence[Sequence[Option]], batch_tokens: int) -> Iterator[RowBatch]:
+    """Yield batches of at most `batch_tokens` tokens with padding, those of long options first."""
+    options = [
+        (q, i, option) for q, found in enumerate(questions) for i, option in enumerate(found)
+    ]
+    # The sort is stable, so batches depend on the questions only.
+    options.sort(key=lambda one: -_length(one[2]))
+    while options:
+        rows = max(1, batch_tokens // _length(options[0][2]))
+        yield RowBatch.of(options[:rows])
+        options = options[rows:]
+
+
+def _length(option: Option) -> int:
+    """Return the number of input tokens: the last one is only a target."""
+    return len(option.context) + len(option.continuation) - 1
 
 
 def tree_batches(questions: Sequence[Sequence[Option]], batch_tokens: int) -> Iterator[TreeBatch]:

@@ -8,17 +8,18 @@ from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtt.base.errors import Diverged
 from dtt.base.targets import IGNORE_INDEX
-from dtt.evaluate.tasks.option_trees import TreeBatch, tree_batches
+from dtt.evaluate.tasks.option_trees import RowBatch, TreeBatch, row_batches, tree_batches
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
-from dtt.model.context import GivenContext
 from dtt.model.contract import Model
+from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch, generate_uncached
+from dtt.model.token_context import Context, GivenContext
 from dtt.model.tree_attention import make_tree_attention_fns
 from dtt.parallel.apply import autocast
 from dtt.parallel.pipelining import Pipeline
@@ -62,7 +63,8 @@ class Scorer:
         batches, is true. Batches depend on the questions only, so the number of data-parallel ranks
         does not change a bit of the scores. A model that has diverged has scores that are NaN.
         """
-        batches = list(tree_batches(questions, self.batch_tokens))
+        make = tree_batches if self._shares else row_batches
+        batches: list[TreeBatch | RowBatch] = list(make(questions, self.batch_tokens))
         copies = self.world.size // self.pipeline
         replicas = copies // self.multiple
         found: list[tuple[int, int, OptionScore]] = []
@@ -74,14 +76,19 @@ class Scorer:
                 if mine < len(batches):
                     found += self._scores(batches[mine])
                 elif self.collective:  # the weights are gathered from all ranks
-                    self._scores(TreeBatch())
+                    self._scores(TreeBatch() if self._shares else RowBatch())
         scores = [[OptionScore(0.0, greedy=True)] * len(options) for options in questions]
         for part in self.world.gather(found):
             for question, option, score in part:
                 scores[question][option] = score
         return scores
 
-    def _scores(self, batch: TreeBatch) -> list[tuple[int, int, OptionScore]]:
+    @property
+    def _shares(self) -> bool:
+        """True for dtt's decoder, whose attention computes tokens that options share once."""
+        return isinstance(self.model, Decoder | Pipeline)
+
+    def _scores(self, batch: TreeBatch | RowBatch) -> list[tuple[int, int, OptionScore]]:
         """Return the question, the option and the score of each option of a batch."""
         scores = self._token_scores(batch)
         by_option: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -92,11 +99,10 @@ class Scorer:
             for key, tokens in by_option.items()
         ]
 
-    def _token_scores(self, batch: TreeBatch) -> list[tuple[float, float]]:
+    def _token_scores(self, batch: TreeBatch | RowBatch) -> list[tuple[float, float]]:
         """Return the log-likelihood of each scored token, and 1.0 if it is the most likely one."""
         device = self.world.device
-        packed = batch.packed
-        packed.pad(self.multiple * (GPU_MULTIPLE if device.type == "cuda" else 1))
+        tokens_BT, context = self._inputs(batch)
         candidates = Counter[int]()
         rows, columns = [], []
         for token in batch.scored:
@@ -104,19 +110,26 @@ class Scorer:
             columns.append(candidates[token.index])
             candidates[token.index] += 1
         width = max(candidates.values(), default=1)
-        targets_TC = torch.full((len(packed.tokens), width), IGNORE_INDEX)
-        targets_TC[rows, columns] = torch.tensor([t.target for t in batch.scored], dtype=torch.long)
+        targets_NC = torch.full((tokens_BT.numel(), width), IGNORE_INDEX)
+        targets_NC[rows, columns] = torch.tensor([t.target for t in batch.scored], dtype=torch.long)
+        targets_BTC = targets_NC.view(*tokens_BT.shape, width).to(device)
         with autocast(device, self.precision):
-            tokens_1T = torch.tensor([packed.tokens], device=device)
-            context = GivenContext(
-                tokens_1T,
-                torch.tensor([packed.positions], device=device),
-                make_tree_attention_fns(self.model.arch, packed, device),
-            )
-            targets_1TC = targets_TC[None].to(device)
-            scores_1TC2 = self.model(tokens_1T, targets_1TC, context=context, reduction="scores")
-        found: list[tuple[float, float]] = scores_1TC2[0].cpu()[rows, columns].tolist()
+            scores_BTC2 = self.model(tokens_BT, targets_BTC, context=context, reduction="scores")
+        scores_NC2 = scores_BTC2.flatten(0, 1).cpu()
+        found: list[tuple[float, float]] = scores_NC2[rows, columns].tolist()
         return found
+
+    def _inputs(self, batch: TreeBatch | RowBatch) -> tuple[Tensor, Context | None]:
+        """Return the tokens of a batch, and their place if they are not whole sequences."""
+        device = self.world.device
+        if isinstance(batch, RowBatch):
+            return torch.tensor(batch.rows, device=device), None
+        packed = batch.packed
+        packed.pad(self.multiple * (GPU_MULTIPLE if device.type == "cuda" else 1))
+        tokens_1T = torch.tensor([packed.tokens], device=device)
+        positions_1T = torch.tensor([packed.positions], device=device)
+        attention_fns = make_tree_attention_fns(self.model.arch, packed, device)
+        return tokens_1T, GivenContext(tokens_1T, positions_1T, attention_fns)
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,19 @@ Shapes: B sequences, T tokens, D width of the hidden states, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from inspect import signature
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dtt.base.errors import ConfigError
-from dtt.model.context import Context
+from dtt.base.log import log
 from dtt.model.contract import Model, Role
+from dtt.model.output import HiddenStates
+from dtt.model.token_context import Context
 
 IGNORED = (
     "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache",
@@ -22,6 +26,9 @@ IGNORED = (
 """Keys of config.json that say nothing of what the model computes."""
 BY_MASKS = ("gpt_oss", "afmoe")
 """Types whose layers need a mask of documents each: restarted positions do not separate these."""
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache among the arguments and results of the library's models: newer versions take
+the first, and return it under one of the others."""
 ROUTERS = (".gate.weight", ".router.weight", ".router.classifier.weight", ".gate.wg.weight")
 """Endings of the names of routers of experts in the library."""
 
@@ -67,6 +74,52 @@ class LibraryModel(Model):
         )
         hidden_BTD: Tensor = found.last_hidden_state
         return hidden_BTD if self._factor == 1.0 else hidden_BTD * self._factor
+
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """Return the function of `Model.reader`, with the library's cache if that is exact."""
+        return self._cached_reader() if self._caches else super().reader()
+
+    def _cached_reader(self) -> Callable[[Tensor], Tensor]:
+        state: dict[str, Any] = {}
+        length, known = 0, signature(self._body().forward).parameters
+
+        def read(tokens_T: Tensor) -> Tensor:
+            nonlocal state, length
+            positions_T = torch.arange(length, length + len(tokens_T), device=tokens_T.device)
+            how = {"position_ids": positions_T[None], "use_cache": True, **state}
+            found = self._body()(input_ids=tokens_T[None], **how)
+            name = next((name for name in CACHES if name in found), None)
+            state = {} if name is None else {name if name in known else CACHES[0]: found[name]}
+            length += len(tokens_T)
+            hidden_11D = found.last_hidden_state[:, -1:] * self._factor
+            logits_11V: Any = self.losses(HiddenStates(hidden_11D, {}, {}), None, 0.0, "sum")
+            return cast("Tensor", logits_11V[0, -1])
+
+        return read
+
+    @cached_property
+    def _caches(self) -> bool:
+        """True if the library's cache gives the logits of a whole pass, by a text of six tokens.
+
+        Some classes ignore the cache that they are given, or take another argument for it.
+        """
+        ids = torch.arange(6, device=self.head_weight().device)
+        tolerance = 0.05 if ids.is_cuda or self.head_weight().dtype != torch.float32 else 1e-3
+        try:
+            cached, whole = self._cached_reader(), super().reader()
+            for part in (ids[:3], ids[3:4], ids[4:]):
+                ours, theirs = cached(part), whole(part)
+                if (ours - theirs).abs().max() > tolerance * theirs.abs().max():
+                    raise ValueError("its logits are not those of a whole pass")
+        except Exception as error:  # noqa: BLE001  whatever a class of the library raises
+            log.warning(
+                "generation computes the whole text for each token: the cache of %s cannot be used "
+                "(%s)",
+                self.config.model_type,
+                str(error).partition("\n")[0],
+            )
+            return False
+        return True
 
     def _masks(self, tokens_BT: Tensor, context: Context) -> Any:
         """Return the masks that the library does not make by itself; None where it does.
@@ -196,8 +249,6 @@ def _defaults(config: Mapping[str, Any]) -> Any:
 
 def _arguments(config: Any) -> frozenset[str]:
     """Return the keys that the class of a configuration takes, also under older names."""
-    from inspect import signature
-
     names = {*signature(type(config).__init__).parameters, *getattr(config, "attribute_map", {})}
     # Older names of rotary settings, which the library converts.
     return frozenset(names | {"rope_theta", "rope_scaling", "rope_parameters", "head_dim"})

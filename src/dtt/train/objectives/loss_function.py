@@ -48,7 +48,7 @@ class RunView:
     def of(cls, inputs: Inputs) -> RunView:
         """Return what a class may see of the run that is built from `inputs`."""
         plan, world = inputs.plan, inputs.world
-        dtype, path = plan.precision.compute_dtype, inputs.attempt.job.root
+        dtype, path = plan.precision.compute_dtype, inputs.job.root
         return cls(world.device, dtype, world.rank, world.size, plan.steps, path)
 
     def load_model(self, source: str) -> nn.Module:

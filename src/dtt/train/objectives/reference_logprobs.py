@@ -16,7 +16,7 @@ from dtt.hf.model_source import find_model
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.loader import BatchReader
-    from dtt.train.assemble import Assembled
+    from dtt.train.assemble import LaidOutModel
     from dtt.train.inputs import Inputs
 
 
@@ -45,7 +45,7 @@ def check_reference(inputs: Inputs) -> None:
     """
     from dtt.train.objectives.reference_pass import is_complete
 
-    world, folder = inputs.world, inputs.attempt.job.reference
+    world, folder = inputs.world, inputs.job.reference
     if not world.from_first(is_complete(folder, None) if world.first else False):
         raise InputError(
             "the log-probabilities of the reference model are missing or damaged",
@@ -57,7 +57,7 @@ def check_reference(inputs: Inputs) -> None:
 
 def write_reference(
     inputs: Inputs,
-    assembled: Assembled,
+    laid_out: LaidOutModel,
     reader: BatchReader,
     source: str,
     checkpoint: Checkpoint | None,
@@ -70,14 +70,14 @@ def write_reference(
     from dtt.train.objectives.reference_pass import ReferencePass, is_complete
     from dtt.train.step import Step
 
-    cfg, world, folder = inputs.cfg, inputs.world, inputs.attempt.job.reference
+    cfg, world, folder = inputs.cfg, inputs.world, inputs.job.reference
     key = world.from_first(_key(inputs, source, checkpoint) if world.first else "")
     if world.from_first(is_complete(folder, key) if world.first else False):
         log.info("the log-probabilities of the reference model are in %s", folder)
         return
     log.info("computing the log-probabilities of the reference model, %s", source)
-    step = Step(assembled.module, inputs.plan.precision)
-    reference = ReferencePass(step, reader, assembled.layout, world)
+    step = Step(laid_out.module, inputs.plan.precision)
+    reference = ReferencePass(step, reader, laid_out.layout, world)
     reference.write(inputs.dataset, folder, key, cfg.train.seq_len)
 
 

@@ -72,6 +72,16 @@ class Context:
         return hidden_BTD
 
 
+class LastTokenContext(Context):
+    """The place of whole sequences of which only the last token's logits are wanted."""
+
+    def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the hidden state of the last token of each row: [B, 1, D]."""
+        # Sampling needs one row of logits. For a prompt of T tokens, norm and head over all of them
+        # would cost T times as much, and T * V floats of memory.
+        return hidden_BTD[:, -1:]
+
+
 class GivenContext(Context):
     """The place of tokens that are not whole sequences: parts of them, or trees of answers."""
 
@@ -87,7 +97,7 @@ class GivenContext(Context):
         return self._given
 
 
-class CachedContext(Context):
+class CachedContext(LastTokenContext):
     """The place of tokens that follow those in a cache, and are appended to it."""
 
     def __init__(self, tokens_BT: Tensor, cache: KVCache) -> None:
@@ -113,9 +123,7 @@ class CachedContext(Context):
         """Return the hidden state of the last token of each row: [B, 1, D]."""
         # Only now, because every layer writes at the positions that the lengths of the cache give.
         self._cache.advance(hidden_BTD.shape[1])
-        # Sampling needs one row of logits. For a prompt of T tokens, norm and head over all of them
-        # would cost T times as much, and T * V floats of memory.
-        return hidden_BTD[:, -1:]
+        return super().read_by_head(hidden_BTD)
 
 
 def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
