@@ -43,7 +43,4 @@ def tokenize(
     from dtt.data.tokenize import run as tokenize
 
     cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
-    if dry_run:
-        tokenize.dry_run(cfg, overwrite=overwrite, as_json=json)
-    else:
-        tokenize.run(cfg, overwrite=overwrite, as_json=json)
+    tokenize.run(cfg, overwrite=overwrite, dry_run=dry_run, as_json=json)

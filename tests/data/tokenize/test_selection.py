@@ -29,7 +29,6 @@ from support.selections import (
 from support.token_files import sums
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.chat import ChatConfig
 from dtt.config.clean import CleanConfig
@@ -50,7 +49,6 @@ from dtt.data.tokenize.work_plan import Plan, make_plan
 from dtt.mesh.comm import Serial
 
 BPE = TrainedTokenizerConfig(vocab_size=300)
-OTHER = CleanConfig(exact=False)
 UNIT_BYTES = 20_000
 WORDS = ["alpha", "beta", "gamma", "delta", "<|endoftext|>", "\xfcn\xefcode", "omega"]
 TEXTS = [
@@ -190,48 +188,33 @@ def test_removed_conversations_are_left_out(tmp_path: Path, name: str) -> None:
     assert len(documents(tmp_path / "whole/tokens")["train"]) > 100
 
 
-def test_a_changed_selection_encodes_the_units_whose_file_changed_again_and_no_others(
-    corpus: Corpus, tmp_path: Path, given: GivenTokenizerConfig, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_changed_selection_encodes_all_units_again(
+    corpus: Corpus,
+    tmp_path: Path,
+    given: GivenTokenizerConfig,
+    trained: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    out = tmp_path / "out"
-    write_selection(corpus.folder, lambda text: text.startswith(b"3 "), unit_bytes=UNIT_BYTES)
-    units = run(corpus, out, CLEAN, given).units
+    out, tokenizer = tmp_path / "out", BPE if trained else given
+    units = run(corpus, out, None, tokenizer).units
     assert units > 4
-    assert run(corpus, out, CLEAN, given).units == 0
-    before, key = shard_times(out), TokensManifest.read(out).key
-    gone = (b"3 ", b"1499 ")  # the second is in the last unit
-    place = write_selection(
-        corpus.folder, lambda text: text.startswith(gone), unit_bytes=UNIT_BYTES, clean=OTHER
-    )
-    assert len(SelectionManifest.read(place).names()) == 2
-    assert [*ask(corpus, out, OTHER, given).pending] == [units - 1]
-    with caplog.at_level("INFO"):
-        again = run(corpus, out, OTHER, given)
-    assert again.units == 1
-    assert f"unit {units - 1} will be encoded again: other documents are removed" in caplog.text
-    assert again.manifest.key != key
-    changed = {name for name, time in shard_times(out).items() if before.get(name) != time}
-    assert changed == {f"{split}-{units - 1:05d}.bin" for split in ("train", "validation")}
-    run(corpus, tmp_path / "fresh", OTHER, given)
-    assert sums(out) == sums(tmp_path / "fresh")
-    # Without the section, both units get their documents back.
-    assert run(corpus, out, None, given).units == 2
-    run(corpus, tmp_path / "without", None, given)
-    assert sums(out) == sums(tmp_path / "without")
-
-
-def test_a_tokenizer_trained_on_other_documents_encodes_all_units_again(
-    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    out = tmp_path / "out"
-    units = run(corpus, out).units
+    assert run(corpus, out, None, tokenizer).units == 0
+    key = TokensManifest.read(out).key
     write_selection(corpus.folder, is_third, unit_bytes=UNIT_BYTES)
+    before = sums(out)
+    assert len(ask(corpus, out, CLEAN, tokenizer).pending) == units
+    assert sums(out) == before
     with caplog.at_level("INFO"):
-        ask(corpus, out, CLEAN, BPE)
-    assert "the tokenizer is trained again" in caplog.text
-    assert run(corpus, out, CLEAN).units == units
-    run(corpus, tmp_path / "fresh", CLEAN)
+        again = run(corpus, out, CLEAN, tokenizer)
+    assert again.units == units
+    assert "encoded again, as `dtt clean` removes other documents now" in caplog.text
+    assert again.manifest.key != key
+    run(corpus, tmp_path / "fresh", CLEAN, tokenizer)
     assert sums(out) == sums(tmp_path / "fresh")
+    # Without the section, they get their documents back.
+    assert run(corpus, out, None, tokenizer).units == units
+    assert sums(out) == before
 
 
 def test_a_selection_that_removes_nothing_changes_no_unit(corpus: Corpus, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
             "other documents were removed from the token files than the section `clean` removes",
             where=path,
             why=f"{_named(there)} there, {_named(now)} now",
-            next="dtt tokenize with the same options encodes what has changed",
+            next="dtt tokenize with the same options encodes them again",
         )
 
 

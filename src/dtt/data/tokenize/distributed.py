@@ -102,7 +102,7 @@ def tokenize(
                 encoder,
                 out,
                 place,
-                key=plan.key.of_units,
+                key=plan.key.fingerprint,
                 validation_fraction=cfg.validation_fraction,
                 stop_at_bad=cfg.on_bad_document == "stop",
                 cores=cores,
@@ -158,7 +158,7 @@ def _finish(
     refused = sum((Counter(marker.refused) for marker in markers), Counter())
     unread = sum((Counter(marker.unread) for marker in markers), Counter())
     manifest = TokensManifest(
-        key=plan.key.of_folder,
+        key=plan.key.fingerprint,
         key_parts=plan.key.key_parts,
         corpus=corpus.manifest.source,
         text=corpus.manifest.description(),
@@ -198,7 +198,7 @@ def _already_done(cfg: TokenizeConfig, out: Path, plan: Plan) -> Tokenized:
     manifest = TokensManifest.read(out)
     if not manifest.left_out:
         return Tokenized(manifest)
-    markers = [read_marker(out, unit.index, plan.key.of_units) for unit in plan.units]
+    markers = [read_marker(out, unit.index, plan.key.fingerprint) for unit in plan.units]
     problems = tuple(problem for marker in markers if marker for problem in marker.problems)
     _check_left_out(cfg, manifest, problems)
     return Tokenized(manifest, problems)
@@ -223,7 +223,7 @@ def _check_left_out(
 def _all_markers(out: Path, plan: Plan) -> list[UnitMarker]:
     markers = []
     for unit in plan.units:
-        marker = read_marker(out, unit.index, plan.key.of_units)
+        marker = read_marker(out, unit.index, plan.key.fingerprint)
         if marker is None:
             raise DamagedError(
                 "a finished unit is missing",

@@ -19,6 +19,8 @@ from dtt.data.token_file import bin_path, idx_path, mask_path
 WORK = TokensManifest.work
 """Name of the folder for markers and for shards that are being written."""
 
+SPLITS = ("train", "validation")
+
 FileStates = dict[str, tuple[int, int]]
 """Size in bytes and modification time in ns of files, by name."""
 
@@ -28,9 +30,8 @@ class UnitMarker(Record):
 
     key: str
     """Fingerprint of corpus, tokenizer and options; with any other key the marker is ignored."""
-    removed: str | None = None
-    """Hash of the numbers of the documents that the selection removes from the unit; None: it
-    removes none."""
+    removed: None = None
+    """Part of the key now. Earlier versions wrote it: null, unless documents were removed."""
     shards: tuple[TokenShard, ...]
     """One per split with at least one document."""
     skipped: int
@@ -62,6 +63,11 @@ def marker_path(out: Path, unit: int) -> Path:
     return out / WORK / f"{unit:05d}.json"
 
 
+def unit_stems(unit: int) -> list[str]:
+    """Return the names of the shards that a unit may have, without suffix."""
+    return [f"{split}-{unit:05d}" for split in SPLITS]
+
+
 def hashed_files(stem: Path, shard: TokenShard) -> Iterator[tuple[Path, str]]:
     """Yield the files of a shard at `stem`, each with its sha256."""
     yield bin_path(stem), shard.bin_sha256
@@ -90,7 +96,7 @@ def changed_files(out: Path, stem: Path, shard: TokenShard) -> Iterator[tuple[Pa
 def read_marker(out: Path, unit: int, key: str) -> UnitMarker | None:
     """Return the marker of a unit, or None if the unit was not finished for `key`.
 
-    Neither the shards nor what is removed from the unit are checked.
+    The shards are not checked.
     """
     try:
         marker = UnitMarker.model_validate_json(read_small(marker_path(out, unit), LARGE))

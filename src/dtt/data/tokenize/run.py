@@ -32,44 +32,48 @@ REASONS = 10
 """Maximum number of reasons for refused rows that are printed."""
 
 
-def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
+def run(
+    cfg: RunConfig, *, overwrite: bool = False, dry_run: bool = False, as_json: bool = False
+) -> None:
     """Write the token files of each corpus; rank 0 prints a report, as JSON if `as_json` is set.
 
-    With `overwrite`, replaces token files of a different corpus, tokenizer or options.
+    With `overwrite`, replaces token files of a different corpus, tokenizer or options. With
+    `dry_run`, only reports which units would be encoded, and why.
     """
     # numpy's OpenBLAS threads would spin on all cores, although there is no linear algebra here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Freed memory is needed again at once for the next documents: do not return it to the system.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # for Arrow's allocator, mimalloc
     keep_freed_memory()
-    comm = open_comm(Ranks.detect(), _work(cfg))  # before slow imports
+    # A folder of token folders is none itself, but it may have their tokenizer.
+    work = cfg.tokenize_dir / (".tokenizer" if cfg.download.datasets else TokensManifest.work)
+    comm = open_comm(Ranks.detect(), work)  # before slow imports
     from dtt.data.corpus.described import read_corpus
 
     for one in cfg.corpora:
         read_corpus(one)
-    if cfg.download.datasets:
+    if cfg.download.datasets and not dry_run:
         from dtt.data.tokenize.shared_tokenizer import share_tokenizer
 
         share_tokenizer(cfg, comm, overwrite=overwrite)
     facts = []
     for one in cfg.corpora:
-        result = _tokenize(one, comm, overwrite=overwrite)
-        if result is not None and as_json:
-            facts.append(_facts(one.tokenize_dir, result))
-        elif result is not None:
-            print(_report(one.tokenize_dir, result))
+        if dry_run:
+            report = _plan(cfg, one, comm, overwrite=overwrite, as_json=as_json)
+        else:
+            report = _tokenize(one, comm, overwrite=overwrite, as_json=as_json)
+        facts.append(report)
+        if comm.rank == 0 and not as_json:
+            print(report)
     comm.close()
-    if facts:
+    if comm.rank == 0 and as_json:
         print(json.dumps(facts if cfg.download.datasets else facts[0]))
 
 
-def _work(cfg: RunConfig) -> Path:
-    """Return the folder for the messages of ranks; a folder of token folders is none itself."""
-    return cfg.tokenize_dir / (".tokenizer" if cfg.download.datasets else TokensManifest.work)
-
-
-def _tokenize(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> Tokenized | None:
-    """Write the token files of one corpus; rank 0 returns the result, and warns of what it lost."""
+def _tokenize(
+    cfg: RunConfig, comm: Comm, *, overwrite: bool, as_json: bool
+) -> dict[str, object] | str:
+    """Write the token files of one corpus; rank 0 returns the report, and warns of losses."""
     from dtt.data.tokenize.distributed import tokenize
 
     out = cfg.tokenize_dir
@@ -84,7 +88,7 @@ def _tokenize(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> Tokenized | Non
         overwrite=overwrite,
     )
     if result is None:
-        return None
+        return ""
     if not result.units:
         log.info("already done: %s is complete for this corpus, tokenizer and options", out)
     for problem in result.problems[:5]:
@@ -97,55 +101,44 @@ def _tokenize(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> Tokenized | Non
         log.warning("%s", lost.describe())
     if nulls := result.manifest.nulls:
         log.warning("%d %s", nulls, NULLS)
-    return result
+    return _facts(out, result) if as_json else _report(out, result)
 
 
-def dry_run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
-    """Print which units `dtt tokenize` would encode, and why; change nothing."""
-    comm = open_comm(Ranks.detect(), _work(cfg))
-    from dtt.data.corpus.described import read_corpus
+def _plan(
+    cfg: RunConfig, one: RunConfig, comm: Comm, *, overwrite: bool, as_json: bool
+) -> dict[str, object] | str:
+    """Report which units of one corpus of `cfg` would be encoded."""
     from dtt.data.tokenize.verification import NOT_MADE
     from dtt.data.tokenize.work_plan import REDONE_SHOWN, TOKENIZER, make_plan
 
-    facts = []
-    for one in cfg.corpora:
-        read_corpus(one)
-        out, tokenizer = one.tokenize_dir, one.tokenizer
-        # A shared tokenizer that is not there yet would be trained first: nothing depends on it.
-        if cfg.download.datasets and not (out.parent / TOKENIZER).is_file():
-            tokenizer = cfg.tokenizer
-        plan = make_plan(
-            *(one.tokenize, tokenizer, one.corpus_dir, out, comm, _kind(one)),
-            clean=one.clean,
-            overwrite=overwrite,
-            dry_run=True,
-        )
-        facts.append(
-            {
-                "tokens": str(out),
-                "complete": plan.complete,
-                "units": len(plan.units),
-                "pending": len(plan.pending),
-                "faults": plan.pending,
-            }
-        )
-        if comm.rank > 0 or as_json:
-            continue
-        print(f"tokens      {out}")
-        again = {unit: why for unit, why in plan.pending.items() if why != NOT_MADE}
-        for unit, why in list(again.items())[:REDONE_SHOWN]:
-            print(f"unit {unit:<7}{why}")
-        if len(again) > REDONE_SHOWN:
-            print(f"            … and {len(again) - REDONE_SHOWN} more")
-        kept = len(plan.units) - len(plan.pending)
-        print(f"units       {kept} of {len(plan.units)} are finished and kept")
-        if plan.complete:
-            print("next        nothing to do")
-        else:
-            print(f"next        units that would be encoded: {len(plan.pending)}")
-    comm.close()
-    if as_json and comm.rank == 0:
-        print(json.dumps(facts if cfg.download.datasets else facts[0]))
+    out, tokenizer = one.tokenize_dir, one.tokenizer
+    # A shared tokenizer that is not there yet would be trained first: nothing depends on it.
+    if cfg.download.datasets and not (out.parent / TOKENIZER).is_file():
+        tokenizer = cfg.tokenizer
+    plan = make_plan(
+        *(one.tokenize, tokenizer, one.corpus_dir, out, comm, _kind(one)),
+        clean=one.clean,
+        overwrite=overwrite,
+        dry_run=True,
+    )
+    pending = plan.pending
+    if as_json:
+        return {
+            "tokens": str(out),
+            "complete": plan.complete,
+            "units": len(plan.units),
+            "pending": len(pending),
+            "faults": pending,
+        }
+    again = [f"unit {unit:<7}{why}" for unit, why in pending.items() if why != NOT_MADE]
+    if len(again) > REDONE_SHOWN:
+        again[REDONE_SHOWN:] = [f"            … and {len(again) - REDONE_SHOWN} more"]
+    then = "nothing to do"
+    if not plan.complete:
+        then = f"units that would be encoded: {len(pending)}"
+    kept = f"{len(plan.units) - len(pending)} of {len(plan.units)} are finished and kept"
+    lines = [f"tokens      {out}", *again, f"units       {kept}", f"next        {then}"]
+    return "\n".join(lines)
 
 
 def _kind(cfg: RunConfig) -> DocumentKind:

@@ -51,9 +51,9 @@ def encode_units(
     single core the threads would only alternate. Shards are written by another thread. `advance`
     is called with the bytes of each batch.
 
-    The content of the shards depends only on the unit, what the selection of the corpus removes
-    from it, the tokenizer and `validation_fraction`. Memory use is a few batches, regardless of the
-    size of files and units.
+    The content of the shards depends only on the unit, the selection of the corpus, the tokenizer
+    and `validation_fraction`. Memory use is a few batches, regardless of the size of files and
+    units.
     """
     splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
     text_bytes = 0
@@ -61,8 +61,7 @@ def encode_units(
 
         def read() -> Iterator[tuple[_UnitShards, list[D] | None]]:
             for unit in units:
-                removed = None if corpus.selection is None else corpus.selection.key(unit.index)
-                shards = _UnitShards(out, place, unit, key, removed, splits, encoder, stop_at_bad)
+                shards = _UnitShards(out, place, unit, key, splits, encoder, stop_at_bad)
                 # Closed also if a later batch fails: half-written files must not look complete.
                 files.enter_context(shards.open_files)
                 for batch in encoder.read(corpus, unit, shards.bad):
@@ -117,7 +116,6 @@ class _UnitShards:
         place: Path,
         unit: Unit,
         key: str,
-        removed: str | None,
         splits: tuple[Split, ...],
         encoder: UnitEncoder[D],
         stop_at_bad: bool,
@@ -127,7 +125,6 @@ class _UnitShards:
         self.refused = BadDocuments(stop=stop_at_bad, what="a row is refused")
         """Rows that the encoder refused. Separate, because the reader may be one batch ahead."""
         self._out, self._place, self._unit, self._key = out, place, unit.index, key
-        self._removed = removed
         self._host = None if place == out else socket.gethostname()
         (place / WORK).mkdir(parents=True, exist_ok=True)
         self._asides = {split: aside_path(place, unit.index, split) for split in splits}
@@ -178,7 +175,6 @@ class _UnitShards:
         fsync_folder(self._place)
         marker = UnitMarker(
             key=self._key,
-            removed=self._removed,
             shards=tuple(shards),
             skipped=self.bad.count,
             refused=dict(self.refused.reasons),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import chain
 
 from dtt.base.errors import ConfigError
 from dtt.base.files import exclusive
@@ -18,7 +17,7 @@ from dtt.data.tokenize.work_plan import (
     divide,
     holds,
     read_key,
-    removals_of,
+    removed_key,
     tokenizer_key,
     trained,
     write_tokenizer,
@@ -52,7 +51,7 @@ def share_tokenizer(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> None:
                     "tokenize": {"validation_fraction": cfg.tokenize.validation_fraction},
                 },
                 tokenizer_sha256="",
-                removed=removals_key(chain.from_iterable(removals_of(*each) for each in corpora)),
+                removed=removals_key(removed_key(corpus) for corpus, _ in corpora),
             )
             found = None if overwrite else read_key(out, WORK)
             if found is not None and found.key_parts != asked.key_parts:

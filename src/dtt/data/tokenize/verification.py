@@ -22,13 +22,13 @@ from dtt.data.tokenize.markers import (
     marker_path,
     read_marker,
     states,
+    unit_stems,
     write_marker,
 )
 from dtt.mesh.comm import Comm
 
 NOT_MADE = "not made yet"
 OTHER_MARKER = "its marker is damaged, or its tokenizer is another one"
-OTHER_REMOVED = "other documents are removed from it now"
 LOST_MARKER = "its marker is missing"
 """The manifest still proves that the files are intact; only the counts of documents are lost."""
 
@@ -37,33 +37,31 @@ def find_pending(
     out: Path,
     key: str,
     manifest: TokensManifest | None,
-    removals: Sequence[str | None],
+    units: int,
     comm: Comm,
     *,
     remember: bool,
 ) -> dict[int, str]:
     """Return why units are not finished, by their index; collective, same on all ranks.
 
-    `key` is that of the markers; `manifest` is one for this content. `removals` has the hash of
-    what is removed from each unit. Files on a node's local disk are checked by the ranks of that
-    node. Without `remember`, the results of the checks are not recorded, so nothing is written.
+    `key` is that of the markers; `manifest` is one for this content. Files on a node's local disk
+    are checked by the ranks of that node. Without `remember`, the results of the checks are not
+    recorded, so nothing is written.
     """
     # The name of the node, not of the rank: a local disk is shared by the ranks of a node.
     here = socket.gethostname()
-    in_manifest = None if manifest is None else _by_unit(manifest)
+    in_manifest = {} if manifest is None else {shard.stem: shard for shard in manifest.shards}
     pending: dict[int, str] = {}
 
     def check(unit: int) -> str | None:
         """Check a unit; return the host of its files if it is another node."""
         # A unit whose marker was lost may still be proven complete by the manifest.
         marker = read_marker(out, unit, key)
-        if marker is not None and marker.removed != removals[unit]:
-            pending[unit] = OTHER_REMOVED
-            return None
-        if marker is None and in_manifest is None:
+        if marker is None and manifest is None:
             pending[unit] = OTHER_MARKER if marker_path(out, unit).exists() else NOT_MADE
             return None
-        shards = (in_manifest or {}).get(unit, []) if marker is None else marker.shards
+        named = [in_manifest[stem] for stem in unit_stems(unit) if stem in in_manifest]
+        shards = named if marker is None else marker.shards
         # A shard on another node's disk cannot be read here; one of its ranks does it below.
         for shard in shards:
             if _stem(out, shard, here) is None:
@@ -75,7 +73,7 @@ def find_pending(
         return None
 
     # Interleaved, because neighbouring units are often of one size.
-    own = range(comm.rank, len(removals), comm.size)
+    own = range(comm.rank, units, comm.size)
     away = [[unit, host] for unit in own if (host := check(unit)) is not None]
     # All ranks take part in both gathers, also those without units.
     gathered: list[Any] = comm.gather([here, away])
@@ -97,17 +95,6 @@ def sound_manifest(out: Path) -> TokensManifest | None:
         return TokensManifest.read(out)
     except (InputError, DamagedError):
         return None
-
-
-def _by_unit(manifest: TokensManifest) -> dict[int, list[TokenShard]] | None:
-    """Return the manifest's shards by unit, or None if `tokenize` does not write such names."""
-    shards: dict[int, list[TokenShard]] = {}
-    for shard in manifest.shards:
-        number = shard.stem.rpartition("-")[2]
-        if not number.isdecimal():
-            return None
-        shards.setdefault(int(number), []).append(shard)
-    return shards
 
 
 def _stem(out: Path, shard: TokenShard, here: str) -> Path | None:

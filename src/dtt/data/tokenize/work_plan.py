@@ -30,7 +30,7 @@ from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
 from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind
-from dtt.data.tokenize.markers import WORK, marker_path
+from dtt.data.tokenize.markers import SPLITS, WORK, marker_path, unit_stems
 from dtt.data.tokenize.verification import LOST_MARKER, NOT_MADE, find_pending, sound_manifest
 from dtt.mesh.comm import Comm
 
@@ -52,15 +52,11 @@ class TokensKey(Record):
     """Hash of the numbers of all documents that the selection removes; None: it removes none."""
 
     @property
-    def of_units(self) -> str:
-        """Fingerprint of the content, stored in markers, which also have what is removed."""
-        return fingerprint([self.key_parts, self.tokenizer_sha256])
-
-    @property
-    def of_folder(self) -> str:
-        """Fingerprint of the content with what is removed, stored in the manifest."""
-        units = self.of_units
-        return units if self.removed is None else fingerprint([units, self.removed])
+    def fingerprint(self) -> str:
+        """Hash of the content, stored in the manifest and in the markers."""
+        content = fingerprint([self.key_parts, self.tokenizer_sha256])
+        # So that token files without a selection keep the key that earlier versions gave them.
+        return content if self.removed is None else fingerprint([content, self.removed])
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan for the token files in `out`, which then has its tokenizer; collective.
 
-    With `overwrite`, existing token files are removed first. With `dry_run`, nothing is written. If
-    only the selection has changed, the units from which the same documents are removed are kept.
+    With `overwrite`, existing token files are removed first. With `dry_run`, nothing is written.
     The documents of the corpus are of `kind`.
 
     Raises ConfigError if `out` contains token files of a different corpus, tokenizer or options,
@@ -117,19 +112,18 @@ def make_plan(
         if isinstance(tokenizer, GivenTokenizerConfig):
             given = given_tokenizer(tokenizer)
         encoding = kind.key_parts(tokenizer, None if found is None else found.key_parts)
-        key = _asked(cfg, tokenizer, corpus, units, unit_bytes, given, encoding)
-        kept = None if found is None else _kept(cfg, found, key, out, given)
-        if kept is not None:
-            key = key.model_copy(update={"tokenizer_sha256": kept.tokenizer_sha256})
+        key = _asked(cfg, tokenizer, corpus, unit_bytes, given, encoding)
+        if found is not None and _is_same(cfg, found, key, out):
+            key = found
+        elif found is not None and not dry_run:
+            clear(cfg, out)
+        is_there = holds(out / TOKENIZER, key.tokenizer_sha256)
+        if key is found and not is_there:
+            log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
+        if not is_there and not dry_run:
+            content = given or _trained(cfg, tokenizer, corpus, units)
+            key = write_tokenizer(out, content, key, WORK)
         if not dry_run:
-            if found is not None and kept is None:
-                clear(cfg, out)
-            if kept != key or not holds(out / TOKENIZER, key.tokenizer_sha256):
-                if kept is not None and kept != key:
-                    # First: it names the tokenizer and the files that are replaced.
-                    (out / TokensManifest.filename).unlink(missing_ok=True)
-                content = given or _trained(cfg, tokenizer, corpus, units)
-                key = write_tokenizer(out, content, key, WORK)
             _write_files(out, kind)
     # If rank 0 raises, the others wait here until they are terminated.
     key = _shared(comm, key)
@@ -141,7 +135,6 @@ def _asked(
     cfg: TokenizeConfig,
     tokenizer: TokenizerConfig,
     corpus: Corpus,
-    units: Sequence[Unit],
     unit_bytes: int,
     given: bytes | None,
     encoding: dict[str, Any],
@@ -160,7 +153,7 @@ def _asked(
             **encoding,
         },
         tokenizer_sha256="",  # not known before it is trained
-        removed=removals_key(removals_of(corpus, units)),
+        removed=removed_key(corpus),
     )
 
 
@@ -169,13 +162,13 @@ def _checked(
 ) -> Plan:
     """Return the plan, by the units that are finished; remove what is left of the others."""
     manifest = sound_manifest(out)
-    if manifest is not None and manifest.key != key.of_folder:
+    if manifest is not None and manifest.key != key.fingerprint:
         manifest = None
-    removals, selection = removals_of(corpus, units), corpus.selection
-    pending = find_pending(out, key.of_units, manifest, removals, comm, remember=not dry_run)
+    pending = find_pending(out, key.fingerprint, manifest, len(units), comm, remember=not dry_run)
+    selection = None if corpus.selection is None else corpus.selection.facts()
     complete = (
         manifest is not None
-        and manifest.selection == (None if selection is None else selection.facts())
+        and manifest.selection == selection
         and all(why == LOST_MARKER for why in pending.values())
         and (not dry_run or holds(out / TOKENIZER, key.tokenizer_sha256))
     )
@@ -220,9 +213,9 @@ def divide(
     return corpus, units, unit_bytes
 
 
-def removals_of(corpus: Corpus, units: Sequence[Unit]) -> list[str | None]:
-    """Return the hash of what the selection removes from each unit; None: nothing."""
-    return [None] * len(units) if corpus.selection is None else corpus.selection.removals
+def removed_key(corpus: Corpus) -> str | None:
+    """Return a hash of what the selection removes; None: nothing."""
+    return None if corpus.selection is None else removals_key(corpus.selection.removals)
 
 
 def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
@@ -251,15 +244,13 @@ def clear(cfg: TokenizeConfig, out: Path) -> None:
 
 
 def _shard_files(folder: Path) -> Iterator[Path]:
-    for split in ("train", "validation"):
+    for split in SPLITS:
         for suffix in ("bin", "idx", "mask"):
             yield from folder.glob(f"{split}-*.{suffix}")
 
 
-def _kept(
-    cfg: TokenizeConfig, found: TokensKey, asked: TokensKey, out: Path, given: bytes | None
-) -> TokensKey | None:
-    """Return `found` if its token files can be used, else None; log why not all of them can.
+def _is_same(cfg: TokenizeConfig, found: TokensKey, asked: TokensKey, out: Path) -> bool:
+    """Return True if the token files `found` are what is asked for; log why they are replaced.
 
     Raises ConfigError if they are refused.
     """
@@ -273,20 +264,12 @@ def _kept(
             next="specify another folder: tokenize.out=FOLDER, or replace what is there: "
             "--overwrite",
         )
-    if other:
-        log.info("encoded again: the selection divides the corpus into other units")
-        return None
-    if found.removed != asked.removed:
-        log.info(
-            "other documents are removed now: %s",
-            "their units are encoded again"
-            if given is not None
-            else "the tokenizer is trained again; if it becomes another one, all units are "
-            "encoded again",
-        )
-    elif not holds(out / TOKENIZER, found.tokenizer_sha256):
-        log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
-    return found
+    # Everything, although some units may lose the same documents as before: another setting of
+    # `clean` changes nearly all units, and a tokenizer that is trained on the documents as well.
+    if other or found.removed != asked.removed:
+        log.info("encoded again, as `dtt clean` removes other documents now")
+        return False
+    return True
 
 
 def _trained(
@@ -324,7 +307,7 @@ def _tidy(out: Path, pending: dict[int, str]) -> None:
     redone = {unit: why for unit, why in pending.items() if why != NOT_MADE}
     for unit in redone:
         marker_path(out, unit).unlink(missing_ok=True)
-    stale = {f"{split}-{unit:05d}" for unit in pending for split in ("train", "validation")}
+    stale = {stem for unit in pending for stem in unit_stems(unit)}
     for path in _shard_files(out):
         if path.stem in stale:
             path.unlink(missing_ok=True)
