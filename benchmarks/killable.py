@@ -326,8 +326,7 @@ class Pipeline(Work):
         paths = []
         for name, steps in STAGE_STEPS.items():
             job = JobDir(folder / "jobs/chain" / name)
-            exit_record = job.attempt_dir(job.attempt() or 1) / "exit.json"
-            paths += [job.stage, job.config, exit_record, job.checkpoints / f"step-{steps:06d}"]
+            paths += [job.stage, job.config, job.report, job.checkpoints / f"step-{steps:06d}"]
         return paths
 
 

@@ -76,6 +76,28 @@ def test_attempts_are_numbered_from_one(job: JobDir) -> None:
     assert job.stop.parent.is_dir()
 
 
+def test_a_training_takes_the_attempt_that_the_supervisor_of_its_slurm_job_has_begun(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", {"SLURM_JOB_ID": "31", "DTT_SUPERVISED": "31"})
+    begun = {"started": 5.0, "slurm": "31", "launch": "", "ranks": 0, "host": "n1", "saved": 7}
+    path = job.attempt_dir(4) / "attempt.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(begun))
+    assert job.begin_attempt("a", 2) == 4
+    record = job.attempt_record(4)
+    assert record is not None
+    assert (record["started"], record["saved"], record["ranks"]) == (5.0, 7, 2)
+    assert job.begin_attempt("b", 2) == 5, "its ranks have begun"
+    job.end_attempt(ExitCode.DONE, "done", rank=0, attempt=4)
+    assert {p.name for p in path.parent.iterdir()} == {"attempt.json"}
+    path.write_text(json.dumps(begun | {"slurm": "30"}))
+    assert job.begin_attempt() == 6, "of another Slurm job"
+    # Under a supervisor of an older version, which reads the end in a file of its own.
+    job.end_attempt(ExitCode.IO, "disk full", rank=0, attempt=6)
+    assert json.loads((job.attempt_dir(6) / "exit.json").read_text())["code"] == 74
+
+
 def test_the_first_ending_of_an_attempt_is_the_cause(job: JobDir) -> None:
     job.begin_attempt()
     job.end_attempt(ExitCode.DIVERGED, "the loss is nan", rank=1, attempt=1)
@@ -83,7 +105,7 @@ def test_the_first_ending_of_an_attempt_is_the_cause(job: JobDir) -> None:
     job.begin_attempt()
     job.end_attempt(ExitCode.DONE, "done", rank=0, attempt=2)
     endings = [
-        json.loads((job.root / "attempts" / n / "exit.json").read_text()) for n in ("1", "2")
+        json.loads((job.root / "attempts" / n / "attempt.json").read_text()) for n in ("1", "2")
     ]
     assert [(e["code"], e["reason"], e["rank"]) for e in endings] == [
         (76, "the loss is nan", 1), (0, "done", 0),
@@ -106,8 +128,8 @@ def test_ranks_that_end_together_leave_one_complete_record(job: JobDir) -> None:
         rank.communicate(b"go\n")
         assert rank.returncode == 0
     folder = job.root / "attempts" / "1"
-    assert {path.name for path in folder.iterdir()} == {"attempt.json", "exit.json"}
-    assert json.loads((folder / "exit.json").read_text())["reason"] == "disk full"
+    assert {path.name for path in folder.iterdir()} == {"attempt.json"}
+    assert json.loads((folder / "attempt.json").read_text())["reason"] == "disk full"
 
 
 def test_the_ending_names_the_step_and_the_checkpoint(job: JobDir) -> None:
@@ -117,14 +139,14 @@ def test_the_ending_names_the_step_and_the_checkpoint(job: JobDir) -> None:
     lines = [json.dumps({"kind": "train", "step": step}) + "\n" for step in range(1, 1003)]
     job.metrics.write_text("".join(lines) + '{"kind": "train", "st')
     job.end_attempt(ExitCode.PREEMPTED, "SIGTERM", rank=0, attempt=1)
-    record = json.loads((job.root / "attempts" / "1" / "exit.json").read_text())
+    record = json.loads((job.root / "attempts" / "1" / "attempt.json").read_text())
     assert (record["step"], record["checkpoint"]) == (1002, "step-001000")
 
 
 def test_before_anything_was_measured_an_ending_names_neither(job: JobDir) -> None:
     job.begin_attempt()
     job.end_attempt(ExitCode.USAGE, "a typo", rank=0, attempt=1)
-    record = json.loads((job.root / "attempts" / "1" / "exit.json").read_text())
+    record = json.loads((job.root / "attempts" / "1" / "attempt.json").read_text())
     assert (record["step"], record["checkpoint"]) == (None, None)
 
 

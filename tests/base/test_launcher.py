@@ -82,7 +82,7 @@ def test_ranks_end_with_torchrun_in_every_phase_and_let_go_of_the_job(
             process.kill()
     if phase != "imports":
         assert "torchrun has ended, and with it this rank" in Dtt.wait(agent).stderr
-        record = json.loads((job / "attempts/1/exit.json").read_text())
+        record = json.loads((job / "attempts/1/attempt.json").read_text())
         assert record["code"] == 78
         assert record["reason"].startswith("torchrun has ended")
 
@@ -167,5 +167,5 @@ def test_a_signal_in_the_rendezvous_ends_a_rank_at_once(
     late_one.kill()
     stopped = Dtt.wait(agent)
     assert "stopped before the first step of this attempt" in stopped.stderr
-    record = json.loads((job / "attempts/1/exit.json").read_text())
+    record = json.loads((job / "attempts/1/attempt.json").read_text())
     assert (record["code"], number.name in record["reason"]) == (75, True)

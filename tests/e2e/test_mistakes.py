@@ -614,7 +614,7 @@ Made from real runs by `DTT_WRITE_DOCS=1 pytest tests/e2e/test_mistakes.py`.
 
 An error is one message on stderr: what happened, where, why, and what to type next; stdout stays
 empty. `DTT_DEBUG=1` shows the traceback as well. Under torchrun, which flattens exit codes,
-`jobs/<name>/attempts/<n>/exit.json` keeps the code and the message.
+`jobs/<name>/attempts/<n>/attempt.json` keeps the code and the message.
 
 | exit code | meaning |
 | --- | --- |

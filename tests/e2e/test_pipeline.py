@@ -119,6 +119,6 @@ def test_a_stopped_pipeline_saves_and_resumes(dtt: Dtt, books: Path) -> None:
     assert stopped.returncode == 75, stopped.stderr
     other = dtt(*command, "schedule.decay=0.1", "pipeline.train_processes=2", expect=2)
     assert "schedule.decay" in other.stderr
-    record = json.loads((dtt.folder / "jobs/long/attempts/1/exit.json").read_text())
+    record = json.loads((dtt.folder / "jobs/long/attempts/1/attempt.json").read_text())
     assert record["code"] == 75
     assert record["checkpoint"] == f"step-{record['step']:06d}"

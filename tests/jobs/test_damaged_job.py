@@ -42,11 +42,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[s
     Dtt(folder)("train", JOB, "train.steps=8", "--allow-change", "train.steps")
     job = JobDir(folder / JOB)
     record = {"time": 1, "job_id": "7", "argv": ["train", "jobs/t"], "directory": str(folder)}
-    job.submissions.write_text(json.dumps(record) + "\n")
+    job.submission.write_text(json.dumps(record) + "\n")
     answer = {"request": "stop", "by": "me", "step": 3, "time": 2e9}
     job.acknowledged.write_text(json.dumps(answer) + "\n")
     job.parent.write_text(json.dumps({"job": "../other", "step": 4}) + "\n")
-    (job.root / "decision").write_text("over: exit code 74\n0.0\n")
     job.logs.mkdir()
     (job.logs / "latest.log").write_text("a line\n")
     return folder
@@ -124,9 +123,9 @@ DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
 }
 REPLACED = [
     "config.yaml", "data.json", "tokenizer.json", "env.json", "heartbeat.json", "lead",
-    "metrics.jsonl", "overrides.txt", "run_id", "parent.json", "decision", "submissions.jsonl",
-    "attempts/1/clock.json", "attempts/1/exit.json", "attempts/2/attempt.json",
-    "attempts/2/clock.json", "attempts/2/exit.json", "control/acknowledged.json",
+    "metrics.jsonl", "overrides.txt", "run_id", "parent.json", "submission.json",
+    "attempts/1/clock.json", "attempts/1/attempt.json", "attempts/2/attempt.json",
+    "attempts/2/clock.json", "control/acknowledged.json",
     "logs/latest.log", "checkpoints/step-000008/position.json",
     "checkpoints/step-000008/MANIFEST.json",
 ]  # fmt: skip
@@ -184,7 +183,7 @@ def test_a_job_resumes_with_all_of_its_files_damaged(folder: Path, kind: str) ->
         DAMAGE[kind](JOB / name, random.Random(f"{name} {kind}"))
     assert resume() is None
     assert store.steps(JOB / "checkpoints")[-1] == 9
-    assert (JOB / "attempts/3/exit.json").is_file()
+    assert JobDir(JOB).exit_record(3) is not None
 
 
 @pytest.mark.slow
@@ -237,12 +236,17 @@ HOSTILE = {
     "a great number": (JOB / "attempts/999999999").mkdir,
     "digits of another script": (JOB / "attempts/\u0663").mkdir,
     "a checkpoint of a great number": (JOB / f"checkpoints/step-{'9' * 30}").mkdir,
-    "an ending without a reason": lambda: _forge("attempts/2/exit.json", code=1, reason=""),
-    "an odd ending": lambda: _forge("attempts/2/exit.json", code=10**15, rank=-1, node="\x1b[2J"),
+    "an ending without a reason": lambda: _forge("attempts/2/attempt.json", code=1, reason=""),
+    "an odd ending": lambda: _forge(
+        "attempts/2/attempt.json", code=10**15, rank=-1, node="\x1b[2J"
+    ),
     "a heartbeat of the future": lambda: _forge("heartbeat.json", time=1e300, pid=-5, step=-1),
-    "an odd submission": lambda: _append("submissions.jsonl", job_id="--all; 7", time=-1e300),
-    "a submission without a folder": lambda: _append(
-        "submissions.jsonl", job_id=None, time=1, argv=["\x1b"], directory="/dev/null/x"
+    "an odd submission": lambda: _forge("submission.json", job_id="--all; 7", time=-1e300),
+    "a submission without a folder": lambda: _forge(
+        "submission.json", job_id=None, argv=["\x1b"], directory="/dev/null/x"
+    ),
+    "odd facts of the supervisor": lambda: _forge(
+        "attempts/2/attempt.json", decision=["over:"], decided="x", successor=7, stalled={}
     ),
     "a log without line breaks": lambda: (JOB / "logs/latest.log").write_text("x" * 2_000_000),
     "a log that is a device": lambda: _link("logs/latest.log", "/dev/zero"),
@@ -254,11 +258,6 @@ HOSTILE = {
 def _forge(name: str, **values: object) -> None:
     path = JOB / name
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def _append(name: str, **values: object) -> None:
-    with (JOB / name).open("a") as file:
-        file.write(json.dumps(values) + "\n")
 
 
 def _link(name: str, target: str) -> None:
@@ -306,7 +305,7 @@ def test_temporary_files_of_dead_processes_are_removed_at_the_next_start(folder:
     """Those that another command may be writing just now are not."""
     names = [
         ".lead.0a1b2c3d.tmp", ".run_id.0a1b2c3d.tmp", ".metrics.jsonl.0a1b2c3d.tmp",
-        "attempts/1/.exit.json.0a1b2c3d.tmp", "attempts/1/..exit.json.0a1b2c3d.tmp.4e5f6a7b.tmp",
+        "attempts/1/.attempt.json.0a1b2c3d.tmp", "attempts/1/.ending.tmp",
         "attempts/2/.clock.json.tmp", "attempts/2/ranks/.00000.json.0a1b2c3d.tmp",
         "control/.stop.0a1b2c3d.tmp", "checkpoints/.tmp-step-000003-rejected/x",
         "checkpoints/.tmp-step-000003-1/x",

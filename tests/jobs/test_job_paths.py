@@ -141,10 +141,9 @@ def test_the_command_of_job_resume_works_in_the_current_folder(
 ) -> None:
     job = project / "jobs/x"
     record = {"argv": ["train", "jobs/x"], "directory": str(project), "job_id": "1", "time": 1}
-    (job / "submissions.jsonl").write_text(json.dumps(record) + "\n")
-    (job / "attempts/1/exit.json").write_text(
-        json.dumps({"code": 75, "reason": "", "step": 4, "rank": 0, "node": "n"})
-    )
+    (job / "submission.json").write_text(json.dumps(record) + "\n")
+    path = job / "attempts/1/attempt.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": 75}))
     assert f"cd {project} && dtt train jobs/x" in elsewhere("job", "resume", job).stdout
     assert Dtt(project)("job", "resume", "jobs/x").stdout == "dtt train jobs/x\n"
 

@@ -1,4 +1,4 @@
-"""The ledger tells the truth: from files alone, from Slurm, and when the two disagree."""
+"""The state of a job: from files alone, from Slurm, and when the two disagree."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from support.fake_slurm import FORGOTTEN, NO_ACCOUNTING, NO_CONTROLLER, SACCT, S
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, InputError
 from dtt.jobs import job_state
+from dtt.jobs.job_files import job_argv
 from dtt.jobs.job_state import Status
-from dtt.jobs.slurm import submissions
 
 DOCS = Path(__file__).parents[2] / "docs"
 SAVED = "stopped at step 8 of 20, with a checkpoint\n  why:   {by}\n  next:  dtt train jobs/t"
@@ -33,53 +33,37 @@ class Written:
 
     job: JobDir
 
-    def submitted(self, *ids: str, ago: float = 500, command: str = "train") -> Written:
-        facts = {"time": time.time() - ago, "argv": [command], "directory": "/"}
-        lines = [facts | {"job_id": id} for id in ids]
-        self._write("submissions.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        return self
-
-    def unsent(self) -> Written:
-        facts = {"time": time.time(), "argv": ["train"], "directory": "/", "job_id": None}
-        self._write("submissions.jsonl", json.dumps(facts | {"sent": False}) + "\n")
-        return self
-
-    def succeeded(self, *ids: str) -> Written:
-        """Successors that the job script has submitted."""
-        with self.job.submissions.open("a") as file:
-            for id in ids:
-                record = {"time": time.time() - 300, "job_id": id, "command": "successor of 7"}
-                file.write(json.dumps(record) + "\n")
-        return self
-
-    def decided(self, decision: str, *, ago: float = 50) -> Written:
-        self._write("decision", f"{decision}\n{time.time() - ago}\n")
-        return self
-
-    def decided_long_ago(self, decision: str) -> Written:
-        """A decision of a version that wrote no time."""
-        self._write("decision", decision + "\n", 50)
+    def submitted(self, id: str | None, *, ago: float = 500, **changes: Any) -> Written:
+        record = {"time": time.time() - ago, "job_id": id, "argv": ["train"], "directory": "/",
+                  "task": None, "sent": True}  # fmt: skip
+        self._write("submission.json", json.dumps(record | changes))
         return self
 
     def attempt(self, number: int = 1, *, ago: float = 300, slurm: str | None = None) -> Written:
         # The file itself is new, as in a copy of the folder: its time says nothing.
-        record = {"started": time.time() - ago, "slurm": slurm, "launch": ""}
-        self._write(f"attempts/{number}/attempt.json", json.dumps(record))
+        record = {"started": time.time() - ago, "slurm": slurm, "launch": "", "ranks": 2}
+        return self.recorded(number, host="n1", **record)
+
+    def recorded(self, number: int = 1, **facts: Any) -> Written:
+        """Facts that are added to the record of an attempt."""
+        path = self.job.attempt_dir(number) / "attempt.json"
+        record = json.loads(path.read_text()) if path.exists() else {}
+        self._write(f"attempts/{number}/attempt.json", json.dumps(record | facts))
         return self
 
-    def old_attempt(
-        self, number: int = 1, *, ago: float = 300, slurm: str | None = None, batch: bool = True
-    ) -> Written:
-        """An attempt of a version that wrote no attempt.json."""
-        self._write(f"attempts/{number}/ranks/00000.json", "{}", ago)
-        environment = {} if slurm is None else {"SLURM_JOB_ID": slurm}
-        self._write("env.json", json.dumps({"environment": environment, "batch": batch}), ago)
-        return self
+    def succeeded(self, id: str) -> Written:
+        """A successor that the supervisor has submitted."""
+        return self.recorded(successor=id)
 
-    def other_attempt(self, number: int, *, ago: float) -> Written:
-        """One of a command that only the job script watches."""
-        newest = self.job.submissions.read_text().splitlines()[-1]
-        return self.attempt(number, ago=ago, slurm=json.loads(newest)["job_id"])
+    def decided(self, decision: str, *, ago: float = 50) -> Written:
+        return self.recorded(decision=decision, decided=time.time() - ago)
+
+    def ended(self, code: int, reason: str, number: int = 1, *, ago: float = 100) -> Written:
+        by = next((x.split(":", 1)[1].strip() for x in reason.splitlines() if "why:" in x), "")
+        return self.recorded(
+            number, ended=time.time() - ago, code=code, reason=reason, step=8, rank=1, node="n2",
+            checkpoint=None, asked_by=by,
+        )  # fmt: skip
 
     def beat(self, number: int = 1, *, ago: float = 2, **changes: Any) -> Written:
         when = time.time() - ago
@@ -89,12 +73,6 @@ class Written:
             "pid": 1,
         }  # fmt: skip
         self._write("heartbeat.json", json.dumps(beat | changes))
-        return self
-
-    def ended(self, code: int, reason: str, number: int = 1, *, ago: float = 100) -> Written:
-        record = {"time": time.time() - ago, "code": code, "reason": reason, "step": 8,
-                  "rank": 1, "node": "n2"}  # fmt: skip
-        self._write(f"attempts/{number}/exit.json", json.dumps(record))
         return self
 
     def asked(self, what: str, by: str = "alice: dtt job stop") -> Written:
@@ -191,13 +169,13 @@ def trained(w: Written) -> Written:
 
 
 def watched(w: Written) -> Written:
-    """A command without heartbeats, which only the job script watches."""
-    return w.submitted("7").other_attempt(1, ago=399)
+    """A command without heartbeats, which only the supervisor watches."""
+    return w.submitted("7").attempt(ago=399, slurm="7")
 
 
 FROM_FILES = {
     "without attempts": case(lambda w: w, "never started"),
-    "not sent": case(lambda w: w.unsent(), "not submitted", "run sbatch …"),
+    "not sent": case(lambda w: w.submitted(None, sent=False), "not submitted", "run sbatch …"),
     "a heartbeat": case(lambda w: w.attempt().beat(), "running"),
     "a long phase": case(
         lambda w: w.attempt().beat(phase="evaluate"), "running", "in phase evaluate"
@@ -279,20 +257,20 @@ WITH_SLURM = {
         lambda w: trained(w).beat().ended(0, "done", ago=1), "done", "", ("NODE_FAIL", 0)
     ),
     "submitted again after a final ending": case(
-        lambda w: w.submitted("7", "9").attempt(slurm="7").ended(2, "3 mistakes"),
+        lambda w: w.submitted("9", ago=10).attempt(slurm="7").ended(2, "3 mistakes"),
         "queued", "…", ("FAILED", 99), ("PENDING", 10, "9"),
     ),
     "cancelled and submitted again": case(
-        lambda w: w.submitted("7", "9").attempt(slurm="7").ended(75, TERM),
+        lambda w: w.submitted("9", ago=9).attempt(slurm="7").ended(75, TERM),
         "queued", "…", ("CANCELLED", 99), ("PENDING", 9, "9"),
     ),
     "the successor of a failed node": case(
-        lambda w: w.submitted("7").succeeded("8").attempt(slurm="7").ended(75, TERM),
+        lambda w: trained(w).succeeded("8").ended(75, TERM),
         "queued", f"waiting in the queue (Resources); attempt 1, NODE_FAIL: {STOPPED}",
         ("NODE_FAIL", 99), ("PENDING", 98, "8"),
     ),
     "the successor of a preempted job": case(
-        lambda w: w.submitted("7").succeeded("8").attempt(slurm="7").ended(75, TERM)
+        lambda w: trained(w).succeeded("8").ended(75, TERM)
         .decided("again: preempted, exit code 75"),
         "preempted", "…", ("FAILED", 99), ("PENDING", 98, "8"),
     ),
@@ -311,16 +289,13 @@ WITH_SLURM = {
         lambda w: trained(w).ended(74, "disk full").decided(GAVE_UP),
         "out of attempts", FULL, ("FAILED", 99),
     ),
-    "out of attempts of an older version": case(
-        lambda w: trained(w).ended(74, "disk full").decided_long_ago(GAVE_UP),
-        "out of attempts", FULL, ("FAILED", 99),
-    ),
     "out of attempts, whose node died": case(
         lambda w: trained(w).decided(GAVE_UP), "out of attempts", "…", ("FAILED", 99)
     ),
-    "out of attempts before training": case(
-        lambda w: w.submitted("7").decided(GAVE_UP),
-        "out of attempts", "3 attempts failed before training started", ("FAILED", 99),
+    "out of attempts in the set-up": case(
+        lambda w: trained(w).ended(78, "exit code 78: see logs").decided(GAVE_UP),
+        "out of attempts", "3 attempts without a new checkpoint; exit code 78: see logs …",
+        ("FAILED", 99),
     ),
     "started by hand since": case(
         lambda w: trained(w).decided(GAVE_UP, ago=90).attempt(2, ago=80).ended(74, "x", 2, ago=70),
@@ -345,12 +320,12 @@ WITH_SLURM = {
         lambda w: watched(w).ended(0, "done").decided("over: done"), "done", "", ("COMPLETED", 99)
     ),
     "a cancelled command, which took a second to end": case(
-        lambda w: w.submitted("7", command="download").other_attempt(1, ago=100)
+        lambda w: w.submitted("7", argv=["download"]).attempt(ago=100, slurm="7")
         .ended(75, "stopped by slurm: SIGTERM"),
         "cancelled", "stopped by slurm: SIGTERM", ("CANCELLED", 101),
     ),
     "a stopped command": case(
-        lambda w: w.submitted("7", command="download").other_attempt(1, ago=100)
+        lambda w: w.submitted("7", argv=["download"]).attempt(ago=100, slurm="7")
         .ended(75, "stopped by slurm: SIGTERM"),
         "stopped", "stopped by slurm: SIGTERM",
     ),
@@ -382,8 +357,8 @@ WITHOUT_AN_ANSWER = {
         "out of attempts", FULL, error=NO_CONTROLLER,
     ),
     "submitted again since": case(
-        lambda w: w.submitted("7", "9", ago=0).attempt(slurm="7").ended(74, "x").decided("over: x"),
-        "unknown", "…", error=NO_CONTROLLER,
+        lambda w: trained(w).ended(74, "x").decided("over: x").submitted("9", ago=0),
+        "unknown", f"submitted as 9; {NO_CONTROLLER}; attempt 1 ended: x", error=NO_CONTROLLER,
     ),
 }  # fmt: skip
 STATES = [
@@ -492,7 +467,7 @@ def test_jobs_ended_by_slurm_have_the_state_of_slurm(
 
 def test_of_a_chain_the_running_job_counts(written: Written, slurm: FakeSlurm) -> None:
     slurm.says("squeue", squeue_line("RUNNING"), squeue_line("PENDING", id="8"))
-    status = written.submitted("7", "8").attempt(slurm="7").beat().status()
+    status = trained(written).succeeded("8").beat().status()
     assert (status.state, status.slurm and status.slurm.id) == ("running", "7")
     assert "--jobs=7,8" in slurm.asked("squeue")[0]
 
@@ -508,35 +483,49 @@ def test_an_unreachable_slurm_does_not_affect_jobs_without_slurm(
     assert [s.state for s in job_state.examine([written.job, other.job])] == ["unknown", "lost"]
 
 
+OLD_EXIT = {"code": 74, "reason": "x", "step": 8, "rank": 1, "node": "n2"}
+
+
 @pytest.mark.parametrize(
-    ("batch", "ago", "state", "id"),
+    ("batch", "env", "exit", "decision", "slurm_says", "state", "id"),
     [
-        (True, 300, "running", "7"),
-        (False, 300, "lost", None),  # an allocation for work by hand
-        (True, 900, "lost", None),  # env.json is older: of another attempt
+        (True, 300, None, "", "RUNNING", "running", "7"),
+        (False, 300, None, "", "RUNNING", "lost", None),  # an allocation for work by hand
+        (True, 900, None, "", "RUNNING", "lost", None),  # env.json is of another attempt
+        (True, 300, 74, "", "FAILED", "failed", "7"),
+        (True, 300, 74, GAVE_UP, "FAILED", "out of attempts", "7"),
+        (True, 300, 75, "again: preempted", "PENDING", "preempted", "8"),
+        (True, 300, 0, "over: done", "FAILED", "done", "7"),
     ],
 )
-def test_an_attempt_of_an_older_version_is_read_from_the_times_of_its_files(
-    written: Written, slurm: FakeSlurm, batch: bool, ago: float, state: str, id: str | None
-) -> None:
-    slurm.says("squeue", squeue_line("RUNNING"))
-    written.old_attempt(slurm="7", batch=batch)
-    if ago == 900:
-        environment = json.dumps({"environment": {"SLURM_JOB_ID": "7"}})
-        written._write("env.json", environment, ago)
+def test_a_job_of_an_older_version_is_read_from_its_files_and_their_times(
+    written: Written, slurm: FakeSlurm, batch: bool, env: float, exit: int | None, decision: str,
+    slurm_says: str, state: str, id: str | None,
+) -> None:  # fmt: skip
+    line = {"time": time.time() - 900, "argv": ["train"], "directory": "/", "job_id": "7"}
+    successor = {"time": time.time() - 290, "job_id": 8, "command": "successor of 7"}
+    lines = [line, successor][: 2 if id == "8" else 1] if id is not None else []
+    written._write("submissions.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    written._write("attempts/1/ranks/00000.json", "{}", 300)
+    environment = {"environment": {"SLURM_JOB_ID": "7"}, "batch": batch}
+    written._write("env.json", json.dumps(environment), env)
+    if exit is not None:
+        written._write("attempts/1/exit.json", json.dumps(OLD_EXIT | {"code": exit}), 100)
+    if decision:
+        written._write("decision", decision + "\n", 50)
+    slurm.says("squeue", squeue_line(slurm_says, ago=99, id=id or "7"))
     status = written.status()
     assert (status.state, status.slurm and status.slurm.id) == (state, id)
     assert status.files.started == pytest.approx(time.time() - 300, abs=30)
+    assert status.files.ended == pytest.approx(time.time() - 100 if exit is not None else 0, abs=30)
+    assert job_argv(written.job)[0] == "train"
 
 
 def test_a_submission_that_sbatch_could_not_confirm_is_unknown_until_it_is_found(
     written: Written, slurm: FakeSlurm
 ) -> None:
     script = written.job.script.absolute()
-    record = {"time": time.time() - 20, "job_id": None, "argv": ["train"], "directory": "/",
-              "script": str(script), "task": None}  # fmt: skip
-    written._write("submissions.jsonl", json.dumps(record) + "\n")
-    status = written.status()
+    status = written.submitted(None, ago=20, script=str(script)).status()
     assert status.state == "unknown"
     assert "sbatch did not report whether Slurm accepted it" in status.detail
     found = f"31|{time.time() - 10:.0f}|{script}"
@@ -559,7 +548,7 @@ def test_a_successor_that_the_script_cancelled_does_not_make_the_job_cancelled(
     written: Written, slurm: FakeSlurm, code: int | None, reason: str, decision: str, state: str
 ) -> None:
     slurm.says("squeue", squeue_line("FAILED", ago=99), squeue_line("CANCELLED", ago=98, id="8"))
-    written.submitted("7").succeeded("8").attempt(slurm="7")
+    trained(written).succeeded("8")
     if code is not None:
         written.ended(code, reason)
     assert written.status().state == "cancelled"  # by somebody else
@@ -589,15 +578,6 @@ def test_the_rest_of_a_deleted_job_is_not_found(tmp_path: Path) -> None:
     ):
         Written(JobDir(tmp_path / name))._write("config.yaml", "name: t\n")
     assert [job.root.name for job in job_state.find(tmp_path)] == ["t"]
-
-
-def test_the_arguments_of_a_chain_are_those_of_its_first_job_without_a_warning(
-    written: Written, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = written.submitted("7").succeeded("8", "9").job
-    assert submissions.argv(job) == ["train"]
-    assert submissions.directory(job) == Path("/")
-    assert caplog.text == ""
 
 
 def test_a_folder_without_a_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

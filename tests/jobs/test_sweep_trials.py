@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
 from dtt.config import source
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
@@ -215,10 +215,9 @@ def measured(losses: Mapping[Sequence[Any], float | None], **said: Any) -> Sweep
     for trial, record in made.manifest.trials.items():
         job, loss = made.job(trial), losses[tuple(record.values.values())]
         code = 0 if loss is not None else 76
-        job.attempt_dir(1).mkdir(parents=True)
         reason = "done" if code == 0 else "training diverged\n  why: x"
-        ending = {"code": code, "reason": reason, "step": 10, "rank": 0, "node": "n1"}
-        (job.attempt_dir(1) / "exit.json").write_text(json.dumps(ending))
+        job.begin_attempt()
+        job.end_attempt(ExitCode(code), reason, 0, attempt=1)
         lines = [
             {"kind": "eval", "step": 0, "loss": 9.0},
             {"kind": "train", "step": 5, "loss": 8.0},

@@ -116,8 +116,7 @@ def made(dtt: Dtt, name: str) -> Path:
 
 def test_ls_lists_all_jobs_and_trials_newest_first(dtt: Dtt) -> None:
     for name, ended in (("old", 100), ("sweep/0001", 300), ("new", 200)):
-        folder = made(dtt, name) / "submissions.jsonl"
-        folder.write_text(json.dumps({"time": ended, "job_id": "7", "command": "x"}) + "\n")
+        handed_over(made(dtt, name), "train", time=ended)
     listed = dtt("job", "ls", **ALONE)
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [
         "job", "jobs/sweep/0001", "jobs/new", "jobs/old",
@@ -184,11 +183,11 @@ def test_resume_submits_the_script_from_its_own_folder(dtt: Dtt) -> None:
     assert len(slurm.asked("sbatch")) == 2
 
 
-def handed_over(job: Path, *argv: str, id: str = "7") -> Path:
+def handed_over(job: Path, *argv: str, id: str = "7", time: float = 1) -> Path:
     """Submitted from `/a b`."""
     (job / "slurm.sh").touch()
-    record = {"time": 1, "job_id": id, "command": "x", "argv": argv, "directory": "/a b"}
-    (job / "submissions.jsonl").write_text(json.dumps(record) + "\n")
+    record = {"time": time, "job_id": id, "command": "x", "argv": argv, "directory": "/a b"}
+    (job / "submission.json").write_text(json.dumps(record) + "\n")
     return job
 
 
@@ -245,8 +244,7 @@ def test_a_user_request_overrides_the_stop_of_the_time_limit(dtt: Dtt) -> None:
 
 
 def test_a_queued_job_is_cancelled_only_with_yes(dtt: Dtt) -> None:
-    job = made(dtt, "t")
-    (job / "submissions.jsonl").write_text('{"time": 1, "job_id": "23", "command": "x"}\n')
+    handed_over(made(dtt, "t"), "train", "jobs/t", id="23")
     slurm = FakeSlurm(dtt.folder / "bin")
     slurm.says("squeue", SQUEUE["HELD"].format(id="23", since=round(time.time())))
     slurm.says("scancel")

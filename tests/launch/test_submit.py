@@ -20,6 +20,7 @@ from support.running import TIMEOUT, Dtt
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ExitCode
+from dtt.base.files import sha256_file
 from dtt.config.load import resolve
 from dtt.launch import checks
 
@@ -56,10 +57,11 @@ def test_a_job_directory_is_created_and_submitted(
     assert done.stdout.splitlines()[-1].split() == ["submitted", "17"]
     job = JobDir(dtt.folder / "jobs/t")
     assert (dtt.folder / "calls").read_text() == f"{dtt.folder} --parsable jobs/t/slurm.sh\n"
-    [submission] = map(json.loads, job.submissions.read_text().splitlines())
+    submission = json.loads(job.submission.read_text())
     assert submission["job_id"] == "17"
     assert submission["command"].startswith("dtt submit train")
     assert abs(submission["time"] - time.time()) < 600
+    assert submission["script_sha256"] == sha256_file(job.script)
     script = job.script.read_text()
     assert script == dtt("submit", "train", *settings, "--print-script", **slurm).stdout
     assert "#SBATCH --time=90\n" in script
@@ -83,8 +85,7 @@ def test_a_job_may_be_created_for_a_later_sbatch(
     assert not (dtt.folder / "calls").exists()
     job = JobDir(dtt.folder / "jobs/t")
     assert job.config.is_file()
-    [record] = map(json.loads, job.submissions.read_text().splitlines())
-    assert record["job_id"] is None
+    assert json.loads(job.submission.read_text())["job_id"] is None
     script = job.script.read_text()
     assert 'NCCL_DEBUG_FILE="$_dtt_job/logs/nccl-${SLURM_JOB_ID}-%h-%p.log"' in script
     assert script == dtt("submit", "train", *settings, "--print-script", **slurm).stdout
@@ -97,7 +98,7 @@ def test_a_job_may_be_created_for_a_later_sbatch(
     # But not if another terminal submits it between the checks and sbatch.
     fake = Path(slurm["PATH"].split(":")[0]) / "squeue"
     text = fake.read_text()
-    fake.write_text(f'#!/bin/bash\necho \'{{"time": 1, "job_id": 5}}\' >>{job.submissions}\n')
+    fake.write_text(f"#!/bin/bash\nsed -i 's/null/\"5\"/' {job.submission}\n")
     refused = dtt("submit", "train", "jobs/t", expect=2, **slurm).stderr
     assert "submitted by another process in the meantime" in refused
     assert not (dtt.folder / "calls").exists()
@@ -274,11 +275,12 @@ def test_a_job_that_is_queued_or_running_is_not_submitted_twice(
     done = dtt("submit", "train", "jobs/t", expect=2, **queued)
     assert "jobs/t is queued as Slurm job 17" in done.stderr
     job = JobDir(dtt.folder / "jobs/t")
+    first = json.loads(job.submission.read_text())["time"]
     job.begin_attempt()
     assert "jobs/t is running" in dtt("submit", "train", "jobs/t", expect=2, **slurm).stderr
     job.end_attempt(ExitCode.BUG, "a bug", 0, attempt=1)
     dtt("submit", "train", "jobs/t", "launch.nodes=2", **slurm)
-    assert len(job.submissions.read_text().splitlines()) == 2
+    assert json.loads(job.submission.read_text())["time"] > first
     assert yaml.safe_load(job.config.read_text())["launch"]["nodes"] == 2
     (job.checkpoints / "step-000004").mkdir(parents=True)
     changed = dtt("submit", "train", "jobs/t", "train.steps=50", expect=2, **slurm)

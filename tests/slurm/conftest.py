@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support.running import Dtt
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.track import jsonl
 
 LIMIT = 300.0
@@ -148,15 +149,19 @@ class Submitted:
 
     def exit_record(self, attempt: int) -> dict[str, Any]:
         """How an attempt ended; waits for it."""
-        path = self.dtt.folder / self.path / f"attempts/{attempt}/exit.json"
-        wait_for(f"the end of attempt {attempt}", path.exists)
-        record: dict[str, Any] = json.loads(path.read_bytes())
+        job = JobDir(self.dtt.folder / self.path)
+        record: dict[str, Any] = wait_for(
+            f"the end of attempt {attempt}", lambda: job.exit_record(attempt)
+        )
         return record
 
     def submissions(self) -> list[str]:
         """Slurm's ids, those of successors included."""
-        lines = (self.dtt.folder / self.path / "submissions.jsonl").read_text().splitlines()
-        return [json.loads(line)["job_id"] for line in lines]
+        job = JobDir(self.dtt.folder / self.path)
+        records = [job.attempt_record(number) or {} for number in job.attempts()]
+        submission = job.submission_record() or {}
+        ids = [submission["job_id"], *(record.get("successor") for record in records)]
+        return [id for id in ids if id is not None]
 
     def wait_for_submissions(self, number: int) -> list[str]:
         """Wait until there have been that many; returns Slurm's ids."""

@@ -23,6 +23,7 @@ from support import fake_slurm
 from support.planted_copies import planted
 from support.running import TIMEOUT
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.jobs.slurm import squeue
 
 pytestmark = pytest.mark.slow
@@ -136,8 +137,8 @@ def test_preempted_with_and_without_time_to_save_it_comes_back(
         cluster.run("scontrol", "update", "partitionname=batch", f"gracetime={grace}")
     cluster.wait_for_state(job.id, "COMPLETED")
     # The launcher may have the time to record that its rank was killed, before it is killed itself.
-    record_of_second = job.dtt.folder / job.path / "attempts/2/exit.json"
-    assert not record_of_second.exists() or job.exit_record(2)["code"] == 78
+    record_of_second = JobDir(job.dtt.folder / job.path).exit_record(2)
+    assert record_of_second is None or record_of_second["code"] == 78
     assert cluster.field(job.id, "Restarts") == "2"
     assert job.reported()["state"] == "done"
     assert_as_undisturbed(job)

@@ -216,7 +216,6 @@ class WrittenJob:
         _write_json(job.clock(number), clock, ended)
         if code is not None:
             job.end_attempt(code, reason, 0, attempt=number, node=node, asked_by=asked_by)
-            os.utime(job.attempt_dir(number) / "exit.json", (ended, ended))
         return ended
 
     def keep_checkpoints(self, *steps: int) -> None:

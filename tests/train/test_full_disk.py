@@ -153,7 +153,7 @@ def test_a_run_that_fails_on_a_full_disk_ends_without_waiting_for_space(
     name: str,
     ends_with: str,
 ) -> None:
-    """The trackers are closed and exit.json is written after the failure."""
+    """The trackers are closed and the end is recorded after the failure."""
 
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -201,7 +201,7 @@ TWO_PATHS = "rename,renameat,renameat2,link,linkat"
 """Calls that strace does not choose by their second path, so all are hit."""
 RENAMED = [
     "config.yaml", "data.json", "tokenizer.json", "run_id", "env.json", "lead", "metrics.jsonl",
-    "attempts/1/exit.json",
+    "attempts/1/attempt.json",
 ]  # fmt: skip
 WITHOUT_WAITING = """
 from dtt.base import reading

@@ -138,7 +138,7 @@ def test_ranks_that_read_other_data_than_each_other_stop_before_the_first_step(
     done = dtt.wait(dtt.start_python(*launcher, "sh", "-c", command, sys.executable))
     assert done.returncode != 0
     assert "the nodes of this run do not have the same data" in done.stderr
-    ended = json.loads((dtt.folder / "jobs/t/attempts/1/exit.json").read_text())
+    ended = json.loads((dtt.folder / "jobs/t/attempts/1/attempt.json").read_text())
     assert ended["code"] == ExitCode.DAMAGED
     assert not metrics(dtt.folder / "jobs/t", "train")
     assert not list((dtt.folder / "jobs/t/checkpoints").glob("step-*"))

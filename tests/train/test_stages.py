@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DamagedError
 from dtt.base.interrupts import STOP_SIGNALS
 from dtt.config.load import load_job
@@ -92,7 +93,7 @@ def test_a_resume_on_the_way_up_ends_as_if_nothing_had_happened(
         assert file.read_bytes() == (job / file.relative_to(whole)).read_bytes(), file.name
     kinds = ("train", "eval", "sample")
     assert records(job, *kinds) == records(whole, *kinds)
-    assert (job / "attempts/2/exit.json").exists()
+    assert JobDir(job).exit_record(2) is not None
 
 
 def test_what_a_step_was_trained_on_is_found_again(

@@ -44,7 +44,7 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
 
 
 def exit_record(job: Path, attempt: int) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((job / f"attempts/{attempt}/exit.json").read_text())
+    record: dict[str, Any] = json.loads((job / f"attempts/{attempt}/attempt.json").read_text())
     return record
 
 

@@ -14,19 +14,20 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dtt.artifacts import old_jobs
 from dtt.artifacts.manifests import CHAT_TEMPLATE
 from dtt.base.errors import ExitCode
-from dtt.base.files import remove, write_atomically, write_once
+from dtt.base.files import fsync_folder, remove, write_atomically, write_once
+from dtt.base.ranks import slurm_id
 from dtt.base.reading import (
     Kind,
-    is_kind,
+    fits,
     read_record,
     read_records,
     read_text,
@@ -39,12 +40,15 @@ from dtt.base.secrets import holds_secret, named_secret, redacted
 ENVIRONMENT = ("CUDA_", "DTT_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM_", "TORCH", "WORLD_SIZE")
 SHORTEST_LEAD = 60
 NONE = type(None)
-ENDING: dict[str, Kind] = {
-    "code": int, "reason": str, "step": (int, NONE), "rank": int, "node": str,
+STARTED: dict[str, Kind] = {"started": float, "slurm": (str, NONE), "launch": str, "ranks": int}
+"""Fields of attempt.json from the start of the attempt on."""
+ENDED: dict[str, Kind] = {
+    "ended": float, "code": int, "reason": str, "step": (int, NONE), "rank": int, "node": str,
+    "checkpoint": (str, NONE), "asked_by": str,
 }  # fmt: skip
-"""Fields of exit.json."""
-ATTEMPT: dict[str, Kind] = {"started": float, "slurm": (str, NONE), "launch": str}
-"""Fields of attempt.json."""
+"""Fields of attempt.json that the end of the attempt adds."""
+SUBMITTED: dict[str, Kind] = {"time": float, "job_id": (str, NONE), "argv": list, "directory": str}
+"""Fields of submission.json. `job_id` is None if sbatch did not answer, or was not asked."""
 HEARTBEAT: dict[str, Kind] = {
     "time": float, "attempt": int, "phase": str, "step": int, "steps": int,
     "seconds_per_step": (float, NONE), "world_size": int, "node": str, "pid": int,
@@ -128,10 +132,8 @@ class JobDir:
     """The job script that `dtt submit` wrote."""
     supervisor = _Below("supervisor")
     """The copy of the supervisor that the job script executes."""
-    decision = _Below("decision")
-    """Decision of the job script after the newest attempt: `again: …` or `over: …`."""
-    submissions = _Below("submissions.jsonl")
-    """Submissions of this job to Slurm with their job ids, one JSON record per line."""
+    submission = _Below("submission.json")
+    """Record of the newest submission to Slurm: its id, the script and the command."""
 
     @property
     def exists(self) -> bool:
@@ -158,12 +160,32 @@ class JobDir:
         """Return the path of the file that records how long an attempt has run."""
         return self.attempt_dir(number) / "clock.json"
 
-    def exit_record(self, number: int) -> dict[str, Any] | None:
-        """Return the exit record of an attempt.
+    def attempt_record(self, number: int) -> dict[str, Any] | None:
+        """Return `attempt.json` of an attempt; None if there is no such attempt.
 
-        None while it runs, or if it was killed before it could write one.
+        It has at least the fields of `STARTED`, and those of `ENDED` once the attempt has ended.
         """
-        return read_record(self.attempt_dir(number) / "exit.json", ENDING)
+        folder = self.attempt_dir(number)
+        if not folder.is_dir():
+            return None
+        record = read_record(folder / "attempt.json", {}) or {}
+        # Also the files of an attempt at whose start the disk was full.
+        if not fits(record, STARTED):
+            record |= old_jobs.start(folder)
+        # Older versions wrote no host, and the end of the attempt into other files.
+        return record if "host" in record else old_jobs.ending(folder) | record
+
+    def exit_record(self, number: int) -> dict[str, Any] | None:
+        """Return how an attempt ended: the fields of `ENDED`.
+
+        None while it runs, or if it was killed before it could record that.
+        """
+        record = self.attempt_record(number)
+        return {name: record[name] for name in ENDED} if fits(record, ENDED) and record else None
+
+    def submission_record(self) -> dict[str, Any] | None:
+        """Return the record of the newest submission; None if the job was never submitted."""
+        return read_record(self.submission, SUBMITTED) or old_jobs.submission(self.root)
 
     def attempt(self) -> int:
         """Return the number of the newest attempt, from 1; 0 before the first."""
@@ -191,35 +213,41 @@ class JobDir:
         if inherited.st_mode & stat.S_ISGID and control.stat().st_uid == os.geteuid():
             retrying(lambda: control.chmod(0o2775 if inherited.st_mode & 0o005 else 0o2770))
 
+    def next_attempt(self) -> int:
+        """Return the number of the attempt to begin, from 1.
+
+        That is the newest one if the supervisor of this Slurm job has begun it for these processes.
+        """
+        newest = self.attempt()
+        record = self.attempt_record(newest) or {}
+        begun = record.get("ranks") == 0 and not fits(record, ENDED)
+        ours = begun and record["slurm"] is not None and record["slurm"] == own_slurm_id()
+        return newest if ours else newest + 1
+
     def begin_attempt(self, launch: str = "", ranks: int = 1) -> int:
-        """Create the folder of a new attempt, with its `attempt.json`; return its number.
+        """Record the start of an attempt in its folder; return its number.
 
         `launch` is the name by which other ranks of the same launch find the attempt.
         """
         self.make_control()
-        number = self.attempt() + 1
-        folder = self.attempt_dir(number)
-        retrying(lambda: folder.mkdir(parents=True, exist_ok=True))
+        number = self.next_attempt()
+        path = self.attempt_dir(number) / "attempt.json"
+        retrying(lambda: path.parent.mkdir(parents=True, exist_ok=True))
         record = {
             "started": time.time(),
             "slurm": own_slurm_id(),
             "restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-            "node": socket.gethostname(),
+            # With what the supervisor has recorded before the set-up of the nodes.
+            **(read_record(path, STARTED) or {}),
+            "host": socket.gethostname(),
             "pid": os.getpid(),
             "ranks": ranks,
             "launch": launch,
         }
         # A full disk is for the checkpoints to report; readers then use the time of the folder.
         with suppress(OSError), waiting_for_space(None):
-            write_once(folder / "attempt.json", json.dumps(record, indent=1) + "\n")
+            write_atomically(path, json.dumps(record, indent=1) + "\n")
         return number
-
-    def attempt_record(self, number: int) -> dict[str, Any] | None:
-        """Return the record that an attempt wrote when it started.
-
-        None if its disk was full, or if an older version of dtt started it.
-        """
-        return read_record(self.attempt_dir(number) / "attempt.json", ATTEMPT)
 
     def end_attempt(
         self,
@@ -231,18 +259,17 @@ class JobDir:
         node: str | None = None,
         asked_by: str = "",
     ) -> None:
-        """Write `exit.json`, the exit record of the attempt: launchers reduce exit codes to 0 or 1.
+        """Record in `attempt.json` how an attempt ended: launchers reduce exit codes to 0 or 1.
 
         The rank that fails first is the cause; ranks that fail later do not overwrite it. `node`:
         node of `rank`, by default this one. `asked_by`: origin of a stop request, if there was one:
         a signal's name, or the first line of `control/stop`.
         """
-        folder = self.attempt_dir(attempt)
-        path = folder / "exit.json"
-        if path.exists() or not folder.is_dir():
+        path = self.attempt_dir(attempt) / "attempt.json"
+        if not path.parent.is_dir() or self.exit_record(attempt) is not None:
             return
-        record = {
-            "time": time.time(),
+        record = (read_record(path, {}) or {}) | {
+            "ended": time.time(),
             "code": int(code),
             "reason": reason,
             "step": self.last_step(),
@@ -251,7 +278,19 @@ class JobDir:
             "checkpoint": self.newest_checkpoint_name(),
             "asked_by": asked_by,
         }
-        write_once(path, json.dumps(record, indent=1) + "\n")
+        # Who creates this file ends the attempt. To replace the record at once would let the last
+        # rank win, and to create it under its own name is impossible, because it exists.
+        aside = path.with_name(".ending.tmp")
+        if not write_once(aside, json.dumps(record, indent=1) + "\n"):
+            return
+        # Another rank may have ended, and removed its own file, since the look above.
+        if self.exit_record(attempt) is None:
+            retrying(lambda: aside.replace(path))
+            fsync_folder(path.parent)
+            # A supervisor that an older version copied into the job reads this file instead.
+            if "DTT_SUPERVISED" in os.environ and "saved" not in record:
+                write_atomically(path.with_name("exit.json"), path.read_text())
+        aside.unlink(missing_ok=True)
 
     def newest_checkpoint_name(self) -> str | None:
         """Return the name of the newest checkpoint folder, for messages only.
@@ -340,14 +379,6 @@ def own_slurm_id() -> str | None:
     if not batch and env.get("DTT_SUPERVISED") != id:
         return None
     return slurm_id(env)
-
-
-def slurm_id(env: Mapping[str, Any]) -> str | None:
-    """Return the id of a Slurm job, as squeue lists it, from the environment of the job."""
-    id = env.get("SLURM_JOB_ID")
-    if {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"} <= env.keys():
-        id = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    return id if is_kind(id, str) else None
 
 
 def lead_seconds(step: float, save: float) -> int:

@@ -12,7 +12,7 @@ from dtt.base.terminal import Message, one_line, part_of_message
 
 
 class ExitCode(IntEnum):
-    """Exit codes of a process, for the shell, the job script and `exit.json`."""
+    """Exit codes of a process, for the shell, the job script and `attempt.json`."""
 
     DONE = 0
     BUG = 1

@@ -69,8 +69,8 @@ def _write_aside(path: Path, content: str | bytes) -> None:
     fsync_folder(path.parent)
 
 
-def write_once(path: Path, content: str) -> None:
-    """Write `content` unless `path` exists: of several writers the first one wins.
+def write_once(path: Path, content: str) -> bool:
+    """Write `content` unless `path` exists; return True if this call has created it.
 
     It creates a hard link, which the file server decides atomically; a client could answer an
     existence check from its cache.
@@ -79,11 +79,14 @@ def write_once(path: Path, content: str) -> None:
     with named(path):
         try:
             write_atomically(aside, content)
-            with suppress(FileExistsError):
-                retrying(lambda: os.link(aside, path))
+            retrying(lambda: os.link(aside, path))
+        except FileExistsError:
+            # Two names: it is the link of this call, whose first answer got lost.
+            return aside.stat().st_nlink == 2
         finally:
             aside.unlink(missing_ok=True)
         fsync_folder(path.parent)
+    return True
 
 
 def append(path: Path, line: str) -> None:

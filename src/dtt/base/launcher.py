@@ -40,7 +40,7 @@ POLL_SECONDS = 0.5
 """Seconds between two checks, if the kernel cannot report the end of a process that is not a
 child."""
 RECORDING_SECONDS = 5.0
-"""Seconds to print a message and write exit.json before the process ends: a file system may
+"""Seconds to print a message and write attempt.json before the process ends: a file system may
 hang."""
 
 Recorder = Callable[[DttError], object]

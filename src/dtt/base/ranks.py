@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from dtt.base.reading import is_kind
 
 Launcher = Literal["torchrun", "openmpi", "pmi", "slurm", "alone"]
 
@@ -88,3 +90,11 @@ def _tasks_here(env: Mapping[str, str]) -> int:
         if node < 0:
             return int(tasks)
     return 1
+
+
+def slurm_id(env: Mapping[str, Any]) -> str | None:
+    """Return the id of a Slurm job, as squeue lists it, from the environment of the job."""
+    id = env.get("SLURM_JOB_ID")
+    if {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"} <= env.keys():
+        id = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return id if is_kind(id, str) else None

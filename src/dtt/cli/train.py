@@ -49,7 +49,7 @@ def train(
     """Train a model, or resume a job.
 
     Reads data/tokens/<name>/, writes jobs/<name>/. After SIGTERM or Ctrl-C it saves and exits with
-    75. torchrun exits with 1 after any failure; attempts/<n>/exit.json in the job has the code.
+    75. torchrun exits with 1 after any failure; attempts/<n>/attempt.json in the job has the code.
     """
     from dtt.train import run as train
 

@@ -35,7 +35,8 @@ from dtt.evaluate.evaluation import Evaluation, configured, open_evaluation
 from dtt.evaluate.models import checkpoint_model
 from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, weights_of
 from dtt.hf.model_source import find_chat_format, find_folder
-from dtt.jobs import job_files, job_state
+from dtt.jobs import job_state
+from dtt.jobs.job_files import JobFiles
 from dtt.jobs.job_state import State
 from dtt.track import jsonl
 
@@ -231,7 +232,7 @@ class Watch:
 
     def job_over(self) -> bool:
         """Return True if the job will save no more checkpoints."""
-        if job_files.slurm_ids(self.job):
+        if JobFiles.read(self.job).slurm_ids:
             if time.monotonic() - self._asked < SECONDS_BETWEEN_QUERIES:
                 return False
             self._asked = time.monotonic()

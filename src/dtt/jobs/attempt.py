@@ -1,4 +1,4 @@
-"""One attempt at a job: it locks the job folder, and records in `exit.json` how it ended."""
+"""One attempt at a job: it locks the job folder, and records in `attempt.json` how it ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def after_rank_0(ranks: Ranks, requests: Requests) -> Iterator[None]:
     A launcher ends all ranks as soon as one has ended, and rank 0 may still be importing. The other
     ranks therefore wait up to `SECONDS_FOR_RANK_0` before they raise. If rank 0 has passed the
     checks and begun the attempt, the error is this rank's own: it raises at once, and writes
-    `exit.json`, because rank 0 only learns that a rank has ended.
+    `attempt.json`, because rank 0 only learns that a rank has ended.
     """
     try:
         yield
@@ -105,7 +105,7 @@ def attempt(
     start: PhaseTimer | None = None,
     announced: bool = False,
 ) -> Iterator[Attempt]:
-    """Start an attempt, and record in `exit.json` how it ended.
+    """Start an attempt, and record in `attempt.json` how it ended.
 
     With `timed`, a time limit ends the run, and the clock is written more often. `start` is the
     phase timer of this process, if one was running already. If `announced`, ranks that fail before
@@ -125,7 +125,7 @@ def attempt(
             job.remove_litter()
             # Before the folder exists: a signal while its first file is written would otherwise
             # end an attempt that nobody has recorded the end of.
-            this.number = job.attempt() + 1
+            this.number = job.next_attempt()
             job.begin_attempt(_launch() if announced else "", ranks.size)
             this.clock = Clock(job, this.number, timed=timed)
         with _ending_recorded(this, ranks):
@@ -134,7 +134,7 @@ def attempt(
 
 @contextmanager
 def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
-    """Write `exit.json` when the body ends, with or without an error."""
+    """Write `attempt.json` when the body ends, with or without an error."""
     job = this.job
     # Assumed until proven otherwise: an exception that no clause names is a bug.
     code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
@@ -172,7 +172,7 @@ def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
                 )
             # A full disk must not replace the error that ended the run.
             except OSError as error:
-                log.warning("exit.json could not be written: %s", in_words(error))
+                log.warning("attempt.json could not be written: %s", in_words(error))
         if this.clock is not None:
             this.clock.close()
             if together and (spent := goodput(job)) is not None and spent.useful:

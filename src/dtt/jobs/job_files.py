@@ -12,19 +12,14 @@ from typing import Any
 
 import psutil
 
-from dtt.artifacts.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir, slurm_id
+from dtt.artifacts.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir
 from dtt.base.errors import ExitCode
-from dtt.base.reading import Kind, fits, is_kind, read_record, read_records, read_small, read_text
+from dtt.base.reading import Kind, is_kind, read_record, read_records, read_small
 
 SILENT_SECONDS = 60
 """Age in seconds above which a heartbeat is stale; a live process rewrites it every few seconds."""
-SUBMISSION: Mapping[str, Kind] = {"time": float, "job_id": (str, int, type(None))}
-"""Fields of a record in submissions.jsonl. `job_id` is None if sbatch did not answer."""
 GAVE_UP = re.compile(r"over: .*?\b([0-9]{1,9}) consecutive attempts\b")
-"""The decision of a job script that has used all attempts allowed without a new checkpoint."""
-SUBMISSIONS = 3
-"""Number of newest submissions of a job to query in Slurm: a chain has one running and one
-queued."""
+"""The decision of a supervisor that has used all attempts allowed without a new checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +27,14 @@ class JobFiles:
     """A snapshot of a job's files. Times are Unix seconds, 0 for events that have not happened."""
 
     job: JobDir
-    slurm_id: str | None
-    """Slurm's id of the newest attempt; None outside Slurm, and until the attempt has recorded
-    it."""
-    submitted: float
-    unanswered: bool
-    """True if sbatch did not answer the newest submission and no attempt has started since."""
-    unsent: bool
-    """True if `dtt submit --no-submit` wrote the newest submission, for a later sbatch."""
-    successors: frozenset[str]
-    """Slurm's ids of the submissions that the job script itself made."""
-    decision: str
-    """Decision of the job script after the newest attempt, `again: …` or `over: …`; else empty."""
+    submission: dict[str, Any]
+    """Content of submission.json; empty if the job was never submitted."""
     attempt: int
     """Number of the newest attempt; 0 before the first."""
-    started: float
-    """Start time of the newest attempt."""
+    record: dict[str, Any]
+    """Content of attempt.json of the newest attempt; empty before the first."""
     ending: dict[str, Any] | None
-    """Content of exit.json of the newest attempt; None if there is none."""
-    ended: float
+    """How the newest attempt ended; None if that is not recorded."""
     heartbeat: dict[str, Any] | None
     """Heartbeat of the newest attempt; None if there is none."""
     steps: int | None
@@ -65,40 +49,89 @@ class JobFiles:
     def read(cls, job: JobDir) -> JobFiles:
         """Read the files of a job."""
         number, now = job.attempt(), time.time()
-        folder = job.attempt_dir(number)
-        slurm, started = _start(job)
-        ending = job.exit_record(number) if number else None
+        record = job.attempt_record(number) or {}
+        ending = job.exit_record(number)
         beat = read_record(job.heartbeat, HEARTBEAT)
         answered = read_record(job.acknowledged, ANSWER)
         # The heartbeat file outlives an attempt, and a new one may not have written its own yet.
         latest_heartbeat = beat if beat is not None and beat["attempt"] == number else None
-        submissions = list(tail(job.submissions, SUBMISSION))
-        submitted = submissions[-1]["time"] if submissions else 0.0
         return cls(
             job=job,
-            slurm_id=slurm,
-            submitted=submitted,
-            unanswered=bool(submissions)
-            and submissions[-1]["job_id"] is None
-            and submissions[-1].get("sent") is not False
-            and submitted > started,
-            unsent=bool(submissions) and submissions[-1].get("sent") is False,
-            successors=frozenset(str(r["job_id"]) for r in submissions if "argv" not in r),
-            decision=_decision(job, since=max(started, submitted)),
+            submission=job.submission_record() or {},
             attempt=number,
-            started=started,
+            record=record,
             ending=ending,
-            ended=_end_time(ending, folder / "exit.json"),
             heartbeat=latest_heartbeat,
             steps=beat["steps"] if beat is not None else None,
             # The same for an acknowledgement.
-            acknowledged=answered if answered and answered["time"] >= started else None,
+            acknowledged=answered
+            if answered and answered["time"] >= record.get("started", 0.0)
+            else None,
             alive=latest_heartbeat is not None
             and ending is None
-            # A fresh heartbeat is not enough: the process may have written exit.json since.
+            # A fresh heartbeat is not enough: the process may have recorded its end since.
             and _is_fresh(latest_heartbeat, now),
             now=now,
         )
+
+    @property
+    def started(self) -> float:
+        """Start time of the newest attempt."""
+        return float(self.record.get("started", 0.0))
+
+    @property
+    def ended(self) -> float:
+        """Time at which the newest attempt recorded its end."""
+        return float(self.ending["ended"]) if self.ending else 0.0
+
+    @property
+    def submitted(self) -> float:
+        """Time of the newest submission."""
+        return float(self.submission.get("time", 0.0))
+
+    @property
+    def slurm_id(self) -> str | None:
+        """Slurm's id of the newest attempt; None outside Slurm."""
+        return self.record.get("slurm")
+
+    @property
+    def successor(self) -> str | None:
+        """Slurm's id of the job that the supervisor of the newest attempt has submitted."""
+        id = self.record.get("successor")
+        return id if is_kind(id, str) else None
+
+    @property
+    def slurm_ids(self) -> list[str]:
+        """Slurm's ids of the newest attempt, its successor and the newest submission, newest last.
+
+        Others are over: a job is submitted again only when nothing of it is in the queue.
+        """
+        submitted, chain = [self.submission.get("job_id")], [self.slurm_id, self.successor]
+        ids = chain + submitted if self.submitted > self.started else submitted + chain
+        return list(dict.fromkeys(id for id in ids if id is not None))
+
+    @property
+    def unsent(self) -> bool:
+        """True if `dtt submit --no-submit` wrote the newest submission, for a later sbatch."""
+        return self.submission.get("sent") is False
+
+    @property
+    def unanswered(self) -> bool:
+        """True if sbatch did not answer the newest submission and no attempt has started since."""
+        silent = bool(self.submission) and self.submission["job_id"] is None and not self.unsent
+        return silent and self.submitted > self.started
+
+    @property
+    def decision(self) -> str:
+        """Decision of the supervisor after the newest attempt: `again: …` or `over: …`.
+
+        Empty without one, and if the job was submitted again since.
+        """
+        decision, decided = self.record.get("decision"), self.record.get("decided")
+        if not (is_kind(decision, str) and is_kind(decided, float)):
+            return ""
+        since = max(self.started, self.submitted)
+        return str(decision) if decided is not None and decided > since else ""
 
     @property
     def heartbeat_age(self) -> float:
@@ -118,10 +151,7 @@ class JobFiles:
     @property
     def asked_by(self) -> str:
         """The origin of the stop request that ended the newest attempt; empty if unknown."""
-        if self.ending and "asked_by" in self.ending:
-            return str(self.ending["asked_by"])
-        lines = str(self.ending["reason"]).splitlines() if self.ending else []
-        return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("  why:")), "")
+        return str(self.ending["asked_by"]) if self.ending else ""
 
     @property
     def step(self) -> int | None:
@@ -138,7 +168,7 @@ class JobFiles:
     @property
     def trains(self) -> bool:
         """True if the job runs `dtt train`; other commands run only under Slurm."""
-        return last_command(self.job)[0][0] == "train"
+        return job_argv(self.job)[0] == "train"
 
     @property
     def is_stage(self) -> bool:
@@ -221,61 +251,11 @@ def requester(trigger: Path) -> str:
     return name or f"control/{trigger.name}"
 
 
-def last_command(job: JobDir) -> tuple[list[str], Path | None]:
-    """Return arguments and working directory of the newest submission that recorded them."""
-    # Successors, which the job script records, have no `argv`.
-    known = tail(job.submissions, SUBMISSION)
-    started = [record for record in known if fits(record, {"argv": list, "directory": str})]
-    if not started:  # never submitted: only trained without Slurm
-        return ["train", str(job.root)], None
-    return [str(argument) for argument in started[-1]["argv"]], Path(started[-1]["directory"])
-
-
-def slurm_ids(job: JobDir) -> list[str]:
-    """Return Slurm's ids of the last submissions of a job, the newest last."""
-    known = tail(job.submissions, SUBMISSION)
-    ids = [str(r["job_id"]) for r in known if r["job_id"] is not None][-SUBMISSIONS:]
-    newest, _ = _start(job)
-    # A job submitted with plain sbatch has no record in submissions.jsonl, only its attempt.
-    return ids if newest is None or newest in ids else [*ids, newest]
-
-
-def _start(job: JobDir) -> tuple[str | None, float]:
-    """Return Slurm's id and the start time of the newest attempt; None and 0 before the first.
-
-    The id is None outside Slurm, and in an allocation for work by hand.
-    """
-    number = job.attempt()
-    if not number:
-        return None, 0.0
-    if (record := job.attempt_record(number)) is not None:
-        return record["slurm"], record["started"]
-    # Older versions wrote no attempt.json.
-    folder = job.attempt_dir(number)
-    # Written by rank 0 at its start. The time of the folder changes with each file in it.
-    started = _modified(folder / "ranks/00000.json") or _modified(folder)
-    path = job.root / "env.json"  # of the newest attempt, unless it is older than that
-    record = read_record(path, {"environment": dict})
-    if record is None or _modified(path) < started or record.get("batch") is False:
-        return None, started
-    return slurm_id(record["environment"]), started
-
-
-def _end_time(ending: dict[str, Any] | None, path: Path) -> float:
-    """Return the time of an exit record, which older versions did not write into the file."""
-    if ending is not None and is_kind(ending.get("time"), float):
-        return float(ending["time"])
-    return _modified(path)
-
-
-def _decision(job: JobDir, since: float) -> str:
-    """Return the job script's decision; empty if it concerns an attempt before `since`."""
-    decision, _, when = (read_text(job.decision) or "").partition("\n")
-    try:
-        made = float(when)
-    except ValueError:  # older versions wrote no time
-        made = _modified(job.decision)
-    return decision if made > since else ""
+def job_argv(job: JobDir) -> list[str]:
+    """Return the arguments of dtt with which a job runs."""
+    # Without a submission, it was only trained without Slurm.
+    submission = job.submission_record() or {"argv": ["train", str(job.root)]}
+    return [str(argument) for argument in submission["argv"]] or ["train", str(job.root)]
 
 
 def _is_fresh(beat: dict[str, Any], now: float) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, InputError
-from dtt.jobs.job_files import SILENT_SECONDS, JobFiles, slurm_ids
+from dtt.jobs.job_files import SILENT_SECONDS, JobFiles
 from dtt.jobs.slurm import squeue, submissions
 from dtt.jobs.slurm.squeue import Answer, SlurmJob
 
@@ -121,9 +121,9 @@ class Status:
 
 def examine(jobs: Sequence[JobDir]) -> list[Status]:
     """Return the state of each job; a single call asks Slurm about all of them."""
-    ids = {job.root: slurm_ids(job) for job in jobs}
-    for job in jobs:
-        ids[job.root] += submissions.find_unanswered(job)
+    ids = {
+        job.root: JobFiles.read(job).slurm_ids + submissions.find_unanswered(job) for job in jobs
+    }
     # One call for all jobs: each is a process, and a request to Slurm's controller.
     answer = squeue.ask({id for known in ids.values() for id in known})
     # Read the files last: Slurm may take long to answer, and they change meanwhile.
@@ -177,12 +177,8 @@ def _status(files: JobFiles, ids: Sequence[str], answer: Answer) -> Status:
 
 def _withdrawn(files: JobFiles, slurm: SlurmJob | None) -> bool:
     """Return True for a successor that the job script cancelled when it decided to end the job."""
-    return (
-        slurm is not None
-        and slurm.id in files.successors
-        and files.decided_to_end
-        and slurm.withdrawn
-    )
+    successor = slurm is not None and slurm.id == files.successor
+    return successor and files.decided_to_end and slurm is not None and slurm.withdrawn
 
 
 Verdict = tuple[State, str]
@@ -293,7 +289,7 @@ class _Derivation:
         """
         files = self.files
         # Only a requeue or a successor continues a run.
-        if slurm.id != files.slurm_id and slurm.id not in files.successors:
+        if slurm.id not in (files.slurm_id, files.successor):
             return ""
         # Slurm's records show a preemption as a requeue or a failure; the job script knows better.
         if files.decision.startswith("again: preempted"):
@@ -330,7 +326,7 @@ class _Derivation:
         return f"{checkpoint} is the newest checkpoint" if checkpoint else "nothing was saved"
 
     def ended(self, code: int) -> Verdict:
-        """Return the state of a job whose newest attempt wrote exit.json with this exit code."""
+        """Return the state of a job whose newest attempt recorded its end with this exit code."""
         files = self.files
         match code:
             case ExitCode.DONE:
@@ -350,7 +346,7 @@ class _Derivation:
         return State.FAILED, detail
 
     def ended_unrecorded(self) -> Verdict:
-        """Return the state of a job whose newest attempt ended without writing exit.json."""
+        """Return the state of a job whose newest attempt recorded no end."""
         files, slurm = self.files, self.slurm
         ended = slurm if slurm is not None and slurm.since >= files.started else None
         # A new attempt writes its first heartbeat after the imports.
@@ -371,8 +367,6 @@ class _Derivation:
 
     def never_started(self) -> Verdict:
         """Return the state of a job without any attempt, which is not in Slurm's queue."""
-        if stalled := self.files.stalled:
-            return State.OUT_OF_ATTEMPTS, f"{stalled} attempts failed before training started"
         if self.slurm is not None:  # the set-up of its node did not finish
             return State.FAILED, f"Slurm state {self.slurm.state}"
         if not self.ids and self.files.unsent:

@@ -21,7 +21,7 @@ from dtt.base.reading import read_record
 from dtt.base.terminal import Message
 from dtt.config.profile import Kind
 from dtt.jobs import job_state
-from dtt.jobs.job_files import newest_log, requester
+from dtt.jobs.job_files import job_argv, newest_log, requester
 from dtt.jobs.job_state import State, Status
 from dtt.jobs.slurm import squeue, submissions
 from dtt.jobs.sweep_trials import SweepManifest
@@ -46,7 +46,7 @@ def stop(path: Path, *, yes: bool, wait: float) -> None:
     """
     job = job_state.open_job(path)
     (status,) = job_state.examine([job])
-    command = submissions.argv(job)[0]
+    command = job_argv(job)[0]
     if status.queued and status.slurm is not None:
         _cancel(status, status.slurm.id, yes=yes)
     elif status.alive and status.slurm is not None and command != "train":
@@ -101,7 +101,7 @@ def _training(path: Path, what: str) -> Status:
         raise ConfigError(
             f"{job.root} is not running: it is {status.state}", why=status.detail or None
         )
-    if (command := submissions.argv(job)[0]) != "train":
+    if (command := job_argv(job)[0]) != "train":
         raise ConfigError(f"cannot {what} {job.root}: it runs dtt {command}")
     return status
 
@@ -231,7 +231,7 @@ def resume(path: Path) -> None:
     # Requests that arrived after the last attempt ended are not meant for the next attempt.
     for trigger in (job.stop, job.save, job.profile):
         remove(trigger)
-    argv = submissions.argv(job)
+    argv = job_argv(job)
     folder = submissions.directory(job)
     elsewhere = folder.is_dir() and folder != Path.cwd()  # no folder if the project was moved
     there = f"cd {shlex.quote(str(folder))} && " if elsewhere else ""

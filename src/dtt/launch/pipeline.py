@@ -277,7 +277,7 @@ def report_stop(
     """Print where the pipeline, or another command `of` steps, stopped; return the exit code.
 
     torchrun exits with 1 for every failure, after many log lines. If the step started
-    an attempt, the exit code and the reason are read from the `exit.json` of that attempt.
+    an attempt, the exit code and the reason are read from the `attempt.json` of that attempt.
     """
     reason = ""
     record = job.exit_record(job.attempt())

@@ -74,7 +74,7 @@ def run(
     if print_script:
         print(Verbatim(text), end="")
         return
-    known = _recorded(submission.job)
+    known = submission.job.submission_record()
     checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
@@ -393,11 +393,13 @@ def confirmed(question: str) -> bool:
     return bool(answer) and answer.strip().lower() in ("", "y", "yes")
 
 
-def submit(submission: Submission, known: int, *, copy_code: bool, send: bool = True) -> str | None:
+def submit(
+    submission: Submission, known: dict[str, Any] | None, *, copy_code: bool, send: bool = True
+) -> str | None:
     """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
-    Without `send`, it is not submitted, and the result is None. Raises ConfigError if the record of
-    submissions has no longer the size `known` that it had before the checks.
+    Without `send`, it is not submitted, and the result is None. Raises ConfigError unless
+    `known` is still the record of the newest submission, as it was before the checks.
     If Slurm rejects the script, a new job directory is removed, and the files of an existing one
     are restored.
     """
@@ -407,18 +409,13 @@ def submit(submission: Submission, known: int, *, copy_code: bool, send: bool = 
     code = code_copied(job.root / "code") if copy_code else nullcontext()
     with exclusive(job.root, "dtt train or dtt submit"):
         # Another terminal may have submitted it while this one waited for an answer.
-        if _recorded(job) != known:
+        if job.submission_record() != known:
             raise ConfigError(
                 f"{job.root} was submitted by another process in the meantime",
-                where=job.submissions,
+                where=job.submission,
                 next=f"dtt job status {job.root}",
             )
         with restored(submission, new), code:
             job.write_environment()
             job.make_control()
             return submissions.submit(submission.script, send=send)
-
-
-def _recorded(job: JobDir) -> int:
-    """Return the size of the record of submissions, which grows with each of them."""
-    return job.submissions.stat().st_size if job.submissions.is_file() else 0

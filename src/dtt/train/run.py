@@ -157,7 +157,7 @@ def start_attempt(
             this.start.end_phase("process group")
             train(start, this, world, instrument)
     finally:
-        dist.stop()  # after exit.json is written, because it makes the other ranks end
+        dist.stop()  # after attempt.json is written, because it makes the other ranks end
         if this is not None and ranks.first and not under_time_pressure(job):
             page = report.write_at_end([job], job.root)
             if page is not None:

@@ -47,7 +47,7 @@ def recorded_refusal(
 ) -> Iterator[None]:
     """Record a refused start as an attempt of the job, if the command is only `dtt train JOB`.
 
-    Job scripts run that command and read `exit.json`, because torchrun exits with 1 for every
+    Job scripts run that command and read `attempt.json`, because torchrun exits with 1 for every
     failure. A job that is done stays done, and a job that does not exist is not created.
     """
     here = Path.cwd()  # saved because `enter` changes the current folder

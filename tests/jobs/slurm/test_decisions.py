@@ -114,14 +114,15 @@ def test_the_state_is_derived_from_the_record_of_slurm(record: dict[str, str], s
 
 
 @pytest.mark.parametrize(
-    ("text", "saved", "continued", "count"),
-    [("10 2\n", 10, True, 2), ("10 2\n", 20, True, 0), ("10 2\n", 10, False, 0), ("", -1, True, 0),
-     ("-1 1\n", -1, True, 1), ("x y\n", -1, True, 0)],
+    ("newest", "saved", "continued", "count"),
+    [({"saved": 10, "stalled": 2}, 10, True, 2), ({"saved": 10, "stalled": 2}, 20, True, 0),
+     ({"saved": 10, "stalled": 2}, 10, False, 0), ({}, -1, True, 0),
+     ({"saved": -1, "stalled": 1}, -1, True, 1), ({"saved": -1, "stalled": "x"}, -1, True, 0)],
 )  # fmt: skip
 def test_attempts_count_from_the_newest_checkpoint(
-    text: str, saved: int, continued: bool, count: int
+    newest: dict[str, Any], saved: int, continued: bool, count: int
 ) -> None:
-    assert decisions.stalled_before(text, saved, continued) == count
+    assert decisions.stalled_before(newest, saved, continued) == count
 
 
 @pytest.mark.parametrize(

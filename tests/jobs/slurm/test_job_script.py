@@ -24,7 +24,7 @@ from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import resolve
 from dtt.config.shipped import shipped_configs
-from dtt.jobs import job_files
+from dtt.jobs.job_files import JobFiles
 from dtt.jobs.slurm import job_script
 from dtt.jobs.slurm.job_script import Array, Script, render
 
@@ -274,9 +274,8 @@ FAKES = {
     # A training: it takes a signal, saves or not, and says how it ended.
     "torchrun": """
         printf '%q ' torchrun "$@" >>"$CALLS"; echo >>"$CALLS"
-        job=${!#} number=1
-        while [[ -e $job/attempts/$number ]]; do ((number++)); done
-        if [[ -n ${BEGINS-yes} ]]; then mkdir -p "$job/attempts/$number"; fi
+        job=${!#} record=$(printf '%s\n' "${!#}"/attempts/* | tail -n 1)/attempt.json
+        [[ -z ${BEGINS-yes} ]] || sed -i '$ s/}/,"ranks": 2}/' "$record"
         if [[ -n ${SIGNAL:-} ]]; then
             [[ $SIGNAL == awaited ]] || kill -s "$SIGNAL" "$BATCH"
             until [[ -s $job/control/stop ]]; do sleep 0.01; done
@@ -288,20 +287,23 @@ FAKES = {
         [[ -z ${SAVES:-} ]] || mkdir -p "$job/checkpoints/$SAVES"
         [[ $CODE != none ]] || kill -9 $$
         if [[ -n ${BEGINS-yes} && $CODE != silent ]]; then
-            record='{\\n "code": %s,\\n "reason": "a \\\\"code\\\\": 3",\\n "asked_by": "%s"\\n}\\n'
-            printf "$record" "$CODE" "${ASKED:-}" >"$job/attempts/$number/exit.json"
+            sed -i '$ s/}/,"code": '"$CODE"',"asked_by": "'"${ASKED:-}"'"}/' "$record"
         fi
         exit "${LAUNCHER_CODE:-1}" """,
 }
 
 
 ENDS_WELL = """
-mkdir -p jobs/run/attempts/1
-echo '{
- "code": 0,
- "asked_by": ""
-}' >jobs/run/attempts/1/exit.json
+record=$(printf '%s\\n' jobs/run/attempts/* | tail -n 1)/attempt.json
+sed -i '$ s/}/,"ranks": 6,"code": 0}/' "$record"
 """
+
+
+def newest(job: Path) -> dict[str, Any]:
+    """The record of the newest attempt of a job."""
+    number = JobDir(job).attempt()
+    record: dict[str, Any] = json.loads((job / f"attempts/{number}/attempt.json").read_text())
+    return record
 
 
 @pytest.fixture
@@ -416,8 +418,7 @@ def test_one_job_trains_its_stages_in_turn(tmp_path: Path, fakes: Path) -> None:
         requeued.append("scontrol requeue 42" in calls(tmp_path))
     assert trained == ["jobs/run/pretrain", "jobs/run/sft", "jobs/run/sft"]
     assert requeued == [True, False, False]
-    decisions = [(tmp_path / stage / "decision").read_text() for stage in STAGES]
-    assert [text.splitlines()[0] for text in decisions] == [
+    assert [newest(tmp_path / stage)["decision"] for stage in STAGES] == [
         "again: stage pretrain is done; requeued",
         "over: done",
     ]
@@ -492,7 +493,9 @@ def test_a_failed_set_up_is_reported_and_counted_and_starts_nothing(
     assert code == 78
     assert "cannot set up" in output
     assert "exit code 78; " in output.splitlines()[-1]
-    assert (tmp_path / "jobs/run/stalled").read_text() == "-1 1\n"
+    record = newest(tmp_path / "jobs/run")
+    assert (record["saved"], record["stalled"], record["code"]) == (-1, 1, 78)
+    assert record["reason"] == "exit code 78: see logs/latest.log"
     assert [call for call in calls(tmp_path) if not call.startswith("sbatch")] == (
         ["scancel 77"] if continuation == "singleton" else []
     )
@@ -509,7 +512,7 @@ def test_set_up_may_go_to_another_folder(tmp_path: Path, fakes: Path) -> None:
     text = render(script(directory=tmp_path, setup=("cd /", "host=else", "set -eu")))
     code, output = execute(text, tmp_path, fakes)
     assert code == 0, output
-    assert (tmp_path / "jobs/run/attempts/1/exit.json").exists()
+    assert newest(tmp_path / "jobs/run")["code"] == 0
     assert "--rdzv_endpoint=n1:" in calls(tmp_path)[1]
 
 
@@ -571,7 +574,8 @@ def test_a_preflight_that_fails_keeps_the_training_from_starting(
     code, _ = execute(text, tmp_path, fakes, PYTHON_CODE="78")
     assert code == 78
     assert [c for c in calls(tmp_path) if c.startswith("python")] == [
-        "python -m dtt.main doctor --device cpu --path jobs/run "
+        "python -m dtt.main doctor --device cpu --path jobs/run ",
+        REPORT,
     ]
     (fakes / "python").write_text(
         f"#!/bin/bash\n{FAKES['python'].partition('exit')[0]}\n"
@@ -590,7 +594,7 @@ def test_an_array_task_trains_the_trial_of_its_number(tmp_path: Path, fakes: Pat
     assert execute(text, tmp_path, fakes, **task)[0] == 0
     assert calls(tmp_path)[1].rstrip().endswith("-m dtt.main train jobs/sweep/b")
     trial = tmp_path / "jobs/sweep/b"
-    assert (trial / "stalled").exists()
+    assert (newest(trial)["slurm"], newest(trial)["stalled"]) == ("42_1", 1)
     link = trial / "logs/latest-slurm.log"
     assert link.parent / link.readlink() == trial / "logs/../../logs/run-42_1.log"
     execute(text, tmp_path, fakes, CODE="1", **task)
@@ -635,7 +639,7 @@ LOST_NODE = {"STATE": "COMPLETING", "REASON": "NodeDown"}
         ({"CODE": "76"}, False, 76, "fix the reported error, then run sbatch jobs/run/slurm.sh"),
         ({"CODE": "none"}, True, 137, "exit code none; requeued"),
         ({"CODE": "0", "BEGINS": ""}, True, 1, "exit code 1; requeued"),
-        # srun may return before exit.json is there: then nobody knows how the training ended.
+        # srun may return before the end is recorded: then nobody knows how the training ended.
         ({"CODE": "silent", "LAUNCHER_CODE": "0"}, True, 0, "exit code none; requeued"),
         ({"CODE": "75", "ASKED": ALICE, **LOST_NODE, **SAVES}, False, 75, "stopped on request"),
         ({"CODE": "75", **SAVES, **LIMIT}, True, 75, "requeued"),
@@ -655,10 +659,10 @@ def test_how_an_attempt_ended_decides_whether_the_job_is_requeued(
     assert said in output.splitlines()[-1]
     asked = {"USR2": "slurm: time limit", "TERM": "slurm: SIGTERM"}.get(env.get("SIGNAL", ""))
     assert asked is None or asked in calls(tmp_path)
-    decision, decided = (tmp_path / "jobs/run/decision").read_text().splitlines()
+    record = newest(tmp_path / "jobs/run")
     word = "again" if requeued and "cannot" not in said else "over"
-    assert decision == f"{word}: {output.splitlines()[-1].split('slurm: ')[1]}"
-    assert float(decided) <= time.time()
+    assert record["decision"] == f"{word}: {output.splitlines()[-1].split('slurm: ')[1]}"
+    assert record["started"] <= record["decided"] <= time.time()
 
 
 def test_a_second_job_in_the_same_directory_ends_and_changes_nothing(
@@ -666,6 +670,9 @@ def test_a_second_job_in_the_same_directory_ends_and_changes_nothing(
 ) -> None:
     text = render(script(directory=tmp_path, continuation="singleton"))
     assert execute(text, tmp_path, fakes, CODE="1")[0] == 1
+    path = tmp_path / "jobs/run/attempts/1/attempt.json"
+    running = {"started": 1.0, "slurm": "42", "launch": "", "ranks": 2, "host": "n1"}
+    path.write_text(json.dumps(running))
     before = {p: p.lstat().st_mtime_ns for p in (tmp_path / "jobs").rglob("*") if p.is_file()}
     asked = len(calls(tmp_path))
     code, output = execute(text, tmp_path, fakes, SLURM_JOB_ID="43")
@@ -697,7 +704,7 @@ def test_a_successor_is_queued_at_the_start_and_cancelled_at_the_end(
     assert calls(tmp_path)[0] == successor
     assert ("scancel 77" in calls(tmp_path)) == cancelled, output
     assert REQUEUE not in calls(tmp_path)
-    assert job_files.slurm_ids(JobDir(tmp_path / "jobs/run")) == ["77"]
+    assert JobFiles.read(JobDir(tmp_path / "jobs/run")).slurm_ids == ["42", "77"]
 
 
 def test_a_successor_does_not_continue_a_finished_or_cancelled_job(
@@ -739,8 +746,8 @@ def test_the_other_commands_have_attempts_and_endings_too(
     start, end = made.attempt_record(2), made.exit_record(2)
     assert start is not None
     assert end is not None
-    assert (start["slurm"], start["node"]) == ("42", "n1")
-    assert start["started"] <= end.pop("time")
+    assert (start["slurm"], start["host"]) == ("42", "n1")
+    assert start["started"] <= end.pop("ended")
     assert end == {
         "code": code, "step": None, "rank": 0, "node": "n1", "checkpoint": None, "asked_by": "",
         "reason": "done" if code == 0 else f"exit code {ended}: see logs/latest.log",
@@ -791,7 +798,7 @@ def test_a_job_that_ends_early_gets_a_report_whose_failure_changes_nothing(
     assert code == 76
     assert "exit code 76: fix the reported error" in output.splitlines()[-1]
     assert calls(tmp_path)[-1] == REPORT
-    assert (tmp_path / "jobs/run/decision").read_text().startswith("over: exit code 76")
+    assert newest(tmp_path / "jobs/run")["decision"].startswith("over: exit code 76")
 
 
 def test_a_job_that_continues_or_is_done_leaves_the_report_to_dtt(

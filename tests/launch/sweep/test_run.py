@@ -36,7 +36,7 @@ def records(job: Path, kind: str) -> list[dict[str, Any]]:
 
 def endings(job: Path) -> list[int]:
     """Exit code of every attempt."""
-    paths = sorted(job.glob("attempts/*/exit.json"))
+    paths = sorted(job.glob("attempts/*/attempt.json"))
     return [json.loads(path.read_text())["code"] for path in paths]
 
 
@@ -127,7 +127,7 @@ def check_status(dtt: Dtt, jobs: dict[Any, Path], expected: dict[str, str]) -> N
         assert one["metric"] == (evals[-1]["loss"] if evals else None)
         assert one["step"] == max((r["step"] for r in evals + trained), default=None)
         if one["state"] in ("failed", "diverged"):
-            ending = json.loads(sorted(job.glob("attempts/*/exit.json"))[-1].read_text())
+            ending = json.loads(sorted(job.glob("attempts/*/attempt.json"))[-1].read_text())
             assert one["error"] == ending["reason"].splitlines()[0]
 
 

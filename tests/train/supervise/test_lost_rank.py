@@ -37,7 +37,7 @@ def test_a_killed_rank_is_named_by_the_other_in_the_message_and_in_exit_json(
     stderr = Dtt.wait(agent).stderr
     assert f"dtt: rank 1 on {HERE} was killed" in stderr
     assert "this is a bug" not in stderr
-    record = json.loads((job / "attempts/1/exit.json").read_text())
+    record = json.loads((job / "attempts/1/attempt.json").read_text())
     assert (record["code"], record["rank"], record["node"]) == (78, 1, HERE)
     assert record["reason"].startswith(f"rank 1 on {HERE} was killed")
 
@@ -63,7 +63,7 @@ def test_an_error_of_one_rank_is_told_by_it_and_is_the_reason_of_the_attempt(
     assert f"dtt: rank 1 on {HERE} has ended" in done.stderr
     assert f"why:   {reason}" in done.stderr
     assert "another" not in done.stderr
-    record = json.loads((dtt.folder / "jobs/t/attempts/1/exit.json").read_text())
+    record = json.loads((dtt.folder / "jobs/t/attempts/1/attempt.json").read_text())
     assert (record["code"], record["rank"], done.returncode) == (code, 1, code)
     assert record["reason"].startswith(reason)
 

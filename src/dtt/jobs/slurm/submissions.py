@@ -12,10 +12,10 @@ from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DttError
-from dtt.base.files import append, remove, write_atomically
+from dtt.base.files import remove, sha256_file, write_atomically
 from dtt.base.reading import Kind, fits, read_small, tolerant
 from dtt.base.secrets import redacted
-from dtt.jobs.job_files import SUBMISSION, last_command, tail
+from dtt.jobs.job_files import job_argv
 from dtt.jobs.slurm import job_script, squeue
 from dtt.jobs.slurm.job_script import Script
 
@@ -40,12 +40,14 @@ def submit(script: Script, *, send: bool = True) -> str | None:
     write_atomically(folder.script, job_script.render(script))
     folder.script.chmod(0o755)
     jobs = [JobDir(path) for path in script.array.trials] if script.array else [folder]
+    # Before sbatch answers, the job may have started: the submission is older than that.
+    submitted = time.time()
 
     def record(id: str | None) -> None:
         for number, job in enumerate(jobs):
             argv = [*script.argv, *([str(job.root)] if script.kind == "train" else [])]
             task = number if script.array else None
-            _record(job, id, argv, script.directory, task, folder.script, sent=send)
+            _record(job, id, argv, script.directory, task, folder.script, submitted, sent=send)
 
     if not send:
         record(None)
@@ -59,14 +61,15 @@ def submit(script: Script, *, send: bool = True) -> str | None:
 
 def submit_again(job: JobDir) -> str:
     """Submit a job's existing script again, from its original folder; return the job id."""
-    argv, directory = last_command(job)
+    # The directory of the first submission: sbatch would use the current one.
+    folder = directory(job) if job.submission_record() else None
+    submitted = time.time()
 
     def record(id: str | None) -> None:
-        _record(job, id, argv, directory, None, job.script)
+        _record(job, id, job_argv(job), directory(job), None, job.script, submitted)
 
     with _requests_removed([job]), _unanswered_recorded(record):
-        # The directory of the first submission: sbatch would use the current one.
-        id = job_script.submit(job.script, *([f"--chdir={directory}"] if directory else []))
+        id = job_script.submit(job.script, *([f"--chdir={folder}"] if folder else []))
     record(id)
     return id
 
@@ -74,8 +77,7 @@ def submit_again(job: JobDir) -> str:
 def find_unanswered(job: JobDir) -> list[str]:
     """Return Slurm's ids of the newest submission if sbatch returned none and Slurm has accepted
     it."""
-    records = list(tail(job.submissions, SUBMISSION))
-    newest = records[-1] if records else {}
+    newest = job.submission_record() or {}
     if newest.get("job_id") is not None or not fits(newest, UNANSWERED):
         return []
     # sbatch retries on its own for minutes, so the submission may be older than the record.
@@ -85,43 +87,41 @@ def find_unanswered(job: JobDir) -> list[str]:
     return [f"{id}{task}" for id in found or []]
 
 
-def argv(job: JobDir) -> list[str]:
-    """Return the arguments of dtt with which a job runs."""
-    return last_command(job)[0]
-
-
 def directory(job: JobDir) -> Path:
-    """Return the folder to which these arguments are relative."""
-    return last_command(job)[1] or Path.cwd()
+    """Return the folder to which the arguments of a job are relative."""
+    submission = job.submission_record()
+    return Path(submission["directory"]) if submission else Path.cwd()
 
 
 def _record(
     job: JobDir,
     id: str | None,
     argv: Sequence[str],
-    directory: Path | None,
+    directory: Path,
     task: int | None,
     script: Path,
+    submitted: float,
     *,
     sent: bool = True,
 ) -> None:
-    """Append a record of a submission.
+    """Write the record of a submission.
 
     `id` is None if sbatch did not answer, or was not asked: if not `sent`. `task` is the index of a
     task of an array, else None.
     """
-    record: dict[str, object] = {
-        "time": int(time.time()),
+    record = {
+        "time": submitted,
         "job_id": id if id is None or task is None else f"{id}_{task}",
         "command": redacted(shlex.join(["dtt", *sys.argv[1:]])),
         "argv": list(argv),
-        "directory": str(directory or Path.cwd()),
+        "directory": str(directory),
+        # `find_unanswered` finds a job without an id by its script.
+        "script": str(script.absolute()),
+        "script_sha256": sha256_file(script),
+        "task": task,
+        "sent": sent,
     }
-    if id is None:  # `find_unanswered` finds the job by these
-        record |= {"script": str(script.absolute()), "task": task}
-    if not sent:
-        record["sent"] = False
-    append(job.submissions, json.dumps(record) + "\n")
+    write_atomically(job.submission, json.dumps(record, indent=1) + "\n")
 
 
 @contextmanager

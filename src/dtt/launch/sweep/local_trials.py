@@ -135,7 +135,7 @@ def _argv(job: JobDir, gpus: int) -> list[str]:
 def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
     """Return how an attempt ended, in one line.
 
-    If the trial was killed before it could write exit.json, this function writes it.
+    If the trial was killed before it could write attempt.json, this function writes it.
     """
     if job.exit_record(attempt) is None and code != ExitCode.DONE:
         if job.attempt() < attempt:

@@ -70,7 +70,7 @@ def submit(
     try:
         _start(plan.write(), lambda one: one.state == State.NEW, local, as_json=as_json)
     except DttError:
-        if new and local is None and not any(plan.root.glob("*/submissions.jsonl")):
+        if new and local is None and not any(plan.root.glob("*/submission.json")):
             shutil.rmtree(plan.root)  # so that a corrected file need not match it
         raise
 

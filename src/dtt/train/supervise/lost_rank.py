@@ -19,7 +19,7 @@ from dtt.jobs.attempt import Attempt
 
 PATIENCE = 3.0
 """Seconds to wait for the exit record of the rank that has ended. A connection breaks before
-its process is gone, and a file server may show a new exit.json late."""
+its process is gone, and a file server may show a new attempt.json late."""
 ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:\d+")
 """Address and port in an error of Gloo: `Connection closed by peer [10.0.0.7]:29500`."""
 EXIT_CODE = 49
@@ -28,7 +28,7 @@ EXIT_CODE = 49
 
 @contextmanager
 def lost_rank_named(this: Attempt) -> Iterator[None]:
-    """Name the rank that broke a collective by ending, in the error and so in `exit.json`."""
+    """Name the rank that broke a collective by ending, in the error and so in `attempt.json`."""
     from dtt.mesh import dist  # imports torch
 
     def explain(error: PeerLost) -> PeerLost:
@@ -46,8 +46,8 @@ def lost_rank_named(this: Attempt) -> Iterator[None]:
 def explained(error: PeerLost, job: JobDir, attempt: int) -> PeerLost:
     """Return `error` with the lost rank, its node, and its signal or its own error message.
 
-    The `exit.json` that the lost rank wrote comes first, and its exit code becomes this rank's. A
-    rank that was killed wrote none: its exit status is then read from /proc if it ran on this node;
+    The end that the lost rank recorded comes first, and its exit code becomes this rank's. A rank
+    that was killed recorded none: its exit status is read from /proc if it ran on this node;
     if it ran on another one, the address in the error of Gloo identifies it.
     """
     places = _places(job, attempt)
@@ -80,10 +80,10 @@ def _ending(job: JobDir, attempt: int) -> dict[str, Any] | None:
 
 
 def _from_exit_record(record: dict[str, Any], job: JobDir, attempt: int) -> PeerLost:
-    """Return the error for a rank that wrote `exit.json` before it ended."""
+    """Return the error for a rank that wrote `attempt.json` before it ended."""
     lost = PeerLost(
         f"rank {record['rank']} on {record['node']} has ended",
-        where=job.attempt_dir(attempt) / "exit.json",
+        where=job.attempt_dir(attempt) / "attempt.json",
         why=str(record["reason"]).partition("\n")[0],
         next="see its own message",
     )
@@ -125,7 +125,7 @@ def _end_of(pid: int) -> str | None:
 
 
 def _killed(rank: int, node: str, how: str) -> PeerLost:
-    """Return the error for a rank of this node that ended without writing `exit.json`."""
+    """Return the error for a rank of this node that ended without writing `attempt.json`."""
     lost = PeerLost(
         f"rank {rank} on {node} {how}",
         why="the system ran out of memory, a user or the scheduler killed it, or it crashed",

@@ -309,7 +309,7 @@ class Watchdog:
         The rank that creates the `judge` file prints and records the reason; the others wait for
         that.
         """
-        code, record = ExitCode.BUG, self._job.attempt_dir(self._attempt) / "exit.json"
+        code, job, attempt = ExitCode.BUG, self._job, self._attempt
         # Exclusive creation decides which rank reports, without messages between ranks.
         if _create(self._judge, self._ranks.rank):
             records = (read_record(path, REPORT) for path in self._stacks.glob("*.json"))
@@ -327,11 +327,11 @@ class Watchdog:
             )
         else:
             deadline = time.monotonic() + self._patience
-            while not record.exists() and time.monotonic() < deadline:
+            while job.exit_record(attempt) is None and time.monotonic() < deadline:
                 # torchrun would kill this rank, and with it the report that the first one still
                 # writes.
                 time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one ends
-            ending = self._job.exit_record(self._attempt)
+            ending = job.exit_record(attempt)
             code = ExitCode.BUG if ending is None else ExitCode(ending["code"])
         # A save in progress needs every rank: without one it can only run into its time limit.
         if not self._silent():

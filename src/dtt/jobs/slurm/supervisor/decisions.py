@@ -1,7 +1,7 @@
 """Decisions about an attempt of a Slurm job, which depend on nothing but their arguments."""
 
 import re
-from typing import Dict, NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional
 
 MAX_STALLED_ATTEMPTS = 3
 """Consecutive attempts without a new checkpoint after which a job gives up."""
@@ -96,13 +96,14 @@ def slurm_state(record: Dict[str, str]) -> str:
     return "cancelled" if cancelled else "ended"
 
 
-def stalled_before(text: str, saved: int, continued: bool) -> int:
-    """Return the number of attempts since the newest checkpoint, from the text of `stalled`.
+def stalled_before(newest: Dict[str, Any], saved: int, continued: bool) -> int:
+    """Return the number of attempts since the newest checkpoint, from the newest attempt's record.
 
     `saved` is the step of that checkpoint. A submission by a user starts from 0.
     """
-    match = re.match(r"(-?\d+) (\d+)\s*$", text)
-    return int(match.group(2)) if match and continued and int(match.group(1)) == saved else 0
+    count = newest.get("stalled")
+    same = continued and newest.get("saved") == saved
+    return count if same and isinstance(count, int) else 0
 
 
 def limit_is_near(now: float, start: float, end: Optional[int], lead: str) -> bool:

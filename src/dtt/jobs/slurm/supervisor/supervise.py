@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 from shlex import quote
-from typing import List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from .decisions import (
     CODES,
@@ -29,7 +29,7 @@ from .decisions import (
     stalled_before,
 )
 from .tolerant_io import (
-    exit_record,
+    attempt_record,
     first_free_port,
     largest,
     link,
@@ -94,7 +94,7 @@ class Supervisor:
             self.resume = f"dtt sweep retry {Path(plan.job).name} {self.job.name}"
         elif plan.stages and self.trains:  # the first stage that is not done, or the last one
             stages = [Path(stage) for stage in plan.stages]
-            waiting = [stage for stage in stages if exit_record(stage).get("code") != 0]
+            waiting = [stage for stage in stages if attempt_record(stage).get("code") != 0]
             self.job = (waiting or stages[-1:])[0]
         self.nodes = nodes_of_job()
         self.variables = {  # of the shells on the nodes, where their names start with `_dtt_`
@@ -122,21 +122,24 @@ class Supervisor:
 
     def supervise(self) -> int:
         """Run the attempt; return the exit code of the script."""
-        if not self._claim():
+        for name in ("logs", "control"):
+            with reported(self.job / name):
+                (self.job / name).mkdir(parents=True, exist_ok=True)
+        newest = attempt_record(self.job)
+        if self._is_taken(newest):
             return UNFIT
         log = "{}/logs/{}-{}.log".format(self.plan.job, os.environ["SLURM_JOB_NAME"], self.id)
         link(self.job / "logs/latest-slurm.log", os.path.relpath(log, str(self.job / "logs")))
         self._remove_own_request()
         predecessor = self.plan.continues
         if predecessor:  # which may have ended without the time to cancel this job
-            if read(self.job / "decision").startswith("over:"):
+            if str(newest.get("decision")).startswith("over:"):
                 return 0
             if slurm_record(predecessor).get("JobState") == "CANCELLED":
                 return self._end(Decision(False, 0, f"job {predecessor} was cancelled"))
-        remove(self.job / "decision")
         self.before = self._saved_steps()
         continued = bool(predecessor) or self.restarts > 0
-        self.stalled = stalled_before(read(self.job / "stalled"), self.before, continued)
+        self.stalled = stalled_before(newest, self.before, continued)
         saves = self.trains or self.command[0] == "pipeline"
         # `dtt job status` recognizes "N consecutive attempts".
         self.give_up = "{} consecutive attempts {}: see logs/latest.log, then run {}".format(
@@ -144,36 +147,58 @@ class Supervisor:
             "without a new checkpoint" if saves else "did not finish",
             self.resume,
         )
-        # Counted at the start: a node that dies leaves no time for it.
         if self.stalled >= MAX_STALLED_ATTEMPTS:
             return self._end(Decision(False, 1, self.give_up))
         self.stalled += 1
-        write(self.job / "stalled", f"{self.before} {self.stalled}\n")
+        if not self._begin():
+            return UNFIT
         if self.plan.continuation == "singleton":
             self._submit_successor()
         self.start, self.limit = time.time(), None if self.plan.fixed_lead else self._time_limit()
-        ending = self._train() if self.trains else self._run_other()
-        return self._carry_out(decide(ending, self.resume, self.give_up))
+        return self._carry_out(decide(self._run(), self.resume, self.give_up))
 
-    def _claim(self) -> bool:
-        """Take the directory; return False if another job that runs has it.
+    def _is_taken(self, newest: Dict[str, Any]) -> bool:
+        """Return True if another job that runs has the directory: its attempt has no decision yet.
 
         Two jobs in one directory would overwrite each other's checkpoints.
         """
-        for name in ("logs", "control"):
-            with reported(self.job / name):
-                (self.job / name).mkdir(parents=True, exist_ok=True)
-        claim = self.job / "slurm_job"
+        other = str(newest.get("slurm") or self.id)
+        if other == self.id or "decision" in newest:
+            return False
+        taken = slurm_record(other).get("JobState") in ("RUNNING", "SUSPENDED", "STOPPED")
+        if taken:
+            message(f"{self.job} is used by job {other}: this job ends")
+        return taken
+
+    def _begin(self) -> bool:
+        """Record the start of an attempt; return False if another job has just begun it.
+
+        Rank 0 adds the facts about the ranks. Recorded before the set-up of the nodes, so that
+        attempts are counted whose node dies in it.
+        """
+        attempt = self.job / "attempts" / str(max(largest(self.job / "attempts"), 0) + 1)
         try:
-            claim.symlink_to(self.id)
-        except OSError:
-            other = os.readlink(str(claim)) if claim.is_symlink() else self.id
-            running = ("RUNNING", "SUSPENDED", "STOPPED")
-            if other != self.id and slurm_record(other).get("JobState") in running:
-                message(f"{self.job} is used by job {other}: this job ends")
-                return False
-            link(claim, self.id)
+            attempt.mkdir(parents=True)
+        except FileExistsError:
+            message(f"{attempt} was begun by another job: this job ends")
+            return False
+        except OSError as error:  # a full disk is for the checkpoints to report
+            message(f"cannot create {attempt}: {error}")
+            return True
+        start = {
+            "started": time.time(), "slurm": self.id, "restarts": self.restarts,
+            "host": self.nodes[0], "pid": os.getpid(), "ranks": 0, "launch": "",
+            "saved": self.before, "stalled": self.stalled,
+        }  # fmt: skip
+        write(attempt / "attempt.json", json.dumps(start, indent=1) + "\n")
         return True
+
+    def _update(self, **facts: object) -> None:
+        """Add facts to the record of the newest attempt, if there is one."""
+        number = largest(self.job / "attempts")
+        if number > 0:
+            record = json.dumps(dict(attempt_record(self.job), **facts), indent=1)
+            write(self.job / f"attempts/{number}/attempt.json", record + "\n")
 
     def _saved_steps(self) -> int:
         """Return a number that grows with every result from which the next attempt can start."""
@@ -190,55 +215,49 @@ class Supervisor:
 
     # ---- processes ------------------------------------------------------------------------------
 
-    def _train(self) -> Ending:
-        attempt = largest(self.job / "attempts")
+    def _run(self) -> Ending:
+        """Run the command; return how it ended, and record that unless the ranks have done so."""
         status = 0
         if self.plan.preflight:
             device = ["--device", "cpu"] if self.plan.preflight == "cpu" else []
             status = self._launch("preflight", ["doctor", *device, "--path", str(self.job)])
         if status == 0:
-            status = self._launch("train", [*self.command, str(self.job)])
+            job = [str(self.job)] if self.trains else []
+            status = self._launch(self.command[0], [*self.command, *job])
         elif status not in MISSING:  # whatever else the test ends with, the node is unfit
             status = UNFIT
-        code = status if status in CODES - {0} else None
-        asked_by = self.stop_reason
-        # torchrun exits with 1 after any failure, srun may with 0: exit.json has the code.
-        if largest(self.job / "attempts") > attempt:
-            record = exit_record(self.job)
-            found = record.get("code")
-            code = found if isinstance(found, int) else None
-            status = status if code is None else code
-            asked_by = str(record.get("asked_by") or "")
+        record = attempt_record(self.job)
+        code = record.get("code")
+        if isinstance(code, int):  # torchrun exits with 1 after any failure, srun may with 0
+            status = code
+        elif self.trains and record.get("ranks"):  # killed: the status is not that of dtt
+            code = None
+        else:
+            code, status = self._record_end(status)
+        asked_by = str(attempt_record(self.job).get("asked_by") or "")
+        if self._training_has_begun():
+            asked_by = str(attempt_record(self.trained).get("asked_by") or asked_by)
         return self._ending(code, status, asked_by)
 
-    def _run_other(self) -> Ending:
-        """Run a command that records no attempt, and write the same two files for it."""
-        attempt = self.job / "attempts" / str(max(largest(self.job / "attempts"), 0) + 1)
-        start = {
-            "started": time.time(), "slurm": self.id, "restarts": self.restarts,
-            "node": self.nodes[0], "pid": os.getpid(), "ranks": 1, "launch": "",
-        }  # fmt: skip
-        write(attempt / "attempt.json", json.dumps(start, indent=1) + "\n")
-        status = self._launch(self.command[0], self.command)
-        code = status if status in CODES else None
-        if code is None and self.stop_reason:  # it died of the signal; finished work is kept
-            code = status = STOPPED
+    def _record_end(self, status: int) -> Tuple[Optional[int], int]:
+        """Record how an attempt ended that no rank of a training has begun.
+
+        Return the exit code of dtt, None if there is none, and that of this script.
+        """
+        code = status if status in CODES and (status or not self.trains) else None
+        if code is None and self.stop_reason and not self.trains:
+            code = status = STOPPED  # it died of the signal; finished work is kept
         reason = "done" if code == 0 else f"exit code {status}: see logs/latest.log"
         if code == STOPPED:
             reason = "stopped by {}".format(self.stop_reason or "a request")
             if self.command[0] == "eval":  # it may only have waited, which is no failure
                 self.stalled = 0
-                write(self.job / "stalled", f"{self.before} 0\n")
-        record = {
-            "time": time.time(), "code": 1 if code is None else code, "reason": reason,
-            "step": None, "rank": 0, "node": self.nodes[0], "checkpoint": None,
-            "asked_by": self.stop_reason,
-        }  # fmt: skip
-        write(attempt / "exit.json", json.dumps(record, indent=1) + "\n")
-        asked_by = self.stop_reason
-        if self._training_has_begun():
-            asked_by = str(exit_record(self.trained).get("asked_by") or asked_by)
-        return self._ending(code, status, asked_by)
+        self._update(
+            ended=time.time(), code=1 if code is None else code, reason=reason,
+            step=None, rank=0, node=self.nodes[0], checkpoint=None, asked_by=self.stop_reason,
+            stalled=self.stalled,
+        )  # fmt: skip
+        return code, status
 
     def _training_has_begun(self) -> bool:
         pipeline = self.command[0] == "pipeline"
@@ -327,7 +346,9 @@ class Supervisor:
             return
         self.stop_reason = reason
         write(self.stop, reason + "\n")
-        reads_file = self.trains or (self._training_has_begun() and not exit_record(self.trained))
+        reads_file = self.trains or (
+            self._training_has_begun() and "code" not in attempt_record(self.trained)
+        )
         if reads_file or self.step is None:
             return
         if self.plan.mpirun:
@@ -389,8 +410,7 @@ class Supervisor:
             signal.signal(number, signal.SIG_IGN)
         message(reason)
         self._remove_own_request()
-        # With its time, because a copy of the directory changes that of the file.
-        write(self.job / "decision", f"{word}: {reason}\n{time.time()}\n")
+        self._update(decision=f"{word}: {reason}", decided=time.time())
 
     def _submit_successor(self) -> None:
         predecessor = os.environ["SLURM_JOB_ID"]
@@ -406,11 +426,7 @@ class Supervisor:
             message("no successor{}".format(": sbatch printed " + repr(answer) if answer else ""))
             return
         self.successor = found.group(1)
-        command = f"successor of {predecessor}"
-        record = {"time": int(time.time()), "job_id": self.successor, "command": command}
-        path = self.job / "submissions.jsonl"
-        with reported(path), path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self._update(successor=self.successor)
 
 
 def main(argv: List[str]) -> int:

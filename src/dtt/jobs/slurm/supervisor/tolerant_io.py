@@ -8,7 +8,7 @@ import subprocess
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 
 def message(text: str) -> None:
@@ -65,12 +65,16 @@ def largest(folder: Path, prefix: str = "") -> int:
     return max((int(match.group(1)) for match in found if match), default=-1)
 
 
-def exit_record(job: Path) -> Dict[str, object]:
-    """Return exit.json of the newest attempt of a job; empty if there is none yet."""
-    with suppress(ValueError):
-        record = json.loads(read(job / "attempts" / str(largest(job / "attempts")) / "exit.json"))
-        return record if isinstance(record, dict) else {}
-    return {}
+def attempt_record(job: Path) -> Dict[str, Any]:
+    """Return attempt.json of the newest attempt of a job; empty if there is none yet."""
+    folder = job / "attempts" / str(largest(job / "attempts"))
+    record: Dict[str, Any] = {}
+    # Older versions recorded the end of an attempt in a file of its own.
+    for name in ("exit.json", "attempt.json"):
+        with suppress(ValueError):
+            found = json.loads(read(folder / name))
+            record.update(found if isinstance(found, dict) else {})
+    return record
 
 
 def run(*argv: str, silent: bool = False) -> Optional[str]:
