@@ -78,7 +78,7 @@ def test_raw_ids_have_no_documents_and_are_shown_as_text(tmp_path: Path) -> None
     report = see(tmp_path / "train.bin", dtype="uint32")
     assert report.kind == "raw ids"
     assert (report.documents, report.lengths, report.tokens) == (None, None, len(ids) + 2)
-    assert report.samples[0].text == "all in a row"
+    assert report.samples[0]["text"] == "all in a row"
     at = len(ids)
     assert report.oddities == [
         "ids outside the vocabulary of 257: 2",
@@ -147,15 +147,15 @@ def test_large_data_is_sampled_and_the_report_states_it(
     write_folder(tmp_path / "t", {"train-0": documents[:2500], "train-1": documents[2500:]})
     some, every = see(tmp_path / "t"), see(tmp_path / "t", everything=True)
     assert (some.documents, some.tokens) == (every.documents, every.tokens) == (4000, total)
-    assert not some.read.everything
-    assert some.read.amount == 64 * token_ids.PLACES
-    assert every.read.everything
+    assert not some.is_exact
+    assert some.read["amount"] == 64 * token_ids.PLACES
+    assert every.is_exact
     assert some.lengths is not None
     assert every.lengths is not None
-    assert every.lengths.documents == 4000
+    assert every.lengths["documents"] == 4000
     # About one in thirty tokens ends a document.
-    assert 0 < some.lengths.documents < 200
-    assert 0.7 < some.lengths.mean / every.lengths.mean < 1.4
+    assert 0 < some.lengths["documents"] < 200
+    assert 0.7 < some.lengths["mean"] / every.lengths["mean"] < 1.4
 
 
 def test_documents_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_a_large_corpus_is_sampled(
         (tmp_path / "a.jsonl").write_text("".join(lines))
     path = tmp_path / f"a.{kind}"
     some, every = see(path), see(path, everything=True)
-    assert not some.read.everything
-    assert some.read.amount < 2**18
+    assert not some.is_exact
+    assert some.read["amount"] < 2**18
     assert every.documents == 8000
     assert some.documents is not None
     assert some.documents_estimated == (kind == "jsonl")  # the footers of Parquet tell

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest
@@ -14,12 +15,15 @@ from dtt.base.reading import read_json
 from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.data.inspect.removed import removed_of_run
-from dtt.data.inspect.step_samples import StepSample, StepSamples
-from dtt.data.samples.dataset import Dataset, open_dataset
-from dtt.data.samples.shuffle import EMPTY_DATA_HASH
+from dtt.data.samples.dataset import NUMBER_MASK, Dataset, open_dataset
+from dtt.data.samples.protocol import SampleNumbers
+from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
 from dtt.data.text.tokenizer import open_tokenizer
 from dtt.jobs.job_paths import enter
 from dtt.track import jsonl
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SHORT = 200
 """Number of characters of a document's text to show, unless `full` is set."""
@@ -57,23 +61,23 @@ def at_step(
         raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 to {dataset.steps}")
     places = JobDir(job)
     _restore_streams(dataset, places, step)
-    seen = StepSamples.of(dataset, step)
-    agrees = _check_samples(seen, dataset, places, step)
-    rows, removed = seen.rows(rank or 0, ranks or 1), removed_of_run(cfg)
+    first = dataset.first_sample(step - 1)
+    numbers = dataset.order(first, dataset.first_sample(step) - first)
+    agrees = _check_samples(numbers, dataset, places, step)
+    rows, removed = range(rank or 0, len(numbers), ranks or 1), removed_of_run(cfg)
     tokenizer = open_tokenizer(dataset.tokenizer)
     samples = (
-        seen.read(dataset, row, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
-        for row in rows[:limit]
+        _read(dataset, first + row, numbers[row : row + 1], tokenizer) for row in rows[:limit]
     )
     if as_json:
-        facts = {"step": step, "samples_of_step": len(seen.samples), "ledger_agrees": agrees}
+        facts = {"step": step, "samples_of_step": len(numbers), "ledger_agrees": agrees}
         counts = {name: selection.removed for name, selection in removed.items()}
         print(json.dumps(facts | {"removed": counts, "samples": [*samples]}, indent=1))
         return
-    print(f"step {step} of {job}: {len(seen.samples)} samples, ", end="")
+    print(f"step {step} of {job}: {len(numbers)} samples, ", end="")
     print("the same as in metrics.jsonl" if agrees else "not trained yet")
     for name, selection in removed.items():
-        print(f"{name} is without {selection.describe()}; dtt data inspect CORPUS shows some")
+        print(f"{name} is without {selection.describe()}; report.html of the selection shows some")
     for sample in samples:
         print("\n".join(_sample(sample, full=full)))
     if len(rows[:limit]) < len(rows):
@@ -91,8 +95,8 @@ def _restore_streams(dataset: Dataset, job: JobDir, step: int) -> None:
         dataset.restore(read_json(path)["sources"])
 
 
-def _check_samples(seen: StepSamples, dataset: Dataset, job: JobDir, step: int) -> bool | None:
-    """Compare the samples `seen` with the sample hash chain in metrics.jsonl.
+def _check_samples(numbers: SampleNumbers, dataset: Dataset, job: JobDir, step: int) -> bool | None:
+    """Compare the samples of a step, of all ranks, with the sample hash chain in metrics.jsonl.
 
     Returns True if the step was trained on exactly these samples, and None if it has not been
     trained yet. Raises DamagedError if it was trained on different samples.
@@ -103,7 +107,7 @@ def _check_samples(seen: StepSamples, dataset: Dataset, job: JobDir, step: int) 
     hashes = {0: EMPTY_DATA_HASH} | {r["step"]: bytes.fromhex(r["ledger"]) for r in valid}
     if not all(one in hashes for one in wanted):
         return None
-    if seen.follows(hashes[step - 1], hashes[step]):
+    if extend_data_hash(hashes[step - 1], numbers) == hashes[step]:
         return True
     raise DamagedError(
         f"step {step} was trained on other samples than the current data yields",
@@ -123,7 +127,36 @@ def _difference(dataset: Dataset, job: JobDir) -> str:
     return "seed, weights or sizes were changed with --allow-change, or metrics.jsonl was edited"
 
 
-def _sample(sample: StepSample, *, full: bool) -> Iterator[str]:
+def _read(
+    dataset: Dataset, position: int, number: SampleNumbers, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Return a sample, the one at a position of the run, with the text of its documents.
+
+    Its `sample` is its number in the source. Its `epoch`, from 1, is an estimate for a source that
+    is tokenized on the fly.
+    """
+    _, places = dataset.mixture.places(position, 1)
+    source, spans = dataset.origin(int(number[0]))
+    ids = dataset.read(number).ids[0].tolist()
+    return {
+        "position": position,
+        "source": source.name,
+        "sample": int((number & NUMBER_MASK)[0]),
+        "epoch": int(places[0]) // len(source) + 1,
+        "documents": [
+            {
+                "file": str(span.file),
+                "document": span.document,
+                "offset": span.offset,
+                "tokens": span.stop - span.start,
+                "text": tokenizer.decode(ids[span.start : span.stop], skip_special_tokens=False),
+            }
+            for span in spans
+        ],
+    }
+
+
+def _sample(sample: dict[str, Any], *, full: bool) -> Iterator[str]:
     yield f"\nsample {sample['sample']:,} of {sample['source']}, epoch {sample['epoch']}"
     for part in sample["documents"]:
         where = f", from token {part['offset']:,}" if part["offset"] else ""

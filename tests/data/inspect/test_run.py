@@ -16,7 +16,6 @@ from support.selections import write_selection
 from support.token_files import END, write_folder
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.data.token_file import TokenFile
 
 Settings = Callable[..., list[str]]
@@ -289,24 +288,15 @@ def test_a_step_of_a_run_from_text_needs_no_checkpoint(
     assert found[1]["samples"][0]["documents"][0]["file"] == str(tokens.parent / "counting.jsonl")
 
 
-def test_inspect_says_which_documents_a_selection_removes_and_why(dtt: Dtt) -> None:
+def test_inspect_says_how_many_documents_a_selection_removes_and_why(dtt: Dtt) -> None:
     lines = [json.dumps({"text": f"{i} {'even' if i % 2 == 0 else 'odd'}"}) for i in range(3000)]
     (dtt.folder / "numbers.jsonl").write_text("\n".join(lines))
     dtt("download", "-d", "numbers.jsonl", "download.out=corpus")
     corpus = dtt.folder / "corpus"
     assert "removed" not in dtt("data", "inspect", corpus).stdout
     place = write_selection(corpus, lambda text: text.endswith(b"0 even"), unit_bytes=20_000)
-    told = dtt("data", "inspect", corpus, "--samples", 2).stdout
+    told = dtt("data", "inspect", corpus).stdout
     assert f"removed by {place.name} 300 documents: rules 300" in told
-    assert (
-        f"removed by {place.name}: document 0 of unit 0: rules, chosen, 0.5, its twin is " in told
-    )
-    assert "its twin is document 1 of unit 0" in told
-    assert "    | 0 even\n" in told
-    last = len(SelectionManifest.read(place).units) - 1
-    [sample] = [s for s in facts(dtt, "inspect", corpus, "--samples", 2)["samples"]
-                if f"of unit {last}:" in s["where"]]  # fmt: skip
-    assert sample["text"].endswith("0 even")
     assert not facts(dtt, "inspect", corpus, "--verify")["damaged"]
     victim = place / "00001.removed.parquet"
     victim.write_bytes(victim.read_bytes()[:-1])

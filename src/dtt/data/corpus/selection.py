@@ -23,7 +23,6 @@ from dtt.config.clean import CleanConfig
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import pyarrow as pa
 
 T = TypeVar("T")
 VERSION = 2
@@ -115,31 +114,21 @@ class Selection:
         A document's number is its place among those that `read_unit` yields. Raises DamagedError if
         the file is not the one that the manifest names.
         """
-        import numpy as np
-
-        if self.key(unit) is None:
-            return np.empty(0, np.int64)
-        numbers: npt.NDArray[np.int64] = self._table(unit, ["document"])[0].to_numpy()
-        return numbers
-
-    def rows(self, unit: int) -> list[dict[str, Any]]:
-        """Return the rows of a unit's file, which must exist."""
-        found: list[dict[str, Any]] = self._table(unit, None).to_pylist()
-        return found
-
-    def _table(self, unit: int, columns: list[str] | None) -> pa.Table:
         # Here: the checks of `dtt submit` on a login node need the keys only.
+        import numpy as np
         import pyarrow.parquet as pq
 
-        expected = self.key(unit)
-        path = self.folder / removals_name(unit)
+        expected, path = self.key(unit), self.folder / removals_name(unit)
+        if expected is None:
+            return np.empty(0, np.int64)
         if not path.is_file() or sha256_file(path) != expected:
             raise DamagedError(
                 "a file of the selection is damaged or missing",
                 where=path,
                 next="remove the folder, and run `dtt clean` again",
             )
-        return pq.read_table(path, columns=columns)
+        numbers: npt.NDArray[np.int64] = pq.read_table(path, columns=["document"])[0].to_numpy()
+        return numbers
 
     def keep(self, unit: int, batches: Iterable[list[T]]) -> Iterator[list[T]]:
         """Yield all batches of the documents of a unit without the removed ones.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, TokensManifest
 from dtt.base.reading import read_whole
-from dtt.data.inspect.report import DocumentSample, spread
+from dtt.data.inspect.report import Sample, spread
 from dtt.data.memory_map import map_file
 from dtt.data.samples.packed_conversations import read_mask
 from dtt.data.samples.token_shards import Shard, TokenFiles
@@ -131,7 +131,7 @@ class ConversationReport:
         for why, count in self._manifest.refused.items():
             yield f"refused rows: {count:,}: {why}"
 
-    def samples(self, count: int) -> list[DocumentSample]:
+    def samples(self, count: int) -> list[Sample]:
         """Return the text of the first conversations of up to `count` shards.
 
         Trained text is between BEGIN and END.
@@ -139,11 +139,11 @@ class ConversationReport:
         chosen = [shard for shard in self._shards if shard.tokens]
         return [self._sample(shard) for shard in spread(chosen, count)]
 
-    def _sample(self, shard: Shard) -> DocumentSample:
+    def _sample(self, shard: Shard) -> Sample:
         ((length, trained, parts),) = read_conversations(shard, 1, self._decode)
         text = "".join(f"{BEGIN}{text}{END}" if is_target else text for text, is_target in parts)
         where = f"{shard.path.name}, conversation 0: {length} tokens, {trained} trained"
-        return DocumentSample(where, text)
+        return {"where": where, "text": text}
 
     def _token(self, token: int) -> str:
         name = None if self._tokenizer is None else self._tokenizer.id_to_token(token)

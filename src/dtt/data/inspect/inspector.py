@@ -20,11 +20,9 @@ from dtt.data.inspect.conversation_report import ConversationReport
 from dtt.data.inspect.report import (
     Damages,
     InspectOptions,
-    LengthSummary,
-    Read,
     Report,
-    damage_lines,
     damages,
+    summary,
 )
 from dtt.data.inspect.token_ids import IdStatistics, count, places
 from dtt.data.samples.token_shards import DocumentBounds, TokenFiles, open_files
@@ -120,13 +118,13 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
         }
         | ({} if manifest is None else _facts(manifest))
         | ({} if chat is None else chat.facts()),
-        read=Read(statistics.tokens, total, "tokens"),
-        lengths=None if documents is None else LengthSummary.of(statistics.lengths, "tokens"),
+        read={"amount": statistics.tokens, "total": total, "unit": "tokens"},
+        lengths=None if documents is None else summary(statistics.lengths, "tokens"),
         samples=statistics.samples(options.samples, decode)
         if chat is None
         else chat.samples(options.samples),
         oddities=list(_oddities(statistics)) if chat is None else list(chat.warnings()),
-        damaged=damage_lines(damaged),
+        damaged=[f"{file}: {problem}" for file, problem in damaged.items()],
         verified=options.hashes,
     )
 

@@ -23,17 +23,16 @@ from dtt.data.corpus.download import local_manifest
 from dtt.data.corpus.formats import FORMATS
 from dtt.data.corpus.json_rows import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.inspect.removed import damages_of, removed_samples, selections_of
+from dtt.data.inspect.removed import damages_of, selections_of
 from dtt.data.inspect.report import (
     ODDITIES_SHOWN,
-    DocumentSample,
     InspectOptions,
-    LengthSummary,
-    Read,
     Report,
-    damage_lines,
+    Sample,
     damages,
     spread,
+    start_of,
+    summary,
 )
 
 SAMPLE_BYTES = 2**26
@@ -73,9 +72,6 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
     # Without all files, units would be others.
     selections = selections_of(corpus) if made_here and not damaged else []
     broken = [one for each in selections for one in damages_of(each)] if options.hashes else []
-    removed = [
-        sample for one in selections for sample in removed_samples(corpus, one, options.samples)
-    ]
     return Report(
         path=str(path),
         kind="corpus of dtt" if made_here else "documents",
@@ -90,11 +86,15 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
         )
         | statistics.keys
         | {f"removed by {one.folder.name}": one.facts().describe() for one in selections},
-        read=Read(statistics.bytes, statistics.bytes if whole else total, "bytes of text"),
-        lengths=LengthSummary.of(np.array(statistics.lengths, dtype=np.int64), "bytes"),
-        samples=[*spread(statistics.firsts, options.samples), *removed],
+        read={
+            "amount": statistics.bytes,
+            "total": statistics.bytes if whole else total,
+            "unit": "bytes of text",
+        },
+        lengths=summary(np.array(statistics.lengths, dtype=np.int64), "bytes"),
+        samples=spread(statistics.firsts, options.samples),
         oddities=list(statistics.oddities()),
-        damaged=[*damage_lines(damaged), *broken],
+        damaged=[*(f"{file}: {problem}" for file, problem in damaged.items()), *broken],
         verified=options.hashes,
     )
 
@@ -128,7 +128,7 @@ class _TextStatistics:
         self._refused = BadDocuments()
         self.keys: dict[str, Counter[str]] = {}
         """Number of rows of conversations by key that dtt reads, and by key that it does not."""
-        self.firsts: list[DocumentSample] = []
+        self.firsts: list[Sample] = []
         """The first document of each unit."""
 
     def read(self, corpus: Corpus, unit: Unit, limit: int | None) -> None:
@@ -141,7 +141,7 @@ class _TextStatistics:
             self.lengths.append(size)
             self._blank += text.isspace()
             if number == 0:
-                self.firsts.append(DocumentSample.of(f"{where}, unit {unit.index}", text))
+                self.firsts.append(start_of(f"{where}, unit {unit.index}", text))
             if room is not None:
                 room -= size
                 if room <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,64 +38,30 @@ class InspectOptions:
     """dtype of raw ids."""
 
 
-@dataclass(frozen=True)
-class DocumentSample:
-    """The start of one document."""
-
-    where: str
-    text: str
-
-    @classmethod
-    def of(cls, where: str, content: bytes) -> DocumentSample:
-        """Return the first SHOWN_CHARACTERS characters of a document."""
-        start = content[: 4 * SHOWN_CHARACTERS]
-        # `ignore`: the cut may be within a character.
-        return cls(where, start.decode(errors="ignore")[:SHOWN_CHARACTERS])
+Sample = dict[str, str]
+"""The start of a document: `where` it is, and its `text`."""
 
 
-@dataclass(frozen=True)
-class Read:
-    """The amount of data read for the statistics on documents and ids."""
-
-    amount: int
-    total: int
-    """Estimated for compressed text."""
-    unit: str
-
-    @property
-    def everything(self) -> bool:
-        """True if all data was read, so that all numbers are exact."""
-        return self.amount >= self.total
+def start_of(where: str, content: bytes) -> Sample:
+    """Return the first SHOWN_CHARACTERS characters of a document."""
+    start = content[: 4 * SHOWN_CHARACTERS]
+    # `ignore`: the cut may be within a character.
+    return {"where": where, "text": start.decode(errors="ignore")[:SHOWN_CHARACTERS]}
 
 
-@dataclass(frozen=True)
-class LengthSummary:
-    """Summary statistics of document lengths."""
-
-    unit: str
-    """`tokens` or `bytes`."""
-    documents: int
-    """Number of documents measured."""
-    empty: int
-    mean: float
-    median: int
-    p90: int
-    max: int
-
-    @classmethod
-    def of(cls, lengths: npt.NDArray[np.int64], unit: str) -> LengthSummary:
-        """Summarize the lengths of documents, which take 8 bytes each."""
-        some = lengths if len(lengths) else np.zeros(1, dtype=np.int64)
-        median, p90 = np.percentile(some, (50, 90), method="inverted_cdf").tolist()
-        return cls(
-            unit=unit,
-            documents=len(lengths),
-            empty=len(lengths) - int(np.count_nonzero(lengths)),
-            mean=round(float(some.mean()), 1),
-            median=median,
-            p90=p90,
-            max=int(some.max()),
-        )
+def summary(lengths: npt.NDArray[np.int64], unit: str) -> dict[str, Any]:
+    """Summarize the lengths of documents, in `tokens` or `bytes`."""
+    some = lengths if len(lengths) else np.zeros(1, dtype=np.int64)
+    median, p90 = np.percentile(some, (50, 90), method="inverted_cdf").tolist()
+    return {
+        "unit": unit,
+        "documents": len(lengths),
+        "empty": len(lengths) - int(np.count_nonzero(lengths)),
+        "mean": round(float(some.mean()), 1),
+        "median": median,
+        "p90": p90,
+        "max": int(some.max()),
+    }
 
 
 @dataclass(kw_only=True)
@@ -114,15 +80,22 @@ class Report:
     """UTF-8 bytes of text; estimated for compressed files unless everything was read."""
     facts: dict[str, object] = field(default_factory=dict)
     """Facts specific to this kind of data, by name."""
-    read: Read
-    lengths: LengthSummary | None
+    read: dict[str, Any]
+    """The `amount` of data read for the statistics on documents and ids, of a `total` of some
+    `unit`; the total is estimated for compressed text."""
+    lengths: dict[str, Any] | None
     """Document lengths; None if the document boundaries are unknown."""
-    samples: list[DocumentSample]
+    samples: list[Sample]
     oddities: list[str]
     damaged: list[str]
     """Damaged or missing files, each with the reason."""
     verified: bool
     """True if the content of every file was compared with its sha256."""
+
+    @property
+    def is_exact(self) -> bool:
+        """True if all data was read, so that all numbers are exact."""
+        return bool(self.read["amount"] >= self.read["total"])
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -158,11 +131,6 @@ def damages(files: Sequence[ShardFile], *, hashes: bool) -> Damages:
                     found[file.path] = f"its sha256 is {sha256[:16]}…, {then}"
                 advance(file.bytes)
     return found
-
-
-def damage_lines(damaged: Damages) -> list[str]:
-    """Return a line for each damaged file."""
-    return [f"{path}: {problem}" for path, problem in damaged.items()]
 
 
 def raise_if_damaged(report: Report) -> None:

@@ -121,12 +121,11 @@ def _report(report: Report) -> Iterator[str]:
     yield _line("read", _amount_read(report))
     if report.verified:
         yield _line("verified", "every file matches its manifest" if not report.damaged else "no")
-    if report.lengths is not None and report.lengths.documents:
-        some = report.lengths
+    if (some := report.lengths) and some["documents"]:
         yield _line(
-            f"{some.unit} each",
-            f"mean {some.mean:,}, median {some.median:,}, 90 % up to {some.p90:,}, "
-            f"longest {some.max:,} ({some.documents:,} documents measured)",
+            f"{some['unit']} each",
+            f"mean {some['mean']:,}, median {some['median']:,}, 90 % up to {some['p90']:,}, "
+            f"longest {some['max']:,} ({some['documents']:,} documents measured)",
         )
     yield from _samples(report)
     for title, problems in (("anomalies", report.oddities), ("damaged", report.damaged)):
@@ -139,8 +138,8 @@ def _samples(report: Report) -> Iterator[str]:
     is_chat = "trained_tokens" in report.facts
     shown = SHOWN_CONVERSATION_LINES if is_chat else SHOWN_LINES
     for sample in report.samples:
-        yield f"\n  {sample.where}"
-        lines = [one_line(line) for line in sample.text.strip().splitlines()]
+        yield f"\n  {sample['where']}"
+        lines = [one_line(line) for line in sample["text"].strip().splitlines()]
         colored = islice(_colored(lines, is_chat=is_chat), shown)
         yield from (Coded(f"    | {line}") for line in colored)
     if is_chat and report.samples:
@@ -165,12 +164,12 @@ def _line(name: str, value: object) -> str:
 
 
 def _amount_read(report: Report) -> str:
-    read = report.read
+    amount, total, unit = (report.read[key] for key in ("amount", "total", "unit"))
     if report.damaged:
-        return f"{read.amount:,} {read.unit}, without damaged files"
-    if read.everything:
+        return f"{amount:,} {unit}, without damaged files"
+    if report.is_exact:
         return "everything"
-    return f"{read.amount:,} of {read.total:,} {read.unit}, evenly spread; --all reads everything"
+    return f"{amount:,} of {total:,} {unit}, evenly spread; --all reads everything"
 
 
 def _nested(name: str, value: dict[str, object]) -> Iterator[str]:

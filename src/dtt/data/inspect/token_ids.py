@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
-from dtt.data.inspect.report import ODDITIES_SHOWN, DocumentSample, spread
+from dtt.data.inspect.report import ODDITIES_SHOWN, Sample, spread
 from dtt.data.samples.token_shards import DocumentBounds, Ends, Shard
 from dtt.data.token_file import TokenFile, Tokens
 
@@ -126,10 +126,10 @@ class IdStatistics:
             beginning = _ids(shard, begin, min(end, begin + SHOWN_TOKENS))
             self.beginnings.append((where, beginning.tolist()))
 
-    def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[DocumentSample]:
+    def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[Sample]:
         """Return the decoded starts of up to `number` documents, spread evenly."""
         found = spread(self.beginnings, number)
-        return [DocumentSample(where, decode(ids)) for where, ids in found]
+        return [{"where": where, "text": decode(ids)} for where, ids in found]
 
     def end_of_documents(self) -> tuple[int, int] | None:
         """Return the id that ends documents, and the number of documents that end with it.
