@@ -101,6 +101,8 @@ def test_documents_that_no_mask_separates_are_never_joined_silently(dtt: Dtt, to
     masked = ("data.packing=best-fit", "data.mask_documents=true")
     done = dtt("train", *configured(dtt, MAMBA2), *on(tokens), *masked, expect=ExitCode.USAGE)
     assert "documents in one row see each other" in done.stderr
+    alone = ("data.packing=none", "data.mask_documents=true", "train.steps=2")
+    dtt("train", *configured(dtt, MAMBA2), *on(tokens), *alone)
 
 
 @pytest.mark.parametrize(

@@ -262,10 +262,11 @@ class TokensDataConfig(_TokenFilesConfig):
     """Training from token files: one folder, or a mixture of several."""
 
     type: Literal["tokens"] = "tokens"
-    packing: Literal["concat", "best-fit"] = "concat"
+    packing: Literal["concat", "best-fit", "none"] = "concat"
     """Assignment of documents to sequences: `concat` cuts windows from one long stream; `best-fit`
     packs complete documents together (Ding et al. 2024, arXiv 2404.10830) and splits only documents
-    longer than a sequence."""
+    longer than a sequence; `none` gives each document, or part, a padded sequence of its own, for
+    models whose state no mask divides."""
     mask_documents: bool = False
     """Restrict attention to tokens of the same document, and restart positions at its start."""
     eod_mask_loss: bool = False
@@ -303,7 +304,6 @@ class SyntheticDataConfig(OtherDataConfig):
 
 
 class _ConversationsConfig(_TokenFilesConfig):
-    packing: ClassVar[Literal["best-fit"]] = "best-fit"
     mask_documents: ClassVar[bool] = True
     eod_mask_loss: ClassVar[bool] = (
         False  # the loss masks already exclude the first token of every conversation
@@ -313,10 +313,13 @@ class _ConversationsConfig(_TokenFilesConfig):
 class ChatDataConfig(_ConversationsConfig):
     """Fine-tuning on conversations, whose answers are the targets; see the section `chat`.
 
-    Conversations are packed whole, best-fit, and attention stays within a conversation.
+    Conversations are packed whole, and attention stays within a conversation.
     """
 
     type: Literal["chat"] = "chat"
+    packing: Literal["best-fit", "none"] = "best-fit"
+    """`none` gives each conversation a padded sequence of its own, for models whose state no mask
+    divides."""
 
 
 class PreferenceDataConfig(_ConversationsConfig):
@@ -325,6 +328,8 @@ class PreferenceDataConfig(_ConversationsConfig):
     Both conversations of a pair are packed into the same sequence, and attention stays within a
     conversation.
     """
+
+    packing: ClassVar[Literal["best-fit"]] = "best-fit"
 
     type: Literal["preference"] = "preference"
 

@@ -298,6 +298,11 @@ class RunConfig(Section):
             yield "adapter.dropout", f"must be 0 with parallel.tensor > 1: {why}"
 
     @property
+    def separates_documents(self) -> bool:
+        """True if a row may hold several documents that must not see each other."""
+        return self.data.mask_documents and self.data.packing != "none"
+
+    @property
     def dataset_name(self) -> str:
         """The short name of the dataset in folder names: Hub name and subset, or file stem."""
         labels = [one.label for one in self.download.datasets]

@@ -105,7 +105,7 @@ def _plan(case: Case, world: World) -> RunPlan:
         precision=case.precision,
         compile=case.compiled,
         attention=attention_backend.describe(
-            case.arch, world.device, cfg.train.seq_len, cfg.data.mask_documents
+            case.arch, world.device, cfg.train.seq_len, cfg.separates_documents
         ),
         tokens=step_sizes.tokens_before(case.steps),
         step_size=step_sizes.describe(case.steps),

@@ -130,7 +130,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     reader = reader.checking(world.rank, world.size)
     # After parallelisation, so that each rank fills its shards only.
     start, base = initial_weights(inputs, laid_out, reader)
-    check_model(laid_out.model, world, separate=cfg.data.mask_documents)
+    check_model(laid_out.model, world, separate=cfg.separates_documents)
     inputs.attempt.start.end_phase("model")
     rounding = StochasticRounding.of(
         cfg.seed, plan.precision.weights, weights=cfg.train.stochastic_rounding

@@ -91,8 +91,9 @@ def check_documents(model: Model, world: World, *, separate: bool) -> None:
             "documents in one row see each other",
             where=f"model.family={arch.family}",
             why=f"logits differ by {difference:.0e} from those of the documents alone",
-            next="`context.attend` and `context.positions` in `hidden` keep them apart; or "
-            "data.mask_documents=false joins them",
+            next="data.packing=none, a sequence for each document; data.mask_documents=false, "
+            "which joins them; or, in a model of your own, `context.attend` and "
+            "`context.positions`, which keep them apart",
         )
 
 

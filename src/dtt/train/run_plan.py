@@ -126,7 +126,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
             arch,
             world.device,
             train.seq_len,
-            cfg.data.mask_documents,
+            cfg.separates_documents,
             full_sequence=sizes.context == 1,
             requested=train.attention,
             dtype=precision.compute_dtype,

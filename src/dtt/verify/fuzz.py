@@ -79,6 +79,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("data.mask_documents=true",),
         ("data.packing=best-fit", "data.mask_documents=true"),
         ("data.packing=best-fit",),
+        ("data.packing=none", "data.mask_documents=true"),
         ("data.eod_mask_loss=true",),
     ),
     "data": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,9 +40,11 @@ def made(turns: list[int], counter: itertools.count[int]) -> Conversation:
     return ids, mask
 
 
-def opened(folder: Path, seq_len: int = SEQ_LEN, too_long: TooLong = "drop") -> TokenSource:
+def opened(
+    folder: Path, seq_len: int = SEQ_LEN, too_long: TooLong = "drop", **options: Any
+) -> TokenSource:
     cfg = SourceConfig(path=folder, name="x")
-    return open_tokens(cfg, "train", seq_len=seq_len, seed=0, too_long=too_long)
+    return open_tokens(cfg, "train", seq_len=seq_len, seed=0, too_long=too_long, **options)
 
 
 def samples(source: TokenSource) -> list[list[Conversation]]:
@@ -89,6 +92,9 @@ def test_every_conversation_that_fits_is_complete_in_one_sample_with_its_targets
     assert left_out.too_long == len(everything) - len(fitting)
     assert source.tokens == left_out.tokens == sum(len(ids) for ids, _ in fitting)
     assert left_out.targets == sum(sum(mask) for _, mask in fitting)
+    alone = samples(opened(folder, packing="none"))
+    assert all(len(sample) == 1 for sample in alone)
+    assert sorted(one for sample in alone for one in sample) == sorted(fitting)
 
 
 @settings(max_examples=60)

@@ -49,6 +49,16 @@ def test_every_token_is_in_one_bin_and_no_bin_holds_too_many(
         assert (np.diff(packed.start[first:stop]) > 0).all()  # in the order of the text
 
 
+@given(lengths=LENGTHS, capacity=CAPACITY)
+def test_without_packing_each_document_is_alone(lengths: list[int], capacity: int) -> None:
+    packed, best = (pack(bounds(lengths), capacity, how) for how in ("none", "best-fit"))
+    assert packed.first.tolist() == list(range(len(packed.start) + 1))
+    pieces, all_pieces = (
+        {*zip(one.start.tolist(), one.length.tolist(), strict=True)} for one in (packed, best)
+    )
+    assert pieces == {piece for piece in all_pieces if piece[1] > 1}
+
+
 @settings(max_examples=300)
 @given(lengths=LENGTHS, capacity=CAPACITY)
 def test_only_documents_longer_than_a_bin_are_cut(lengths: list[int], capacity: int) -> None:

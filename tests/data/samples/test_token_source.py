@@ -73,7 +73,7 @@ def test_a_shard_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> No
         opened(tmp_path).read(np.array([12], dtype=np.uint64))
 
 
-@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+@pytest.mark.parametrize("packing", ["concat", "best-fit", "none"])
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5),

@@ -74,7 +74,7 @@ def _source(
         "tokens": source.tokens,
         "samples": len(source),
         "bytes_per_token": source.bytes_per_token,
-        "utilisation": source.tokens / places if cfg.data.packing == "best-fit" else None,
+        "utilisation": source.tokens / places if cfg.data.packing != "concat" else None,
         "share": share,
         "run_samples": count,
         "run_tokens": round(count * _targets(source, cfg)),

@@ -205,7 +205,7 @@ def _mix(mix: dict[str, Any]) -> Iterator[str]:
     for source in sources:
         if source["utilisation"] is not None:
             used = f"{source['utilisation']:.2%}"
-            yield f"{source['name']}: best-fit packing fills {used} of the positions"
+            yield f"{source['name']}: {mix['packing']} packing fills {used} of the positions"
     if len(mix["phases"]) > 1:
         for phase in mix["phases"]:
             shares = ", ".join(f"{name} {share:.2%}" for name, share in phase["shares"].items())

@@ -248,7 +248,7 @@ def check_conversations(
                 " data.packing=best-fit data.mask_documents=true",
             )
         return
-    if data.packing != "best-fit" or not data.mask_documents:
+    if data.packing == "concat" or not data.mask_documents:
         raise ConfigError(
             f"{name} holds conversations, which data.type=tokens would cut or mix",
             where=where,

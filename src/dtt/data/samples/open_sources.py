@@ -101,7 +101,7 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
         "too_long": cfg.chat.too_long,
         "vocab_size": given and given.size,
         "end_of_document": given and given.end_of_document,
-        "doc_ids": cfg.data.mask_documents,
+        "doc_ids": cfg.separates_documents,
         "eod_mask_loss": cfg.data.eod_mask_loss,
     }
     found = TokensManifest.read(source.path) if TokensManifest.is_in(source.path) else None

@@ -38,7 +38,7 @@ from dtt.data.samples.packed_conversations import (
     document_bounds,
     pack_conversations,
 )
-from dtt.data.samples.packing import Packed, pack
+from dtt.data.samples.packing import Packed, Packing, pack
 from dtt.data.samples.protocol import Counts, SampleNumbers
 from dtt.data.samples.sample_layout import Ints, ShardPieces
 from dtt.data.samples.token_shards import TokenFiles
@@ -48,11 +48,12 @@ COLUMNS = {"first": "<i8", "start": "<i8", "length": "<i4"}
 TARGETS, FACTS = "targets", "facts.json"
 
 
-def bins(files: TokenFiles, ends: Ints, capacity: int, too_long: TooLong) -> Bins:
+def bins(files: TokenFiles, ends: Ints, capacity: int, too_long: TooLong, how: Packing) -> Bins:
     """Return the documents of all shards packed into bins of `capacity` tokens.
 
     `ends` [shards] is the end of each shard in the token stream. Text is packed shard by shard,
-    with best fit; conversations, of which there are fewer, over all shards together. The first
+    with best fit; conversations, of which there are fewer, over all shards together; with "none",
+    each document has a bin of its own. The first
     process to call this packs the documents while the others wait on a file lock.
 
     Raises ConfigError if `too_long` is `stop` and a conversation is longer than a bin.
@@ -64,17 +65,19 @@ def bins(files: TokenFiles, ends: Ints, capacity: int, too_long: TooLong) -> Bin
     if files.are_conversations:
         kind = "pairs" if files.are_pairs else "conversations"
         parts = [kind, VERSION, capacity, too_long, shards]
+    if how == "none":
+        parts.append(how)  # not in the other keys, which older versions have written
 
     def write(folder: Path) -> None:
         if files.are_conversations:
-            packed, targets, counts = pack_conversations(files, capacity, too_long)
+            packed, targets, counts = pack_conversations(files, capacity, too_long, how)
             _write_columns(folder, [(packed, 0)])
             # int32: a sample has fewer than 2**31 targets. Half the bytes of int64 are read per
             # step.
             targets.astype("<i4").tofile(folder / TARGETS)
             (folder / FACTS).write_text(counts.model_dump_json(indent=1) + "\n")
             return
-        packings = (pack(document_bounds(shard), capacity) for shard in files.shards)
+        packings = (pack(document_bounds(shard), capacity, how) for shard in files.shards)
         made = _write_columns(folder, zip(packings, [0, *ends.tolist()], strict=False))
         if made:
             full = 100 * int(ends[-1]) / (made * capacity)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dtt.artifacts.manifest import Record
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.data.memory_map import Bytes, map_file
-from dtt.data.samples.packing import Ints, Packed, best_fit, grouped, least_slack
+from dtt.data.samples.packing import Ints, Packed, Packing, alone, best_fit, grouped, least_slack
 from dtt.data.samples.token_shards import Shard, TokenFiles
 
 LEAST_SLACK_CAPACITY = 4097
@@ -89,7 +89,7 @@ class _Items(NamedTuple):
 
 
 def pack_conversations(
-    files: TokenFiles, capacity: int, too_long: TooLong
+    files: TokenFiles, capacity: int, too_long: TooLong, how: Packing = "best-fit"
 ) -> tuple[Packed, Ints, PackingCounts]:
     """Return the packing of all shards, the targets of each bin [bins], and the counts."""
     none = np.empty(0, dtype=np.int64)
@@ -105,8 +105,13 @@ def pack_conversations(
     fits = every.length <= capacity
     used = fits & every.has_targets
     whole = _Items(*(column[used] for column in every))  # type: ignore[arg-type]
-    fit = least_slack if capacity <= LEAST_SLACK_CAPACITY else best_fit
-    packed, order = grouped(whole.start, whole.length, fit(whole.length, capacity))
+    if how == "none":
+        bins = alone(whole.length)
+    elif capacity <= LEAST_SLACK_CAPACITY:
+        bins = least_slack(whole.length, capacity)
+    else:
+        bins = best_fit(whole.length, capacity)
+    packed, order = grouped(whole.start, whole.length, bins)
     targets = np.add.reduceat(whole.targets[order], packed.first[:-1]) if len(order) else none
     longest = int(every.tokens.max(initial=0))
     counts = PackingCounts(

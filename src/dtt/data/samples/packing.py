@@ -7,7 +7,7 @@ one length are placed at once. Following the bin-packing literature, a sample is
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,18 @@ class Packed(NamedTuple):
     """[pieces]: number of tokens of each piece, 1 … capacity."""
 
 
-def pack(bounds: Ints, capacity: int) -> Packed:
+Packing = Literal["concat", "best-fit", "none"]
+"""The values of `data.packing`."""
+
+
+def pack(bounds: Ints, capacity: int, how: Packing = "best-fit") -> Packed:
     """Pack the documents of a token buffer into bins of `capacity` tokens.
 
     `bounds` is [documents + 1]: document i is tokens bounds[i] … bounds[i + 1] - 1 of the buffer. A
     document longer than `capacity` is divided into full bins and a remainder, which is packed like
-    a document. Every token is in exactly one bin. The result depends on the arguments only, and
-    must stay the same in all versions of dtt.
+    a document. Every token is in exactly one bin. With "none", each piece has a bin of its own,
+    but for single tokens. The result depends on the arguments only, and must stay the same in all
+    versions of dtt.
     """
     tokens = np.diff(bounds)
     pieces = -(-tokens // capacity)
@@ -40,7 +45,13 @@ def pack(bounds: Ints, capacity: int) -> Packed:
     within = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     start = bounds[document] + within * capacity
     length = np.minimum(bounds[document + 1] - start, capacity)
-    packed, _ = grouped(start, length, best_fit(length, capacity))
+    if how == "none":
+        several = length > 1  # one token alone has no target
+        start, length = start[several], length[several]
+        bins = alone(length)
+    else:
+        bins = best_fit(length, capacity)
+    packed, _ = grouped(start, length, bins)
     return packed
 
 
@@ -53,6 +64,11 @@ def grouped(start: Ints, length: Ints, bins: Ints) -> tuple[Packed, Ints]:
     order = np.argsort(bins, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(bins))]).astype(np.int64)
     return Packed(first, start[order], length[order]), order
+
+
+def alone(lengths: Ints) -> Ints:
+    """Return a bin of its own for each item; `lengths` is [items]."""
+    return np.arange(len(lengths), dtype=np.int64)
 
 
 def best_fit(lengths: Ints, capacity: int) -> Ints:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.sources import SourceConfig
 from dtt.data.samples.packed import bins
 from dtt.data.samples.packed_conversations import PackingCounts, TooLong, loss_mask
+from dtt.data.samples.packing import Packing
 from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
@@ -121,7 +122,7 @@ class TokenSource:
         *,
         seq_len: int,
         key: str,
-        packing: Literal["concat", "best-fit"] = "concat",
+        packing: Packing = "concat",
         too_long: TooLong = "drop",
         vocab_size: int | None = None,
         end_of_document: int | None = None,
@@ -130,11 +131,11 @@ class TokenSource:
     ) -> None:
         """Prepare samples of `seq_len + 1` tokens, in the order derived from `key`.
 
-        Conversations are packed whole, whatever `packing` is; `too_long` is what happens to those
-        longer than a sample. `end_of_document` is the id that ends each document; None if the ids
-        do not tell where documents end. If `vocab_size` is given, `read` checks all ids against it.
-        With `doc_ids`, it returns them. With `eod_mask_loss`, the first token of a document is no
-        target.
+        Conversations are never cut into windows, whatever `packing` is; `too_long` is what happens
+        to those longer than a sample. `end_of_document` is the id that ends each document; None if
+        the ids do not tell where documents end. If `vocab_size` is given, `read` checks all ids
+        against it. With `doc_ids`, it returns them. With `eod_mask_loss`, the first token of a
+        document is no target.
         """
         self.name, self.files = name, files
         self.bytes_per_token = files.bytes_per_token
@@ -145,14 +146,14 @@ class TokenSource:
         self._masks: list[Shard] | None = None
         self._layout: SampleLayout
         if files.are_conversations:
-            self._layout = packed = bins(files, ends, seq_len + 1, too_long)
+            self._layout = packed = bins(files, ends, seq_len + 1, too_long, packing)
             assert packed.packing is not None
             self.packing_counts, self.tokens = packed.packing, packed.packing.tokens
             self._masks = [_mask_of(shard) for shard in files.shards]
         elif packing == "concat":
             self._layout = Windows(ends, seq_len)
         else:
-            self._layout = bins(files, ends, seq_len + 1, too_long)
+            self._layout = bins(files, ends, seq_len + 1, too_long, packing)
         self._shuffle = Order(key, len(self._layout))
         self._width = seq_len + 1
         self._vocab_size = vocab_size
