@@ -33,17 +33,6 @@ from dtt.config.source import Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry
 from dtt.config.validation import Problem, validate
 
-
-@dataclass(frozen=True)
-class Code:
-    """The use of classes of a user's own."""
-
-    runs: bool
-    """False: their keys stay as they are written, and no code is imported."""
-    job: Path | None
-    """The job whose copies of their files are used."""
-
-
 ModelOf = Callable[[str], Mapping[str, Any]]
 """A function that returns the `model` section of released weights for a value of `init.from`."""
 
@@ -87,7 +76,7 @@ def resolve(
     """
     layers, own = _layers(config, arguments, options, env, job_config)
     job = job_config.parent if job_config is not None and kept_code else None
-    code = Code(run_code, job)
+    resolver = _Resolver(own, model_of, run_code, job)
     common, entries = stages.take(layers)
     if not entries:
         if stage is not None:
@@ -95,7 +84,7 @@ def resolve(
                 f"--stage {stage}: the configuration defines no stages",
                 next="omit --stage, or add `stages` to the configuration",
             )
-        return _resolve_one(common, own, model_of, code)
+        return resolver.one(common)
     names = [entry.name for entry in entries]
     origin = next(layer[STAGES].origin for layer in reversed(layers) if STAGES in layer)
     if stage is None:
@@ -108,7 +97,7 @@ def resolve(
         )
     if stage not in names:
         raise stages.unknown(stage, names, origin)
-    return _resolve_stages(common, own, entries, model_of, code)[stage]
+    return resolver.stages(common, entries)[stage]
 
 
 def config_class(config: str | Path | Layer | None, arguments: Sequence[str]) -> type[RunConfig]:
@@ -157,20 +146,62 @@ def _layers(
     return layers, own
 
 
-def _resolve_one(
-    layers: Sequence[Layer], own: int, model_of: ModelOf | None, code: Code
-) -> Resolved:
-    """Merge and check the layers of one job, of which the first `own` are its own or defaults."""
-    layers = without_removed([_without_empty_sections(layer) for layer in layers])
-    if model_of is not None:
-        layers = _with_model_of_source(layers, own, model_of)
-    layers.append(length_layer(layers))
-    cls = run_config(layers, runs=code.runs, job=code.job)
-    merged, dropped = merge(layers, explain.key_types(cls).variants)
-    resolved = replace(check(_with_shipped_dataset(merged), cls), dropped=dropped)
-    for line in explain.dropped_lines(resolved):
-        _log_once(line)
-    return resolved
+@dataclass(frozen=True)
+class _Resolver:
+    """The merge and the check of layers, for one job or for the stages of a configuration."""
+
+    own: int
+    """The number of lowest layers that are the defaults or a job's own."""
+    model_of: ModelOf | None
+    runs: bool
+    """False: keys of a user's own classes stay as they are written, and no code is imported."""
+    job: Path | None
+    """The job whose copies of the files of these classes are used."""
+
+    def one(self, layers: Sequence[Layer], own: int | None = None) -> Resolved:
+        """Merge and check the layers of one job; `own` is another number of its own ones."""
+        layers = without_removed([_without_empty_sections(layer) for layer in layers])
+        if self.model_of is not None:
+            own = self.own if own is None else own
+            layers = _with_model_of_source(layers, own, self.model_of)
+        layers.append(length_layer(layers))
+        cls = run_config(layers, runs=self.runs, job=self.job)
+        merged, dropped = merge(layers, explain.key_types(cls).variants)
+        resolved = replace(check(_with_shipped_dataset(merged), cls), dropped=dropped)
+        for line in explain.dropped_lines(resolved):
+            _log_once(line)
+        return resolved
+
+    def stages(self, common: Sequence[Layer], entries: Sequence[Entry]) -> dict[str, Resolved]:
+        """Return the configuration of each stage by name."""
+        resolved: dict[str, Resolved] = {}
+        # A job's own config names that stage and holds its keys; the first stage must not inherit
+        # the name of a later one.
+        fresh = [common[0], *common[self.own :]]
+        name = merge(fresh)[0].get(("name",), Leaf(None, "name"))
+        first: Resolved | None = None
+        for entry in entries:
+            # In order: each stage takes the job folder of the one before it.
+            previous = resolved[list(resolved)[-1]].config.job_dir if resolved else Path()
+            layers = stages.layers_of(entry, common if first else fresh, name, first, previous)
+            try:
+                stage = self.one(layers, None if first else 1)
+                if first is not None and (section := _tokenizer_of(first, stage)) is not None:
+                    # Resolved again, because the tokenizer decides about the token folder.
+                    others = [
+                        {k: leaf for k, leaf in layer.items() if k[0] != "tokenizer"}
+                        for layer in layers
+                    ]
+                    stage = self.one([*others, section])
+            except Mistakes as mistakes:
+                raise mistakes.in_stage(entry.name) from None
+            found = list(stages.problems(stage, first)) if first is not None else []
+            if found:
+                next = f"remove these keys from stage {entry.name}"
+                raise Mistakes(found, stage.layer, f"stage {entry.name}", next=next)
+            resolved[entry.name] = stage
+            first = first or stage
+        return resolved
 
 
 @cache
@@ -179,63 +210,20 @@ def _log_once(line: str) -> None:
     log.info("%s", line)
 
 
-def _resolve_stages(
-    common: Sequence[Layer],
-    own: int,
-    entries: Sequence[Entry],
-    model_of: ModelOf | None,
-    code: Code,
-) -> dict[str, Resolved]:
-    """Return the configuration of each stage by name; the first `own` layers are of a job."""
-    resolved: dict[str, Resolved] = {}
-    # A job's own config names that stage and holds its keys; the first stage must not inherit the
-    # name of a later one.
-    fresh = [common[0], *common[own:]]  # a job's config has the name of a stage, and its keys
-    name = merge(fresh)[0].get(("name",), Leaf(None, "name"))
-    first: Resolved | None = None
-    for entry in entries:
-        # In order: each stage takes the job folder of the one before it.
-        previous = resolved[list(resolved)[-1]].config.job_dir if resolved else Path()
-        layers = stages.layers_of(entry, common if first else fresh, name, first, previous)
-        try:
-            stage = _resolve_one(layers, own if first else 1, model_of, code)
-            if first is not None:
-                stage = _with_tokenizer_of(stage, first, layers, own, model_of, code)
-        except Mistakes as mistakes:
-            raise mistakes.in_stage(entry.name) from None
-        found = list(stages.problems(stage, first)) if first is not None else []
-        if found:
-            next = f"remove these keys from stage {entry.name}"
-            raise Mistakes(found, stage.layer, f"stage {entry.name}", next=next)
-        resolved[entry.name] = stage
-        first = first or stage
-    return resolved
+def _tokenizer_of(first: Resolved, stage: Resolved) -> Layer | None:
+    """Return the tokenizer that the first stage trains, for a stage that tokenizes other text.
 
-
-def _with_tokenizer_of(
-    stage: Resolved,
-    first: Resolved,
-    layers: list[Layer],
-    own: int,
-    model_of: ModelOf | None,
-    code: Code,
-) -> Resolved:
-    """Return the stage with the tokenizer that the first stage trains, if it tokenizes other text.
-
-    It is returned unchanged if it has its own tokenizer.
+    None if the stage has its own tokenizer.
     """
     section = stages.tokenizer_of(first.config)
-    tokenizers = [
+    ours, theirs = (
         {key: leaf for key, leaf in r.layer.items() if key[0] == "tokenizer"}
         for r in (stage, first)
-    ]
+    )
     same_folder = stage.config.tokenize_dir == first.config.tokenize_dir
-    if section is None or same_folder or tokenizers[0] != tokenizers[1]:
-        return stage
-    trained = source.from_mapping({"tokenizer": section}, f"trained in {first.config.name}")
-    others = [{k: leaf for k, leaf in layer.items() if k[0] != "tokenizer"} for layer in layers]
-    # Resolved again, because the tokenizer decides about the token folder.
-    return _resolve_one([*others, trained], own, model_of, code)
+    if section is None or same_folder or ours != theirs:
+        return None
+    return source.from_mapping({"tokenizer": section}, f"trained in {first.config.name}")
 
 
 def with_steps(resolved: Resolved, steps: int) -> Resolved:
