@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from support import warm_python
 from support.forked import PACKAGE
 from support.running import ROOT, TIMEOUT, Dtt, write_documents
 
@@ -89,6 +90,8 @@ def children() -> set[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             kept = any(name in " ".join(child.cmdline()) for name in KEPT)
             found |= set(child.children()) if kept else {child}
+    for server in [process for process in found if process.pid in warm_python.SERVERS]:
+        found = found - {server} | set(server.children())
     return found
 
 

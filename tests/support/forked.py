@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import dtt
+from support import warm_python
 
 PACKAGE = Path(dtt.__file__).parent
 READ_ENVIRONMENT = ("dtt/hf/", "dtt/data/corpus/hub.py", "dtt/train/adapter.py", "/__")
@@ -31,16 +32,12 @@ CONTEXT.set_forkserver_preload(
     ["pyarrow.parquet", "tokenizers", "torch._dynamo", "yaml", "safetensors.torch",
      *IMPORTED_BY_TRANSFORMERS, *MODULES]
 )  # fmt: skip
-READ_AT_IMPORT = ("OMP_", "PYTHON", "TORCH")
-"""Variables that have had their effect on what is imported already."""
 
 
 def can_fork(env: Mapping[str, str]) -> bool:
     """Return True if a run with these variables, on top of our own, may be forked."""
-    return "coverage" not in sys.modules and not any(
-        name.startswith(READ_AT_IMPORT) and os.environ.get(name) != value
-        for name, value in env.items()
-    )
+    read = warm_python.variables(env).items()
+    return "coverage" not in sys.modules and read <= os.environ.items()
 
 
 def run_dtt(
@@ -106,38 +103,48 @@ class ForkedDtt(subprocess.Popen[str]):
         return self._said
 
 
-Surroundings = tuple[Path, dict[str, str], int]
+Stream = Path | Connection | int
+Surroundings = tuple[Path, dict[str, str], int, Path]
 
 
 def surroundings(folder: Path, env: Mapping[str, str]) -> Surroundings:
-    """Return what a shell would hand on: folder, environment and umask."""
+    """Return what a shell would hand on, folder, environment and umask, and a Python that is quick
+    to start."""
     umask = os.umask(0)
     os.umask(umask)
-    return folder, dict(os.environ) | dict(env), umask
+    return folder, dict(os.environ) | dict(env), umask, warm_python.start(CONTEXT)
 
 
 def become_dtt(
-    arguments: list[str],
-    around: Surroundings,
-    given: Path,
-    out: Path | Connection,
-    err: Path | Connection,
+    arguments: list[str], around: Surroundings, given: Stream, out: Stream, err: Stream
 ) -> None:
     """Become the process that a shell would start."""
     import dtt.main
 
-    folder, env, umask = around
+    become(around, given, out, err)
+    sys.argv = ["dtt", *arguments]
+    dtt.main.main()
+
+
+def become(around: Surroundings, given: Stream, out: Stream, err: Stream) -> None:
+    """Take on folder, environment, umask and streams."""
+    folder, env, umask, python = around
     os.chdir(folder)
     os.umask(umask)
     os.environ.clear()
     os.environ.update(env)
-    os.dup2(os.open(given, os.O_RDONLY), 0)
-    for number, where in ((1, out), (2, err)):
+    for number, where in enumerate((given, out, err)):
         if isinstance(where, Path):
-            os.dup2(os.open(where, os.O_WRONLY | os.O_CREAT), number)
+            opened = os.open(where, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY)
         else:
-            os.dup2(where.fileno(), number)
+            opened = where if isinstance(where, int) else where.fileno()
+        os.dup2(opened, number)
+        if isinstance(where, Connection):
             where.close()
+        else:
+            os.close(opened)
+    # Those of the server would remember of its streams that one can seek in them.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.argv = ["dtt", *arguments]
-    dtt.main.main()
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    warm_python.use(python)

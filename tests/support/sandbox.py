@@ -26,7 +26,9 @@ from dtt.config.load import load_job
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
 from dtt.jobs import sweep_trials as trials
+from support import warm_python
 from support.conversation_files import conversation, jsonl
+from support.forked import CONTEXT
 from support.loopback_hub import LoopbackHub
 from support.running import ROOT, Dtt, write_documents
 from support.stand_in import write_stand_in
@@ -78,12 +80,13 @@ FAKES = {"srun": SRUN, "sbatch": "#!/bin/bash\necho $$\n", "squeue": "#!/bin/bas
 
 def environment(folder: Path, hub: LoopbackHub) -> dict[str, str]:
     """Return the variables with which commands run in a sandbox."""
+    warm = warm_python.start(CONTEXT).parent
     return TINY | {
         "HOME": str(folder / "home"),
         "HF_HOME": str(folder / "hf"),
         "HF_ENDPOINT": hub.endpoint,
         "HF_TOKEN": hub.token,
-        "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{folder / 'bin'}:{warm}:{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
 
 
