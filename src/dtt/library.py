@@ -125,7 +125,7 @@ def load(
     Raises ConfigError, which lists every mistake.
     """
     _log()
-    from dtt.train.initial import model_of
+    from dtt.train.find_job import model_of
 
     given = dict(_dotted(values))
     if isinstance(config, Mapping):

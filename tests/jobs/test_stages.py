@@ -16,7 +16,7 @@ from dtt.config import explain, source
 from dtt.config.merging import nested
 from dtt.jobs.stages import done
 from dtt.track import jsonl
-from dtt.train.run import find_stages
+from dtt.train.find_job import find_stages
 
 LAST = {"pretrain": 12, "midtrain": 8, "last": 6}
 """Steps of each stage."""
@@ -29,7 +29,7 @@ STAGES = [
 SKIP = """
 import sys
 from dtt.jobs.stages import done
-from dtt.train.run import find_stages
+from dtt.train.find_job import find_stages
 assert all(done(find_stages("s.yaml", [])))
 assert "torch" not in sys.modules
 """

@@ -25,7 +25,7 @@ from dtt.config.load import resolve
 from dtt.launch import checks
 
 SLOW = {"torch", "numpy", "pyarrow", "datasets", "transformers", "wandb"}
-MOST_MODULES = 180
+MOST_MODULES = 120
 """Maximum number of dtt's modules that `dtt submit train` imports, each a file to open.
 
 On a login node whose file system is busy, opening them is most of the command's time.

@@ -16,7 +16,7 @@ from dtt.model.config_section import model_section
 
 SMALL = {"dim": 32, "n_layers": 7, "n_heads": 4}
 CONFIGS = [
-    *(ModelConfig.model_validate({"family": f.name, **SMALL}) for f in families.FAMILIES),
+    *(ModelConfig.model_validate({"family": f.name, **SMALL}) for f in families.every()),
     ModelConfig(family="gpt2", dim=32, n_heads=2, ffn_dim=96, tie_embeddings=False, norm_eps=1e-6),
     ModelConfig(dim=32, n_heads=4, n_kv_heads=1, head_dim=16, rope_theta=5e5),
     ModelConfig(dim=32, n_heads=4, tie_embeddings=True, rope_scaling=Llama3RopeScaling(factor=32)),

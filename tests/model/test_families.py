@@ -126,7 +126,7 @@ def _tiny_config(family: DecoderFamily) -> dict[str, Any]:
     return family.to_hf_config(tiny_architecture(variant), 0)
 
 
-@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", families.every(), ids=lambda family: family.name)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -214,7 +214,7 @@ def test_a_key_that_a_family_would_ignore_is_refused(family: str, key: str, valu
     assert [found for found, _ in cfg.problems()] == [key]
 
 
-@pytest.mark.parametrize("family", [f.name for f in families.FAMILIES if f.name != "gpt2"])
+@pytest.mark.parametrize("family", [f.name for f in families.every() if f.name != "gpt2"])
 def test_models_that_transformers_would_not_load_are_refused_before_training(family: str) -> None:
     cfg = ModelConfig(family=family, dim=36, n_heads=8, head_dim=4, n_layers=1)  # type: ignore[arg-type]
     facts = families.get(family)

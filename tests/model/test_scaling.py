@@ -25,7 +25,7 @@ from dtt.optim import built
 from dtt.optim.adamw import AdamWConfig
 from dtt.optim.muon.variant import MuonConfig
 
-FAMILIES = [family.name for family in families.FAMILIES]
+FAMILIES = list(families.NAMES)
 DEPTHS: dict[str, dict[str, Any]] = {
     "none": {},
     "sqrt": {"depth": "sqrt", "base_layers": 2},

@@ -10,7 +10,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError
 from dtt.config import explain
 from dtt.config.load import resolve
-from dtt.train.run import find_job
+from dtt.train.find_job import find_job
 
 
 @pytest.fixture

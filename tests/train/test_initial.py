@@ -35,7 +35,8 @@ from dtt.mesh import dist
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.train.initial import initialise_from, model_of, new_tokens, untrained_tokens
+from dtt.train.find_job import model_of
+from dtt.train.initial import initialise_from, new_tokens, untrained_tokens
 
 TUTORIAL = (ROOT / "docs/tutorial-laptop.md").read_text()
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "rope_theta": 5e5}

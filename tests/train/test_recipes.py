@@ -15,7 +15,7 @@ from dtt.checkpoint import store
 from dtt.config.load import resolve
 from dtt.config.shipped import shipped_configs
 from dtt.track import jsonl as records
-from dtt.train.initial import model_of
+from dtt.train.find_job import model_of
 
 RECIPES = sorted(p for s in ("sft", "dpo") for p in (shipped_configs() / s).glob("*-*.yaml"))
 

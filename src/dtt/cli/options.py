@@ -164,7 +164,7 @@ def resolve_each(
     Without stages, the name is None. Reads the `model` section of released weights (`init.from`).
     """
     from dtt.config import load
-    from dtt.train.initial import model_of
+    from dtt.train.find_job import model_of
 
     given = overrides or []
     named = {key: value for key, value in options.items() if value is not None}

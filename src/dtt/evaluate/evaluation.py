@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtt.artifacts.manifest import fingerprint
@@ -15,7 +14,6 @@ from dtt.base.files import sha256_file
 from dtt.base.log import log, log_on_terminal
 from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
-from dtt.config.load import load_job
 from dtt.evaluate import result_table as eval_report
 from dtt.evaluate.models import ALL, EvaluatedModel, find_steps, models_of
 from dtt.hf.model_source import find_chat_format, find_folder, job_of, on_device
@@ -88,15 +86,7 @@ def configured(source: str, options: dict[str, Any]) -> EvalConfig:
     """
     if find_folder(source) is not None:
         return EvalConfig().model_copy(update=options)
-    root = job_of(source).root
-    cfg, home = load_job(root).eval, job_paths.home(root)
-    files = {"data": home / cfg.data, "tasks": tuple(_from(home, name) for name in cfg.tasks)}
-    return cfg.model_copy(update=files | options)
-
-
-def _from(home: Path, task: str) -> str:
-    """Return the name of a task, or the path of its file as seen from the current folder."""
-    return str(home / task) if Path(task).suffix in (".yaml", ".yml") else task
+    return job_paths.evaluation(job_of(source).root).model_copy(update=options)
 
 
 def _join(ranks: Ranks) -> World:

@@ -135,12 +135,12 @@ def read_hf_architecture(folder: Path) -> AnyArchitecture:
 
 def has_family(config: Mapping[str, Any]) -> bool:
     """Return True if dtt has a family of its own for the model_type in a config.json."""
-    return config.get("model_type") in {family.hf_model_type for family in families.FAMILIES}
+    return config.get("model_type") in {family.hf_model_type for family in families.every()}
 
 
 def _family(config: Mapping[str, Any]) -> DecoderFamily:
     """Return the family that config.json names."""
-    return {family.hf_model_type: family for family in families.FAMILIES}[config["model_type"]]
+    return {family.hf_model_type: family for family in families.every()}[config["model_type"]]
 
 
 def _check_known(config: Mapping[str, Any], folder: Path) -> None:
@@ -149,7 +149,7 @@ def _check_known(config: Mapping[str, Any], folder: Path) -> None:
 
     if library_folder.knows(config):
         return
-    known = [family.hf_model_type for family in families.FAMILIES]
+    known = [family.hf_model_type for family in families.every()]
     raise InputError(
         f"the model in {folder} is not supported",
         why=f"config.json has model_type {config.get('model_type')!r}, "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dtt.base.log import log
 from dtt.config import explain
+from dtt.config.evaluation import EvalConfig
 from dtt.config.load import load_job
 from dtt.config.run import RunConfig
 
@@ -53,6 +54,17 @@ def enter(job: Path, arguments: Sequence[str] = ()) -> tuple[Path, list[str]]:
     log.info("relative paths of %s start from %s", job, folder)
     os.chdir(folder)
     return path, [_absolute(here, argument) for argument in arguments]
+
+
+def evaluation(job: Path) -> EvalConfig:
+    """Return the section `eval` of a job, with paths as seen from the current folder."""
+    cfg, start = load_job(job).eval, home(job)
+
+    def path(task: str) -> str:
+        return str(start / task) if Path(task).suffix in (".yaml", ".yml") else task
+
+    files = {"data": start / cfg.data, "tasks": tuple(map(path, cfg.tasks))}
+    return cfg.model_copy(update=files)
 
 
 def _has_data(folder: Path, cfg: RunConfig) -> bool:

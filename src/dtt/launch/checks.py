@@ -28,9 +28,7 @@ from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisC
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.data.corpus.described import check_tokens, read_corpus
-from dtt.data.corpus.selection import open_selection
 from dtt.data.samples import compatibility
-from dtt.evaluate.tasks.definition import load_tasks
 from dtt.model import count
 from dtt.model.mesh_divisibility import check_mesh, check_stages
 from dtt.model.scaling import scaled
@@ -77,7 +75,9 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
             where="eval.tasks",
             next=f"dtt submit eval {job.root} eval.tasks=[core]",
         )
-    if command in ("train", "eval", "pipeline"):
+    if command in ("train", "eval", "pipeline") and cfg.eval.tasks:
+        from dtt.evaluate.tasks.definition import load_tasks  # most runs evaluate no tasks
+
         yield from caught(lambda: load_tasks(cfg.eval.tasks))
 
 
@@ -90,6 +90,8 @@ def caught(check: Callable[[], object]) -> Iterator[DttError]:
 
 
 def _open_selection(cfg: RunConfig) -> None:
+    from dtt.data.corpus.selection import open_selection  # training on tokens needs none
+
     open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir)
 
 

@@ -35,7 +35,7 @@ from dtt.data.corpus.selection import selection_folder
 from dtt.jobs.stages import done, report_shadowed
 from dtt.report import run as report
 from dtt.track.summary import RunSummary, summarize
-from dtt.train.run import find_job, find_stages
+from dtt.train.find_job import find_job, find_stages
 
 MAX_TOKENIZE_PROCESSES = 8
 Command = Literal["download", "clean", "tokenize", "train", "export"]

@@ -25,15 +25,13 @@ from dtt.config.source import Layer, Leaf, is_config
 from dtt.data.epochs import with_epochs_resolved
 from dtt.data.samples import compatibility
 from dtt.data.samples.schedules import resolve as resolve_schedules
-from dtt.evaluate.evaluation import configured
 from dtt.jobs import job_state
-from dtt.jobs.job_paths import enter
+from dtt.jobs.job_paths import enter, evaluation
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
 from dtt.launch.submission import Submission, code_copied, configurations, restored
-from dtt.train.initial import model_of
-from dtt.train.run import find_job, find_stages
+from dtt.train.find_job import find_job, find_stages, model_of
 
 SIGNAL_EARLY = 60
 """Seconds by which Slurm may send the signal of `--signal` early, according to its manual."""
@@ -307,7 +305,7 @@ def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
     trained = submission.trained
     if command == "eval" and cfg.eval.tasks == load_job(trained.root).eval.tasks:
         # Files that the job names start from its home, those in arguments from this folder.
-        cfg = cfg.model_copy(update={"eval": configured(str(trained.root), {})})
+        cfg = cfg.model_copy(update={"eval": evaluation(trained.root)})
     errors = list(checks.problems(command, cfg, trained))
     yield from errors
     if command == "train" and not errors and trained.newest_checkpoint_name() is None:

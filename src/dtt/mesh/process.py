@@ -21,7 +21,6 @@ from dtt.base.log import ImportLog, setup_logging
 from dtt.base.ranks import Ranks
 from dtt.base.reading import FULL
 from dtt.base.terminal import Message, discard, protect_output
-from dtt.mesh.comm import abort_peers
 
 REMEDIES = {
     errno.ENOSPC: "free some space there, then run the same command again",
@@ -77,12 +76,12 @@ def command(kept: str = "") -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"interrupted: {kept}" if kept else "interrupted", file=sys.stderr)
         code = ExitCode.INTERRUPTED
-        abort_peers(code, "interrupted")
+        _abort_peers(code, "interrupted")
     except Exception as error:  # noqa: BLE001  a bug: print what a report needs, end all ranks
         sys.stderr.write(traceback.format_exc())
         sys.stderr.write(Message("dtt: this is a bug; please report the lines above\n"))
         code = ExitCode.BUG
-        abort_peers(code, repr(error))
+        _abort_peers(code, repr(error))
     if ranks.size > 1 and "torch" in sys.modules:
         # A Gloo thread may still be freeing its last collective. If it acquired the GIL while
         # Python shuts down, C++ would abort the process.
@@ -113,11 +112,17 @@ def _drop_output() -> None:
     discard(sys.stdout.fileno())
 
 
+def _abort_peers(code: ExitCode, reason: str) -> None:
+    """End every other rank, if there are others: then their module has been imported."""
+    if (comm := sys.modules.get("dtt.mesh.comm")) is not None:
+        comm.abort_peers(code, reason)
+
+
 def _report(error: DttError) -> ExitCode:
     if os.environ.get("DTT_DEBUG") == "1":
         traceback.print_exc()
     print(Message(f"dtt: {error}"), file=sys.stderr)
-    abort_peers(error.exit_code, str(error).splitlines()[0])
+    _abort_peers(error.exit_code, str(error).splitlines()[0])
     return error.exit_code
 
 

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import CheckpointManifest
-from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import append, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_whole
 from dtt.base.secrets import redacted
 from dtt.checkpoint import store
 from dtt.config import explain
-from dtt.config.load import changes_on_resume, load_job, resolve
+from dtt.config.load import load_job
 from dtt.config.optim import horizon_keys
-from dtt.config.own import kept_files, own_keys, trained_files
+from dtt.config.own import kept_files
 from dtt.config.run import RunConfig
-from dtt.config.run_length import with_both_lengths
 from dtt.config.schedule import Decay
 from dtt.data.samples import compatibility
-from dtt.train.inputs import Start
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
+    from dtt.train.inputs import Start
     from dtt.train.run_plan import RunPlan
 
 RATE_JUMP = 1.1
@@ -51,47 +46,6 @@ def write_description(start: Start, resume: Checkpoint | None) -> None:
         from dtt.hf import released  # half a second of CPU time
 
         released.keep(start.source_of_weights, job, start.dataset.tokenizer)
-
-
-def check_edited(job: JobDir, allow_change: Sequence[str]) -> None:
-    """Raise ConfigError if `config.yaml` has other values than the run, of keys that must stay."""
-    copies = [job.trained_config(number) for number in reversed(job.attempts())]
-    copy = next(filter(Path.is_file, copies), None)
-    if copy is None:  # the job of an earlier version
-        return
-    trained = resolve(env={}, job_config=copy, run_code=False).config
-    edited = changes_on_resume(trained, load_job(job.root))
-    # A copy of a job has a folder and a name of its own, which nothing that is trained depends on.
-    allowed = {"name", *with_both_lengths(allow_change)}
-    refused = [key for key in edited if key not in allowed]
-    if refused:
-        raise ConfigError(
-            f"{job.config} was edited: another {', '.join(refused)} than the job has trained with",
-            where=job.config,
-            why="changing them on resume would change what is trained",
-            next=f"cp {shlex.quote(str(copy))} {shlex.quote(str(job.config))}, or use "
-            + " ".join(f"--allow-change {key}" for key in refused),
-        )
-
-
-def check_code(job: JobDir, cfg: RunConfig, allow_change: Sequence[str]) -> None:
-    """Raise ConfigError if the user's own code is not that of the newest checkpoint."""
-    steps = store.steps(job.checkpoints)
-    files = trained_files(cfg)
-    if not files or not steps or own_keys().intersection(allow_change):
-        return
-    try:
-        trained = CheckpointManifest.read(store.folder_of(job.checkpoints, steps[-1])).code
-    except DttError:
-        return  # it is damaged: an older one may be used, or training says so
-    for name, (key, file) in files.items():
-        if trained.get(name) != file.sha256:
-            raise ConfigError(
-                f"{name} is not the file that the job has trained with",
-                where=file.path,
-                why="another class of the same name may train something else",
-                next="restore it, start a new job with name=ANOTHER, or use --allow-change " + key,
-            )
 
 
 def warn_of_early_end(dataset: Dataset, steps: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -18,7 +18,6 @@ from dtt.base.log import log
 from dtt.base.reading import read_whole
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.load import load_job
-from dtt.config.model import ModelConfig
 from dtt.config.resolved import Resolved
 from dtt.hf.model_source import find_model
 
@@ -203,35 +202,6 @@ def trained_on_conversations(source: str) -> bool:
         return start is not None and trained_on_conversations(start)
     except DttError:  # for example, the weights that it started from were deleted
         return True
-
-
-def model_of(source: str) -> Mapping[str, Any]:
-    """Return the `model` section that describes released weights; `source` is as in `init.from`.
-
-    Reads only their config.json. Raises ConfigError if no `model` section can describe them.
-    """
-    from dtt.hf.library_folder import section_of
-    from dtt.hf.read import read_hf_architecture
-    from dtt.model import families
-    from dtt.model.architecture import Architecture
-    from dtt.model.config_section import model_section
-
-    folder = find_model(source.removeprefix(HF), ["config.json"])
-    arch = read_hf_architecture(folder)
-    if not isinstance(arch, Architecture):
-        return section_of(arch)
-    section = model_section(arch) | {"max_seq_len": arch.max_seq_len}
-    family = families.get(arch.family)
-    ours = family.architecture(ModelConfig.model_validate(section), arch.vocab_size, 1)
-    if (ours.windows, ours.rope_layers) != (arch.windows, arch.rope_layers):
-        raise ConfigError(
-            f"the model in {folder} cannot be trained",
-            where="init.from",
-            why="no key of the model section describes which of its layers have a window or a "
-            "rotary embedding",
-            next="use another model; dtt generate can run this one",
-        )
-    return section
 
 
 def describe_adopted(resolved: Resolved) -> str | None:

@@ -4,47 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, Preempted
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited, waiting_for_space
-from dtt.config import explain
-from dtt.config.load import changes_on_resume, load_job, resolve, stage_names
-from dtt.config.own import own_keys
+from dtt.config.load import stage_names
 from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
-from dtt.config.run_length import with_both_lengths
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.jobs import branch
 from dtt.jobs.attempt import Attempt, after_rank_0, attempt, holding
-from dtt.jobs.job_paths import enter
 from dtt.jobs.phase_timer import PhaseTimer
-from dtt.jobs.stages import Stage, remedy, rename_jobs, report_shadowed
+from dtt.jobs.stages import Stage, report_shadowed
 from dtt.jobs.stop import Requests
 from dtt.report import run as report
 from dtt.track import summary
 from dtt.train import garbage
 from dtt.train.build import build
 from dtt.train.description import (
-    check_code,
-    check_edited,
     warn_of_decay_change,
     warn_of_early_end,
     warn_of_rate_jump,
     write_description,
     write_provenance,
 )
-from dtt.train.initial import describe_adopted, model_of
+from dtt.train.find_job import find_job
+from dtt.train.initial import describe_adopted
 from dtt.train.inputs import Inputs, Start
 from dtt.train.start import prepare, recorded_refusal
 from dtt.train.supervise.lost_rank import lost_rank_named
@@ -164,118 +157,6 @@ def start_attempt(
                 log.info("report: %s", page)
 
 
-def _job_to_resume(
-    folder: str, overrides: Sequence[str], stage: str | None
-) -> tuple[JobDir, list[str]]:
-    """Return the job in `folder`, and the overrides as seen from its home."""
-    from dtt.checkpoint import store
-
-    if stage is not None:
-        raise ConfigError(
-            f"--stage {stage} and {folder} are mutually exclusive",
-            next=f"dtt train {Path(folder).parent / stage} resumes the job of a stage",
-        )
-    checkpoints, step = store.parse(folder)
-    if step is not None:
-        raise ConfigError(
-            f"{folder} is a checkpoint, and dtt train resumes a job",
-            next=f"--branch {folder} for a new job from there, or dtt train "
-            f"{checkpoints.parent} --from-step {step} to drop the later ones",
-        )
-    root, overrides = enter(checkpoints.parent, overrides)
-    load_job(root)  # InputError if it is not a job
-    return JobDir(root), overrides
-
-
-def _check_keys_have_values(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a key that was typed apart from its value, as in `train.steps = 5`."""
-    for name in (argument.rstrip(":") for argument in arguments):
-        if "." in name and explain.explain(name, RunConfig(), {}) is not None:
-            raise ConfigError(
-                f"the key {name} has no value",
-                why="a key and its value are one argument, without spaces",
-                next=f"{name}=VALUE",
-            )
-
-
-def find_job(
-    config: str | Layer | None,
-    arguments: Sequence[str],
-    allow_change: Sequence[str],
-    stage: str | None = None,
-) -> tuple[Resolved, JobDir]:
-    """Return the validated configuration, or that of a `stage` of it, and the job it belongs to.
-
-    If the job has a checkpoint, `config` and `arguments` override the job's own configuration.
-    Raises ConfigError if they change a key that determines the training and `allow_change` does not
-    name that key.
-    """
-    folders = [argument for argument in arguments if "=" not in argument]
-    overrides = [argument for argument in arguments if "=" in argument]
-    _check_keys_have_values(folders)
-    named = len(folders) + (config is not None)
-    if named > 1 or not (named or overrides):
-        raise ConfigError(
-            "train requires either a config (-c FILE) or one job directory to resume",
-            why=f"got {' and '.join([*folders, *(f'-c {c}' for c in [config] if c)]) or 'neither'}",
-            next="run dtt train -c quickstart, or dtt train jobs/quickstart",
-        )
-    if folders:
-        job, overrides = _job_to_resume(folders[0], overrides, stage)
-    else:
-        job = JobDir(resolve(config, overrides, stage=stage).config.job_dir)
-    for key in allow_change:
-        close = explain.nearest(key)
-        if close != key:
-            raise ConfigError(
-                f"--allow-change {key}: no such key", next=f"use --allow-change {close}"
-            )
-    started = job.newest_checkpoint_name() is not None
-    if not folders and not (started and job.exists):
-        return resolve(config, overrides, model_of=model_of, stage=stage), job
-    # A job with a checkpoint has recorded its `model` section: the weights that `init.from` names
-    # may have been deleted since.
-    of_source = partial(own_model, job) if started else model_of
-    kept = not own_keys().intersection(allow_change)
-    of_job: dict[str, Any] = {"job_config": job.config, "stage": stage, "kept_code": kept}
-    resolved = resolve(config, overrides, model_of=of_source, **of_job)
-    if not started:
-        return resolved, job
-    check_edited(job, allow_change)
-    check_code(job, resolved.config, allow_change)
-    changed = changes_on_resume(load_job(job.root, run_code=True), resolved.config)
-    refused = [key for key in changed if key not in with_both_lengths(allow_change)]
-    if refused:
-        raise ConfigError(
-            f"{job.root} was started with different values of: {', '.join(refused)}",
-            where=", ".join(resolved.origin(key) for key in refused),
-            why="changing them on resume would change what is trained",
-            next=(remedy(stage) if stage else "start a new job with name=ANOTHER")
-            + ", or use "
-            + " ".join(f"--allow-change {key}" for key in refused),
-        )
-    return resolved, job
-
-
-def find_stages(
-    config: str | Layer | None, arguments: Sequence[str], redo_from: str | None = None
-) -> list[Stage]:
-    """Return the stages that a configuration describes, in order; none for any other.
-
-    The jobs of the stage `redo_from` and of the later ones are renamed before. Raises ConfigError
-    if the job of a stage has started with other values.
-    """
-    if config is None and any("=" not in argument for argument in arguments):
-        return []
-    names = stage_names(config, arguments)
-    if redo_from is not None:
-        described = resolve(config, arguments, model_of=model_of, stage=redo_from).config.job_dir
-        jobs = [JobDir(described.with_name(name)) for name in names]
-        rename_jobs(jobs[names.index(redo_from) :])
-    found = (find_job(config, arguments, (), name) for name in names)
-    return [Stage(job, names, resolved) for resolved, job in found]
-
-
 def _stage_of(
     config: str | Layer | None,
     arguments: Sequence[str],
@@ -287,12 +168,6 @@ def _stage_of(
     if stage is None:
         return Stage.of_job(job, resolved)
     return Stage(job, stage_names(config, arguments), resolved)
-
-
-def own_model(job: JobDir, source: str) -> Mapping[str, Any]:
-    """Return the `model` section of a job, as `model_of` would for the `source` of its weights."""
-    section = load_job(job.root).model.model_dump(mode="json")
-    return {key: value for key, value in section.items() if key not in ("init_std", "dropout")}
 
 
 def train(start: Start, this: Attempt, world: World, instrument: Instrument) -> None:

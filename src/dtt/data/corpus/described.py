@@ -15,7 +15,6 @@ from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError
 from dtt.config.data import DatasetConfig
 from dtt.config.run import RunConfig
-from dtt.data.corpus.selection import selection_key
 
 SAMPLED = 2**20
 """Bytes that are compared at both ends of a file."""
@@ -78,6 +77,8 @@ def _selection_key(cfg: RunConfig, there: str | None) -> str | None:
         return None
     if there is not None and not CorpusManifest.exists(cfg.corpus_dir):
         return there
+    from dtt.data.corpus.selection import selection_key  # few configurations have a selection
+
     return selection_key(cfg.clean, CorpusManifest.read(cfg.corpus_dir))
 
 

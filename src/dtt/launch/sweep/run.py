@@ -30,7 +30,7 @@ from dtt.launch.checks import raise_all
 from dtt.launch.submit import confirmed, profile
 from dtt.launch.sweep import local_trials, slurm_trials
 from dtt.report import run as report
-from dtt.train.initial import model_of
+from dtt.train.find_job import model_of
 
 MAX_DROPPED_SHOWN = 20
 """Maximum number of dropped combinations that the plan lists; the others are counted."""

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from dtt.model.families.base import DecoderFamily
-from dtt.model.families.dots1 import DOTS1
-from dtt.model.families.gemma3 import GEMMA3
-from dtt.model.families.gpt2 import GPT2
-from dtt.model.families.llama import LLAMA
-from dtt.model.families.mistral import MISTRAL
-from dtt.model.families.mixtral import MIXTRAL
-from dtt.model.families.olmo2 import OLMO2
-from dtt.model.families.olmo3 import OLMO3
-from dtt.model.families.olmoe import OLMOE
-from dtt.model.families.phi3 import PHI3
-from dtt.model.families.qwen2 import QWEN2
-from dtt.model.families.qwen3 import QWEN3
-from dtt.model.families.qwen3_moe import QWEN3_MOE
-from dtt.model.families.smollm3 import SMOLLM3
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-FAMILIES: tuple[DecoderFamily, ...] = (
-    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, PHI3, SMOLLM3, OLMO2, OLMO3,
-    MIXTRAL, QWEN3_MOE, OLMOE, DOTS1,
+if TYPE_CHECKING:
+    from dtt.model.families.base import DecoderFamily
+
+NAMES = (
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3",
+    "mixtral", "qwen3_moe", "olmoe", "dots1",
 )  # fmt: skip
+"""Each is `model.family` in the config, the module that defines the family, and its constant."""
 
 
 def get(name: str) -> DecoderFamily:
@@ -29,4 +20,13 @@ def get(name: str) -> DecoderFamily:
 
     Raises KeyError if there is none.
     """
-    return {family.name: family for family in FAMILIES}[name]
+    if name not in NAMES:
+        raise KeyError(name)
+    # Imported by name: a run needs one of the fourteen, and a login node should start fast.
+    family: DecoderFamily = getattr(import_module(f"{__name__}.{name}"), name.upper())
+    return family
+
+
+def every() -> tuple[DecoderFamily, ...]:
+    """Return all families."""
+    return tuple(map(get, NAMES))
