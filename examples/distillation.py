@@ -1,5 +1,6 @@
 """A loss of your own with a teacher: `dtt train -c examples/distillation.yaml`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ class Distillation(dtt.Objective):
     """Weight of the divergence; the rest is that of the cross-entropy."""
 
     _teacher: Any = None
+
+    def models(self) -> Sequence[str]:
+        """Return the source of the teacher, whose memory `dtt plan` counts."""
+        return [self.teacher]
 
     def setup(self, run: dtt.RunView) -> None:
         """Load the teacher."""

@@ -174,16 +174,53 @@ def test_an_own_loss_without_its_factor_is_the_cross_entropy(dtt: Dtt, tokens: P
             assert theirs["own/one"] == pytest.approx(1.0)
 
 
-def test_a_student_of_its_own_weights_has_no_divergence(dtt: Dtt) -> None:
+WEIGHED = """
+from distillation import Distillation
+from dtt.mesh.sharding import local
+
+
+class Weighed(Distillation):
+    def loss(self, out, batch):
+        loss, terms = super().loss(out, batch)
+        held = sum(local(weight).nbytes for weight in self._teacher.parameters())
+        return loss, terms | {"held": held * (batch.targets >= 0).sum()}
+"""
+TEACHER = "objective.teacher=jobs/teacher"
+
+
+@pytest.mark.slow
+def test_a_teacher_is_sharded_and_stays_the_same(dtt: Dtt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A student of its own weights has no divergence; a term says what each rank holds."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     dtt("train", *resumed.SETTINGS, "train.steps=2", "name=teacher")
+    (dtt.folder / "mine.py").write_text(WEIGHED)
     taught = (
-        f"objective.type={EXAMPLES}/distillation.py:Distillation", "objective.teacher=jobs/teacher",
-        "init.from=jobs/teacher", "model.dropout=0.0", "train.log_every=1",
+        *resumed.SETTINGS, "objective.type=mine.py:Weighed", TEACHER, "init.from=jobs/teacher",
+        "model.dropout=0.0", "train.log_every=1", "optim.lr=0.1",
     )  # fmt: skip
-    dtt("train", *resumed.SETTINGS, *taught, "optim.lr=0.1")
-    first, *_, last = (r["own/divergence"] for r in records(dtt.folder / "jobs/t", "train"))
-    assert abs(first) < 1e-5 < last
-    done = dtt("train", *resumed.SETTINGS, *taught, "parallel.tensor=2", expect=ExitCode.USAGE)
+    dtt("train", *taught)
+    expected = records(dtt.folder / "jobs/t", "train")
+    divergences = [record["own/divergence"] for record in expected]
+    assert abs(divergences[0]) < 1e-5 < divergences[-1]
+    sharded = (*taught, "name=s", "parallel.shard=2")
+    run(dtt, "train", *sharded, ranks=2)
+    devices = "launch.nodes=1", "launch.gpus_per_node=2", "--gpu", "H100", "--json"
+    plan = json.loads(dtt("plan", *sharded, *devices).stdout)
+    held = plan["memory"]["models of the objective"]
+    # The teacher trains on. The resumed run, in another layout, keeps the one that it began with.
+    shutil.rmtree(dtt.folder / "jobs/s/checkpoints/step-000004")
+    dtt("train", "jobs/teacher", "train.steps=4", "--allow-change", "train.steps")
+    dtt("train", "jobs/s", "parallel.shard=1")
+    found = records(dtt.folder / "jobs/s", "train")
+    for mine, theirs in zip(expected, found, strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+        assert theirs["own/divergence"] == pytest.approx(mine["own/divergence"], abs=1e-5, rel=1e-3)
+        assert mine["own/held"] == pytest.approx(4 * plan["parameters"], rel=1e-6)
+    assert [r["own/held"] for r in found] == pytest.approx([held, held, 2 * held, 2 * held])
+    shutil.rmtree(dtt.folder / "jobs/teacher/checkpoints/step-000002")
+    done = dtt("train", "jobs/s", "--from-step", "2", expect=ExitCode.INPUT_MISSING)
+    assert "the weights of jobs/teacher with which the run began are missing" in done.stderr
+    done = dtt("train", *taught, "parallel.tensor=2", expect=ExitCode.USAGE)
     assert "parallel.tensor: must be 1 for a loss that needs logits" in done.stderr
 
 

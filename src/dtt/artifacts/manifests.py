@@ -271,7 +271,7 @@ class DataManifest(Manifest):
 
 
 class Reference(Record):
-    """The weights on which a checkpoint builds that lacks them: the frozen ones of an adapter."""
+    """The weights on which a checkpoint builds that lacks them: frozen ones, as of an adapter."""
 
     folder: str
     """Absolute path of a checkpoint or of a Hugging Face folder."""
@@ -304,6 +304,8 @@ class CheckpointManifest(Manifest):
     """SHA-256 of each file with classes of the user's own, by its name in the job."""
     base: Reference | None = None
     """The weights that this checkpoint lacks; None: it lacks none."""
+    models: dict[str, Reference] = Field(default_factory=dict)
+    """The frozen models of the objective, by their sources in the configuration."""
     files: tuple[FileRecord, ...]
     """All files of the checkpoint. A file that is not listed here is never read."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from dtt.config.base import Section
@@ -35,8 +35,14 @@ class Objective(Section):
         """
         raise NotImplementedError
 
+    def models(self) -> Sequence[str]:
+        """Return the sources of the models that `setup` loads: `dtt plan` counts their memory."""
+        return ()
+
     def setup(self, run: Any) -> None:
         """Prepare for a run, once on each rank: load a teacher with `run.load_model(SOURCE)`.
+
+        It is frozen, in the compute dtype, sharded as the model is, and in no checkpoint.
 
         Keep what it needs in attributes whose names begin with `_`. `run` is a `dtt.RunView`.
         """

@@ -18,10 +18,12 @@ from dtt.data.samples import compatibility
 from dtt.data.samples.schedules import StepSizes
 from dtt.data.samples.schedules import resolve as resolve_step_sizes
 from dtt.estimate.gpus import Gpu
+from dtt.hf.model_source import frozen_architectures
 from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
 from dtt.model.architecture import Architecture, decoder_architecture
-from dtt.model.decoder import Decoder, params_of
+from dtt.model.contract import Model
+from dtt.model.decoder import Decoder, make_model, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import scaled
@@ -86,6 +88,8 @@ class Case:
     """The place in the pipeline of the devices that are estimated."""
     stage: int = 0
     """The stage of this rank whose passes are estimated."""
+    models: tuple[Model, ...] = ()
+    """The frozen models of the objective, without memory."""
 
     def of_rank(self, rank: int) -> Case:
         """Return the case of another rank of the pipeline, at its last stage."""
@@ -424,9 +428,11 @@ def make_case(
     check_mesh(sizes, arch, cfg.train)
     check_stages(cfg.parallel, arch)
     check_experts(cfg.parallel.expert, sizes, arch)
-    step_sizes = resolve_step_sizes(cfg.train)
+    step_sizes, precision = resolve_step_sizes(cfg.train), _precision(cfg, gpu)
+    held = frozen_architectures(cfg.objective)
+    models = tuple(make_model(one, dtype=precision.compute_dtype) for one in held)
     return Case(
-        cfg, gpu, nodes, gpus_per_node, sizes, arch, _precision(cfg, gpu), step_sizes, steps
+        cfg, gpu, nodes, gpus_per_node, sizes, arch, precision, step_sizes, steps, models=models
     )
 
 

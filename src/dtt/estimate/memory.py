@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from torch import Tensor, nn
+
 from dtt.estimate import muon_cost, pipeline_passes
 from dtt.estimate.activations import (
     activations,
@@ -21,6 +23,7 @@ from dtt.estimate.activations import (
     with_remat,
 )  # fmt: skip
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
+from dtt.model.contract import Model
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 from dtt.optim.built import OWN
 
@@ -31,6 +34,8 @@ cuBLAS and NCCL, on a CPU Python and torch."""
 SPARE = {"cuda": 0.05, "cpu": 0.1}
 """Fraction of the device's memory that must stay free: for fragmentation and, on a CPU, for the
 system."""
+MODELS = "models of the objective"
+"""Name of the part that is held for its frozen models."""
 BATCHES = 4
 """Batches of a step held at once: the current one, and the prefetched ones."""
 
@@ -120,7 +125,35 @@ def persistent(case: Case) -> dict[str, int]:
         parts["received hidden states"] = received
     if case.cfg.train.ema_decay is not None:
         parts["average of the weights"] = FP32 * held
+    if case.models:
+        parts[MODELS] = sum(
+            _held(weight, case.spread) for m in case.models for weight in m.parameters()
+        )
     return parts
+
+
+def _held(weight: Tensor, spread: int) -> int:
+    """Return the bytes of a frozen weight on one device: FSDP2 cuts the first dimension."""
+    rows, *others = weight.shape
+    held: int = weight.element_size() * -(-rows // spread) * prod(others)
+    return held
+
+
+def _called(case: Case, model: Model) -> int:
+    """Return the bytes that a call of a frozen model takes, at most at its end.
+
+    These are its logits with a copy in fp32, or two gathered blocks, and what is gathered of the
+    rest. Of its hidden states, no more than those of a block are there.
+    """
+    blocks = [_bytes(block) for block in model.blocks().values()]
+    gathered = case.spread > 1
+    outside = _bytes(model) - sum(blocks) if gathered else 0
+    logits: int = (case.product_bytes + FP32) * case.tokens * model.arch.vocab_size
+    return outside + max(logits, 2 * max(blocks) if gathered else 0)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
 
 
 def optimizer_state(case: Case) -> int:
@@ -263,7 +296,7 @@ def _at_the_loss(case: Case) -> dict[str, int]:
         "gradients": _kept_gradients(case),
         "activations": activations(case, case.blocks)
         + case.tokens * norm(case, case.arch.dim) // case.sizes.tensor,
-        "loss": left + meanwhile,
+        "loss": left + meanwhile + sum(_called(case, model) for model in case.models),
     }
 
 

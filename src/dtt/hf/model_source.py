@@ -12,12 +12,15 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.base.log import log, log_on_terminal
 from dtt.config.init import HF, HUB_ID
 from dtt.config.load import load_job
+from dtt.config.own import own_code
 
 if TYPE_CHECKING:
     import torch
 
+    from dtt.config.objective import Objective
     from dtt.hf.chat_format import ChatFormat
     from dtt.hf.read import Trained
+    from dtt.model.architecture import AnyArchitecture
     from dtt.model.contract import Model
 
 
@@ -49,6 +52,25 @@ def load_model(source: str, *, ema: bool) -> Trained:
 
     log_on_terminal("reading the model in %s", folder)
     return read_hf_folder(folder)
+
+
+def frozen_architectures(objective: Objective) -> list[AnyArchitecture]:
+    """Return the architectures of the models that an objective holds; reads no weights."""
+    with own_code(objective, "objective"):
+        sources = [*objective.models()]
+    return [read_architecture(source) for source in sources]
+
+
+def read_architecture(source: str) -> AnyArchitecture:
+    """Return the architecture of the model that `source` names, as in `load_model`."""
+    from dtt.hf.read import read_hf_architecture
+    from dtt.hf.read_checkpoint import architecture
+
+    if source.startswith(HF):  # of the Hub: nothing but its config.json
+        files = ["config.json"]
+        return read_hf_architecture(find_model(source.removeprefix(HF), files, where=source))
+    folder = find_folder(source)
+    return architecture(job_of(source)) if folder is None else read_hf_architecture(folder)
 
 
 def find_folder(source: str) -> Path | None:

@@ -27,6 +27,7 @@ from dtt.hf.peft import Adapter
 from dtt.hf.read import Trained, read_hf_folder, weight_files
 from dtt.mesh.sharding import FullTensor
 from dtt.model.adapted_layers import adapted_layers
+from dtt.model.architecture import AnyArchitecture
 from dtt.model.lora import merged
 from dtt.model.scaling import scaled
 from dtt.optim.ema import BlendedTensor, averages
@@ -54,9 +55,6 @@ def read_checkpoint(
     With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
     DamagedError if the job directory contains the manifest of different data.
     """
-    if isinstance(cfg.model, Family):
-        # Of the user's own: the model is what its code computes.
-        cfg = load_job(job.root, run_code=True)
     data = DataManifest.read(job.root)
     # Same ids, other tokenizer: nothing else would reveal that the texts are garbage.
     if checkpoint.manifest.data_key != data.key:
@@ -68,13 +66,22 @@ def read_checkpoint(
     compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
     weights = checkpoint_weights(checkpoint, job, average=ema)
     return Trained(
-        scaled(cfg, data.vocab_size).arch,
+        architecture(job, cfg),
         {name: weight[()] for name, weight in weights.items()},
         job.tokenizer,
         data.end_of_document,
         data.until_ids,
         data.begin_of_document,
     )
+
+
+def architecture(job: JobDir, cfg: RunConfig | None = None) -> AnyArchitecture:
+    """Return the architecture of the model of a job, whose resolved config is `cfg` if given."""
+    cfg = cfg or load_job(job.root)
+    if isinstance(cfg.model, Family):
+        # Of the user's own: the model is what its code computes.
+        cfg = load_job(job.root, run_code=True)
+    return scaled(cfg, DataManifest.read(job.root).vocab_size).arch
 
 
 def checkpoint_weights(
@@ -101,9 +108,8 @@ def checkpoint_weights(
     if checkpoint.manifest.base is None:
         return own
     assert isinstance(cfg.adapter, LoraConfig), "only an adapter has a base"
-    arch = scaled(cfg, DataManifest.read(job.root).vocab_size).arch
     base = base_weights(checkpoint, average=cfg.init.average, check=check)
-    return merged(base, own, adapted_layers(cfg.adapter, arch))
+    return merged(base, own, adapted_layers(cfg.adapter, architecture(job, cfg)))
 
 
 def read_adapter(cfg: RunConfig, checkpoint: Checkpoint, *, average: bool = False) -> Adapter:

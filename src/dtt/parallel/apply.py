@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -109,7 +110,12 @@ class FixedBuckets(DistributedDataParallel):
 
 
 def _shard(
-    model: Model, blocks: Sequence[nn.Module], layout: Mesh, precision: str, reshard: bool
+    model: Model,
+    blocks: Sequence[nn.Module],
+    layout: Mesh,
+    precision: str,
+    reshard: bool,
+    reshard_root: bool = False,
 ) -> None:
     """Apply FSDP2 (arXiv 2304.11277, 2411.00284): each block's weights are gathered when needed.
 
@@ -134,9 +140,18 @@ def _shard(
         fully_shard(
             block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=own
         )
-    # The root group stays gathered: the head is used at the end of the forward pass, and at once
-    # again in the backward pass.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=own)
+    # In training the root group stays gathered: the head is used at the end of the forward pass,
+    # and at once again in the backward pass.
+    fully_shard(
+        model, mesh=mesh, reshard_after_forward=reshard_root, mp_policy=policy, ignored_params=own
+    )
+
+
+def shard_frozen(model: Model, layout: Mesh) -> None:
+    """Shard a model that the run only calls, over the ranks that shard the weights of the run."""
+    # Without the mesh of experts: only what is trained has exchanges for it.
+    mesh = replace(layout, experts=None)
+    _shard(model, list(model.blocks().values()), mesh, "fp32", reshard=True, reshard_root=True)
 
 
 def _corrections(model: Model) -> dict[str, nn.Parameter]:

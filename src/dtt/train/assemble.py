@@ -29,7 +29,7 @@ from dtt.train.precision import Precision, warning
 from dtt.train.run_plan import RunPlan
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Give each parameter on the meta device memory on `device`, without values; move buffers."""
     # Not `to_empty`: it swaps tensors, which fake tensors do not allow.
     for module in model.modules():
@@ -38,6 +38,14 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             memory = torch.empty_like(parameter, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+
+
+def allocate_shards(model: nn.Module, device: torch.device) -> None:
+    """Give a sharded model memory for this rank's shards only, without values; move buffers."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
 
 
 def _coefficients(cfg: RunConfig, *, corrected: bool) -> RouterLosses:
@@ -89,7 +97,7 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
         attach(model, cfg.adapter, plan.precision.compute_dtype)
     if not layout.sharded:
         # Now, because DDP looks at the values when it wraps the model.
-        _allocate(model, world.device)
+        allocate(model, world.device)
     model.attention = cfg.train.attention
     for router in routers(model).values():
         router.coefficients = _coefficients(cfg, corrected=router.mixture.corrected)
@@ -119,11 +127,8 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
         dtype = plan.precision.compute_dtype
         module = Pipeline(module, stages, layout, dtype, reduce_each=each)
     if layout.sharded:
-        # Memory for this rank's shards only. Values follow from the seed and the name.
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        model.to_empty(device=world.device)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+        # Values follow from the seed and the name.
+        allocate_shards(model, world.device)
     # On every rank by itself: the values do not depend on the layout, so none are sent.
     initialize(model, cfg.seed, plan.scaling.base)
     params = params_of(model, layout)

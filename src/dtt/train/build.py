@@ -74,7 +74,7 @@ def build(inputs: Inputs) -> Trainer:
         make_answers(cfg, world, dataset),
         make_tasks(inputs, state),
         make_sampler(cfg, dataset),
-        RunView.of(inputs),
+        RunView.of(inputs, state.layout),
     )
     return Trainer(
         **vars(inputs),
@@ -143,7 +143,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     if start is not None and cfg.init.optimizer == "carry":
         carry_optimizers(optimizers, laid_out.params, start)
     with own_code(cfg.objective, "objective"):
-        cfg.objective.setup(RunView.of(inputs))
+        cfg.objective.setup(RunView.of(inputs, laid_out.layout))
     state = TrainState(
         **vars(laid_out),
         step=make_step(
@@ -283,6 +283,7 @@ def make_saver(inputs: Inputs) -> Saver:
         "data_key": inputs.dataset.manifest.key,
         "versions": {"dtt": __version__, "torch": torch.__version__},
         "code": {name: file.sha256 for name, file in own_files(cfg).items()},
+        "models": inputs.models,
     }
     stop_asked = attempt.requests.stop_asked_here
     return Saver(inputs.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)

@@ -73,8 +73,7 @@ def initialise_from(
         state, theirs, where, differences = trained.state, trained.tokenizer, folder, ""
         rows = trained.arch.vocab_size
     else:
-        from dtt.hf.read_checkpoint import checkpoint_weights
-        from dtt.model.scaling import scaled
+        from dtt.hf.read_checkpoint import architecture, checkpoint_weights
 
         checkpoint = world.from_first(store.find(source) if world.first else None)
         assert checkpoint is not None
@@ -82,7 +81,7 @@ def initialise_from(
         where = checkpoint.path
         job = JobDir(where.parents[1])
         theirs = job.tokenizer
-        arch = scaled(load_job(job.root), DataManifest.read(job.root).vocab_size).arch
+        arch = architecture(job)
         differences, rows = difference(model.arch, arch), arch.vocab_size
     new = None
     if world.first and tokenizer is not None:

@@ -5,7 +5,7 @@ One object that grows: `Start`, then `Inputs`, and with model, schedule and trac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
@@ -17,6 +17,7 @@ from dtt.jobs.stages import FinalCheckpoint, Stage
 from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:  # keeps torch out of checks that come before it is needed
+    from dtt.artifacts.manifests import Reference
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
     from dtt.mesh.dist import World
@@ -62,3 +63,5 @@ class Inputs(Start):
     world: World
     watchdog: Watchdog
     resume: Checkpoint | None
+    models: dict[str, Reference] = field(default_factory=dict)
+    """References to the frozen models of the objective, by their sources; filled as they load."""

@@ -17,6 +17,7 @@ from dtt.base.errors import EnvironmentUnfit
 from dtt.base.log import log
 from dtt.config.parallel import Sizes
 from dtt.config.run import RunConfig
+from dtt.hf.model_source import frozen_architectures
 from dtt.mesh.dist import World
 from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
@@ -76,8 +77,8 @@ def _gb(size: int) -> float:
 def least_memory(cfg: RunConfig, arch: AnyArchitecture, sizes: Sizes, precision: Precision) -> int:
     """Return the bytes that a rank holds at least, without building anything of the model.
 
-    These are weights, gradients and optimizer state, sharded over the mesh. Below an adapter, the
-    frozen weights have neither gradients nor state.
+    These are weights, gradients and optimizer state, sharded over the mesh, and the frozen models
+    of the objective. Below an adapter, the frozen weights have neither gradients nor state.
     """
     # Weights, gradients, and what the optimizer keeps at least: Muon one number per weight of a
     # hidden matrix, AdamW two per weight. One of a user's own may keep none, like SGD.
@@ -85,7 +86,10 @@ def least_memory(cfg: RunConfig, arch: AnyArchitecture, sizes: Sizes, precision:
     total, adapter = count.parameters(arch), adapter_weights(cfg.adapter, arch)
     frozen = precision.compute_dtype.itemsize * total if adapter else 0
     trained = copies * precision.weights.itemsize * (adapter or total)
-    return (frozen + trained) // (prod(sizes) // sizes.replicate)
+    # Only FSDP2 divides the frozen models of an objective, and no stage of a pipeline lacks them.
+    held = sum(map(count.parameters, frozen_architectures(cfg.objective)))
+    models = precision.compute_dtype.itemsize * held // (sizes.shard * sizes.context)
+    return (frozen + trained) // (prod(sizes) // sizes.replicate) + models
 
 
 def check_memory(

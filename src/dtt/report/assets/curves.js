@@ -5,8 +5,8 @@ const SMOOTHING = [0, 5, 20, 100];
 /**
  * Charts of the metrics of training: title, unit, and lines [metric, label, style]. `inner` is the
  * start of the names of lines, such as those of all layers; `each` that of metrics with a chart of
- * their own, whose lines `of` returns. Several runs get a chart for each line if there are titles for
- * them in `apart`.
+ * their own, whose lines `of` returns. Several runs get a chart for each line if there are titles
+ * for them in `apart`.
  */
 const GROUPS = [
   {

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.objective import Objective
 from dtt.config.own import own_code, own_file_of
@@ -43,24 +44,28 @@ class RunView:
     steps: int
     path: Path
     """The folder of the job."""
+    _inputs: Inputs
+    _mesh: Mesh
 
     @classmethod
-    def of(cls, inputs: Inputs) -> RunView:
+    def of(cls, inputs: Inputs, mesh: Mesh) -> RunView:
         """Return what a class may see of the run that is built from `inputs`."""
         plan, world = inputs.plan, inputs.world
         dtype, path = plan.precision.compute_dtype, inputs.job.root
-        return cls(world.device, dtype, world.rank, world.size, plan.steps, path)
+        return cls(world.device, dtype, world.rank, world.size, plan.steps, path, inputs, mesh)
 
     def load_model(self, source: str) -> nn.Module:
         """Return a frozen model on the device, called with token ids [B, T] for logits [B, T, V].
 
-        `source` is a job, JOB@STEP, a Hugging Face folder, or hf:ORG/NAME. Each rank has all of it.
+        `source` is a job, JOB@STEP, a Hugging Face folder, or hf:ORG/NAME. If the model of the run
+        is sharded, this one is, too: then all ranks load it and call it together. A resume takes
+        the same weights.
         """
-        from dtt.hf.model_source import load_model, on_device
+        from dtt.train.objectives.frozen_model import load_frozen
 
-        model = on_device(load_model(source, ema=False), self.device)
-        model.cast(self.dtype).requires_grad_(requires_grad=False)
-        return model.eval()
+        if source not in self._inputs.cfg.objective.models():
+            log.warning("dtt plan does not count %s: `models` of the objective lacks it", source)
+        return load_frozen(source, self._inputs, self._mesh)
 
 
 def loss_function(
