@@ -268,7 +268,7 @@ def test_a_corpus_without_documents_is_reported_before_a_tokenizer_is_trained(
 def test_units_are_distributed_evenly(corpus: Corpus) -> None:
     units = [Unit(i, (Span(0, i, i + 1, size),)) for i, size in enumerate([9, 1, 5, 3, 8, 2, 7])]
     key = TokensKey(key_parts={}, tokenizer_sha256="")
-    plan = Plan(corpus, units, key, dict.fromkeys(range(7), ""), complete=False)
+    plan = Plan(Path(), corpus, units, key, dict.fromkeys(range(7), ""), complete=False)
     shares = [plan.share(rank, 3) for rank in range(3)]
     assert sorted(u.index for share in shares for u in share) == list(range(7))
     loads = [sum(unit.text_bytes for unit in share) for share in shares]

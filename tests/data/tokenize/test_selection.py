@@ -208,7 +208,7 @@ def test_a_changed_selection_encodes_all_units_again(
     with caplog.at_level("INFO"):
         again = run(corpus, out, CLEAN, tokenizer)
     assert again.units == units
-    assert "encoded again, as `dtt clean` removes other documents now" in caplog.text
+    assert "token files: made again, as `dtt clean` removes other documents now" in caplog.text
     assert again.manifest.key != key
     run(corpus, tmp_path / "fresh", CLEAN, tokenizer)
     assert sums(out) == sums(tmp_path / "fresh")

@@ -47,14 +47,13 @@ class ConversationReport:
         files: TokenFiles,
         broken: set[Path],
         tokenizer: Tokenizer | None,
-        decode: Callable[[list[int]], str],
     ) -> None:
         """Read ids and masks, except for shards whose `.bin` is in `broken`."""
         assert files.manifest is not None
         assert files.manifest.chat is not None
         self._manifest: TokensManifest = files.manifest
         self._chat: ChatFacts = files.manifest.chat
-        self._folder, self._tokenizer, self._decode = files.path, tokenizer, decode
+        self._folder, self._tokenizer = files.path, tokenizer
         shards = [shard for shard in files.shards if shard.path not in broken]
         step = -(-sum(shard.tokens for shard in shards) // MAX_TOKENS) or 1
         self._shards = shards[::step]
@@ -109,7 +108,7 @@ class ConversationReport:
             "keys not used": self._manifest.unread or None,
         }
 
-    def warnings(self) -> Iterator[str]:
+    def oddities(self) -> Iterator[str]:
         """Yield a line for each mistake that fine-tuned models commonly suffer from."""
         options = self._manifest.key_parts.get("chat", {})
         if self._without_targets:
@@ -131,19 +130,18 @@ class ConversationReport:
         for why, count in self._manifest.refused.items():
             yield f"refused rows: {count:,}: {why}"
 
-    def samples(self, count: int) -> list[Sample]:
+    def samples(self, count: int, decode: Callable[[list[int]], str]) -> list[Sample]:
         """Return the text of the first conversations of up to `count` shards.
 
         Trained text is between BEGIN and END.
         """
-        chosen = [shard for shard in self._shards if shard.tokens]
-        return [self._sample(shard) for shard in spread(chosen, count)]
-
-    def _sample(self, shard: Shard) -> Sample:
-        ((length, trained, parts),) = read_conversations(shard, 1, self._decode)
-        text = "".join(f"{BEGIN}{text}{END}" if is_target else text for text, is_target in parts)
-        where = f"{shard.path.name}, conversation 0: {length} tokens, {trained} trained"
-        return {"where": where, "text": text}
+        found = []
+        for shard in spread([shard for shard in self._shards if shard.tokens], count):
+            ((length, trained, parts),) = read_conversations(shard, 1, decode)
+            text = "".join(f"{BEGIN}{part}{END}" if trains else part for part, trains in parts)
+            where = f"{shard.path.name}, conversation 0: {length} tokens, {trained} trained"
+            found.append({"where": where, "text": text})
+        return found
 
     def _token(self, token: int) -> str:
         name = None if self._tokenizer is None else self._tokenizer.id_to_token(token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,15 +83,13 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
     if vocab_size is None and tokenizer is not None:
         vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     statistics = IdStatistics(vocab_size, None if manifest is None else manifest.end_of_document)
-    damaged = {ids: _why(error) for ids, error in broken.items()}
-    if manifest is not None:
+    if manifest is None:
+        damaged = {ids: _why(error) for ids, error in broken.items()}
+        documents = _count(files, damaged) if files.has_index else None
+    else:
         damaged = _damages(files, manifest, hashes=options.hashes)
-    documents = None
-    if manifest is not None:
         documents = sum(shard.counts.documents for shard in manifest.shards)
-    elif files.has_index:
-        documents = _count(files, damaged)
-    damaged |= _read(files, statistics, damaged, options)
+    _read(files, statistics, damaged, options)
     total = sum(shard.tokens for shard in files.shards)
     chat = None
     if files.are_conversations:
@@ -100,7 +98,7 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
             for shard in files.shards
             if damaged.keys() & {shard.path.with_suffix(s) for s in (".bin", ".idx", ".mask")}
         }
-        chat = ConversationReport(files, broken_shards, tokenizer, decode)
+        chat = ConversationReport(files, broken_shards, tokenizer)
     paths = [path for shard in files.shards for path in _files_of(shard.path, files.format)]
     return Report(
         path=str(files.path),
@@ -114,16 +112,14 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
             "dtype": " and ".join(sorted({np.dtype(s.dtype).name for s in files.shards})) or None,
             "vocab_size": vocab_size,
             "largest_id": statistics.largest,
-            "end_of_document": _end(statistics, tokenizer) if chat is None else None,
+            "end_of_document": statistics.end_facts(tokenizer) if chat is None else None,
         }
         | ({} if manifest is None else _facts(manifest))
         | ({} if chat is None else chat.facts()),
         read={"amount": statistics.tokens, "total": total, "unit": "tokens"},
         lengths=None if documents is None else summary(statistics.lengths, "tokens"),
-        samples=statistics.samples(options.samples, decode)
-        if chat is None
-        else chat.samples(options.samples),
-        oddities=list(_oddities(statistics)) if chat is None else list(chat.warnings()),
+        samples=(chat or statistics).samples(options.samples, decode),
+        oddities=list((chat or statistics).oddities()),
         damaged=[f"{file}: {problem}" for file, problem in damaged.items()],
         verified=options.hashes,
     )
@@ -183,24 +179,21 @@ def _count(files: TokenFiles, damaged: Damages) -> int:
 
 def _read(
     files: TokenFiles, statistics: IdStatistics, damaged: Damages, options: InspectOptions
-) -> Damages:
-    """Read parts of the files that are not `damaged`; return the problems found there."""
-    wrong: Damages = {}
+) -> None:
+    """Read parts of the files that are not `damaged`; add the problems found there to it."""
     chosen = list(places([shard.tokens for shard in files.shards], everything=options.everything))
     opened: tuple[int, DocumentBounds | None] | None = None
     with progress("reading", len(chosen), "places") as advance:
         for index, start, stop in chosen:
             shard = files.shards[index]
-            pair = {shard.path, idx_path(shard.path.with_suffix(""))}
-            if not pair & (wrong.keys() | damaged.keys()):
+            if not {shard.path, idx_path(shard.path.with_suffix(""))} & damaged.keys():
                 try:
                     if opened is None or opened[0] != index:
                         opened = index, shard.documents() if files.has_index else None
                     statistics.read(shard, opened[1], start, stop)
                 except (DamagedError, InputError) as error:
-                    wrong[shard.path] = _why(error)
+                    damaged[shard.path] = _why(error)
             advance(1)
-    return wrong
 
 
 def _why(error: DttError) -> str:
@@ -224,25 +217,3 @@ def _decoder(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
         return lambda ids: " ".join(map(str, ids))
     # `decode` fails on negative ids; it ignores ids above the vocabulary.
     return lambda ids: str(tokenizer.decode([i for i in ids if i >= 0], skip_special_tokens=False))
-
-
-def _end(statistics: IdStatistics, tokenizer: Tokenizer | None) -> dict[str, object] | None:
-    found = statistics.end_of_documents()
-    if found is None:
-        return None
-    end, documents = found
-    token = None if tokenizer is None else tokenizer.id_to_token(end)
-    return {"id": end, "token": token, "documents": documents, "of": statistics.last.total()}
-
-
-def _oddities(statistics: IdStatistics) -> Iterator[str]:
-    if statistics.outside:
-        yield f"ids outside the vocabulary of {statistics.vocab_size:,}: {statistics.outside:,}"
-        yield from statistics.examples
-    if empty := int((statistics.lengths == 0).sum()):
-        yield f"empty documents: {empty:,}"
-    found = statistics.end_of_documents()
-    if found is None and statistics.last:
-        yield "no id ends most documents: training cannot tell where they end"
-    elif found is not None and (unended := statistics.last.total() - found[1]) > 0:
-        yield f"documents that do not end with id {found[0]}: {unended:,}"

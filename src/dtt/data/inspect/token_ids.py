@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from dtt.base.errors import DamagedError
 from dtt.data.inspect.report import ODDITIES_SHOWN, Sample, spread
 from dtt.data.samples.token_shards import DocumentBounds, Ends, Shard
 from dtt.data.token_file import TokenFile, Tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PLACE_TOKENS = 2**20
 PLACES = 32
@@ -142,6 +146,28 @@ class IdStatistics:
         end = self.last.most_common(1)[0][0] if self.end is None else self.end
         found = self.last[end]
         return (end, found) if self.end is not None or 2 * found > self.last.total() else None
+
+    def end_facts(self, tokenizer: Tokenizer | None) -> dict[str, object] | None:
+        """Return the id that ends documents, its token, and how many documents end with it."""
+        found = self.end_of_documents()
+        if found is None:
+            return None
+        end, documents = found
+        token = None if tokenizer is None else tokenizer.id_to_token(end)
+        return {"id": end, "token": token, "documents": documents, "of": self.last.total()}
+
+    def oddities(self) -> Iterator[str]:
+        """Yield a line for each anomaly in the ids and documents."""
+        if self.outside:
+            yield f"ids outside the vocabulary of {self.vocab_size:,}: {self.outside:,}"
+            yield from self.examples
+        if empty := int((self.lengths == 0).sum()):
+            yield f"empty documents: {empty:,}"
+        found = self.end_of_documents()
+        if found is None and self.last:
+            yield "no id ends most documents: training cannot tell where they end"
+        elif found is not None and (unended := self.last.total() - found[1]) > 0:
+            yield f"documents that do not end with id {found[0]}: {unended:,}"
 
 
 def _ids(shard: Shard, start: int, stop: int) -> Tokens:

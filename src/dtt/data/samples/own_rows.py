@@ -38,7 +38,7 @@ from dtt.data.text.lost_characters import check_lost
 from dtt.data.text.tokenizer import given_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind, EncodedPart, PlainText, UnitEncoder
 from dtt.data.token_file import TokenFileWriter, token_dtype
-from dtt.data.tokenize.shards import Split
+from dtt.data.tokenize.markers import Split
 from dtt.data.write_once import write_once
 
 FOLDER, NUMBERS = Path("data/rows"), ".rows"

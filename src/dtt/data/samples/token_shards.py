@@ -39,13 +39,12 @@ from dtt.data.samples.raw_tokens import (
     refusal,
 )
 from dtt.data.token_file import TokenFile, Tokens, bin_path, idx_path, mask_path
-from dtt.data.tokenize.markers import changed_files
+from dtt.data.tokenize.markers import Split, changed_files
 
 HELD_OUT = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 SCAN_TOKENS = 2**24
 RAW = (".bin", ".npy")
 
-Split = Literal["train", "validation"]
 Format = Literal["dtt", "megatron", "datatrove"] | RawFormat
 
 

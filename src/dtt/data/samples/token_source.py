@@ -31,12 +31,12 @@ from dtt.data.samples.shard_ids import documents_of, ids_of
 from dtt.data.samples.shuffle import Order
 from dtt.data.samples.token_shards import (
     Shard,
-    Split,
     TokenFiles,
     documents_in,
     open_files,
     spans_in,
 )
+from dtt.data.tokenize.markers import Split
 
 LOOKED_AT, LOOKED_AT_IDS = 1000, 2**20
 """Number of documents, or of ids without an index, in which the token that ends them must occur."""

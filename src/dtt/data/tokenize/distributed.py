@@ -25,12 +25,11 @@ from dtt.base.files import check_space, exclusive, write_atomically
 from dtt.base.log import log, progress
 from dtt.config.clean import CleanConfig
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
-from dtt.data.corpus.units import Corpus
 from dtt.data.corpus.usable import nothing_usable
 from dtt.data.text.lost_characters import check_lost
 from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype
-from dtt.data.tokenize.markers import UnitMarker, marker_path, read_marker
+from dtt.data.tokenize.markers import SPLITS, UnitMarker, marker_path, read_marker
 from dtt.data.tokenize.shards import encode_units
 from dtt.data.tokenize.work_plan import TOKENIZER, Plan, clear, local_folder, make_plan
 from dtt.mesh.comm import Comm
@@ -84,33 +83,22 @@ def tokenize(
             cfg, tokenizer, corpus_folder, out, comm, kind, clean=clean, overwrite=overwrite
         )
         if plan.complete:
-            return _already_done(cfg, out, plan) if first else None
+            return _already_done(cfg, plan) if first else None
         encoder = kind.open(tokenizer, out / TOKENIZER, plan.key.key_parts)
         encoder.choose_engine(plan.corpus, plan.units, comm)
         one_core = encoder.engine == "gigatoken" or encoder.chat is not None
         if comm.size == 1 and cores > 1 and one_core and len(plan.pending) > 1:
             log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)
         place = local_folder(cfg, out)
-        _check_space(out, place, plan, encoder, comm)
+        _check_space(place, plan, encoder, comm)
         start = time.monotonic()
         units = plan.share(comm.rank, comm.size)
         # Of rank 0 alone: all ranks have about as much to do.
         with progress("tokenizing", sum(u.text_bytes for u in units), shown=first) as advance:
-            encoded = encode_units(
-                plan.corpus,
-                units,
-                encoder,
-                out,
-                place,
-                key=plan.key.fingerprint,
-                validation_fraction=cfg.validation_fraction,
-                stop_at_bad=cfg.on_bad_document == "stop",
-                cores=cores,
-                advance=advance,
-            )
+            encoded = encode_units(plan, units, encoder, place, cfg, cores, advance)
         # A gather is also a barrier: all units have their markers after it.
         text_bytes = sum(comm.gather(encoded))
-        manifest, problems = _finish(cfg, out, plan, encoder) if first else (None, ())
+        manifest, problems = _finish(cfg, plan, encoder) if first else (None, ())
         comm.barrier()  # MPI may end rank 0 in the middle of its manifest when others exit
         if manifest is None:
             return None
@@ -135,9 +123,9 @@ def _share_cores(comm: Comm) -> int:
     return threads
 
 
-def _check_space(out: Path, place: Path, plan: Plan, encoder: UnitEncoder[Any], comm: Comm) -> None:
+def _check_space(place: Path, plan: Plan, encoder: UnitEncoder[Any], comm: Comm) -> None:
     """Raise an error if the disk of `place` is too small for all ranks that write to it."""
-    mine = "" if place == out else socket.gethostname()
+    mine = "" if place == plan.out else socket.gethostname()
     disks = comm.gather(mine)
     beside = [rank for rank, disk in enumerate(disks) if disk == mine]
     # One rank per disk checks for all that write there: each alone would find enough space.
@@ -150,10 +138,11 @@ def _check_space(out: Path, place: Path, plan: Plan, encoder: UnitEncoder[Any], 
 
 
 def _finish(
-    cfg: TokenizeConfig, out: Path, plan: Plan, encoder: UnitEncoder[Any]
+    cfg: TokenizeConfig, plan: Plan, encoder: UnitEncoder[Any]
 ) -> tuple[TokensManifest, tuple[str, ...]]:
     """Write the manifest; return it and the locations of some unreadable documents."""
-    corpus, markers = plan.corpus, _all_markers(out, plan)
+    corpus, markers = plan.corpus, _all_markers(plan)
+    lost = [marker.lost for marker in markers if marker.lost is not None]
     problems = tuple(problem for marker in markers for problem in marker.problems)
     refused = sum((Counter(marker.refused) for marker in markers), Counter())
     unread = sum((Counter(marker.unread) for marker in markers), Counter())
@@ -176,29 +165,24 @@ def _finish(
         unread=dict(unread.most_common()),
         replaced_documents=sum(marker.replaced for marker in markers),
         nulls=sum(marker.nulls for marker in markers),
-        lost=_lost(markers),
+        lost=sum(lost, LostText()) if lost else None,
         chat=encoder.chat,
         pairs=encoder.pairs,
         selection=None if corpus.selection is None else corpus.selection.facts(),
     )
-    check_lost(manifest.lost, out / TOKENIZER)
+    check_lost(manifest.lost, plan.out / TOKENIZER)
     _check_left_out(cfg, manifest, problems)
-    _check_splits(cfg, corpus, out, manifest, problems)
+    _check_splits(cfg, plan, manifest, problems)
     # Last: a folder with a manifest is complete.
-    write_atomically(out / TokensManifest.filename, manifest.dump())
+    write_atomically(plan.out / TokensManifest.filename, manifest.dump())
     return manifest, problems
 
 
-def _lost(markers: list[UnitMarker]) -> LostText | None:
-    lost = [marker.lost for marker in markers if marker.lost is not None]
-    return sum(lost, LostText()) if lost else None
-
-
-def _already_done(cfg: TokenizeConfig, out: Path, plan: Plan) -> Tokenized:
-    manifest = TokensManifest.read(out)
+def _already_done(cfg: TokenizeConfig, plan: Plan) -> Tokenized:
+    manifest = TokensManifest.read(plan.out)
     if not manifest.left_out:
         return Tokenized(manifest)
-    markers = [read_marker(out, unit.index, plan.key.fingerprint) for unit in plan.units]
+    markers = [read_marker(plan.out, unit.index, plan.key.fingerprint) for unit in plan.units]
     problems = tuple(problem for marker in markers if marker for problem in marker.problems)
     _check_left_out(cfg, manifest, problems)
     return Tokenized(manifest, problems)
@@ -211,7 +195,6 @@ def _check_left_out(
 
     An earlier run may have left them out under a different setting.
     """
-    # Earlier runs may have skipped documents that this configuration refuses.
     if manifest.left_out and cfg.on_bad_document == "stop":
         raise DamagedError(
             f"{manifest.left_out} documents cannot be read",
@@ -220,14 +203,14 @@ def _check_left_out(
         )
 
 
-def _all_markers(out: Path, plan: Plan) -> list[UnitMarker]:
+def _all_markers(plan: Plan) -> list[UnitMarker]:
     markers = []
     for unit in plan.units:
-        marker = read_marker(out, unit.index, plan.key.fingerprint)
+        marker = read_marker(plan.out, unit.index, plan.key.fingerprint)
         if marker is None:
             raise DamagedError(
                 "a finished unit is missing",
-                where=marker_path(out, unit.index),
+                where=marker_path(plan.out, unit.index),
                 why="another process wrote to this folder or deleted from it",
                 next="run the same command again",
             )
@@ -236,15 +219,12 @@ def _all_markers(out: Path, plan: Plan) -> list[UnitMarker]:
 
 
 def _check_splits(
-    cfg: TokenizeConfig,
-    corpus: Corpus,
-    out: Path,
-    manifest: TokensManifest,
-    problems: tuple[str, ...],
+    cfg: TokenizeConfig, plan: Plan, manifest: TokensManifest, problems: tuple[str, ...]
 ) -> None:
-    train, validation = (manifest.counts(split).documents for split in ("train", "validation"))
+    corpus = plan.corpus
+    train, validation = (manifest.counts(split).documents for split in SPLITS)
     if manifest.blank_documents == train + validation:
-        clear(cfg, out)
+        clear(cfg, plan.out)
         raise nothing_usable(
             corpus,
             manifest.left_out,
@@ -254,7 +234,7 @@ def _check_splits(
             refused=bool(manifest.refused),
         )
     if train == 0 or (validation == 0 and cfg.validation_fraction > 0):
-        clear(cfg, out)  # the files are unusable for any other validation fraction
+        clear(cfg, plan.out)  # the files are unusable for any other validation fraction
         enough = min(0.3, max(10 / (train + validation), 0.01))
         raise InputError(
             f"no document fell into the {'validation' if train else 'train'} split",

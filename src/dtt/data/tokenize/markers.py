@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -19,7 +20,8 @@ from dtt.data.token_file import bin_path, idx_path, mask_path
 WORK = TokensManifest.work
 """Name of the folder for markers and for shards that are being written."""
 
-SPLITS = ("train", "validation")
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
 
 FileStates = dict[str, tuple[int, int]]
 """Size in bytes and modification time in ns of files, by name."""

@@ -7,64 +7,64 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 from dtt.artifacts.manifests import LostText, SplitCounts, TokenShard
 from dtt.base.files import fsync_folder
 from dtt.base.log import Advance
+from dtt.config.data import TokenizeConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.document_sampling import held_out
-from dtt.data.corpus.units import Corpus, Unit
+from dtt.data.corpus.units import Unit
 from dtt.data.text.unit_encoder import D, EncodedPart, UnitEncoder
 from dtt.data.token_file import TokenFileWriter
-from dtt.data.tokenize.markers import WORK, UnitMarker, hashed_files, states, write_marker
+from dtt.data.tokenize.markers import (
+    SPLITS,
+    WORK,
+    Split,
+    UnitMarker,
+    hashed_files,
+    states,
+    write_marker,
+)
 from dtt.data.tokenize.threads import BackgroundWriter, ahead
+from dtt.data.tokenize.work_plan import Plan
 
 QUEUED = 8
 """Maximum number of encoded batches that wait for the disk: a few megabytes."""
 
-Split = Literal["train", "validation"]
-
-
-def aside_path(out: Path, unit: int, split: Split) -> Path:
-    """Return the temporary path of a shard that is being written, without its suffix."""
-    return out / WORK / f"{unit:05d}.{split}"
-
 
 def encode_units(
-    corpus: Corpus,
+    plan: Plan,
     units: list[Unit],
     encoder: UnitEncoder[D],
-    out: Path,
     place: Path,
-    *,
-    key: str,
-    validation_fraction: float,
-    stop_at_bad: bool,
+    cfg: TokenizeConfig,
     cores: int,
     advance: Advance,
 ) -> int:
-    """Write the shards of each unit into `place`, then its marker into `out`; return bytes of text.
+    """Write the shards of some units of `plan`, each with a marker after it; return bytes of text.
 
-    `place` is `out`, or a folder on this node's local disk. `cores` is the number of cores of this
-    rank alone. With more than one, documents are read and decoded ahead in a second thread; on a
-    single core the threads would only alternate. Shards are written by another thread. `advance`
-    is called with the bytes of each batch.
+    `place` is the folder of the shards: that of the plan, where the markers are, or one on this
+    node's local disk. `cores` is the number of cores of this rank alone. With more than one,
+    documents are read and decoded ahead in a second thread; on a single core the threads would only
+    alternate. Shards are written by another thread. `advance` is called with the bytes of each
+    batch.
 
     The content of the shards depends only on the unit, the selection of the corpus, the tokenizer
-    and `validation_fraction`. Memory use is a few batches, regardless of the size of files and
+    and `cfg.validation_fraction`. Memory use is a few batches, regardless of the size of files and
     units.
     """
-    splits: tuple[Split, ...] = ("train", "validation") if validation_fraction else ("train",)
+    splits = SPLITS if cfg.validation_fraction else SPLITS[:1]
+    stop = cfg.on_bad_document == "stop"
     text_bytes = 0
     with ExitStack() as files, ThreadPoolExecutor(1) as reader, BackgroundWriter(QUEUED) as disk:
 
         def read() -> Iterator[tuple[_UnitShards, list[D] | None]]:
             for unit in units:
-                shards = _UnitShards(out, place, unit, key, splits, encoder, stop_at_bad)
+                shards = _UnitShards(plan, place, unit.index, splits, encoder, stop)
                 # Closed also if a later batch fails: half-written files must not look complete.
                 files.enter_context(shards.open_files)
-                for batch in encoder.read(corpus, unit, shards.bad):
+                for batch in encoder.read(plan.corpus, unit, shards.bad):
                     yield shards, batch
                 yield shards, None
 
@@ -75,7 +75,7 @@ def encode_units(
             # Bytes decide about the split, before encoding: the split must not depend on the
             # tokenizer.
             contents = [encoder.content(document) for document in batch]
-            divided = _divided(batch, contents, validation_fraction)
+            divided = _divided(batch, contents, cfg.validation_fraction)
             for split, documents in divided.items():
                 part = encoder.encode(documents, shards.refused)
                 counts = SplitCounts(
@@ -112,22 +112,21 @@ class _UnitShards:
 
     def __init__(
         self,
-        out: Path,
+        plan: Plan,
         place: Path,
-        unit: Unit,
-        key: str,
+        unit: int,
         splits: tuple[Split, ...],
         encoder: UnitEncoder[D],
-        stop_at_bad: bool,
+        stop: bool,
     ) -> None:
-        self.bad = BadDocuments(stop=stop_at_bad)
+        self.bad = BadDocuments(stop=stop)
         """Documents that could not be read."""
-        self.refused = BadDocuments(stop=stop_at_bad, what="a row is refused")
+        self.refused = BadDocuments(stop=stop, what="a row is refused")
         """Rows that the encoder refused. Separate, because the reader may be one batch ahead."""
-        self._out, self._place, self._unit, self._key = out, place, unit.index, key
-        self._host = None if place == out else socket.gethostname()
+        self._plan, self._place, self._unit = plan, place, unit
+        self._host = None if place == plan.out else socket.gethostname()
         (place / WORK).mkdir(parents=True, exist_ok=True)
-        self._asides = {split: aside_path(place, unit.index, split) for split in splits}
+        self._asides = {split: place / WORK / f"{unit:05d}.{split}" for split in splits}
         self.open_files = ExitStack()
         """Closes the writers that are still open when it is left."""
         self._writers = {
@@ -174,7 +173,7 @@ class _UnitShards:
         # Before the marker: after a power failure, a marker must not name missing files.
         fsync_folder(self._place)
         marker = UnitMarker(
-            key=self._key,
+            key=self._plan.key.fingerprint,
             shards=tuple(shards),
             skipped=self.bad.count,
             refused=dict(self.refused.reasons),
@@ -188,7 +187,8 @@ class _UnitShards:
             problems=(*self.bad.examples, *self.refused.examples),
         )
         made = [path for s in shards for path, _ in hashed_files(self._place / s.stem, s)]
-        write_marker(self._out, self._unit, marker, states(self._out, made))
+        out = self._plan.out
+        write_marker(out, self._unit, marker, states(out, made))
 
 
 def _put(aside: Path, stem: Path, shard: TokenShard, *, keep: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from dtt.base.errors import ConfigError
 from dtt.base.files import exclusive
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.run import RunConfig
@@ -13,9 +12,9 @@ from dtt.data.corpus.usable import check_usable
 from dtt.data.tokenize.work_plan import (
     TOKENIZER,
     TokensKey,
-    differences,
     divide,
     holds,
+    is_same,
     read_key,
     removed_key,
     tokenizer_key,
@@ -54,19 +53,9 @@ def share_tokenizer(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> None:
                 removed=removals_key(removed_key(corpus) for corpus, _ in corpora),
             )
             found = None if overwrite else read_key(out, WORK)
-            if found is not None and found.key_parts != asked.key_parts:
-                raise ConfigError(
-                    "the folder contains the tokenizer of other text or settings",
-                    where=out,
-                    why="; ".join(differences(found.key_parts, asked.key_parts)),
-                    next="specify another folder: tokenize.out=FOLDER, or replace what is there: "
-                    "--overwrite",
-                )
-            if (
-                found is None
-                or found.removed != asked.removed  # trained on documents that are removed now
-                or not holds(out / TOKENIZER, found.tokenizer_sha256)
-            ):
+            # It was trained on documents that `dtt clean` may have removed since.
+            kept = found is not None and is_same(found, asked, out, "the tokenizer")
+            if found is None or not kept or not holds(out / TOKENIZER, found.tokenizer_sha256):
                 stop = cfg.tokenize.on_bad_document == "stop"
                 for corpus, units in corpora:
                     check_usable(corpus, units, stop_at_bad=stop)

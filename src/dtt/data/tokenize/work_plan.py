@@ -61,8 +61,9 @@ class TokensKey(Record):
 
 @dataclass(frozen=True)
 class Plan:
-    """The units to encode, independent of the number of ranks."""
+    """The units to encode into `out`, independent of the number of ranks."""
 
+    out: Path
     corpus: Corpus
     units: list[Unit]
     key: TokensKey
@@ -113,9 +114,10 @@ def make_plan(
             given = given_tokenizer(tokenizer)
         encoding = kind.key_parts(tokenizer, None if found is None else found.key_parts)
         key = _asked(cfg, tokenizer, corpus, unit_bytes, given, encoding)
-        if found is not None and _is_same(cfg, found, key, out):
+        resizable = cfg.unit_bytes is None
+        if found and is_same(found, key, out, "token files", may_be_resized=resizable):
             key = found
-        elif found is not None and not dry_run:
+        elif found and not dry_run:
             clear(cfg, out)
         is_there = holds(out / TOKENIZER, key.tokenizer_sha256)
         if key is found and not is_there:
@@ -177,7 +179,7 @@ def _checked(
     if comm.rank == 0 and not complete and not dry_run:
         _tidy(out, pending)
     comm.barrier()
-    return Plan(corpus, units, key, {} if complete else pending, complete)
+    return Plan(out, corpus, units, key, {} if complete else pending, complete)
 
 
 def divide(
@@ -249,25 +251,28 @@ def _shard_files(folder: Path) -> Iterator[Path]:
             yield from folder.glob(f"{split}-*.{suffix}")
 
 
-def _is_same(cfg: TokenizeConfig, found: TokensKey, asked: TokensKey, out: Path) -> bool:
-    """Return True if the token files `found` are what is asked for; log why they are replaced.
+def is_same(
+    found: TokensKey, asked: TokensKey, out: Path, what: str, *, may_be_resized: bool = False
+) -> bool:
+    """Return True if the key `found` of `what` in `out` is the one asked for; log why it is not.
 
-    Raises ConfigError if they are refused.
+    Raises ConfigError for other text or settings. With `may_be_resized`, units of another size, as
+    a selection has them, are no reason to refuse.
     """
     other = differences(found.key_parts, asked.key_parts)
     resized = all(line.startswith("tokenize.unit_bytes ") for line in other)
-    if other and not (resized and cfg.unit_bytes is None):
+    if other and not (resized and may_be_resized):
         raise ConfigError(
-            "the folder contains token files of other text or settings",
+            f"the folder contains {what} of other text or settings",
             where=out,
             why="; ".join(other),
             next="specify another folder: tokenize.out=FOLDER, or replace what is there: "
             "--overwrite",
         )
-    # Everything, although some units may lose the same documents as before: another setting of
+    # All of it, although some units may lose the same documents as before: another setting of
     # `clean` changes nearly all units, and a tokenizer that is trained on the documents as well.
     if other or found.removed != asked.removed:
-        log.info("encoded again, as `dtt clean` removes other documents now")
+        log.info("%s: made again, as `dtt clean` removes other documents now", what)
         return False
     return True
 
