@@ -65,9 +65,9 @@ def large(*arguments: str, nodes: int = 1, gpus_per_node: int = 8) -> Case:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize("optim", ["adamw", "muon", "adamw optim.state=8bit"])
 def test_parameters_and_states_are_those_of_real_optimizers(family: str, optim: str) -> None:
-    one = case(*SMALL, f"model.family={family}", f"optim.type={optim}")
+    one = case(*SMALL, f"model.family={family}", *f"optim.type={optim}".split())
     model = Decoder(one.arch)
     parameters = dict(model.named_parameters())
     optimizers = built.build(one.cfg.optim, params_of(model), RunFacts(1))
@@ -434,6 +434,10 @@ STEPS = (
         for more in ([], ["optim.normuon_beta2=0.95"])
     ]
     + [["train.precision=fp32", "optim.type=adamw", "optim.weight_decay=cautious 0.1"]]
+    + [
+        ["train.precision=fp32", "optim.type=adamw", "optim.state=8bit", f"model.dim={dim}"]
+        for dim in (128, 512)
+    ]
 )
 
 

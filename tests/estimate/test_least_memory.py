@@ -48,6 +48,8 @@ TEACHER = {
         (1, ("optim.type=adamw", "train.precision=bf16-pure")),
         (1, ("optim.type={folder}/plain.py:Plain",)),
         (1, LORA),
+        (1, ("optim.type=adamw", "optim.state=8bit")),
+        (1, ("optim.type=muon", "optim.adamw.state=8bit", "model.tie_embeddings=false")),
         (1, ("optim.type=muon", "model.tie_embeddings=true", "train.ema_decay=0.99")),
         (4, ("parallel.shard=4",)),
         (4, ("parallel.replicate=2", "parallel.tensor=2")),

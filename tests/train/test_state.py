@@ -39,11 +39,13 @@ CONFIGS: list[OptimConfig] = [
     MuonConfig(),
     MuonConfig(momentum_warmup=4, normuon_beta2=0.9),  # all the state there is
     AdamWConfig(),
+    AdamWConfig(state="8bit"),
 ]
 
 
 def make(config: OptimConfig, n_layers: int = 2) -> tuple[Decoder, dict[str, Optimizer]]:
-    sizes = ModelConfig(dim=16, n_layers=n_layers, n_heads=2)
+    # Large enough for state of 8 bits.
+    sizes = ModelConfig(dim=32, n_layers=n_layers, n_heads=2)
     model = Decoder(families.get(sizes.family).architecture(sizes, 64, 16))
     initialize(model, seed=0)
     return model, built.build(config, params_of(model), RunFacts(1))
@@ -92,8 +94,8 @@ def test_every_parameter_has_its_state_under_its_name() -> None:
     state = optimizer_tensors(optimizers)
     named = {path.split("/")[1] for path in state}
     assert named == {name for name, _ in model.named_parameters()}
-    assert state["muon/layers.0.attn.o.weight/momentum"].shape == (16, 16)
-    assert state["adamw/norm.weight/exp_avg"].shape == (16,)
+    assert state["muon/layers.0.attn.o.weight/momentum"].shape == (32, 32)
+    assert state["adamw/norm.weight/exp_avg"].shape == (32,)
 
 
 def test_loaded_state_does_not_share_memory_with_the_checkpoint() -> None:

@@ -11,6 +11,7 @@ from dtt.estimate import pipeline_passes
 from dtt.estimate.activations import kept_by_block
 from dtt.estimate.case import Case
 from dtt.estimate.communication import CollectiveCost, collective_costs
+from dtt.optim import eight_bit
 from dtt.optim.muon.newton_schulz import STEPS
 from dtt.train.precision import Precision
 
@@ -32,6 +33,9 @@ LIMITED = "torchtitan's Llama 8B on 8 H100 limited to 500 W reached 72% of such 
 (benchmarks/llama3_h100_202412_torchtitan.md), where the estimate is 9,276."""
 NEWTON_SCHULZ = 0.4
 """Fraction of the peak that Muon's orthogonalisation reaches; its matrices are smaller."""
+OF_8_BITS = 154
+"""Bytes that the conversions of `dtt.optim.adamw_8bit` move for each weight, counted, not measured:
+torch fuses none of these operations."""
 LEAD_SECONDS = 120
 """Seconds before a time limit at which a run saves and stops, without `launch.lead_seconds`."""
 START_SECONDS = 120
@@ -147,10 +151,12 @@ def _optimizer(case: Case, peak: float) -> float:
     """Return the seconds of the optimizer step.
 
     AdamW is bound by memory bandwidth: per weight it reads weight, gradient and two moments, and
-    writes all but the gradient, 7 numbers in total. Muon moves about the same. All devices wait for
-    the one that orthogonalises most.
+    writes all but the gradient, 7 numbers in total. Muon moves about the same. State of 8 bits is
+    restored and rounded besides. All devices wait for the one that orthogonalises most.
     """
-    moved = 7 * case.weight_bytes * case.held(case.trained) / case.gpu.bandwidth
+    numbers = 7 * case.weight_bytes * case.held(case.trained)
+    small = case.held(weight for weight in case.weights if weight.optimizer == eight_bit.NAME)
+    moved = (numbers + OF_8_BITS * small) / case.gpu.bandwidth
     if case.muon is None:
         return moved
     loads = Counter[int]()

@@ -25,6 +25,8 @@ from dtt.estimate.activations import (
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
 from dtt.model.contract import Model
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
+from dtt.optim import eight_bit
+from dtt.optim.adamw_8bit import CHUNK
 from dtt.optim.built import OWN
 
 GIB = 2**30
@@ -36,6 +38,9 @@ SPARE = {"cuda": 0.05, "cpu": 0.1}
 system."""
 MODELS = "models of the objective"
 """Name of the part that is held for its frozen models."""
+RESTORED = 16
+"""Bytes for each weight of a chunk whose moments of 8 bits are restored, traced: both moments, and
+two temporary numbers. A weight in bf16 has an fp32 copy as well."""
 BATCHES = 4
 """Batches of a step held at once: the current one, and the prefetched ones."""
 
@@ -160,14 +165,23 @@ def optimizer_state(case: Case) -> int:
     """Return the bytes of optimizer state on one device.
 
     AdamW keeps two moments per weight, Muon one, NorMuon another number per row, and hyperball the
-    norm of a matrix in each row. That of an optimizer of a user's own is measured.
+    norm of a matrix in each row. A moment of 8 bits is a byte per weight and a scale per block of a
+    row. That of an optimizer of a user's own is measured.
     """
     if case.own_state is not None:  # 0.0 of one without state
         return round(case.own_state * case.held(case.trained))
     muon = case.held(case.muons)
-    adamw = case.held(case.trained) - muon
+    small = [weight for weight in case.weights if weight.optimizer == eight_bit.NAME]
+    adamw = case.held(case.trained) - muon - case.held(small)
     rows = sum(-(-weight.part[0] // case.spread) for weight in case.muons)
-    return case.weight_bytes * (2 * adamw + muon + _numbers_per_row(case) * rows)
+    codes = sum(_of_8_bits(case, w, case.held([w]) // w.part[-1], w.part[-1]) for w in small)
+    return codes + case.weight_bytes * (2 * adamw + muon + _numbers_per_row(case) * rows)
+
+
+def _of_8_bits(case: Case, weight: Weight, rows: int, columns: int) -> int:
+    """Return the bytes of both moments of some rows of a weight, of which `columns` are held."""
+    scale = max(FP32, case.weight_bytes)
+    return 2 * rows * (columns + scale * eight_bit.blocks_of(weight.shape))
 
 
 def _numbers_per_row(case: Case) -> int:
@@ -182,14 +196,21 @@ def checkpoint_bytes(case: Case) -> int:
 
     The step counts that AdamW keeps are too small to count.
     """
-    owned = sum(prod(w.shape) for w in case.all_weights if w.optimizer == OWN)
-    adamw = sum(prod(w.shape) for w in case.all_weights if w.optimizer == "adamw")
-    muons = [w for w in case.all_weights if w.optimizer == "muon"]
-    muon = sum(prod(w.shape) for w in muons)
-    rows = _numbers_per_row(case) * sum(w.shape[0] for w in muons)
-    average = FP32 * (adamw + muon + owned) if case.cfg.train.ema_decay is not None else 0
-    state = round((case.weight_bytes + (case.own_state or 0.0)) * owned)
-    return case.weight_bytes * (3 * adamw + 2 * muon + rows) + state + average
+    by: dict[str, list[Weight]] = {}
+    for weight in case.all_weights:
+        by.setdefault(weight.optimizer, []).append(weight)
+    owned, adamw, muon, small = (
+        sum(weight.numel for weight in by.get(name, ()))
+        for name in (OWN, "adamw", "muon", eight_bit.NAME)
+    )
+    trained = owned + adamw + muon + small
+    rows = _numbers_per_row(case) * sum(w.shape[0] for w in by.get("muon", ()))
+    codes = sum(
+        _of_8_bits(case, w, prod(w.shape[:-1]), w.shape[-1]) for w in by.get(eight_bit.NAME, ())
+    )
+    average = FP32 * trained if case.cfg.train.ema_decay is not None else 0
+    state = codes + round((case.own_state or 0.0) * owned)
+    return case.weight_bytes * (trained + 2 * adamw + muon + rows) + state + average
 
 
 def checkpoints_at_once(case: Case) -> int:
@@ -392,12 +413,18 @@ def _after_the_backward_pass(case: Case) -> dict[str, int]:
 def _in_the_step(case: Case) -> dict[str, int]:
     """Return the memory in the optimizer's step.
 
-    Fused AdamW needs no buffers, and its cautious decay one of the size of a parameter. Muon's step
-    comes first, so that only one of the two holds buffers at a time.
+    Fused AdamW needs no buffers, and its cautious decay one of the size of a parameter. With state
+    of 8 bits it restores the moments of some rows at a time. Muon's step comes first, so that only
+    one of the optimizers holds buffers at a time.
     """
     gradients = case.weight_bytes * case.held(case.trained)
     cautious = [w for w in case.weights if w.cautious and w.optimizer == "adamw"]
     adamw = case.weight_bytes * max((case.held([weight]) for weight in cautious), default=0)
+    small = [case.held([w]) for w in case.weights if w.optimizer == eight_bit.NAME]
+    chunk = (RESTORED + (case.weight_bytes < FP32) * FP32) * min(CHUNK, max(small, default=0))
+    # It comes last: the gradients of AdamW's other parameters are gone.
+    gone = case.weight_bytes * case.held(w for w in case.weights if w.optimizer == "adamw")
+    adamw = max(adamw, chunk - gone)
     muon = muon_cost.buffers(case)
     buffers = {"AdamW's buffers": adamw} if adamw > muon else {"Muon's buffers": muon}
     return {"gradients": gradients, **buffers}

@@ -270,25 +270,21 @@ def _box(
 
 
 def zeros_sharded_as(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:
-    """Return zeros of `shape`, sharded as `parameter` is in all dimensions that are not 1.
+    """Return zeros of `shape`, sharded as `parameter` is in all dimensions of its size but 1.
 
-    `shape` has the parameter's size or 1 in each dimension: optimizer states have one number per
-    weight, or one per row.
+    Optimizer states have one number per weight, or one per row or per block of a row. What has
+    another size than the parameter in a dimension is whole in it on every rank.
     """
-    assert len(shape) == parameter.ndim
-    assert all(n in (1, full) for n, full in zip(shape, parameter.shape, strict=True))
+    assert all(n <= full for n, full in zip(shape, parameter.shape, strict=True))
     if not isinstance(parameter, DTensor):
         return parameter.new_zeros(tuple(shape), **how)
     mesh = parameter.device_mesh
     # An optimizer state with one number per row has 1 column, which cannot be split.
-    placements = [p if _shards(p, shape) else Replicate() for p in parameter.placements]
+    whole = [1 < n == full for n, full in zip(shape, parameter.shape, strict=True)]
+    given: Sequence[Any] = parameter.placements
+    placements = [p if not p.is_replicate() and whole[p.dim] else Replicate() for p in given]
     box = _box(shape, placements, mesh.shape, mesh.get_coordinate() or ())
     return from_local(local(parameter).new_zeros(box.shape, **how), mesh, placements, shape)
-
-
-def _shards(placement: Any, shape: Sequence[int]) -> bool:
-    """Return True if `placement` shards a tensor of `shape`: a dimension of 1 is not split."""
-    return not placement.is_replicate() and shape[placement.dim] > 1
 
 
 def from_local(

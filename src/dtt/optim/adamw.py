@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveFloat
 
@@ -10,6 +11,7 @@ from dtt.config.base import Section
 from dtt.config.optim import AdamWGroup, Betas, GroupedOptimizer
 from dtt.config.schedule import RunFacts
 from dtt.config.weight_decay import Decayed
+from dtt.optim import eight_bit
 
 if TYPE_CHECKING:  # keeps torch out of the check of a configuration
     from torch.optim import Optimizer
@@ -30,6 +32,10 @@ class AdamWSettings(Section):
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Epsilon added to the square root of the second moment."""
+    state: Literal["32bit", "8bit"] = "32bit"
+    """Size of each number of the moments. `8bit`: those of hidden matrices, an untied head and
+    adapters are kept as block-wise 8-bit codes (arXiv 2110.02861), a quarter of their memory;
+    embeddings, vectors and small tensors keep `32bit`, which is 16 with bf16 weights."""
 
 
 class AdamWConfig(AdamWSettings, GroupedOptimizer):
@@ -50,11 +56,24 @@ class AdamWConfig(AdamWSettings, GroupedOptimizer):
 
     def build(self, params: Params, run: RunFacts) -> dict[str, Optimizer]:
         """Return one optimizer for all parameters; none for a rank that has none."""
-        from dtt.optim.adamw_optimizers import make_adamw
         from dtt.optim.groups import grouped
 
-        groups = grouped(self, params, run)
-        return {name: make_adamw(of_name, run.rounding) for name, of_name in groups.items()}
+        return adamw_optimizers(grouped(self, params, run), run)
+
+
+def adamw_optimizers(
+    groups: Mapping[str, list[dict[str, Any]]], run: RunFacts
+) -> dict[str, Optimizer]:
+    """Return the AdamW of each state size for the groups of `dtt.optim.groups.grouped`."""
+    from dtt.optim.adamw_8bit import AdamW8bit
+    from dtt.optim.adamw_optimizers import make_adamw
+
+    made: dict[str, Optimizer] = {}
+    if NAME in groups:
+        made[NAME] = make_adamw(groups[NAME], run.rounding)
+    if eight_bit.NAME in groups:
+        made[eight_bit.NAME] = AdamW8bit(groups[eight_bit.NAME], run.rounding)
+    return made
 
 
 def adamw_settings(
@@ -77,8 +96,9 @@ def adamw_settings(
     elif param.role not in ("matrix", "router", "adapter"):
         weight_decay = 0.0
     lr, decay, cautious = rate_and_decay(entry.lr or given.lr, weight_decay, param, 1.0, run)
+    small = given.state == "8bit" and eight_bit.has_8bit_state(param)
     return Settings(
-        NAME,
+        eight_bit.NAME if small else NAME,
         lr=lr,
         weight_decay=decay,
         cautious=cautious or None,

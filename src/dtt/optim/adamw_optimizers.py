@@ -89,6 +89,39 @@ def decay_cautiously(
     weight.mul_(factor.add_(1.0))
 
 
+def fused_step(
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: Tensor,
+    group: Mapping[str, Any],
+    found_inf: Tensor | None,
+) -> None:
+    """Update weight, moments and count of steps in place, with the settings of `group`."""
+    cautious = group.get("cautious")
+    if cautious:
+        decay_cautiously(weight, grad, mean, group, found_inf)
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight],
+        [grad],
+        [mean],
+        [square],
+        [],
+        [step],
+        fused=True,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=0.0 if cautious else group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
 class RoundedAdamW(AdamW):
     """AdamW that computes each step in fp32 and stores weights and moments in bf16.
 
@@ -125,28 +158,9 @@ class RoundedAdamW(AdamW):
         narrow = [local(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
         # One parameter in fp32 at a time: 16 bytes per weight of the largest parameter, not of all.
         weight, grad, mean, square = (t.float() for t in narrow)
-        beta1, beta2 = group["betas"]
         found_inf = getattr(self, "found_inf", None)
-        if group.get("cautious"):
-            decay_cautiously(weight, grad, mean, group, found_inf)
-        adamw(
-            [weight],
-            # The kernel works in place on the fp32 copies; the bf16 originals are written below.
-            [grad],
-            [mean],
-            [square],
-            [],
-            [state["step"]],
-            fused=True,
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=0.0 if group.get("cautious") else group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        # In place on the fp32 copies; the bf16 originals are written below.
+        fused_step(weight, grad, mean, square, state["step"], group, found_inf)
         # The offset tells the shards of a parameter apart. Replicas have the same one and draw the
         # same bits.
         self._write(narrow, (weight, mean, square), group, f"{name}{local_shard(p).box.offset}")

@@ -82,10 +82,13 @@ def least_memory(cfg: RunConfig, arch: AnyArchitecture, sizes: Sizes, precision:
     """
     # Weights, gradients, and what the optimizer keeps at least: Muon one number per weight of a
     # hidden matrix, AdamW two per weight. One of a user's own may keep none, like SGD.
-    copies = 2 + {"muon": 1, "adamw": 2}.get(cfg.optim.type, 0)
+    size, optim = precision.weights.itemsize, cfg.optim
+    state = {"muon": size, "adamw": 2 * size}.get(optim.type, 0)
+    if "8bit" in (getattr(optim, "state", ""), getattr(getattr(optim, "adamw", None), "state", "")):
+        state = min(state, 2)  # the codes of both moments; Muon's head may have them
     total, adapter = count.parameters(arch), adapter_weights(cfg.adapter, arch)
     frozen = precision.compute_dtype.itemsize * total if adapter else 0
-    trained = copies * precision.weights.itemsize * (adapter or total)
+    trained = (2 * size + state) * (adapter or total)
     # Only FSDP2 divides the frozen models of an objective, and no stage of a pipeline lacks them.
     held = sum(map(count.parameters, frozen_architectures(cfg.objective)))
     models = precision.compute_dtype.itemsize * held // (sizes.shard * sizes.context)

@@ -228,11 +228,23 @@ def load_optimizers(
         for name, parameter in named(optimizer):
             # Dropped also without saved state: the parameter then had no gradient yet.
             optimizer.state.pop(parameter, None)
-            if (found := by_parameter.get((optimizer_name, name))) is not None:
+            found = by_parameter.get((optimizer_name, name))
+            if found is not None and (empty := getattr(optimizer, "empty_state", None)):
+                optimizer.state[parameter] = _filled(empty(parameter), found)
+            elif found is not None:
                 optimizer.state[parameter] = {
                     key.removeprefix(NUMBER): _restored(optimizer, parameter, key, whole)
                     for key, whole in found.items()
                 }
+
+
+def _filled(state: dict[str, Tensor], saved: Mapping[str, FullTensor]) -> dict[str, Tensor]:
+    """Return the state that an optimizer makes for a parameter, with the saved values."""
+    if odd := sorted(state.keys() ^ saved.keys()):
+        raise _unexpected_state(f"a parameter has, or lacks, the state {odd[0]}")
+    for key, value in state.items():
+        fill(value, saved[key])
+    return state
 
 
 def _restored(

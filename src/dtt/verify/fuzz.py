@@ -106,7 +106,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "optimizer": (
         ("optim.type=adamw",),
         ("optim.type=adamw", "optim.weight_decay=cautious 0.1", "optim.betas=[0.8, 0.9]"),
-        ("optim.type=adamw", "optim.eps=1e-6", "optim.weight_decay=horizon 0.2"),
+        ("optim.type=adamw", "optim.weight_decay=horizon 0.2", "optim.state=8bit"),
         ("optim.scale=spectral", "optim.momentum=0.9"),
         ("optim.scale=hyperball", "optim.weight_decay=0.0"),
         ("optim.normuon_beta2=0.95", "optim.momentum_warmup=2"),

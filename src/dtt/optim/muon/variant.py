@@ -122,7 +122,6 @@ class MuonConfig(GroupedOptimizer):
         """Return Muon and AdamW; without one of them on a rank that has nothing for it."""
         import torch
 
-        from dtt.optim.adamw_optimizers import make_adamw
         from dtt.optim.groups import grouped
         from dtt.optim.muon.optimizer import Muon
         from dtt.optim.muon.redistribution import Layouts
@@ -135,6 +134,4 @@ class MuonConfig(GroupedOptimizer):
             optimizers[NAME] = Muon(
                 groups[NAME], self, run.dtype or torch.float32, run.rounding, layouts
             )
-        if adamw.NAME in groups:
-            optimizers[adamw.NAME] = make_adamw(groups[adamw.NAME], run.rounding)
-        return optimizers
+        return optimizers | adamw.adamw_optimizers(groups, run)
