@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,12 @@ def watched(w: Written) -> Written:
     return w.submitted("7").attempt(ago=399, slurm="7")
 
 
+def killed(w: Written, code: int | None) -> Written:
+    """A training that Slurm ended: it may have recorded its end before."""
+    trained(w).beat(ago=100)
+    return w if code is None else w.ended(code, TERM)
+
+
 FROM_FILES = {
     "without attempts": case(lambda w: w, "never started"),
     "not sent": case(lambda w: w.submitted(None, sent=False), "not submitted", "run sbatch …"),
@@ -301,8 +308,27 @@ WITH_SLURM = {
         lambda w: trained(w).decided(GAVE_UP, ago=90).attempt(2, ago=80).ended(74, "x", 2, ago=70),
         "failed", "x …", ("FAILED", 99),
     ),
-    "out of time": case(
-        lambda w: trained(w).ended(75, TIME_LIMIT), "timed out", STOPPED, ("TIMEOUT", 99)
+    **{
+        f"ended by slurm with {code}: {state}": case(
+            partial(killed, code=code), state, "…", (slurm_says, 100)
+        )
+        for code in (75, 1, None)
+        for slurm_says, state in (
+            ("CANCELLED", "cancelled"), ("TIMEOUT", "timed out"), ("NODE_FAIL", "node failed")
+        )
+    },
+    "a successor that somebody cancelled": case(
+        lambda w: trained(w).succeeded("8").ended(75, TERM),
+        "cancelled", STOPPED, ("FAILED", 99), ("CANCELLED", 98, "8"),
+    ),
+    "a successor that the supervisor cancelled when a user stopped the job": case(
+        lambda w: trained(w).succeeded("8").ended(75, SAVED.format(by=ALICE))
+        .decided("over: stopped on request"),
+        "stopped", f"{STOPPED}; requested by {ALICE}", ("FAILED", 99), ("CANCELLED", 98, "8"),
+    ),
+    "a successor that the supervisor cancelled when it gave up": case(
+        lambda w: trained(w).succeeded("8").decided(GAVE_UP),
+        "out of attempts", "…", ("FAILED", 99), ("CANCELLED", 98, "8"),
     ),
     "on a failed node": case(
         lambda w: trained(w).checkpoint(4),
@@ -450,21 +476,6 @@ def test_a_running_or_queued_job_is_not_started_again(written: Written, slurm: F
     written.status().check_idle()
 
 
-@pytest.mark.parametrize(
-    ("slurm_says", "state"),
-    [("CANCELLED", "cancelled"), ("TIMEOUT", "timed out"), ("NODE_FAIL", "node failed")],
-)
-@pytest.mark.parametrize("code", [75, 1, None])
-def test_jobs_ended_by_slurm_have_the_state_of_slurm(
-    written: Written, slurm: FakeSlurm, slurm_says: str, state: str, code: int | None
-) -> None:
-    slurm.says("squeue", squeue_line(slurm_says, ago=100))
-    written.submitted("7").attempt(slurm="7").beat(ago=100)
-    if code is not None:
-        written.ended(code, SAVED.format(by="slurm: SIGTERM"))
-    assert written.status().state == state
-
-
 def test_of_a_chain_the_running_job_counts(written: Written, slurm: FakeSlurm) -> None:
     slurm.says("squeue", squeue_line("RUNNING"), squeue_line("PENDING", id="8"))
     status = trained(written).succeeded("8").beat().status()
@@ -534,26 +545,6 @@ def test_a_submission_that_sbatch_could_not_confirm_is_unknown_until_it_is_found
     assert "--me" in slurm.asked("squeue")[-1]
     assert written.status().files.unanswered
     assert "--jobs=31" in slurm.asked("squeue")[-1]
-
-
-@pytest.mark.parametrize(
-    ("code", "reason", "decision", "state"),
-    [
-        (75, SAVED.format(by="alice: dtt job stop"), "over: stopped on request", "stopped"),
-        (74, "disk full", "over: exit code 74; 3 consecutive attempts", "out of attempts"),
-        (None, "", "over: exit code 78; 3 consecutive attempts", "out of attempts"),
-    ],
-)
-def test_a_successor_that_the_script_cancelled_does_not_make_the_job_cancelled(
-    written: Written, slurm: FakeSlurm, code: int | None, reason: str, decision: str, state: str
-) -> None:
-    slurm.says("squeue", squeue_line("FAILED", ago=99), squeue_line("CANCELLED", ago=98, id="8"))
-    trained(written).succeeded("8")
-    if code is not None:
-        written.ended(code, reason)
-    assert written.status().state == "cancelled"  # by somebody else
-    status = written.decided(decision).status()
-    assert (status.state, status.slurm and status.slurm.id) == (state, "7")
 
 
 def test_one_query_covers_all_jobs(tmp_path: Path, slurm: FakeSlurm) -> None:

@@ -180,8 +180,7 @@ class JobDir:
 
         None while it runs, or if it was killed before it could record that.
         """
-        record = self.attempt_record(number)
-        return {name: record[name] for name in ENDED} if fits(record, ENDED) and record else None
+        return ending_of(self.attempt_record(number) or {})
 
     def submission_record(self) -> dict[str, Any] | None:
         """Return the record of the newest submission; None if the job was never submitted."""
@@ -361,6 +360,11 @@ class JobDir:
             },
         }
         write_atomically(self.root / "env.json", json.dumps(record, indent=1) + "\n")
+
+
+def ending_of(attempt: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how the attempt with this record ended; None if the record has no end."""
+    return {name: attempt[name] for name in ENDED} if fits(attempt, ENDED) else None
 
 
 def own_slurm_id() -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from dtt.artifacts.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir
+from dtt.artifacts.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir, ending_of
 from dtt.base.errors import ExitCode
 from dtt.base.reading import Kind, is_kind, read_record, read_records, read_small
 
@@ -50,7 +50,7 @@ class JobFiles:
         """Read the files of a job."""
         number, now = job.attempt(), time.time()
         record = job.attempt_record(number) or {}
-        ending = job.exit_record(number)
+        ending = ending_of(record)
         beat = read_record(job.heartbeat, HEARTBEAT)
         answered = read_record(job.acknowledged, ANSWER)
         # The heartbeat file outlives an attempt, and a new one may not have written its own yet.

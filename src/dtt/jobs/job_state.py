@@ -121,13 +121,14 @@ class Status:
 
 def examine(jobs: Sequence[JobDir]) -> list[Status]:
     """Return the state of each job; a single call asks Slurm about all of them."""
-    ids = {
-        job.root: JobFiles.read(job).slurm_ids + submissions.find_unanswered(job) for job in jobs
-    }
+    files = [JobFiles.read(job) for job in jobs]
+    ids = [one.slurm_ids + submissions.find_unanswered(one.job) for one in files]
     # One call for all jobs: each is a process, and a request to Slurm's controller.
-    answer = squeue.ask({id for known in ids.values() for id in known})
-    # Read the files last: Slurm may take long to answer, and they change meanwhile.
-    return [_status(JobFiles.read(job), ids[job.root], answer) for job in jobs]
+    known = {id for some in ids for id in some}
+    answer = squeue.ask(known)
+    if known:  # again, as Slurm may take long to answer, and the files change meanwhile
+        files = [JobFiles.read(job) for job in jobs]
+    return [_status(one, some, answer) for one, some in zip(files, ids, strict=True)]
 
 
 def find(folder: Path) -> list[JobDir]:

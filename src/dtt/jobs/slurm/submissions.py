@@ -6,8 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
@@ -39,39 +38,23 @@ def submit(script: Script, *, send: bool = True) -> str | None:
         write_atomically(folder.supervisor / path.name, path.read_text(encoding="utf-8"))
     write_atomically(folder.script, job_script.render(script))
     folder.script.chmod(0o755)
-    jobs = [JobDir(path) for path in script.array.trials] if script.array else [folder]
-    # Before sbatch answers, the job may have started: the submission is older than that.
-    submitted = time.time()
-
-    def record(id: str | None) -> None:
-        for number, job in enumerate(jobs):
-            argv = [*script.argv, *([str(job.root)] if script.kind == "train" else [])]
-            task = number if script.array else None
-            _record(job, id, argv, script.directory, task, folder.script, submitted, sent=send)
-
-    if not send:
-        record(None)
-        return None
-    # Before submission: a job that starts at once must not find the requests of an earlier one.
-    with _requests_removed(jobs), _unanswered_recorded(record):
-        id = job_script.submit(folder.script)
-    record(id)
-    return id
+    records = {}
+    for number, path in enumerate(script.array.trials if script.array else [script.job]):
+        argv = [*script.argv, *([str(path)] if script.kind == "train" else [])]
+        task = number if script.array else None
+        records[JobDir(path)] = _record(argv, script.directory, folder.script, task, send)
+    if send:
+        return _send(records, folder.script)
+    _write(records, None)
+    return None
 
 
 def submit_again(job: JobDir) -> str:
     """Submit a job's existing script again, from its original folder; return the job id."""
     # The directory of the first submission: sbatch would use the current one.
-    folder = directory(job) if job.submission_record() else None
-    submitted = time.time()
-
-    def record(id: str | None) -> None:
-        _record(job, id, job_argv(job), directory(job), None, job.script, submitted)
-
-    with _requests_removed([job]), _unanswered_recorded(record):
-        id = job_script.submit(job.script, *([f"--chdir={folder}"] if folder else []))
-    record(id)
-    return id
+    options = [f"--chdir={directory(job)}"] if job.submission_record() else []
+    record = _record(job_argv(job), directory(job), job.script, None, True)
+    return _send({job: record}, job.script, *options)
 
 
 def find_unanswered(job: JobDir) -> list[str]:
@@ -94,24 +77,15 @@ def directory(job: JobDir) -> Path:
 
 
 def _record(
-    job: JobDir,
-    id: str | None,
-    argv: Sequence[str],
-    directory: Path,
-    task: int | None,
-    script: Path,
-    submitted: float,
-    *,
-    sent: bool = True,
-) -> None:
-    """Write the record of a submission.
+    argv: Sequence[str], directory: Path, script: Path, task: int | None, send: bool
+) -> dict[str, object]:
+    """Return the record of a submission now, without its id.
 
-    `id` is None if sbatch did not answer, or was not asked: if not `sent`. `task` is the index of a
-    task of an array, else None.
+    `task` is the index of a task of an array, else None. `send` is False if sbatch is not asked.
     """
-    record = {
-        "time": submitted,
-        "job_id": id if id is None or task is None else f"{id}_{task}",
+    return {
+        # Before sbatch answers, the job may have started: the submission is older than that.
+        "time": time.time(),
         "command": redacted(shlex.join(["dtt", *sys.argv[1:]])),
         "argv": list(argv),
         "directory": str(directory),
@@ -119,34 +93,33 @@ def _record(
         "script": str(script.absolute()),
         "script_sha256": sha256_file(script),
         "task": task,
-        "sent": sent,
+        "sent": send,
     }
-    write_atomically(job.submission, json.dumps(record, indent=1) + "\n")
 
 
-@contextmanager
-def _unanswered_recorded(record: Callable[[str | None], None]) -> Iterator[None]:
-    """Record a submission that Slurm may have accepted although sbatch received no answer."""
-    try:
-        yield
-    except job_script.Unanswered:
-        record(None)
-        raise
+def _write(records: Mapping[JobDir, Mapping[str, object]], id: str | None) -> None:
+    """Write the records of a submission with Slurm's id; None if sbatch gave none."""
+    for job, record in records.items():
+        own = id if id is None or record["task"] is None else f"{id}_{record['task']}"
+        write_atomically(job.submission, json.dumps({"job_id": own, **record}, indent=1) + "\n")
 
 
-@contextmanager
-def _requests_removed(jobs: Sequence[JobDir]) -> Iterator[None]:
-    """Remove requests that no process received; restore them if Slurm refuses the jobs."""
-    paths = [path for job in jobs for path in (job.stop, job.save) if path.exists()]
+def _send(records: Mapping[JobDir, Mapping[str, object]], script: Path, *options: str) -> str:
+    """Submit a script and write the record of each job; return Slurm's id."""
+    # Requests that no process received: a job that starts at once must not find them.
+    paths = [path for job in records for path in (job.stop, job.save) if path.exists()]
     removed = {path: tolerant(path, read_small) or b"" for path in paths}
     for path in removed:
         remove(path)
     try:
-        yield
+        id = job_script.submit(script, *options)
     except job_script.Unanswered:
         # Slurm may have accepted the job, which must not receive old requests.
+        _write(records, None)
         raise
     except DttError:
         for path, text in removed.items():
             write_atomically(path, text)
         raise
+    _write(records, id)
+    return id
