@@ -216,10 +216,17 @@ def test_the_row_of_padding_is_trained() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "t5"}, "transformers cannot build"),
+        ({"model_type": "t5"}, "it is an encoder with a decoder"),
+        ({"model_type": "bert"}, "its head is tied to the embedding, and has a bias"),
+        ({"model_type": "dory"}, "its head is no matrix: DoryLMHead"),
+        ({"model_type": "gemma4"}, "it has parts: audio_config, text_config, vision_config"),
+        ({"model_type": "zamba"}, "some of its layers share their parameters"),
         ({"model_type": "no_such_type"}, "has no model_type 'no_such_type'"),
         ({"model_type": "llama", "hiden_size": 64}, "has no hiden_size"),
-        ({"model_type": "llama", "num_hidden_layers": "two"}, "transformers cannot build"),
+        (
+            {"model_type": "llama", "num_hidden_layers": "two"},
+            "cannot train a model of type 'llama'",
+        ),
     ],
 )
 def test_what_the_library_does_not_know_is_refused(config: dict[str, Any], expected: str) -> None:

@@ -11,12 +11,21 @@ from dtt.cli.options import Config, Json, Overrides, Stage, resolve_each
 
 
 @cli.command(
-    "dtt verify -c run.yaml", "dtt verify --fuzz 1 --minutes 60    # random configurations"
+    "dtt verify -c run.yaml",
+    "dtt verify --model hf:LiquidAI/LFM2-350M",
+    "dtt verify --fuzz 1 --minutes 60    # random configurations",
 )
 def verify(
     overrides: Overrides = None,
     config: Config = None,
     stage: Stage = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Check the model of a Hugging Face folder instead.",
+        ),
+    ] = None,
     fuzz: Annotated[
         int | None,
         typer.Option(metavar="SEED", min=0, help="Verify random configurations instead."),
@@ -33,7 +42,16 @@ def verify(
     Shrinks the configuration, runs each layout in processes on this machine, and compares data,
     losses, gradients, norms, updates, replicas, resumes and the export. Needs no data and no GPU.
     Exits with 1 if something differs, and names it.
+
+    With --model: compares logits, losses and gradients of a model with those of transformers, and
+    checks gradients, documents in one row, and the export, with the weights of the folder if it has
+    some. It runs on the CPU in fp32, and takes the memory of three models.
     """
+    if model is not None:
+        from dtt.verify import folder
+
+        folder.run(model, as_json=json)
+        return
     from dtt.verify import run as body
 
     if fuzz is not None:

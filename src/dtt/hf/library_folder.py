@@ -13,7 +13,7 @@ from dtt.base.errors import InputError
 from dtt.base.log import log
 from dtt.config.variants import variant
 from dtt.model.architecture import BuiltArchitecture
-from dtt.model.library.model import IGNORED, unknown_keys, whole_state
+from dtt.model.library.model import IGNORED, made, unknown_keys, whole_state
 
 OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json that dtt keeps elsewhere."""
@@ -43,9 +43,13 @@ def architecture(config: Mapping[str, Any], folder: Path) -> BuiltArchitecture:
         )
     left_out = {*IGNORED, *OF_TOKENIZER, *unread} - {"model_type"}
     keys = {key: value for key, value in config.items() if key not in left_out}
-    context = config.get("max_position_embeddings") or 2**20  # of a state space: no limit
+    known = made({key: value for key, value in config.items() if key not in unread})
+    try:
+        context = known.max_position_embeddings
+    except (AttributeError, NotImplementedError):  # those of a state space, and of xlnet
+        context = 2**20
     family: Any = variant("model", "transformers")
-    section = family(config=keys, vocab_size=config["vocab_size"], max_seq_len=context)
+    section = family(config=keys, vocab_size=known.vocab_size, max_seq_len=context)
     if problems := list(section.problems()):
         raise InputError(f"the model in {folder} cannot be used", why=problems[0][1])
     return BuiltArchitecture(

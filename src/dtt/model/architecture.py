@@ -214,7 +214,11 @@ def _parameters_on_meta() -> Iterator[None]:
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         # One that is there already stays itself, so that a tie is seen.
         if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            values = parameter.data
+            parameter = nn.Parameter(values.to("meta"), requires_grad=parameter.requires_grad)
+            # Those of a scale or an offset may be set where the module is made, and nowhere else.
+            if values.ndim <= 1:
+                parameter.initial = values  # type: ignore[attr-defined]
         register(module, name, parameter)
 
     nn.Module.register_parameter = on_meta  # type: ignore[assignment,method-assign]

@@ -74,7 +74,7 @@ def _counted_flops(arch: BuiltArchitecture, seq_len: int, adapter: int) -> int:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(tokens_1T)
         forward: int = counter.get_total_flops() // seq_len
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         # The rows of an expert depend on values. Without attention, then, whose part is small.
         forward = 2 * _multiplied(model)
     return 2 * forward + 6 * adapter if adapter else 3 * forward

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dtt.base.errors import ConfigError
 from dtt.config.own import own_code
 from dtt.mesh.sharding import Box, fill, local, local_shard
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
@@ -80,7 +81,16 @@ def initialize_built(model: Model, arch: BuiltArchitecture, seed: int) -> None:
                 whole.init_weights(module)
         for name, module in unit.items():
             for inner, values in module.named_parameters(recurse=False):
-                parameter = ours[f"{name}.{inner}" if name else inner]
+                whole_name = f"{name}.{inner}" if name else inner
+                parameter = ours[whole_name]
+                # A family that forgets one would train whatever the memory held.
+                if parameter.requires_grad and values.isnan().any():
+                    raise ConfigError(
+                        f"the model gives no initial values to {whole_name}",
+                        where=f"model.family={arch.family}",
+                        why="`init_weights` leaves it as it is",
+                        next="a model of your own sets it there",
+                    )
                 if parameter.requires_grad:
                     fill(parameter, values)
             # Their memory is freed before that of the next block is taken.
@@ -98,7 +108,9 @@ def _materialize(modules: Iterable[nn.Module]) -> None:
     """Give the parameters of modules, without those inside them, memory on the CPU."""
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+            memory = torch.full_like(parameter, math.nan, device="cpu")
+            values = getattr(parameter, "initial", memory)
+            setattr(module, name, nn.Parameter(values.to(memory.dtype)))
 
 
 def init_std(name: str, arch: Architecture, base: Architecture) -> float:

@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtt.base.errors import ConfigError
@@ -29,6 +30,14 @@ BY_MASKS = ("gpt_oss", "afmoe")
 CACHES = ("cache", "past_key_values", "cache_params")
 """Names of the cache among the arguments and results of the library's models: newer versions take
 the first, and return it under one of the others."""
+ANOTHER = "use a model of another type: docs/library-models.md lists those that work"
+"""Remedy for a type whose inside dtt cannot train."""
+OF_PADDING = ("bloom", "falcon_mamba", "mamba")
+"""Types whose masks have a value for each token, [B, T]."""
+FIXED = (".indexer.", "correction_bias", "expert_bias")
+"""Parts of the names of parameters that choose tokens or experts: no gradient passes a choice."""
+BIAS_COLUMNS = 8
+"""Columns that a bias adds to the weight of a head: GEMMs want widths that 8 divides."""
 ROUTERS = (".gate.weight", ".router.weight", ".router.classifier.weight", ".gate.wg.weight")
 """Endings of the names of routers of experts in the library."""
 
@@ -38,42 +47,70 @@ class LibraryModel(Model):
 
     library: Any
     """The library's own module, whose children are those of this one."""
+    body: Any
+    """The part of it that computes hidden states."""
     tied: bool
     """True if the head is the embedding."""
     kept_buffers: dict[str, Tensor]
     """Initial values of parameters that are buffers in the library, by name."""
-    _factor: float
+    fixed: frozenset[str]
+    """Names of the parameters that no optimizer trains."""
 
     def __init__(self, config: Mapping[str, Any], vocab_size: int, context: int) -> None:
         """Build the model of a config.json; raise ConfigError for one that the library refuses."""
         super().__init__()
         self.config: Any = library_config(config, vocab_size, context)
         library: Any = _create(self.config)
-        # Not as a submodule: its children are those of this model, so that all names are the
+        head, embedding = library.get_output_embeddings(), library.get_input_embeddings()
+        # Not as submodules: their children are those of this model, so that all names are the
         # library's, and its `forward`, which would compute all logits, is not called.
         object.__setattr__(self, "library", library)
-        head, embedding = library.get_output_embeddings(), library.get_input_embeddings()
-        if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
-            raise _refused(config, f"its head is no matrix: {type(head).__name__}")
+        object.__setattr__(self, "body", _body(library, embedding))
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            raise _refused(config, f"its head is no matrix: {type(head).__name__}", ANOTHER)
         self.tied = head.weight is embedding.weight
+        biased = getattr(head, "bias", None) is not None  # torch's stubs say that all have one
+        if self.tied and biased:
+            raise _refused(config, "its head is tied to the embedding, and has a bias", ANOTHER)
+        if head.out_features != vocab_size:
+            why = f"its head has {head.out_features} rows for {vocab_size} token ids"
+            raise _refused(config, why)
         for name, child in library.named_children():
             # A tied head is the embedding once more: FSDP2 and checkpoints want each tensor once.
             if not (self.tied and child is head):
                 self.add_module(name, child)
-        self.softcap = getattr(self.config, "final_logit_softcapping", None)
-        self._factor = _factor(self.config)
+        try:
+            self._before, self._after, self.softcap = _logit_rule(library, self.body)
+        except Exception as error:
+            why = "no factor and no cap lead from its last hidden states to its logits"
+            raise _refused(config, f"{why}: {str(error).splitlines()[0]}", ANOTHER) from error
         _keep_buffers(self)
+        # Some are frozen in the library. Frozen means here that an adapter trains in their place.
+        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
+        chosen = {n for n, _ in self.named_parameters() if any(part in n for part in FIXED)}
+        self.fixed = frozenset(frozen | chosen | self.kept_buffers.keys())
+        self.requires_grad_()
+        named = [*self.named_parameters(remove_duplicate=False)]
+        if len(named) != len({id(parameter) for _, parameter in named}):
+            raise _refused(config, "some of its layers share their parameters", ANOTHER)
 
     def hidden(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """Return the last hidden states; where documents are separate, positions restart."""
-        found = self._body()(
+        found = self.body(
             input_ids=tokens_BT,
             position_ids=context.positions.expand_as(tokens_BT),
             attention_mask=self._masks(tokens_BT, context),
             use_cache=False,
         )
-        hidden_BTD: Tensor = found.last_hidden_state
-        return hidden_BTD if self._factor == 1.0 else hidden_BTD * self._factor
+        return self._for_head(found.last_hidden_state)
+
+    def _for_head(self, hidden_BTD: Tensor) -> Tensor:
+        """Return what `head_weight` multiplies: scaled, and with a column of ones for a bias."""
+        if (factor := self._before * self._after) != 1.0:
+            hidden_BTD = hidden_BTD * factor
+        if self._bias() is not None:
+            hidden_BTD = F.pad(F.pad(hidden_BTD, (0, 1), value=self._after), (0, BIAS_COLUMNS - 1))
+        return hidden_BTD
 
     def reader(self) -> Callable[[Tensor], Tensor]:
         """Return the function of `Model.reader`, with the library's cache if that is exact."""
@@ -81,17 +118,17 @@ class LibraryModel(Model):
 
     def _cached_reader(self) -> Callable[[Tensor], Tensor]:
         state: dict[str, Any] = {}
-        length, known = 0, signature(self._body().forward).parameters
+        length, known = 0, signature(self.body.forward).parameters
 
         def read(tokens_T: Tensor) -> Tensor:
             nonlocal state, length
             positions_T = torch.arange(length, length + len(tokens_T), device=tokens_T.device)
             how = {"position_ids": positions_T[None], "use_cache": True, **state}
-            found = self._body()(input_ids=tokens_T[None], **how)
+            found = self.body(input_ids=tokens_T[None], **how)
             name = next((name for name in CACHES if name in found), None)
             state = {} if name is None else {name if name in known else CACHES[0]: found[name]}
             length += len(tokens_T)
-            hidden_11D = found.last_hidden_state[:, -1:] * self._factor
+            hidden_11D = self._for_head(found.last_hidden_state[:, -1:])
             logits_11V: Any = self.losses(HiddenStates(hidden_11D, {}, {}), None, 0.0, "sum")
             return cast("Tensor", logits_11V[0, -1])
 
@@ -129,6 +166,8 @@ class LibraryModel(Model):
         length = tokens_BT.shape[1]
         if tokens_BT.is_meta:
             # It would look for documents in values, which these have not.
+            if self.config.model_type in OF_PADDING:
+                return torch.ones_like(tokens_BT)
             return tokens_BT.new_zeros(1, 1, length, length, dtype=torch.float32)
         if context.documents is None or self.config.model_type not in BY_MASKS:
             return None
@@ -145,16 +184,25 @@ class LibraryModel(Model):
         """Return a mask in the form of the attention of the model, [B, 1, T, T]."""
         if self.config._attn_implementation != "eager":  # noqa: SLF001  it has no public name
             return seen_BTT[:, None]
-        dtype = self.head_weight().dtype
+        dtype = self._head().weight.dtype
         # Added to scores.
         return torch.where(seen_BTT, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
     def head_weight(self) -> Tensor:
-        """Return the weight of the head, [V, D]."""
+        """Return the weight of the head, [V, D]; columns of its bias follow if it has one."""
+        weight: Tensor = self._head().weight
+        bias = self._bias()
+        if bias is None:
+            return weight
+        return torch.cat([weight, F.pad(bias[:, None], (0, BIAS_COLUMNS - 1))], dim=1)
+
+    def _head(self) -> Any:
+        """Return the module of this model that owns the weight of the head."""
         library = self.library
-        owner = library.get_input_embeddings() if self.tied else library.get_output_embeddings()
-        weight: Tensor = owner.weight
-        return weight
+        return library.get_input_embeddings() if self.tied else library.get_output_embeddings()
+
+    def _bias(self) -> Tensor | None:
+        return None if self.tied else self._head().bias
 
     def by_token(self) -> frozenset[str]:
         """Return the names of parameters that have a row for each token id."""
@@ -164,19 +212,19 @@ class LibraryModel(Model):
         return frozenset(f"{name}.weight" for name, module in named if module in owners)
 
     def blocks(self) -> Mapping[int, nn.Module]:
-        """Return the blocks by index: the longest list of modules outside of others."""
-        lists = [module for module in self._body().modules() if isinstance(module, nn.ModuleList)]
-        layers = self.config.get_text_config().num_hidden_layers
-        blocks = next((one for one in lists if len(one) == layers), None)
-        return {} if blocks is None else dict(enumerate(blocks))
+        """Return the blocks by index: the longest list of modules, the outermost of equal ones."""
+        lists = [module for module in self.body.modules() if isinstance(module, nn.ModuleList)]
+        layers = getattr(self.config, "num_hidden_layers", None)
+        lists.sort(key=lambda one: (len(one) == layers, len(one)), reverse=True)
+        return dict(enumerate(lists[0])) if lists else {}
 
     def role(self, name: str, parameter: Tensor) -> Role:
         """Return the role of a parameter; see `Model.role`."""
-        if name in self.kept_buffers:
+        if name in self.fixed:
             return "balance"
         if name.endswith((".lora_a", ".lora_b")):
             return "adapter"
-        if parameter is self.head_weight() and not self.tied:
+        if parameter is self._head().weight and not self.tied:
             return "head"
         if parameter.ndim == 2 and name.endswith(ROUTERS):
             return "router"
@@ -188,7 +236,8 @@ class LibraryModel(Model):
             owner, _, inner = name.rpartition(".")
             if self.get_submodule(owner) is module:
                 module.get_parameter(inner).copy_(values)
-        self.library._init_weights(module)  # noqa: SLF001  the library's own hook for each class
+        # The library's own hook for each class; that of the body knows the sizes of the body.
+        getattr(self.body, "_init_weights", self.library._init_weights)(module)  # noqa: SLF001
 
     def notes(self) -> Iterator[str]:
         """Yield the dropout that the configuration has: in some types of models by default."""
@@ -205,27 +254,30 @@ class LibraryModel(Model):
         experts = next((n for name in names if (n := getattr(config, name, None))), None)
         return per_token / experts if per_token and experts else 1.0
 
-    def _body(self) -> Any:
-        """Return the module that computes hidden states."""
-        return self.library.base_model
-
 
 def library_config(config: Mapping[str, Any], vocab_size: int, context: int) -> Any:
     """Return the library's configuration; raise ConfigError for keys that it does not know."""
-    from transformers import AutoConfig
-
-    kind, known = str(config.get("model_type")), _defaults(config)
-    given = {key: value for key, value in config.items() if key not in IGNORED}
+    known = _defaults(config)
     # The library takes any key, and ignores those that it does not know.
     if unknown := unknown_keys(config):
         raise _refused(config, f"its configuration has no {', '.join(unknown)}")
     # A row of padding gets no gradient in the library. dtt pads with positions that nothing is
     # trained on, and the id may be a token of the tokenizer.
     sizes = {"vocab_size": vocab_size, "pad_token_id": None}
-    if hasattr(known, "max_position_embeddings") and "max_position_embeddings" not in given:
-        sizes["max_position_embeddings"] = context
+    # Older types have a name of their own for it.
+    length = known.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if length in dir(known) and not {length, "max_position_embeddings"} & config.keys():
+        sizes[length] = context
+    return made({**config, **sizes})
+
+
+def made(config: Mapping[str, Any]) -> Any:
+    """Return the library's configuration of a config.json; raise ConfigError for wrong values."""
+    from transformers import AutoConfig
+
+    given = {key: value for key, value in config.items() if key not in IGNORED}
     try:
-        return AutoConfig.for_model(kind, **{**given, **sizes})
+        return AutoConfig.for_model(str(config["model_type"]), **given)
     except Exception as error:
         raise _refused(config, f"{type(error).__name__}: {error}") from error
 
@@ -233,8 +285,9 @@ def library_config(config: Mapping[str, Any], vocab_size: int, context: int) -> 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the keys of a config.json that the library ignores."""
     known = _defaults(config)
-    arguments = {*IGNORED, *_arguments(known)}
-    return [key for key in config if not hasattr(known, key) and key not in arguments]
+    # Not `hasattr`: some raise for a size that differs from layer to layer.
+    names = {*IGNORED, *_arguments(known), *dir(known)}
+    return [key for key in config if key not in names]
 
 
 def _defaults(config: Mapping[str, Any]) -> Any:
@@ -242,9 +295,17 @@ def _defaults(config: Mapping[str, Any]) -> Any:
 
     kind = config.get("model_type")
     try:
-        return AutoConfig.for_model(str(kind))
+        known = AutoConfig.for_model(str(kind))
     except ValueError:
         raise _refused(config, f"transformers has no model_type {kind!r}") from None
+    except Exception as error:
+        raise _refused(config, f"{type(error).__name__}: {error}") from error
+    parts = {key.partition("_")[0] for key in known.sub_configs}
+    if parts & {"text", "vision", "audio", "decoder"}:
+        raise _refused(config, f"it has parts: {', '.join(sorted(known.sub_configs))}", ANOTHER)
+    if known.is_encoder_decoder:
+        raise _refused(config, "it is an encoder with a decoder", ANOTHER)
+    return known
 
 
 def _arguments(config: Any) -> frozenset[str]:
@@ -270,20 +331,67 @@ def _create(config: Any) -> Any:
                 experts_implementation="eager",
                 trust_remote_code=False,
             )
+            library.get_input_embeddings()
+            # Without initial values, the library does not tie by itself either.
+            library.tie_weights()
         except Exception as error:
             raise _refused(config.to_dict(), f"{type(error).__name__}: {error}") from error
-    # Without initial values, the library does not tie by itself either.
-    library.tie_weights()
     return library
 
 
-def _factor(config: Any) -> float:
-    """Return the factor of the hidden states before the head that some families have."""
-    if (scale := getattr(config, "logit_scale", None)) is not None:
-        return float(scale)  # cohere
-    if (scaling := getattr(config, "logits_scaling", None)) is not None:
-        return 1.0 / float(scaling)  # granite
-    return 1.0
+class _Answer:
+    """The output of a body that has last hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        """Keep the last hidden states."""
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, _: object) -> Tensor:
+        """Return the last hidden states: older classes ask for item 0."""
+        return self.last_hidden_state
+
+    def __getattr__(self, _: str) -> None:
+        """Return None for the cache, logits of routers, and the like."""
+
+
+def _body(library: Any, embedding: nn.Module) -> nn.Module:
+    """Return the module that computes hidden states: the child of the library's with embeddings."""
+    body: nn.Module = next(c for c in library.children() if embedding in set(c.modules()))
+    # A few have a shell around it, which the library's `forward` does not call.
+    while len(children := [*body.children()]) == 1:
+        body = children[0]
+    return body
+
+
+def _logit_rule(library: Any, body: Any) -> tuple[float, float, float | None]:
+    """Return the factors before and after the head, and the cap of the logits; measure them.
+
+    The library's own `forward` runs with a body and a head that return known values. Raises
+    AssertionError if no factor and no cap explain its logits.
+    """
+    head = library.get_output_embeddings()
+    hidden_11D = torch.linspace(1, 2, head.in_features, dtype=torch.float64).view(1, 1, -1)
+    # Powers of two, so that a quotient is exact; and one that any cap caps.
+    given_4 = torch.tensor([2.0**-40, 1.0, 16.0, 2.0**40], dtype=torch.float64)
+    seen: list[Tensor] = []
+
+    def answer(into: Tensor) -> Tensor:
+        seen.append(into)
+        return F.pad(given_4, (0, head.out_features - 4)).view(1, 1, -1)
+
+    head.forward, body.forward = answer, lambda *_, **__: _Answer(hidden_11D)
+    try:
+        tokens = torch.zeros(1, 1, dtype=torch.long)
+        logits_4 = library(input_ids=tokens, use_cache=False).logits.flatten()[:4].double()
+    finally:
+        del head.forward, body.forward
+    before = float(seen[0].flatten()[0] / hidden_11D.flatten()[0])
+    after = float(logits_4[0] / given_4[0])
+    cap = float(logits_4[3]) if logits_4[3] < after * given_4[3] / 2 else None
+    expected = after * given_4 if cap is None else cap * torch.tanh(after * given_4 / cap)
+    torch.testing.assert_close(seen[0].double(), before * hidden_11D, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(logits_4, expected, rtol=1e-6, atol=0.0)
+    return before, after, cap
 
 
 def _keep_buffers(model: LibraryModel) -> None:
@@ -302,12 +410,17 @@ def _keep_buffers(model: LibraryModel) -> None:
     model.kept_buffers = kept
 
 
-def _refused(config: Mapping[str, Any], why: str) -> ConfigError:
+def _refused(
+    config: Mapping[str, Any],
+    why: str,
+    remedy: str = "correct model.config, or install the version of transformers that has the model",
+) -> ConfigError:
+    kind = config.get("model_type")
     return ConfigError(
-        f"transformers cannot build a causal model of type {config.get('model_type')!r}",
+        f"dtt cannot train a model of type {kind!r} of transformers",
         where="model.config",
         why=why,
-        next="correct model.config, or install the version of transformers that has the model",
+        next=remedy,
     )
 
 

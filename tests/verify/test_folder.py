@@ -1,0 +1,113 @@
+"""`dtt verify --model`: what it finds in tiny models of classes that differ in kind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_job import make_tokenizer
+
+from dtt.base.errors import DttError
+from dtt.model.architecture import BuiltArchitecture
+from dtt.model.library.family import TransformersFamily
+from dtt.verify import folder
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/library_models.py"
+spec = importlib.util.spec_from_file_location("library_models", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+library_models = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(library_models)
+
+
+def model_of(kind: str) -> Any:
+    section = TransformersFamily(config=library_models.tiny(kind))
+    return folder.initialized(BuiltArchitecture(section=section, vocab_size=256, max_seq_len=24))
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        ("phi", set()),  # a head with a bias
+        ("opt", {"documents", "dropout"}),  # a shell around the body
+        ("llama4_text", set()),  # a prefix that names no module
+        ("minicpm3", set()),  # a factor before the head
+        ("recurrent_gemma", {"documents"}),  # a cap under a name of its own
+        ("deepseek_v32", set()),  # an indexer, which gets no gradient
+        ("afmoe", set()),  # corrections that are frozen parameters; masks by type of layer
+        ("apertus", set()),  # initial values that only the constructor gives
+        ("gemma3n_text", set()),  # sizes that only the body knows
+        ("gemma4_text", set()),  # sizes that differ from layer to layer
+        ("mamba", {"documents"}),  # a mask with a value for each token
+        ("lfm2_moe", {"documents"}),  # documents that see little of each other
+    ],
+)
+def test_a_class_of_each_kind_works(kind: str, limits: set[str]) -> None:
+    model = model_of(kind)
+    found = {check.name: check for check in folder.checks(model, folder.of_library(model))}
+    assert {name for name, one in found.items() if one.verdict == "limit"} == limits
+    assert [one for one in found.values() if one.verdict == "fails"] == []
+    assert "not checked" not in found["gradients"].detail
+
+
+def test_a_head_that_computes_something_else_is_found() -> None:
+    model = model_of("phi")
+    model.softcap = 0.1
+    found = {check.name: check.verdict for check in folder.checks(model, model.library)}
+    assert (found["logits"], found["loss"], found["export"]) == ("fails",) * 3
+
+
+def test_a_model_that_sees_later_tokens_is_found() -> None:
+    model = model_of("cpmant")
+    found = {check.name: check for check in folder.checks(model, folder.of_library(model))}
+    assert found["causal"].verdict == "fails"
+    assert found["causal"].detail.startswith("tokens see later ones")
+
+
+@pytest.mark.parametrize("kind", ["phi", "llama"])
+def test_a_folder_without_weights_gets_initial_values(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a type that dtt has a family for: then the weights are those of its export."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(**library_models.tiny(kind), vocab_size=256).save_pretrained(tmp_path)
+    folder.run(str(tmp_path), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["verified"]
+    names = [check["name"] for check in found["checks"] if check["verdict"] == "works"]
+    assert names[:2] == ["logits", "loss"]
+    assert ("export" in names) == (kind == "phi")
+
+
+def test_a_folder_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": {}}))
+    with pytest.raises(DttError, match="it has parts: audio_config, text_config, vision_config"):
+        folder.run(str(tmp_path), as_json=False)
+
+
+def test_a_parameter_without_initial_values_is_found() -> None:
+    with pytest.raises(DttError, match=r"gives no initial values to transformer\.h\.0\.attn"):
+        model_of("openai-gpt")
+
+
+def test_the_weights_of_a_folder_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of("phi")
+    folder.of_library(model).save_pretrained(tmp_path)
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    folder.run(str(tmp_path), as_json=False)
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.endswith("weights of the folder")
+    assert {row.split()[1] for row in rows} == {"works"}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    folder.of_library(model).save_pretrained(tmp_path)
+    with pytest.raises(DttError, match="checks fail: logits, loss"):
+        folder.run(str(tmp_path), as_json=False)
