@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dtt.config.adapter import LoraConfig
+from dtt.estimate.built_models import kept_per_token
 from dtt.estimate.case import FP32, Case
 from dtt.model.adapted_layers import adaptable, adapted_layers
 from dtt.model.architecture import ExpertMixture
@@ -33,6 +34,10 @@ def kept_by_block(case: Case) -> int:
     of weights are kept as long as the graph, too: `_casts` counts those of the whole model.
     """
     arch, n, e, r = case.arch, case.tokens, case.product_bytes, case.stream_bytes
+    if case.built is not None:
+        how = case.cfg.adapter, case.precision.compute_dtype, case.cfg.train.seq_len
+        if (traced := kept_per_token(case.built, *how)) is not None:
+            return round(n * traced)
     t = case.sizes.tensor
     d, f = arch.dim, arch.ffn_dim // t
     if arch.mixture is not None:
@@ -87,9 +92,9 @@ def _kept_by_adapter(case: Case) -> int:
     """
     if not isinstance(case.cfg.adapter, LoraConfig):
         return 0
-    shapes, kept = adaptable(case.arch), 0
-    for name, adapted in adapted_layers(case.cfg.adapter, case.arch).items():
-        if name.startswith("layers.0."):
+    shapes, kept = adaptable(case.model), 0
+    for name, adapted in adapted_layers(case.cfg.adapter, case.model).items():
+        if ".layers.0." in f".{name}":
             dropped = shapes[f"{name}.weight"][1] if case.cfg.adapter.dropout else 0
             kept += case.product_bytes * adapted.rank + (case.product_bytes + 1) * dropped
     return kept

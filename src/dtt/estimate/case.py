@@ -17,13 +17,14 @@ from dtt.config.schedule import RunFacts
 from dtt.data.samples import compatibility
 from dtt.data.samples.schedules import StepSizes
 from dtt.data.samples.schedules import resolve as resolve_step_sizes
+from dtt.estimate.built_models import formula_names, stand_in
 from dtt.estimate.gpus import Gpu
 from dtt.hf.model_source import frozen_architectures
 from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
-from dtt.model.architecture import Architecture, decoder_architecture
+from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.contract import Model
-from dtt.model.decoder import Decoder, make_model, params_of
+from dtt.model.decoder import make_model, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
 from dtt.model.scaling import scaled
@@ -33,7 +34,6 @@ from dtt.optim.built import OWN
 from dtt.optim.muon import shard_assignment
 from dtt.optim.muon.shard_assignment import Matrix
 from dtt.optim.muon.variant import MuonConfig
-from dtt.params.table import Params
 from dtt.train.precision import Precision, choose
 
 FP32 = 4
@@ -80,6 +80,7 @@ class Case:
     gpus_per_node: int
     sizes: Sizes
     arch: Architecture
+    """The architecture, or one of the same sizes that stands for a `built` model."""
     precision: Precision
     step_sizes: StepSizes
     steps: int
@@ -90,6 +91,13 @@ class Case:
     """The stage of this rank whose passes are estimated."""
     models: tuple[Model, ...] = ()
     """The frozen models of the objective, without memory."""
+    built: BuiltArchitecture | None = None
+    """The model, if its family builds it itself."""
+
+    @property
+    def model(self) -> AnyArchitecture:
+        """The model that is trained."""
+        return self.built or self.arch
 
     def of_rank(self, rank: int) -> Case:
         """Return the case of another rank of the pipeline, at its last stage."""
@@ -209,44 +217,41 @@ class Case:
         """Tokens of a forward pass on one device; the devices of a tensor group share them."""
         return self.micro_batch * self.cfg.train.seq_len // self.sizes.context
 
-    def _params(self) -> Params:
-        """Return the parameters of the model, without memory."""
-        with torch.device("meta"):
-            model = Decoder(self.arch).to(self.precision.weights)
+    def _model(self) -> Model:
+        """Return the model without memory."""
+        model = make_model(self.model, dtype=self.precision.weights)
         if isinstance(self.cfg.adapter, LoraConfig):
             attach(model, self.cfg.adapter, self.precision.compute_dtype)
-        return params_of(model)
+        return model
 
     @cached_property
     def own_state(self) -> float | None:
         """Bytes of state for each element that an optimizer of a user's own updates; else None."""
         if isinstance(self.cfg.optim, AdamWConfig | MuonConfig):
             return None
-        return built.state_per_element(self.cfg.optim, groups.trained(self._params()))
+        return built.state_per_element(self.cfg.optim, groups.trained(params_of(self._model())))
 
     @cached_property
     def all_weights(self) -> tuple[Weight, ...]:
         """All parameters of the model."""
-        params = self._params()
+        model = self._model()
+        params = params_of(model)
+        names = dict(zip(params, params, strict=True))
+        if self.built is not None:
+            names = formula_names(model)
         optim, trained, treated = self.cfg.optim, groups.trained(params), {}
         if isinstance(optim, GroupedOptimizer):
             treated = groups.settings(optim, trained, RunFacts(self.steps))
         found = []
         for name, param in params.items():
-            of_weight = treated.get(name)
+            of_weight, shape = treated.get(name), param.layout.shape
             found.append(
                 Weight(
-                    name,
-                    param.layout.shape,
+                    names[name],
+                    shape,
                     of_weight.optimizer if of_weight else OWN if name in trained else "",
                     None if of_weight is None else of_weight.split,
-                    _part(
-                        name,
-                        param.layout.shape,
-                        self.sizes.tensor,
-                        self.arch,
-                        self.cfg.parallel.expert,
-                    ),
+                    _part(name, shape, self.sizes.tensor, self.arch, self.cfg.parallel.expert),
                     of_weight is not None and bool(of_weight.cautious),
                     param.trainable,
                     param.tensor.element_size(),
@@ -270,12 +275,12 @@ class Case:
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward pass per token."""
-        return count.flops_per_token(self.arch, self.cfg.train.seq_len, adapter=self.adapter)
+        return count.flops_per_token(self.model, self.cfg.train.seq_len, adapter=self.adapter)
 
     @property
     def adapter(self) -> int:
         """Number of weights of the adapter; 0 without one."""
-        return adapter_weights(self.cfg.adapter, self.arch)
+        return adapter_weights(self.cfg.adapter, self.model)
 
     @property
     def trained(self) -> list[Weight]:
@@ -423,7 +428,9 @@ def make_case(
 ) -> Case:
     """Create the case of a run of `steps` steps; raise ConfigError if sizes are incompatible."""
     sizes = resolve(cfg.parallel, nodes * gpus_per_node)
-    arch = decoder_architecture(scaled(cfg, vocab_size).arch, "dtt plan")
+    model = scaled(cfg, vocab_size).arch
+    built = model if isinstance(model, BuiltArchitecture) else None
+    arch = stand_in(model) if isinstance(model, BuiltArchitecture) else model
     compatibility.check_batches(cfg.train, sizes)
     check_mesh(sizes, arch, cfg.train)
     check_stages(cfg.parallel, arch)
@@ -431,9 +438,8 @@ def make_case(
     step_sizes, precision = resolve_step_sizes(cfg.train), _precision(cfg, gpu)
     held = frozen_architectures(cfg.objective)
     models = tuple(make_model(one, dtype=precision.compute_dtype) for one in held)
-    return Case(
-        cfg, gpu, nodes, gpus_per_node, sizes, arch, precision, step_sizes, steps, models=models
-    )
+    case = Case(cfg, gpu, nodes, gpus_per_node, sizes, arch, precision, step_sizes, steps)
+    return replace(case, models=models, built=built)
 
 
 def _precision(cfg: RunConfig, gpu: Gpu) -> Precision:

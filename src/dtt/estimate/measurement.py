@@ -47,7 +47,7 @@ class Measurement:
 
 def probe(case: Case, world: World) -> Measurement:
     """Train for `STEPS` steps and measure; all ranks call it together. Nothing is saved."""
-    check_memory(case.cfg, case.arch, case.sizes, case.precision, world)
+    check_memory(case.cfg, case.model, case.sizes, case.precision, world)
     _give_freed_memory_back()
     # Optimizers import it in their first step. It takes tens of MB, which are not to be measured.
     import_module("torch._dynamo")
@@ -101,11 +101,11 @@ def _plan(case: Case, world: World) -> RunPlan:
     return RunPlan(
         sizes=case.sizes,
         scaling=scaled(cfg, case.arch.vocab_size),
-        parameters=count.parameters(case.arch),
+        parameters=count.parameters(case.model),
         precision=case.precision,
         compile=case.compiled,
         attention=attention_backend.describe(
-            case.arch, world.device, cfg.train.seq_len, cfg.separates_documents
+            case.model, world.device, cfg.train.seq_len, cfg.separates_documents
         ),
         tokens=step_sizes.tokens_before(case.steps),
         step_size=step_sizes.describe(case.steps),

@@ -239,13 +239,13 @@ def facts(estimate: Estimate) -> dict[str, Any]:
     tokens = case.step_sizes.tokens_before(case.steps)
     blocks, outside = matrices_and_rest(case)
     return {
-        "family": case.arch.family,
-        "parameters": count.parameters(case.arch),
+        "family": case.model.family,
+        "parameters": count.parameters(case.model),
         "parameters_matrices": blocks,
         "parameters_embedding_and_head": outside,
         "steps": case.steps,
         "tokens": tokens,
-        "tokens_per_parameter": tokens / count.parameters(case.arch),
+        "tokens_per_parameter": tokens / count.parameters(case.model),
         "flops_per_token": per_token,
         "flops": per_token * tokens,
         "gpu": case.gpu.name,
@@ -301,7 +301,7 @@ def lines(estimate: Estimate) -> Iterator[str]:
 
 def _run_lines(case: Case) -> Iterator[str]:
     arch, train = case.arch, case.cfg.train
-    total, (inside, outside) = count.parameters(arch), matrices_and_rest(case)
+    total, (inside, outside) = count.parameters(case.model), matrices_and_rest(case)
     per_token = case.flops_per_token
     tokens = case.step_sizes.tokens_before(case.steps)
     yield (
