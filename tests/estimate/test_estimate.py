@@ -113,12 +113,13 @@ ADAPTER = ("adapter.type=lora", "init.from=hf:x", "optim.type=adamw", "adapter.r
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "adapter", "dropout"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "adapter", "nf4", "dropout"])
 def test_a_block_keeps_the_bytes_of_the_formula(family: str, precision: str) -> None:
     """The difference that a third block makes, so that all else is left out."""
     sizes = []
     keys = {
         "adapter": ("train.precision=bf16", *ADAPTER),
+        "nf4": ("train.precision=bf16", *ADAPTER, "adapter.base=nf4"),
         "dropout": ("train.precision=fp32", *ADAPTER, "adapter.dropout=0.1"),
     }.get(precision, (f"train.precision={precision}",))
     one = with_layers(3, family, *keys)
@@ -266,12 +267,24 @@ def test_memory_is_that_of_the_traced_step(model: str, rows: str, length: str, r
 
 
 @pytest.mark.parametrize(
-    ("ranks", "remat", "peak"), [(1, "none", 36.67), (8, "none", 25.01), (8, "full", 7.74)]
+    ("ranks", "remat", "base", "peak"),
+    [
+        (1, "none", "unquantized", 36.67),
+        (8, "none", "unquantized", 25.01),
+        (8, "full", "unquantized", 7.74),
+        (1, "full", "nf4", 9.22),
+    ],
 )
 def test_memory_with_an_adapter_is_that_of_the_traced_step(
-    ranks: int, remat: str, peak: float
+    ranks: int, remat: str, base: str, peak: float
 ) -> None:
-    keys = ["adapter.type=lora", "init.from=hf:any", "optim.type=adamw", f"train.remat={remat}"]
+    keys = [
+        f"adapter.base={base}",
+        "adapter.type=lora",
+        "init.from=hf:any",
+        "optim.type=adamw",
+        f"train.remat={remat}",
+    ]
     if ranks > 1:
         keys += ["parallel.replicate=1", f"parallel.shard={ranks}"]
     one = shipped("llama3-8b", "1", "4096", keys, "H100", ranks)

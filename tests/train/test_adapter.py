@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
+import transformers
 from support import forked_runs
+from support.bitsandbytes_values import of_bitsandbytes
 from support.preference_pairs import prepare
 from support.preference_pairs import settings as preference_settings
 from support.running import Dtt
@@ -22,15 +25,18 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError
 from dtt.checkpoint import store
 from dtt.config.adapter import LoraConfig
+from dtt.config.load import load_job
 from dtt.data.samples.reference import ReferenceManifest
 from dtt.hf.read import read_hf_folder
 from dtt.hf.read_checkpoint import checkpoint_weights
 from dtt.model.adapted_layers import Adapted, adapted_layers
-from dtt.model.lora import LoraLinear
+from dtt.model.decoder import Decoder
+from dtt.model.lora import LoraLinear, attach
 from dtt.track import jsonl
+from dtt.train.warm_start import take_base
 
 STEPS = 8
-MODEL = {"model.dim": 32, "model.n_layers": 2, "model.n_heads": 4, "model.n_kv_heads": 2}
+MODEL = {"model.dim": 64, "model.n_layers": 2, "model.n_heads": 4, "model.n_kv_heads": 2}
 RUN = {
     "data.type": "chat", "data.tokens": "tokens", "train.seq_len": 128, "train.steps": STEPS,
     "train.global_batch_tokens": 1024, "train.micro_batch": 4, "train.precision": "fp32",
@@ -90,7 +96,7 @@ def test_a_checkpoint_has_the_adapter_and_its_state_alone(trained: Path) -> None
     saved = checkpoint.tensors(store.MODEL)
     assert {name.rpartition(".")[2] for name in saved} == {"lora_a", "lora_b"}
     assert saved["layers.0.mlp.down.lora_a"].shape[0] == 2
-    assert saved["layers.1.attn.q.lora_a"].shape == (4, 32)
+    assert saved["layers.1.attn.q.lora_a"].shape == (4, 64)
     state = checkpoint.tensors(store.STATE)
     assert all(".lora_" in path for path in state if path.startswith("adamw/"))
     needed = sum(tensor.nbytes for tensor in (*saved.values(), *state.values()))
@@ -112,6 +118,40 @@ def test_a_resumed_adapter_has_the_same_bits(dtt: Dtt) -> None:
     after = tensors(dtt.folder / "jobs/lora")
     assert before.keys() == after.keys()
     assert all(tensor.equal(after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.slow
+def test_a_base_in_4_bits_resumes_on_another_layout_and_goes_to_peft(dtt: Dtt) -> None:
+    dtt("train", *arguments(LORA, name="q", adapter__base="nf4"))
+    job = dtt.folder / "jobs/q"
+    before, whole = tensors(job), losses(job)
+    assert whole[0] == pytest.approx(losses(dtt.folder / "jobs/lora")[0], abs=1e-2)
+    assert whole[0] != losses(dtt.folder / "jobs/lora")[0]
+    assert whole[-1] < whole[0] - 0.01
+    shutil.rmtree(job / "checkpoints/step-000008")
+    shutil.copytree(job, dtt.folder / "jobs/on-two")
+    dtt("train", "jobs/q")
+    assert all(tensor.equal(tensors(job)[name]) for name, tensor in before.items())
+    forked_runs.run(dtt, "train", "jobs/on-two", "parallel.shard=2", ranks=2)
+    assert losses(dtt.folder / "jobs/on-two") == pytest.approx(whole, abs=1e-5)
+    said = dtt("export", "jobs/q", "export.dtype=fp32").stderr
+    assert "differ from those of the base in 4 bits by at most" in said
+    dtt("export", "jobs/q", "--adapter")
+    cfg = LoraConfig.model_validate({**load_job(job).adapter.model_dump(), "base": "nf4"})
+    base = read_hf_folder(dtt.folder / "exports/base")
+    ours = Decoder(base.decoder)
+    attach(ours, cfg, torch.float32)
+    take_base(ours, base.state, "base")
+    ours.load_state_dict(newest(job).tensors(store.MODEL), strict=False)
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(dtt.folder / "exports/base", dtype=torch.float32)
+    for layer in theirs.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = of_bitsandbytes(layer.weight.data)
+    adapted = peft.PeftModel.from_pretrained(theirs, dtt.folder / "exports/q-adapter").eval()
+    ids = torch.arange(2, 34)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(ids), adapted(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow(except_for=["changed"])
@@ -271,6 +311,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "a pattern": ({"adapter.rank_pattern": "{proj: 2}"}, "'proj'"),
     "an expression": ({"adapter.targets": "'*q'"}, "not a regular expression"),
     "no adapter": ({"adapter.type": "none", "init.adapter": "x"}, "needs adapter.type=lora"),
+    "divided blocks": ({"adapter.base": "nf4", "parallel.tensor": 2}, "that have one scale"),
     "scaling": ({"scaling.type": "mup", "scaling.base_dim": 32}, "needs standard"),
 }
 

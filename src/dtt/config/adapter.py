@@ -27,6 +27,10 @@ class LoraConfig(Section):
     """
 
     type: Literal["lora"] = "lora"
+    base: Literal["unquantized", "nf4"] = "unquantized"
+    """Storage of the frozen matrices: in the dtype of `train.precision`, or in 4 bits (`nf4`,
+    QLoRA, arXiv 2305.14314). The latter quantises the linear layers of blocks, adapted or not,
+    when they are read; it leaves out stacks of experts. Rows must be multiples of 64."""
     rank: PositiveInt = 16
     """Rank of the product B A."""
     alpha: PositiveFloat = 32.0

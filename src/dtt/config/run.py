@@ -293,6 +293,9 @@ class RunConfig(Section):
         if self.train.precision in ("bf16-pure", "fp8"):
             why = "bf16 keeps the frozen weights in bf16 and the adapter in fp32"
             yield "train.precision", f"adapter.type={adapter.type} does not support it: {why}"
+        if adapter.base == "nf4" and self.parallel.tensor > 1:
+            why = "it would divide the blocks of 64 weights that have one scale"
+            yield "adapter.base", f"nf4 does not support parallel.tensor > 1: {why}"
         if adapter.dropout and self.parallel.tensor > 1:
             why = "the ranks of a layer would drop different elements of one input"
             yield "adapter.dropout", f"must be 0 with parallel.tensor > 1: {why}"

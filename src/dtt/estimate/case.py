@@ -27,6 +27,7 @@ from dtt.model.contract import Model
 from dtt.model.decoder import make_model, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
 from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
+from dtt.model.nf4 import BLOCK, SCALES_OF
 from dtt.model.scaling import scaled
 from dtt.optim import built, groups
 from dtt.optim.adamw import AdamWConfig
@@ -56,13 +57,18 @@ class Weight:
     """True if its weight decay is cautious."""
     trained: bool = True
     """False for the frozen weights below an adapter."""
-    itemsize: int = 4
-    """Bytes of an element."""
+    itemsize: float = 4
+    """Bytes of an element; in 4 bits, with those of the scales."""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def quantized(self) -> bool:
+        """True if it is stored in 4 bits."""
+        return self.itemsize < 1
 
     @property
     def in_block(self) -> bool:
@@ -244,7 +250,12 @@ class Case:
             treated = groups.settings(optim, trained, RunFacts(self.steps))
         found = []
         for name, param in params.items():
-            of_weight, shape = treated.get(name), param.layout.shape
+            if name.endswith(SCALES_OF):
+                continue
+            shape, itemsize = param.layout.shape, float(param.tensor.element_size())
+            if not param.tensor.is_floating_point():
+                shape, itemsize = (shape[0], 2 * shape[1]), 1 / 2 + 1 / BLOCK
+            of_weight = treated.get(name)
             found.append(
                 Weight(
                     names[name],
@@ -254,7 +265,7 @@ class Case:
                     _part(name, shape, self.sizes.tensor, self.arch, self.cfg.parallel.expert),
                     of_weight is not None and bool(of_weight.cautious),
                     param.trainable,
-                    param.tensor.element_size(),
+                    itemsize,
                 )
             )
         return tuple(found)
@@ -314,6 +325,12 @@ class Case:
         spread = self.spread_of(weight)
         few = EXPERTS in weight.name and weight.part[0] < spread
         return own_mesh and few and weight.part[1] % spread == 0
+
+    def bytes_gathered(self, weights: Iterable[Weight]) -> int:
+        """Return the bytes of gathered `weights`: in the compute dtype, or in 4 bits."""
+        return round(
+            sum((w.itemsize if w.quantized else self.product_bytes) * prod(w.part) for w in weights)
+        )
 
     @property
     def block(self) -> list[Weight]:

@@ -74,13 +74,13 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     experts = [w for w in case.weights if EXPERTS in w.name]
     others = [w for w in case.weights if w.in_block and EXPERTS not in w.name]
     passes = 2 if case.cfg.parallel.reshard else 1
-    outside = len(case.own_stages) * numbers(case.outside)
+    outside = len(case.own_stages) * case.bytes_gathered(case.outside)
     each = case.cfg.parallel.reduce == "each"
     for weights, more, name, spread, stride in (
         (others, outside, "", case.spread, inner),
         (experts, 0, " of experts", _expert_spread(case), case.cfg.parallel.expert),
     ):
-        gathered = case.accumulation * case.product_bytes * (passes * numbers(weights) + more)
+        gathered = case.accumulation * (passes * case.bytes_gathered(weights) + more)
         yield _cost(case, f"all-gather of weights{name}", gathered, spread, stride, hidden=True)
         own = numbers(w for w in weights if w.trained)
         if not name:

@@ -121,7 +121,7 @@ def persistent(case: Case) -> dict[str, int]:
     """Return the memory held from the first step to the last, by part."""
     held = case.held(case.trained)
     parts = {
-        "parameters": sum(weight.itemsize * case.held([weight]) for weight in case.weights),
+        "parameters": round(sum(w.itemsize * case.held([w]) for w in case.weights)),
         "optimizer state": optimizer_state(case),
         "batches": BATCHES * 16 * case.sequences * case.cfg.train.seq_len,
         "framework": OVERHEAD[case.gpu.kind],
@@ -257,7 +257,12 @@ def _casts(case: Case, done: int) -> int:
     """
     if not case.autocast or case.sizes.sharded:
         return 0
-    cast = (w for w in case.block if len(w.part) > 1 and w.itemsize != case.product_bytes)
+    # Weights in 4 bits are decoded anew for each product.
+    cast = (
+        w
+        for w in case.block
+        if len(w.part) > 1 and w.itemsize != case.product_bytes and not w.quantized
+    )
     block = case.product_bytes * numbers(cast)
     if not case.compiled:
         return block * case.blocks
@@ -275,7 +280,19 @@ def _gathered(case: Case, blocks: int) -> int:
         return 0
     if not case.cfg.parallel.reshard:
         blocks = max(blocks, case.own_blocks)
-    return case.product_bytes * (numbers(case.outside) + blocks * numbers(case.block))
+    return case.bytes_gathered(case.outside) + blocks * case.bytes_gathered(case.block)
+
+
+def _decoded(case: Case) -> int:
+    """Return the bytes of weights in 4 bits that are decoded for products.
+
+    Compiled, those of a whole block are decoded before its products (traced); else each by itself,
+    in fp32, and then in the compute dtype.
+    """
+    sizes = [weight.numel for weight in case.block if weight.quantized]
+    if case.compiled:
+        return case.product_bytes * sum(sizes)
+    return (case.product_bytes + FP32) * max(sizes, default=0)
 
 
 def _kept_gradients(case: Case) -> int:
@@ -336,6 +353,7 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
         # Traced: the gradients of gate, up and their product that come through A are separate.
         factors += 4
     working = n * (case.stream_bytes * arch.dim + factors * e * arch.mlp_width) // t
+    working += _decoded(case)
     if case.cfg.train.remat != "none":
         working += kept_by_block(case) - kept_both_times(case)
     size = case.product_bytes if case.sizes.sharded else case.weight_bytes

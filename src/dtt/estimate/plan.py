@@ -312,7 +312,8 @@ def _run_lines(case: Case) -> Iterator[str]:
         active = _number(count.active_parameters(arch))
         yield f"{'':<10}{active} compute a token: {arch.mixture.describe()}"
     if trained := case.adapter:
-        yield f"{'':<10}{_number(trained)} trained in the adapter, the others frozen"
+        four_bits = ", those in matrices in 4 bits" * any(w.quantized for w in case.all_weights)
+        yield f"{'':<10}{_number(trained)} trained in the adapter, the others frozen{four_bits}"
     yield (
         f"{'run':<10}{case.steps:,} steps of {case.step_sizes.describe(case.steps)}: "
         f"{_number(tokens)} tokens, {tokens / total:.3g} per parameter"

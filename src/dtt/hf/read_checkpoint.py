@@ -26,7 +26,8 @@ from dtt.data.samples import compatibility
 from dtt.hf.peft import Adapter
 from dtt.hf.read import Trained, read_hf_folder, weight_files
 from dtt.mesh.sharding import FullTensor
-from dtt.model.adapted_layers import adapted_layers
+from dtt.model import nf4
+from dtt.model.adapted_layers import adaptable, adapted_layers
 from dtt.model.architecture import AnyArchitecture
 from dtt.model.lora import merged
 from dtt.model.scaling import scaled
@@ -46,14 +47,20 @@ def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
 
 
 def read_checkpoint(
-    cfg: RunConfig, job: JobDir, checkpoint: store.Checkpoint, *, ema: bool = False
+    cfg: RunConfig,
+    job: JobDir,
+    checkpoint: store.Checkpoint,
+    *,
+    ema: bool = False,
+    quantized: bool = False,
 ) -> Trained:
     """Return the model of a job with the resolved config `cfg`.
 
     Reads only the job directory, and the frozen weights below an adapter.
 
-    With `ema`, the weights are their moving average. Raises InputError if the job keeps none, and
-    DamagedError if the job directory contains the manifest of different data.
+    With `ema`, the weights are their moving average; `quantized` is as in `checkpoint_weights`.
+    Raises InputError if the job keeps none, and DamagedError if the job directory contains the
+    manifest of different data.
     """
     data = DataManifest.read(job.root)
     # Same ids, other tokenizer: nothing else would reveal that the texts are garbage.
@@ -64,7 +71,7 @@ def read_checkpoint(
             next=f"run dtt train {job.root}, which writes it again",
         )
     compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
-    weights = checkpoint_weights(checkpoint, job, average=ema)
+    weights = checkpoint_weights(checkpoint, job, average=ema, quantized=quantized)
     return Trained(
         architecture(job, cfg),
         {name: weight[()] for name, weight in weights.items()},
@@ -90,6 +97,7 @@ def checkpoint_weights(
     *,
     average: bool = False,
     check: bool = True,
+    quantized: bool = False,
 ) -> dict[str, FullTensor]:
     """Return all weights of a checkpoint by name; they are read when indexed.
 
@@ -97,7 +105,8 @@ def checkpoint_weights(
 
     With `average`, trained weights are their moving average, blended with them as
     `train.ema_decay` says. `check` hashes the frozen weights of an adapter: of several ranks, one
-    does it for all. Raises InputError if the job keeps none, or if the frozen weights of an
+    does it for all. With `quantized`, the frozen weights have the values of `adapter.base=nf4`.
+    Raises InputError if the job keeps none, or if the frozen weights of an
     adapter are not there, and DamagedError if they are others than at the time of the save.
     """
     job = job or JobDir(checkpoint.path.parents[1])
@@ -108,8 +117,11 @@ def checkpoint_weights(
     if checkpoint.manifest.base is None:
         return own
     assert isinstance(cfg.adapter, LoraConfig), "only an adapter has a base"
-    base = base_weights(checkpoint, average=cfg.init.average, check=check)
-    return merged(base, own, adapted_layers(cfg.adapter, architecture(job, cfg)))
+    arch = architecture(job, cfg)
+    base = dict(base_weights(checkpoint, average=cfg.init.average, check=check))
+    if quantized:
+        base |= {name: nf4.rounded(base[name][()]) for name in adaptable(arch)}
+    return merged(base, own, adapted_layers(cfg.adapter, arch))
 
 
 def read_adapter(cfg: RunConfig, checkpoint: Checkpoint, *, average: bool = False) -> Adapter:

@@ -15,25 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtt.base.errors import ConfigError
 from dtt.config.adapter import LoraConfig
 from dtt.mesh.dtypes import wide_dtype
 from dtt.mesh.sharding import FullTensor
-from dtt.model.adapted_layers import Adapted, adapted_layers
+from dtt.model.adapted_layers import Adapted, adaptable, adapted_layers
 from dtt.model.contract import Model
-from dtt.model.linear import Linear
+from dtt.model.nf4 import BLOCK, FrozenLinear, Nf4Linear
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Names of the parameters in an adapted layer; they are part of the checkpoint format."""
 
 
-class LoraLinear(Linear):
+class LoraLinear(FrozenLinear):
     """A linear layer with an adapter: [..., D] → [..., F]."""
 
     def __init__(self, base: nn.Linear, adapted: Adapted, dropout: float) -> None:
         """Take over the weight and the bias of `base`, and add A and B, in fp32."""
-        with torch.device("meta"):
-            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
-        self.weight, self.bias = base.weight, base.bias
+        super().__init__(base)
         device = base.weight.device
         # fp32 even if W is bf16: with a learning rate of 1e-4, most updates of a bf16 weight would
         # be rounded away.
@@ -56,23 +55,41 @@ class LoraLinear(Linear):
         return F.linear(low, self.lora_b.to(low.dtype))
 
 
+class Nf4LoraLinear(LoraLinear, Nf4Linear):
+    """An adapter on a weight in 4 bits (QLoRA, arXiv 2305.14314)."""
+
+
 def attach(model: Model, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze the weights of `model` and add adapters to its layers, in place.
 
     Matrices are stored in `dtype` from now on. Norms and biases, which are small, keep theirs: they
-    are applied in fp32.
+    are applied in fp32. With `base: nf4`, all matrices that can have adapters are quantised,
+    adapted or not.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(dtype)
-    for name, adapted in adapted_layers(cfg, model.arch).items():
+    quantized = cfg.base == "nf4"
+    adapters = adapted_layers(cfg, model.arch)
+    for weight in adaptable(model.arch):
+        name = weight.removesuffix(".weight")
         if not model.holds(name):
             continue
         parent, _, child = name.rpartition(".")
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)
-        layer = LoraLinear(base, adapted, cfg.dropout)
+        if quantized and base.in_features % BLOCK:
+            raise ConfigError(
+                f"the rows of {weight} have {base.in_features} weights",
+                where="adapter.base",
+                why=f"nf4 needs a multiple of {BLOCK}, the weights that have one scale",
+                next="adapter.base=unquantized",
+            )
+        layer: nn.Module = Nf4Linear(base) if quantized else base
+        if name in adapters:
+            kind = Nf4LoraLinear if quantized else LoraLinear
+            layer = kind(base, adapters[name], cfg.dropout)
         setattr(model.get_submodule(parent), child, layer)
 
 

@@ -15,12 +15,13 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base import host_memory
 from dtt.base.errors import EnvironmentUnfit
 from dtt.base.log import log
+from dtt.config.adapter import LoraConfig
 from dtt.config.parallel import Sizes
 from dtt.config.run import RunConfig
 from dtt.hf.model_source import frozen_architectures
 from dtt.mesh.dist import World
 from dtt.model import count
-from dtt.model.adapted_layers import adapter_weights
+from dtt.model.adapted_layers import adaptable, adapter_weights
 from dtt.model.architecture import AnyArchitecture
 from dtt.train.precision import Precision
 
@@ -88,6 +89,9 @@ def least_memory(cfg: RunConfig, arch: AnyArchitecture, sizes: Sizes, precision:
         state = min(state, 2)  # the codes of both moments; Muon's head may have them
     total, adapter = count.parameters(arch), adapter_weights(cfg.adapter, arch)
     frozen = precision.compute_dtype.itemsize * total if adapter else 0
+    if isinstance(cfg.adapter, LoraConfig) and cfg.adapter.base == "nf4":
+        quantized = sum(map(prod, adaptable(arch).values()))
+        frozen -= quantized * precision.compute_dtype.itemsize - quantized // 2
     trained = (2 * size + state) * (adapter or total)
     # Only FSDP2 divides the frozen models of an objective, and no stage of a pipeline lacks them.
     held = sum(map(count.parameters, frozen_architectures(cfg.objective)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from dtt.base.errors import ConfigError
 from dtt.mesh.sharding import FullTensor, fill, local_shard
 from dtt.model.contract import Model
+from dtt.model.nf4 import Nf4Linear, frozen_weights
 
 EMBED, HEAD = "embed.weight", "head.weight"
 BY_ROW = (EMBED, HEAD, "pos_embed.weight")
@@ -112,7 +114,7 @@ def take_base(
             why=f"their rows there are unused, and stay frozen: {_listed(new.added)}",
             next="use the tokenizer of the model, or train all weights: adapter.type=none",
         )
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = frozen_weights(model)
     tensors = {name: tensor for name, tensor in tensors.items() if model.holds(name)}
     for name in sorted(frozen.keys() | tensors.keys()):
         here, there = _shape(frozen.get(name)), _shape(tensors.get(name))
@@ -123,9 +125,12 @@ def take_base(
                 why=f"{name} is {here} here, {there} there",
                 next="leave out keys of model that differ",
             )
-    for name, parameter in frozen.items():
-        fill(parameter, tensors[name])
-    count = sum(parameter.numel() for parameter in frozen.values())
+    for name, weight in frozen.items():
+        if isinstance(weight, Nf4Linear):
+            weight.fill(tensors[name])
+        else:
+            fill(weight, tensors[name])
+    count = sum(prod(weight.shape) for weight in frozen.values())
     report = f"frozen weights from {source}: {count / 1e6:.2f}M parameters"
     if new.untrained:
         tokens = _listed(new.untrained)
@@ -171,5 +176,5 @@ def _fits(name: str, ours: Tensor, theirs: FullTensor | None) -> bool:
     return ours.shape == theirs.shape or (name in BY_ROW and ours.shape[1:] == theirs.shape[1:])
 
 
-def _shape(tensor: FullTensor | None) -> str:
+def _shape(tensor: FullTensor | Nf4Linear | None) -> str:
     return "none" if tensor is None else str(list(tensor.shape))

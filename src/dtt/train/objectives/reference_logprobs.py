@@ -9,6 +9,7 @@ from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import log
+from dtt.config.adapter import LoraConfig
 from dtt.config.init import HF
 from dtt.config.run import RunConfig
 from dtt.hf.model_source import find_model
@@ -101,5 +102,6 @@ def _key(inputs: Inputs, source: str, checkpoint: Checkpoint | None) -> str:
             "seq_len": cfg.train.seq_len,
             "too_long": cfg.chat.too_long,
             "precision": inputs.plan.precision,
+            **({"base": cfg.adapter.base} if isinstance(cfg.adapter, LoraConfig) else {}),
         }
     )
