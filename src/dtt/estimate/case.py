@@ -326,12 +326,6 @@ class Case:
         few = EXPERTS in weight.name and weight.part[0] < spread
         return own_mesh and few and weight.part[1] % spread == 0
 
-    def bytes_gathered(self, weights: Iterable[Weight]) -> int:
-        """Return the bytes of gathered `weights`: in the compute dtype, or in 4 bits."""
-        return round(
-            sum((w.itemsize if w.quantized else self.product_bytes) * prod(w.part) for w in weights)
-        )
-
     @property
     def block(self) -> list[Weight]:
         """The weights of one block, the last. Others have the same shapes, or an ordinary MLP."""
@@ -392,16 +386,6 @@ def numbers(weights: Iterable[Weight]) -> int:
 
 
 EMBEDDINGS = ("embed.", "pos_embed.")
-
-
-def matrices_and_rest(case: Case) -> tuple[int, int]:
-    """Return the number of parameters in hidden matrices, and in embeddings and head.
-
-    The remaining parameters are those of norms and biases.
-    """
-    two = [weight for weight in case.all_weights if len(weight.shape) > 1]
-    inside = sum(weight.numel for weight in two if weight.in_block)
-    return inside, sum(weight.numel for weight in two) - inside
 
 
 EXPERTS = ".mlp.experts."

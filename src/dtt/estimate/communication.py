@@ -9,11 +9,12 @@ b (n - 1) / n bytes; in an all-reduce, which is a reduce-scatter and an all-gath
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from dtt.estimate import muon_cost, pipeline_passes
-from dtt.estimate.case import EXPERTS, FP32, Case, numbers
+from dtt.estimate.case import EXPERTS, FP32, Case, Weight, numbers
 
 LINK = 0.8
 """Fraction of a link's bandwidth that collectives of large tensors reach."""
@@ -74,13 +75,13 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     experts = [w for w in case.weights if EXPERTS in w.name]
     others = [w for w in case.weights if w.in_block and EXPERTS not in w.name]
     passes = 2 if case.cfg.parallel.reshard else 1
-    outside = len(case.own_stages) * case.bytes_gathered(case.outside)
+    outside = len(case.own_stages) * bytes_gathered(case, case.outside)
     each = case.cfg.parallel.reduce == "each"
     for weights, more, name, spread, stride in (
         (others, outside, "", case.spread, inner),
         (experts, 0, " of experts", _expert_spread(case), case.cfg.parallel.expert),
     ):
-        gathered = case.accumulation * (passes * case.bytes_gathered(weights) + more)
+        gathered = case.accumulation * (passes * bytes_gathered(case, weights) + more)
         yield _cost(case, f"all-gather of weights{name}", gathered, spread, stride, hidden=True)
         own = numbers(w for w in weights if w.trained)
         if not name:
@@ -91,6 +92,12 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     part = 2 * FP32 * case.held(case.trained)
     stride = inner * case.spread
     yield _cost(case, "all-reduce of gradients", part, sizes.replicate, stride, hidden=True)
+
+
+def bytes_gathered(case: Case, weights: Iterable[Weight]) -> int:
+    """Return the bytes of gathered `weights`: in the compute dtype, or in 4 bits."""
+    sizes = ((w.itemsize if w.quantized else case.product_bytes) * prod(w.part) for w in weights)
+    return round(sum(sizes))
 
 
 def _expert_spread(case: Case) -> int:

@@ -24,6 +24,7 @@ from dtt.estimate.activations import (
 )  # fmt: skip
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
 from dtt.model.contract import Model
+from dtt.estimate.communication import bytes_gathered
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 from dtt.optim import eight_bit
 from dtt.optim.adamw_8bit import CHUNK
@@ -280,7 +281,7 @@ def _gathered(case: Case, blocks: int) -> int:
         return 0
     if not case.cfg.parallel.reshard:
         blocks = max(blocks, case.own_blocks)
-    return case.bytes_gathered(case.outside) + blocks * case.bytes_gathered(case.block)
+    return bytes_gathered(case, case.outside) + blocks * bytes_gathered(case, case.block)
 
 
 def _decoded(case: Case) -> int:

@@ -12,7 +12,7 @@ from dtt.base.ranks import Ranks
 from dtt.config.budget import seconds
 from dtt.config.run import RunConfig
 from dtt.estimate import advice, gpus, pipeline_report
-from dtt.estimate.case import Case, make_case, matrices_and_rest
+from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import LINK
 from dtt.estimate.duration import (
     LIMITED,
@@ -237,7 +237,7 @@ def facts(estimate: Estimate) -> dict[str, Any]:
     case, one = estimate.case, estimate.step
     per_token = case.flops_per_token
     tokens = case.step_sizes.tokens_before(case.steps)
-    blocks, outside = matrices_and_rest(case)
+    blocks, outside = _matrices_and_rest(case)
     return {
         "family": case.model.family,
         "parameters": count.parameters(case.model),
@@ -299,9 +299,19 @@ def lines(estimate: Estimate) -> Iterator[str]:
     yield from _assumptions(estimate)
 
 
+def _matrices_and_rest(case: Case) -> tuple[int, int]:
+    """Return the number of parameters in hidden matrices, and in embeddings and head.
+
+    The remaining parameters are those of norms and biases.
+    """
+    two = [weight for weight in case.all_weights if len(weight.shape) > 1]
+    inside = sum(weight.numel for weight in two if weight.in_block)
+    return inside, sum(weight.numel for weight in two) - inside
+
+
 def _run_lines(case: Case) -> Iterator[str]:
     arch, train = case.arch, case.cfg.train
-    total, (inside, outside) = count.parameters(case.model), matrices_and_rest(case)
+    total, (inside, outside) = count.parameters(case.model), _matrices_and_rest(case)
     per_token = case.flops_per_token
     tokens = case.step_sizes.tokens_before(case.steps)
     yield (
