@@ -23,8 +23,8 @@ from dtt.estimate.activations import (
     with_remat,
 )  # fmt: skip
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
-from dtt.model.contract import Model
 from dtt.estimate.communication import bytes_gathered
+from dtt.model.contract import Model
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 from dtt.optim import eight_bit
 from dtt.optim.adamw_8bit import CHUNK
