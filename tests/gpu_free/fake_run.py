@@ -84,7 +84,7 @@ class Step:
             resolved=SimpleNamespace(config=case.cfg), world=world, job=unused,  # type: ignore[arg-type]
             dataset=unused, plan=plan, from_step=None, branch=None, stage=None, predecessor=None,
             attempt=unused, watchdog=unused, resume=None, run_id="", state=state, actions=[],
-            objective=make_loss(case.cfg, plan), batches_from=unused,
+            loss_function=make_loss(case.cfg, plan), batches_from=unused,
             saver=unused, stop_lead=unused,
             schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
             observers=SimpleNamespace(meter=meter),  # type: ignore[arg-type]

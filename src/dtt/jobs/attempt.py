@@ -91,7 +91,7 @@ class Attempt:
     they read it from the job folder, they could find the previous attempt."""
     clock: Clock | None = None
     """The clock of the attempt, on rank 0 only."""
-    start: PhaseTimer = field(default_factory=PhaseTimer)
+    startup: PhaseTimer = field(default_factory=PhaseTimer)
     """Timer of the phases before the first step."""
 
 
@@ -102,16 +102,16 @@ def attempt(
     requests: Requests,
     *,
     timed: bool = False,
-    start: PhaseTimer | None = None,
+    startup: PhaseTimer | None = None,
     announced: bool = False,
 ) -> Iterator[Attempt]:
     """Start an attempt, and record in `attempt.json` how it ended.
 
-    With `timed`, a time limit ends the run, and the clock is written more often. `start` is the
+    With `timed`, a time limit ends the run, and the clock is written more often. `startup` is the
     phase timer of this process, if one was running already. If `announced`, ranks that fail before
     rank 0 has sent them the number find the attempt by the name of the launch.
     """
-    this = Attempt(job, requests, 0, start=start or PhaseTimer())
+    this = Attempt(job, requests, 0, startup=startup or PhaseTimer())
 
     def record(error: DttError) -> None:
         # Ranks that do not know the number yet write nothing: a guess could overwrite another

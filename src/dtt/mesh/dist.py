@@ -29,7 +29,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup | None
     """Gloo group for small host-side collectives, which never wait for the device; None with one
-    rank."""
+    rank, or before the ranks have met."""
     background: dist.ProcessGroup | None = None
     """Separate Gloo group for the thread that writes checkpoints."""
 

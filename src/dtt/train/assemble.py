@@ -82,7 +82,7 @@ def make_optimizers(
 
 
 def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
-    """Create the model and wrap it for the run's parallelism; all ranks call it together.
+    """Create the model, wrap it for the run's parallelism, and give it fresh weights; collective.
 
     A sharded model has no memory before it is sharded, so that no rank ever holds all of it.
     """

@@ -60,9 +60,10 @@ def build(inputs: Inputs) -> Trainer:
 
     cfg, plan, job, world = inputs.cfg, inputs.plan, inputs.job, inputs.world
     # The imports above take seconds, which `start` reports separately.
-    inputs.attempt.start.end_phase("imports")
+    inputs.attempt.startup.end_phase("imports")
     state, reader = make_state(inputs)
     if cfg.objective.needs_reference:
+        # Only now: `make_state` has written the log-probabilities that this opens.
         inputs = replace(inputs, dataset=with_reference(inputs.dataset, job.reference))
     dataset, budget = inputs.dataset, make_budget(inputs)
     schedule = RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget)
@@ -79,7 +80,7 @@ def build(inputs: Inputs) -> Trainer:
     return Trainer(
         **vars(inputs),
         run_id=world.from_first(job.run_id(saved_run_id) if world.first else ""),
-        objective=make_loss(cfg, plan),
+        loss_function=make_loss(cfg, plan),
         state=state,
         batches_from=partial(training_batches, dataset, reader),
         schedule=schedule,
@@ -129,9 +130,9 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     reader = BatchReader.of(cfg, laid_out.layout.index(*DATA), plan.sizes.data, world.device)
     reader = reader.checking(world.rank, world.size)
     # After parallelisation, so that each rank fills its shards only.
-    start, base = initial_weights(inputs, laid_out, reader)
+    came_from, base = load_initial_weights(inputs, laid_out, reader)
     check_model(laid_out.model, world, separate=cfg.separates_documents)
-    inputs.attempt.start.end_phase("model")
+    inputs.attempt.startup.end_phase("model")
     rounding = StochasticRounding.of(
         cfg.seed, plan.precision.weights, weights=cfg.train.stochastic_rounding
     )
@@ -140,8 +141,8 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         # A resumed job passed this check when it was new.
         check_weights(optimizers, world.gather)
     # After the optimizers exist, as carried moments replace their empty state.
-    if start is not None and cfg.init.optimizer == "carry":
-        carry_optimizers(optimizers, laid_out.params, start)
+    if came_from is not None and cfg.init.optimizer == "carry":
+        carry_optimizers(optimizers, laid_out.params, came_from)
     with own_code(cfg.objective, "objective"):
         cfg.objective.setup(RunView.of(inputs, laid_out.layout))
     state = TrainState(
@@ -160,7 +161,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         experts=make_experts(cfg, laid_out),
         base=base,
     )
-    inputs.attempt.start.end_phase("optimizer")
+    inputs.attempt.startup.end_phase("optimizer")
     return state, reader
 
 
@@ -187,10 +188,12 @@ def make_ema(inputs: Inputs, laid_out: LaidOutModel) -> Ema | None:
     return Ema(laid_out.params, average.decay, start, average.blend)
 
 
-def initial_weights(
+def load_initial_weights(
     inputs: Inputs, laid_out: LaidOutModel, reader: BatchReader
 ) -> tuple[Checkpoint | None, Reference | None]:
-    """Initialise the model of a new job; return the checkpoint that its weights come from, if any.
+    """Replace the fresh weights of a new job, which `assemble` made, by those of `init.from`.
+
+    Return the checkpoint that they come from, if any.
 
     With an adapter, load the frozen weights, also on resume, and return a reference to them.
     With DPO, also compute the log-probabilities of the reference model, or, on resume, check that
@@ -266,8 +269,8 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[StepActi
         trackers=make_trackers(cfg, inputs.job, step, again=again) if world.first else [],
         meter=meter,
         profiler=Profiler(cfg.profile, world, inputs.job.profiles, meter, inputs.watchdog),
-        startup=attempt.start,
-        time_breakdown=TimeBreakdown(attempt.start, attempt.clock),
+        startup=attempt.startup,
+        time_breakdown=TimeBreakdown(attempt.startup, attempt.clock),
     )
 
 

@@ -104,11 +104,15 @@ class Observers:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Inputs):
-    """The parts of a run; none of them is replaced while it trains."""
+    """The parts of a run; none of them is replaced while it trains. `Trainer` extends it.
+
+    `cfg.objective` and `cfg.actions` are live objects: their classes may keep state in them, which
+    checkpoints save.
+    """
 
     run_id: str
     """Id of the run in trackers; kept in its checkpoints."""
-    objective: LossFunction
+    loss_function: LossFunction
     state: TrainState
     batches_from: Callable[[int], Batches]
     """Function that returns the batches from a step (counted from 0) on."""

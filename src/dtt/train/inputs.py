@@ -1,6 +1,7 @@
 """A run before it has a model: what its checks found, then what the ranks of an attempt share.
 
-One object that grows: `Start`, then `Inputs`, and with model, schedule and trackers `Run`.
+One object that grows: `Start`, then `Inputs`, and with model, schedule and trackers `Run`, of which
+the only instance is a `Trainer`.
 """
 
 from __future__ import annotations

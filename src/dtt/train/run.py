@@ -17,7 +17,6 @@ from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited, waiting_for_space
 from dtt.config.load import stage_names
 from dtt.config.resolved import Resolved
-from dtt.config.run import RunConfig
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.jobs import branch
@@ -79,7 +78,7 @@ def run(
     records the steps through `instrument`; `requests` are those of a caller that continues.
     """
     requests = requests or Requests()  # handle signals before the slow imports
-    ranks, laps = Ranks.detect(), PhaseTimer()
+    ranks, startup = Ranks.detect(), PhaseTimer()
     requests.act_at_once(ranks)
     try:
         with (
@@ -104,10 +103,10 @@ def run(
             of_stage = _stage_of(config, arguments, stage, resolved, job)
             if of_stage is not None and ranks.first:
                 report_shadowed([of_stage], arguments)
-            start = prepare(resolved, job, ranks, from_step, branched, laps, of_stage)
-        start_attempt(start, ranks, requests, laps, instrument)
+            start = prepare(resolved, job, ranks, from_step, branched, startup, of_stage)
+        run_attempt(start, ranks, requests, startup, instrument)
     finally:
-        requests.defer()
+        requests.defer()  # ends the thread of signals, of a start that failed
     if as_json and ranks.first:
         print(json.dumps({"job": str(job.root)} | summary.summarize(job.metrics).facts()))
 
@@ -121,10 +120,10 @@ def under_time_pressure(job: JobDir) -> bool:
     return "SLURM_JOB_ID" in os.environ and (ending is None or ending["code"] != ExitCode.DONE)
 
 
-def start_attempt(
-    start: Start, ranks: Ranks, requests: Requests, laps: PhaseTimer, instrument: Instrument
+def run_attempt(
+    start: Start, ranks: Ranks, requests: Requests, startup: PhaseTimer, instrument: Instrument
 ) -> None:
-    """Lock the job, join the other ranks and train; `laps` has timed the start so far."""
+    """Lock the job, join the other ranks and train; `startup` has timed the start so far."""
     from dtt.mesh import dist
 
     job, cfg = start.job, start.cfg
@@ -136,19 +135,20 @@ def start_attempt(
             waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
             attempt(
-                job, ranks, requests, timed=cfg.train.timed, start=laps, announced=True
+                job, ranks, requests, timed=cfg.train.timed, startup=startup, announced=True
             ) as this,
             lost_rank_named(this),
         ):
             # Inside, every rank that fails for the same reason as rank 0 stays silent.
             with after_rank_0(ranks, requests):
-                # Rank 0 may wait for space for days; the watchdog ends runs that hang.
-                patience = timedelta(days=7) if waits else timedelta(minutes=30)
-                world = dist.start(ranks, cfg.train.device, patience)
+                # Of collectives: rank 0 may wait for space for days. The watchdog covers steps
+                # only, so a hang in the start, an evaluation or a save lasts this long.
+                timeout = timedelta(days=7) if waits else timedelta(minutes=30)
+                world = dist.start(ranks, cfg.train.device, timeout)
             # Ranks that start late may see a newer attempt folder. The number of rank 0 counts.
             this.number = world.from_first(this.number)
-            this.start.end_phase("process group")
-            train(start, this, world, instrument)
+            this.startup.end_phase("process group")
+            build_and_train(start, this, world, instrument)
     finally:
         dist.stop()  # after attempt.json is written, because it makes the other ranks end
         if this is not None and ranks.first and not under_time_pressure(job):
@@ -170,32 +170,36 @@ def _stage_of(
     return Stage(job, stage_names(config, arguments), resolved)
 
 
-def train(start: Start, this: Attempt, world: World, instrument: Instrument) -> None:
+def build_and_train(start: Start, this: Attempt, world: World, instrument: Instrument) -> None:
     """Build the trainer, resume from a checkpoint if there is one, and run to the end.
 
     Raises Preempted if a stop was requested before the last step.
     """
     from dtt.train.process_memory import exhaustion_explained
 
-    this.start.end_phase("imports")
-    cfg, job, dataset, plan = start.cfg, this.job, start.dataset, start.plan
+    this.startup.end_phase("imports")
+    cfg, job, dataset = start.cfg, this.job, start.dataset
     if start.branch is not None and world.first:
         start.branch.create_job(job)
     hang_seconds = cfg.train.hang_seconds
     with Watchdog(
-        job, world.ranks, plan.steps, attempt=this.number, hang_seconds=hang_seconds
+        job, world.ranks, start.plan.steps, attempt=this.number, hang_seconds=hang_seconds
     ) as watchdog:
         resume = find_checkpoint(this, dataset, world, start.from_step)
-        this.start.end_phase("data")
+        this.startup.end_phase("data")
         # Again: `prepare` assumed the newest checkpoint, which may have been rejected.
-        compatibility.check_batches(cfg.train, plan.sizes, resume.step if resume else 0)
+        compatibility.check_batches(cfg.train, start.plan.sizes, resume.step if resume else 0)
         if resume is not None and cfg.train.timed:
-            start = replace(start, plan=plan.with_decay(branch.timed_decay(job, resume)))
-            watchdog.expect(start.plan.steps)
+            plan = start.plan.with_decay(branch.timed_decay(job, resume))
+            start = replace(start, plan=plan)
+            watchdog.expect(plan.steps)
         inputs = Inputs(**vars(start), attempt=this, world=world, watchdog=watchdog, resume=resume)
         if world.first:
-            describe(inputs)
-        if resume is not None and is_done(cfg, job, resume, inputs.plan.steps):
+            # An error here ends rank 0; the others report PeerLost with its reason.
+            write_run_files(inputs)
+        done = resume is not None and world.first and is_done(inputs, resume)
+        # Rank 0 reads the records for all: a file server may show them late on another node.
+        if resume is not None and world.from_first(done):
             log.info("%s is done: the last checkpoint is %s", job.root, resume.path)
             this.requests.forget(world)
             return
@@ -209,32 +213,34 @@ def train(start: Start, this: Attempt, world: World, instrument: Instrument) -> 
             stack.callback(trainer.saver.close)
             watchdog.before_end = trainer.saver.close
             if world.first and start.from_step is not None:
+                # Only now: a run that cannot be built must leave the newer checkpoints.
                 set_aside(this, start.from_step)
             stack.push(this.requests.note_failure)  # called first, before the trackers are closed
             finished = trainer.run()
     if not finished:
         raise Preempted(
-            f"stopped at step {trainer.position.step} of {inputs.plan.steps}, with a checkpoint",
+            f"stopped at step {trainer.position.step} of {trainer.schedule.steps}, with a "
+            "checkpoint",
             why=this.requests.reason or "another rank received a stop request",
             next=f"dtt train {job.root}",
         )
 
 
-def describe(run: Inputs) -> None:
+def write_run_files(inputs: Inputs) -> None:
     """Write the files that describe the run, and warn of what a resume changes, on rank 0."""
-    if run.resume is not None:
-        warn_of_rate_jump(run.job, run.resume, run.plan)
-        warn_of_decay_change(run.job, run.cfg)
-    write_description(run, run.resume)
+    if inputs.resume is not None:
+        warn_of_rate_jump(inputs.job, inputs.resume, inputs.plan)
+        warn_of_decay_change(inputs.job, inputs.cfg)
+    write_description(inputs, inputs.resume)
 
 
-def announce(run: Inputs) -> None:
-    """Log what is about to be trained, on rank 0."""
-    if run.resume is None and (adopted := describe_adopted(run.resolved)):
+def announce(inputs: Inputs) -> None:
+    """Log what is about to be trained, and record the command and its environment, on rank 0."""
+    if inputs.resume is None and (adopted := describe_adopted(inputs.resolved)):
         log.info("%s", adopted)
-    log.info("%s", run.plan.describe(run.world))
-    warn_of_early_end(run.dataset, run.cfg.train.steps)
-    write_provenance(run.job)
+    log.info("%s", inputs.plan.describe(inputs.world))
+    warn_of_early_end(inputs.dataset, inputs.cfg.train.steps)
+    write_provenance(inputs.job)
 
 
 def find_checkpoint(
@@ -242,8 +248,8 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from, the same on every rank, or None for a new job.
 
-    Rank 0 chooses and verifies it. Raises ConfigError on all ranks if its data hash differs, and
-    DamagedError if the data is not the same on every rank.
+    Rank 0 chooses and verifies it. Raises ConfigError on all ranks if it was trained on other
+    data, and DamagedError if the data is not the same on every rank.
     """
     from dtt.train.data_hash import check_nodes
 
@@ -255,7 +261,10 @@ def find_checkpoint(
 
 
 def choose_checkpoint(this: Attempt, from_step: int | None) -> Checkpoint | None:
-    """Return the newest verified checkpoint, or that of `from_step`; None if there are none."""
+    """Return the newest verified checkpoint, or that of `from_step`; None if there are none.
+
+    Before, delete the folders of saves that did not finish.
+    """
     from dtt.checkpoint import retention, store
     from dtt.train.state import check_position
 
@@ -279,16 +288,18 @@ def set_aside(this: Attempt, from_step: int) -> None:
         log.info("renamed newer checkpoint: %s", path)
 
 
-def is_done(cfg: RunConfig, job: JobDir, resume: Checkpoint, steps: int) -> bool:
+def is_done(inputs: Inputs, resume: Checkpoint) -> bool:
     """Return True if the last step is saved and its evaluation is recorded."""
     from dtt.evaluate.tasks.definition import load_tasks
 
+    steps = inputs.plan.steps
     if resume.step < steps:
         return False
-    found = summary.summarize(job.metrics)
+    found = summary.summarize(inputs.job.metrics)
+    # A run without held-out text has no evaluation.
     validated = found.last_eval is None or found.last_eval["step"] >= steps
     if not validated or resume.position().get("tasks_evaluated") == resume.step:
         return validated
     # Tasks may have been added, and evaluated after the last checkpoint.
     recorded = {record["task"] for record in found.last_tasks if record["step"] >= steps}
-    return recorded >= {task.name for task in load_tasks(cfg.eval.tasks)}
+    return recorded >= {task.name for task in load_tasks(inputs.cfg.eval.tasks)}

@@ -44,7 +44,8 @@ class RunPlan:
     step_size: str
     """Batch size of the first step, and of the last one if it differs, in words."""
     steps: int
-    """Number of steps to the end of the run, or until the data is exhausted."""
+    """Number of steps to the end of the run, or until the data is exhausted, as planned: the loop
+    follows `RunSchedule.steps`, which a time limit or an action may change."""
     schedule: ResolvedSchedule
     """Learning rate of each step."""
     data: str

@@ -1,7 +1,8 @@
 """Checks that `dtt train` makes before it touches the job directory.
 
 They find errors in the device, the trackers, the data and the mesh. So a start that is refused
-neither creates a job nor turns a finished job into a failed one.
+neither creates a job nor turns a finished job into a failed one. One of `dtt train JOB` is recorded
+as an attempt, unless the job is done.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def prepare(
         compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
     newest = store.steps(job.checkpoints)[-1:] or [0 if branch is None else branch.step]
     done = newest[0] if from_step is None else from_step
-    plan = make_plan(cfg, dataset, dist.World(ranks, device, None), done)
+    plan = make_plan(cfg, dataset, dist.World(ranks, device, None), done)  # without collectives
     if branch is not None:
         # Again, now that the length of the data is known.
         branch.check(plan.schedule.first_decay, plan.steps)

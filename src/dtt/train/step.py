@@ -1,7 +1,8 @@
 """One training step: the passes over micro-batches, and the update of the weights.
 
 Everything that trains a model uses it: a run, the short trainings of muP, the measurement of `dtt
-plan`, and benchmarks. Nothing here synchronises host and device.
+plan`, and benchmarks. Nothing here waits for the device, but for
+optimizers that ignore `found_inf`.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class Trainer(Run):
         """Train to the end (return True) or until a stop request (False); save in either case."""
         meter, startup = self.observers.meter, self.observers.startup
         self.restore()
+        # From here on a stop saves first; before, it ended the process at once.
         self.attempt.requests.defer()
         startup.end_phase("resume")
         # A run that was stopped during an evaluation repeats it before the next step, so that its
@@ -91,6 +92,7 @@ class Trainer(Run):
                 tokens, seq_len = step_sizes.batch_tokens(step), step_sizes.at(step).seq_len
                 with self.observers.profiler.step(step + 1), meter.step(tokens, seq_len):
                     batch = next(batches)
+                    # A sample holds one token more than it has inputs.
                     if batch.tokens is not None:
                         # Padding is computed but not trained on, so it does not count as speed.
                         meter.leave_out(tokens - (batch.tokens - len(batch.samples)))
@@ -105,9 +107,12 @@ class Trainer(Run):
         self.save()
 
     def step(self, batch: Batch, multiplier: float) -> None:
-        """Do one optimizer step; nothing here synchronises with the device."""
+        """Do one optimizer step, without waiting for the device.
+
+        But for the check of names in the first step, and optimizers that ignore `found_inf`.
+        """
         state, step, meter = self.state, self.position.step, self.observers.meter
-        losses = state.step.run(batch.micro_batches, self.objective, batch.terms)
+        losses = state.step.run(batch.micro_batches, self.loss_function, batch.terms)
         reported = losses.aux | losses.metrics
         if not self._reported:
             # Once, as the names do not change. By their places in the stack below, ranks would add
@@ -121,6 +126,8 @@ class Trainer(Run):
         # One all-reduce for all numbers of the step. Its result is bitwise equal on all ranks, so
         # all guards judge alike.
         means = state.layout.mean(torch.stack([losses.loss, norm, *reported.values()]))
+        # If it is to stop the run, Diverged follows in `read_losses`, up to `log_every` steps
+        # later. `save` reads the losses first, so that no checkpoint has such a step.
         judgement = state.guard.judge(means[:2])
         values = [judgement.values, means[2:]]
         names: dict[str, Sequence[int]] = dict.fromkeys(reported, ())

@@ -77,9 +77,9 @@ class Watchdog:
     """A thread that tracks the main thread's progress and ends the whole run when it hangs.
 
     A step hangs when it takes longer than `hang_seconds` and longer than `FACTOR` times the mean of
-    recent steps. All other phases have no time limit, on any rank. If `hang_seconds` is None or 0,
-    the thread only writes the heartbeat. `attempt` is rank 0's: a rank that starts late might find
-    a newer one on disk.
+    recent steps. All other phases, and the first `COMPILING` steps, have no limit, on any rank. If
+    `hang_seconds` is None or 0, the thread only writes the heartbeat. `attempt` is rank 0's: a rank
+    that starts late might find a newer one on disk.
     """
 
     def __init__(
