@@ -323,7 +323,9 @@ def _adapter(shrinking: _Shrinking) -> Nested:
     if isinstance(adapter, LoraConfig):
         values["rank"] = min(adapter.rank, RANK)
         values["rank_pattern"] = {p: min(n, RANK + 2) for p, n in adapter.rank_pattern.items()}
-        values["dropout"] = 0.0
+        values["dropout"], values["base"] = 0.0, "unquantized"
+        # The small model has rows of fewer weights than a block.
+        shrinking.note(adapter.base == "nf4", "adapter.base=nf4 (unquantized)")
         own = "each layout draws its own"
         shrinking.note(adapter.dropout, f"adapter.dropout={adapter.dropout} ({own})")
     return values
