@@ -26,7 +26,8 @@ def loss(folder: Path, base: str, seed: int, steps: int) -> float:
         f"train.global_batch_tokens={4 * SEQ_LEN}", "optim.lr=1e-3",
     )  # fmt: skip
     records = jsonl.read(folder / "jobs" / name / "metrics.jsonl")
-    return statistics.mean([r["loss"] for r in records if r["kind"] == "train"][-10:])
+    losses: list[float] = [r["loss"] for r in records if r["kind"] == "train"]
+    return statistics.mean(losses[-10:])
 
 
 def main() -> None:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from dtt.base.errors import DttError
 from dtt.base.ranks import Ranks
+from dtt.config.adapter import LoraConfig
 from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.scorer import Scorer
 from dtt.mesh.dist import start
 from dtt.model import count
+from dtt.model.adapted_layers import adaptable
 from dtt.model.architecture import BuiltArchitecture
 from dtt.model.contract import Model
 from dtt.model.decoder import make_model, params_of
@@ -21,7 +23,10 @@ from dtt.model.generate import generate
 from dtt.model.init import initialize
 from dtt.model.library.family import TransformersFamily
 from dtt.model.library.model import LibraryModel
+from dtt.model.lora import attach
+from dtt.model.nf4 import rounded
 from dtt.model.output import Output
+from dtt.train.warm_start import take_base
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -51,6 +56,7 @@ TYPES: dict[str, dict[str, Any]] = {
         "n_groups": 1, "chunk_size": 16,
     },
 }  # fmt: skip
+MOE_OF_64 = {"moe_intermediate_size": 64}
 JOINED = ("qwen3_5_text", "mamba2")
 """Types whose state runs through all tokens of a row: no mask separates documents."""
 
@@ -90,6 +96,22 @@ def test_logits_are_those_of_the_library(model: Any) -> None:
     tokens = ids(2, 16)
     expected = model.library(input_ids=tokens).logits
     torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "more"), [("lfm2", {}), ("glm4_moe", MOE_OF_64)])
+def test_a_base_in_4_bits_computes_with_the_rounded_weights(
+    kind: str, more: dict[str, int]
+) -> None:
+    arch = built(kind, intermediate_size=128, **more)
+    plain, quantized = initialized(arch), initialized(arch)
+    attach(quantized, LoraConfig(base="nf4", targets=("self_attn.q_proj",)), torch.float32)
+    take_base(quantized, plain.state_dict(), "the other")
+    initialize(quantized, seed=0)
+    for name in adaptable(arch):
+        weight = plain.get_parameter(name)
+        weight.copy_(rounded(weight))
+    torch.testing.assert_close(quantized(ids(2, 16)), plain(ids(2, 16)), rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
