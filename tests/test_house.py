@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from support.forked import CONTEXT
 
 from dtt.main import commands
 
@@ -86,6 +87,18 @@ def test_a_name_has_one_meaning_in_the_package() -> None:
         classes.update(n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
     assert {name for name, n in modules.items() if n > 1} == {"base", "collectives", "run"}
     assert {name for name, n in classes.items() if n > 1} == {"Phase"}
+
+
+def ended_with_the_hub() -> None:
+    sys.exit("huggingface_hub" in sys.modules)
+
+
+def test_what_tests_import_ahead_reads_no_variables_of_the_hub() -> None:
+    """Else HF_ENDPOINT has no effect; modules that import it belong to `READ_ENVIRONMENT`."""
+    process = CONTEXT.Process(target=ended_with_the_hub)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_no_loader_may_run_the_code_of_a_folder() -> None:

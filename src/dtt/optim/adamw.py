@@ -11,7 +11,6 @@ from dtt.config.base import Section
 from dtt.config.optim import AdamWGroup, Betas, GroupedOptimizer
 from dtt.config.schedule import RunFacts
 from dtt.config.weight_decay import Decayed
-from dtt.optim import eight_bit
 
 if TYPE_CHECKING:  # keeps torch out of the check of a configuration
     from torch.optim import Optimizer
@@ -65,6 +64,7 @@ def adamw_optimizers(
     groups: Mapping[str, list[dict[str, Any]]], run: RunFacts
 ) -> dict[str, Optimizer]:
     """Return the AdamW of each state size for the groups of `dtt.optim.groups.grouped`."""
+    from dtt.optim import eight_bit
     from dtt.optim.adamw_8bit import AdamW8bit
     from dtt.optim.adamw_optimizers import make_adamw
 
@@ -88,6 +88,7 @@ def adamw_settings(
     `weight_decay` is that of matrices, routers and adapters. Under muP, rates of matrices shrink
     with the width.
     """
+    from dtt.optim import eight_bit
     from dtt.optim.groups import Settings, rate_and_decay
 
     entry = entry or AdamWGroup(match=param.name)
