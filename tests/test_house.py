@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from support.forked import CONTEXT
+from support.ranks import start_process
 
 from dtt.main import commands
 
@@ -95,8 +95,7 @@ def ended_with_the_hub() -> None:
 
 def test_what_tests_import_ahead_reads_no_variables_of_the_hub() -> None:
     """Else HF_ENDPOINT has no effect; modules that import it belong to `READ_ENVIRONMENT`."""
-    process = CONTEXT.Process(target=ended_with_the_hub)
-    process.start()
+    process = start_process(ended_with_the_hub)
     process.join()
     assert process.exitcode == 0
 
