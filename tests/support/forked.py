@@ -19,7 +19,7 @@ from support import warm_python
 PACKAGE = Path(dtt.__file__).parent
 READ_ENVIRONMENT = (
     "dtt/hf/", "dtt/data/corpus/hub.py", "dtt/train/adapter.py", "dtt/verify/folder.py",
-    "dtt/train/objectives/frozen_model.py", "/__",
+    "/__",
 )  # fmt: skip
 """Modules that are not imported ahead: huggingface_hub reads variables when it is imported."""
 FILES = (path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.rglob("*.py")))
