@@ -85,7 +85,8 @@ class Step:
             dataset=unused, plan=plan, from_step=None, branch=None, stage=None, predecessor=None,
             attempt=unused, watchdog=unused, resume=None, run_id="", state=state, actions=[],
             loss_function=make_loss(case.cfg, plan), batches_from=unused,
-            saver=unused, stop_lead=unused,
+            # The ranks compare the names of values in the first step: a message on the host.
+            saver=unused, stop_lead=unused, _reported=["loss"],
             schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
             observers=SimpleNamespace(meter=meter),  # type: ignore[arg-type]
         )  # fmt: skip

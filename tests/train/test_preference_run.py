@@ -203,6 +203,6 @@ def test_a_loss_of_pairs_of_ones_own_gets_the_reference_and_is_validated(dtt: Dt
     job = dtt.folder / "jobs/own"
     assert (job / "reference").is_dir()
     evaluated = records(job, "eval")[-1]
-    assert evaluated.keys() >= {"loss", "margin"}
+    assert evaluated.keys() >= {"loss", "own/margin"}
     assert evaluated["bits_per_byte"] is None
     assert "objective" not in evaluated

@@ -285,7 +285,7 @@ class JobDir:
         # Another rank may have ended, and removed its own file, since the look above.
         if self.exit_record(attempt) is None:
             retrying(lambda: aside.replace(path))
-            fsync_folder(path.parent)
+            retrying(lambda: fsync_folder(path.parent))
             # A supervisor that an older version copied into the job reads this file instead.
             if "DTT_SUPERVISED" in os.environ and "saved" not in record:
                 write_atomically(path.with_name("exit.json"), path.read_text())

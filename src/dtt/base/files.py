@@ -85,7 +85,8 @@ def write_once(path: Path, content: str) -> bool:
             return aside.stat().st_nlink == 2
         finally:
             aside.unlink(missing_ok=True)
-        fsync_folder(path.parent)
+        # It is created: an error now would tell the caller that it is not.
+        retrying(lambda: fsync_folder(path.parent))
     return True
 
 

@@ -35,9 +35,10 @@ def records(job: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def endings(job: Path) -> list[int]:
-    """Exit code of every attempt."""
+    """Exit code of every attempt that has ended."""
     paths = sorted(job.glob("attempts/*/attempt.json"))
-    return [json.loads(path.read_text())["code"] for path in paths]
+    records = [json.loads(path.read_text()) for path in paths]
+    return [record["code"] for record in records if "code" in record]
 
 
 def jobs_by_values(folder: Path) -> dict[tuple[Any, ...], Path]:
