@@ -29,7 +29,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-READ_AT_IMPORT = ("OMP_NUM", "PYTHON", "TORCH_LOGS", "TORCHDYNAMO")
+READ_AT_IMPORT = ("OMP_NUM", "PYTHON", "TORCH_LOGS", "TORCHDYNAMO", "TORCHINDUCTOR", "CXX")
 """Beginnings of variables that have had their effect on what is imported already."""
 
 # Isolated, so it takes 30 ms. MPI gives each rank a file descriptor, which would be lost.
