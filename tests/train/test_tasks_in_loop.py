@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,11 +124,13 @@ def test_a_job_whose_last_evaluation_gave_no_scores_is_done(
     newest = store.newest(job.checkpoints)
     job.metrics.write_text("".join(lines))
     assert newest is not None
-    assert not is_done(load_job(job.root), job, newest, 12)
+    plan: Any = SimpleNamespace(steps=12)
+    run: Any = SimpleNamespace(cfg=load_job(job.root), job=job, plan=plan)
+    assert not is_done(run, newest)
     none = {"kind": "task", "step": 12, "n": 0}
     lines += [json.dumps(none | {"task": name}) + "\n" for name in {r["task"] for r in records}]
     job.metrics.write_text("".join(lines))
-    assert is_done(load_job(job.root), job, newest, 12)
+    assert is_done(run, newest)
 
 
 def test_a_task_that_is_missing_ends_the_run_before_it_starts(dtt: Dtt, tiny: Settings) -> None:
