@@ -112,7 +112,9 @@ def test_the_exit_code_is_that_of_the_stage_that_failed(dtt: Dtt, books: Path) -
 
 @pytest.mark.slow
 def test_a_stopped_pipeline_saves_and_resumes(dtt: Dtt, books: Path) -> None:
-    command = ("pipeline", "-c", "quickstart", "-d", books, *SMALL, "name=long")
+    command = (
+        "pipeline", "-c", "quickstart", "-d", books, *SMALL, "name=long", "checkpoint.keep_last=99",
+    )  # fmt: skip
     process = dtt.start(*command, "train.steps=100000", "train.precision=fp32")
     wait_until((dtt.folder / "jobs/long/checkpoints/step-000005").exists, process)
     process.terminate()
