@@ -258,7 +258,7 @@ def _casts(case: Case, done: int) -> int:
     """
     if not case.autocast or case.sizes.sharded:
         return 0
-    # Weights in 4 bits are decoded anew for each product.
+    # Weights in 4 bits are decoded again for each product.
     cast = (
         w
         for w in case.block

@@ -248,7 +248,7 @@ class _Schedule:
 
 
 class _Part(nn.Module):
-    """What torch takes for the module of a stage; parameters are in the Decoder."""
+    """The stand-in that torch takes for the module of a stage; parameters are in the Decoder."""
 
     def __init__(self, schedule: _Schedule, stage: int) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ class Supervisor:
         try:
             attempt.mkdir(parents=True)
         except FileExistsError:
-            message(f"{attempt} was begun by another job: this job ends")
+            message(f"another job has started {attempt}: this job ends")
             return False
         except OSError as error:  # a full disk is for the checkpoints to report
             message(f"cannot create {attempt}: {error}")
