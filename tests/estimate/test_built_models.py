@@ -11,7 +11,7 @@ from dtt.config.load import resolve
 from dtt.estimate import gpus
 from dtt.estimate.activations import kept_by_block
 from dtt.estimate.case import Case
-from dtt.estimate.plan import make_estimate
+from dtt.estimate.estimates import make_estimate
 
 OWN = {"dim": 128, "ffn_dim": 384, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2}
 LIBRARY = {

@@ -217,7 +217,7 @@ def test_a_time_budget_bounds_time_steps_and_tokens(
     monkeypatch.chdir(tmp_path)
     many = ("tokenizer.vocab_size=1000", "train.steps=40000000000", "schedule.warmup=1")
     whole, screen = planned(capsys, *many)
-    assert re.search(r"\ntime +≈ \d+ d \d+ h\n", screen)
+    assert re.search(r"\ntime +≈ \d+ d \d+ h to \d+ d \d+ h\n", screen)
     assert in_words(118_157 * 3600) == "13.5 years"
     facts, screen = planned(capsys, *many, "train.budget=10m")
     assert facts["seconds"] == pytest.approx(600, rel=0.01)

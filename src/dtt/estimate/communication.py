@@ -30,6 +30,9 @@ class CollectiveCost:
     seconds: float
     hidden: bool
     """True if it can overlap with computation."""
+    ends: float = 0.0
+    """Of one that can, the seconds of its messages before the first layer and after the last
+    backward pass, when there is nothing to compute."""
 
 
 def collective_costs(case: Case) -> list[CollectiveCost]:
@@ -45,11 +48,14 @@ def collective_costs(case: Case) -> list[CollectiveCost]:
 
 
 def _cost(
-    case: Case, kind: str, size: float, n: int, stride: int, *, hidden: bool
+    case: Case, kind: str, size: float, n: int, stride: int, *, hidden: bool, ends: float = 0.0
 ) -> CollectiveCost:
-    """Return the communication of `size` bytes over n devices that are `stride` ranks apart."""
-    received = size * (n - 1) / n
-    return CollectiveCost(kind, received, received / _link(case, n * stride), hidden)
+    """Return the communication of `size` bytes over n devices that are `stride` ranks apart.
+
+    Those of its first and last messages are `ends`.
+    """
+    received, speed = size * (n - 1) / n, _link(case, n * stride)
+    return CollectiveCost(kind, received, received / speed, hidden, ends * (n - 1) / n / speed)
 
 
 def _link(case: Case, ranks: int) -> float:
@@ -64,34 +70,53 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     once for each stage of a rank, those of blocks in the forward pass, and in the backward pass
     again if they were resharded in between. It reduce-scatters gradients in fp32, after the last
     micro-batch or after each, and all-reduces the shards over replicas (HSDP). DDP all-reduces all
-    gradients.
+    gradients. The step begins with a gather of the weights outside of blocks and of the first
+    block, and ends with the reduction of their gradients.
     """
     sizes, trained = case.sizes, numbers(case.trained)
-    inner = sizes.tensor
+    inner, reduction = sizes.tensor, "all-reduce of gradients"
+    first = [*case.outside, *_first_block(case)]
     if not sizes.sharded:
-        size = 2 * case.weight_bytes * trained
-        yield _cost(case, "all-reduce of gradients", size, sizes.replicate, 1, hidden=True)
+        factor = 2 * case.weight_bytes
+        # A bucket of DDP is reduced once all its gradients are there: the embedding's come last.
+        ends = factor * _trained(case.outside)
+        size = factor * trained
+        yield _cost(case, reduction, size, sizes.replicate, 1, hidden=True, ends=ends)
         return
     experts = [w for w in case.weights if EXPERTS in w.name]
     others = [w for w in case.weights if w.in_block and EXPERTS not in w.name]
     passes = 2 if case.cfg.parallel.reshard else 1
     outside = len(case.own_stages) * bytes_gathered(case, case.outside)
     each = case.cfg.parallel.reduce == "each"
-    for weights, more, name, spread, stride in (
-        (others, outside, "", case.spread, inner),
-        (experts, 0, " of experts", _expert_spread(case), case.cfg.parallel.expert),
+    none: list[Weight] = []
+    for weights, more, at_ends, name, spread, stride in (
+        (others, outside, first, "", case.spread, inner),
+        (experts, 0, none, " of experts", _expert_spread(case), case.cfg.parallel.expert),
     ):
         gathered = case.accumulation * (passes * bytes_gathered(case, weights) + more)
-        yield _cost(case, f"all-gather of weights{name}", gathered, spread, stride, hidden=True)
-        own = numbers(w for w in weights if w.trained)
+        kind, begin = f"all-gather of weights{name}", bytes_gathered(case, at_ends)
+        yield _cost(case, kind, gathered, spread, stride, hidden=True, ends=begin)
+        own = _trained(weights)
         if not name:
-            own += numbers(w for w in case.outside if w.trained)
+            own += _trained(case.outside)
         scattered = (case.accumulation if each else 1) * FP32 * own
-        kind = f"reduce-scatter of gradients{name}"
-        yield _cost(case, kind, scattered, spread, stride, hidden=True)
-    part = 2 * FP32 * case.held(case.trained)
-    stride = inner * case.spread
-    yield _cost(case, "all-reduce of gradients", part, sizes.replicate, stride, hidden=True)
+        kind, end = f"reduce-scatter of gradients{name}", FP32 * _trained(at_ends)
+        yield _cost(case, kind, scattered, spread, stride, hidden=True, ends=end)
+    part, stride = 2 * FP32 * case.held(case.trained), inner * case.spread
+    end = 2 * FP32 * _trained(first) // case.spread
+    yield _cost(case, reduction, part, sizes.replicate, stride, hidden=True, ends=end)
+
+
+def _trained(weights: Iterable[Weight]) -> int:
+    """Return the number of elements of those that are not frozen."""
+    return numbers(weight for weight in weights if weight.trained)
+
+
+def _first_block(case: Case) -> list[Weight]:
+    """Return the weights of the first block of this rank, without its experts."""
+    blocks = [w for w in case.weights if w.in_block and EXPERTS not in w.name]
+    name = ".".join(blocks[0].name.split(".")[:2]) + "." if blocks else ""
+    return [w for w in blocks if w.name.startswith(name)]
 
 
 def bytes_gathered(case: Case, weights: Iterable[Weight]) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtt.config.budget import seconds as budget_seconds
-from dtt.estimate import pipeline_passes
+from dtt.estimate import pipeline_passes, published
 from dtt.estimate.activations import kept_by_block
 from dtt.estimate.case import Case
 from dtt.estimate.communication import CollectiveCost, collective_costs
@@ -28,9 +28,6 @@ LOGIT_PASSES = 6
 FP8 = 1.28
 """Speed of a step in fp8 relative to bf16, as torchtitan publishes it: 8,532 to 6,667 tokens/s."""
 SOURCE = "dtt on one H200: 528.6k tokens/s with GPT-2 124M, 69.9k with Llama 1B, 12.15k with 8B"
-LIMITED = "torchtitan's Llama 8B on 8 H100 limited to 500 W reached 72% of such a speed"
-"""What to expect from GPUs unlike that of `SOURCE`: 6,667 tokens/s, published in December 2024
-(benchmarks/llama3_h100_202412_torchtitan.md), where the estimate is 9,276."""
 NEWTON_SCHULZ = 0.4
 """Fraction of the peak that Muon's orthogonalisation reaches; its matrices are smaller."""
 OF_8_BITS = 154
@@ -59,11 +56,14 @@ class StepEstimate:
 
     peak: float
     """FLOP/s of all devices, for MFU."""
+    lost: float = 0.0
+    """What the slowest published run that is divided alike takes beyond its estimate; 0 in the
+    estimate itself."""
 
     @property
     def seconds(self) -> float:
         """Duration of the step."""
-        return self.compute + self.optimizer + self.exposed + self.idle
+        return self.compute + self.optimizer + self.exposed + self.idle + self.lost
 
     @property
     def mfu(self) -> float:
@@ -74,11 +74,18 @@ class StepEstimate:
 def step_of(case: Case) -> StepEstimate:
     """Return the estimate of a step, of the slowest rank of a pipeline.
 
-    The communication of FSDP2, DDP and Muon is hidden up to the duration of the computation, and
-    that of an interleaved pipeline; that of tensor and context parallelism is not.
+    The communication of FSDP2, DDP and Muon is hidden up to the duration of the computation, but
+    for its first and last messages, and that of an interleaved pipeline; that of tensor and context
+    parallelism is not.
     """
     ranks = map(case.of_rank, range(case.sizes.pipeline))
     return max(map(_step_of_rank, ranks), key=lambda one: one.seconds)
+
+
+def slowed(case: Case, one: StepEstimate) -> StepEstimate:
+    """Return the step at the speed of the slowest published run that is divided as `case` is."""
+    like = published.slowest_like(case)
+    return one if like is None else replace(one, lost=one.seconds * (1 / like.share - 1))
 
 
 def _step_of_rank(case: Case) -> StepEstimate:
@@ -91,10 +98,11 @@ def _step_of_rank(case: Case) -> StepEstimate:
     collectives = collective_costs(case)
     overlapping = sum(one.seconds for one in collectives if one.hidden)
     waited = sum(one.seconds for one in collectives if not one.hidden)
+    ends = sum(one.ends for one in collectives if one.hidden)
     return StepEstimate(
         compute,
         _optimizer(case, peak),
-        max(0.0, overlapping - compute) + waited,
+        max(ends, overlapping - compute) + waited,
         pipeline_passes.idle(case) * (compute + waited),
         collectives,
         flops,

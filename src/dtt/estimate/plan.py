@@ -4,71 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.base.ranks import Ranks
-from dtt.config.budget import seconds
 from dtt.config.run import RunConfig
-from dtt.estimate import advice, gpus, pipeline_report
-from dtt.estimate.case import Case, make_case
+from dtt.estimate import advice, gpus, pipeline_report, published
+from dtt.estimate.case import Case
 from dtt.estimate.communication import LINK
-from dtt.estimate.duration import (
-    LIMITED,
-    SOURCE,
-    RunEstimate,
-    StepEstimate,
-    achieved,
-    run_of,
-    seconds_of,
-    step_of,
-)  # fmt: skip
+from dtt.estimate.duration import SOURCE, achieved
+from dtt.estimate.estimates import Estimate, estimate_of, make_estimate
 from dtt.estimate.measurement import Measurement
 from dtt.estimate.measurement import probe as measure
-from dtt.estimate.memory import (
-    GIB,
-    SPARE,
-    MemoryEstimate,
-    by_rank,
-    checkpoint_bytes,
-    checkpoints_at_once,
-    memory,
-)  # fmt: skip
+from dtt.estimate.memory import GIB, SPARE, checkpoint_bytes, checkpoints_at_once, memory
 from dtt.estimate.vocabulary import vocabulary_and_steps
 from dtt.jobs.clock import in_words
 from dtt.mesh import dist
 from dtt.model import count
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The complete estimate of a run."""
-
-    case: Case
-    ranks: list[MemoryEstimate]
-    """The memory of each rank of a pipeline; one without a pipeline."""
-    step: StepEstimate
-    run: RunEstimate
-    change: advice.Change | None
-    """Change that makes the run fit into memory; None if it fits or no such change was found."""
-    price: float | None
-    """Price of a device hour, in any currency; None: no cost is printed."""
-
-    @property
-    def memory(self) -> MemoryEstimate:
-        """The memory of the rank that needs most."""
-        return max(self.ranks, key=lambda one: one.total)
-
-    @property
-    def room(self) -> float:
-        """Bytes of device memory that the run may use at its peak."""
-        return (1 - SPARE[self.case.gpu.kind]) * self.case.gpu.memory
-
-    @property
-    def fits(self) -> bool:
-        """True if the peak fits into the memory of a device."""
-        return self.memory.total <= self.room
 
 
 def run(
@@ -102,9 +55,9 @@ def run(
 
 def _compare(cfg: RunConfig, price: float | None, *, as_json: bool) -> None:
     """Print a line for each GPU in GPUS: the run is for GPUs, and nothing says for which."""
+    size, steps, cfg = vocabulary_and_steps(cfg)
     # Without remedies, whose search takes longer than all estimates.
-    estimates = {n: make_estimate(cfg, gpu, price, remedy=False) for n, gpu in gpus.GPUS.items()}
-    found = {name: facts(one) for name, one in estimates.items()}
+    found = {n: facts(estimate_of(cfg, gpu, price, size, steps)) for n, gpu in gpus.GPUS.items()}
     if as_json:
         print(json.dumps({"gpus": found}, indent=1))
         return
@@ -140,7 +93,7 @@ def run_stages(
     found = dict(zip(names, map(facts, estimates), strict=True))
     total = {
         key: sum(one[key] for one in found.values())
-        for key in ("steps", "tokens", "seconds", "device_hours")
+        for key in ("steps", "tokens", "seconds", "slow_seconds", "device_hours")
     }
     total |= {"cost": None if price is None else price * total["device_hours"]}
     if as_json:
@@ -166,8 +119,8 @@ def _table(head: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     width = max(map(len, [*found, head]))
     priced = any(one["cost"] is not None for one in found.values())
     yield (
-        f"{head:<{width}}{'steps':>12}{'tokens':>12}{'GiB':>8}{'of':>8}{'time':>18}"
-        f"{'device hours':>14}{'cost' if priced else '':>{12 * priced}}"
+        f"{head:<{width}}{'steps':>12}{'tokens':>12}{'GiB':>8}{'of':>8}{'at best':>14}"
+        f"{'as others':>14}{'device hours':>14}{'cost' if priced else '':>{12 * priced}}"
     )
     for name, one in found.items():
         memory_columns = (
@@ -178,35 +131,10 @@ def _table(head: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         cost = "" if one["cost"] is None else f"{one['cost']:>12,.0f}"
         yield (
             f"{name:<{width}}{one['steps']:>12,}{_number(one['tokens']):>12}{memory_columns}"
-            f"{'≈ ' + in_words(one['seconds']):>18}{one['device_hours']:>14.3g}{cost}"
+            f"{in_words(one['seconds']):>14}{in_words(one['slow_seconds']):>14}"
+            f"{one['device_hours']:>14.3g}{cost}"
             f"{'' if one.get('fits', True) else '  does not fit'}"
         )
-
-
-def make_estimate(
-    cfg: RunConfig,
-    device: gpus.Gpu,
-    price: float | None,
-    expected_size: int | None = None,
-    *,
-    remedy: bool = True,
-) -> Estimate:
-    """Return the estimate of a run on GPUs of one kind, with a remedy if it does not fit into them.
-
-    `expected_size` is the vocabulary size if neither token files nor a tokenizer exist yet. A time
-    budget ends the run after the steps that it leaves time for.
-    """
-    vocab_size, steps, cfg = vocabulary_and_steps(cfg, expected_size)
-    case = make_case(cfg, device, cfg.launch.nodes, cfg.launch.processes, vocab_size, steps)
-    step = step_of(case)
-    if (budget := cfg.train.budget) is not None:
-        within = max(1, int(seconds(budget) * steps / seconds_of(case, step)))
-        case = replace(case, steps=min(steps, within))
-        step = step_of(case)
-    estimate = Estimate(case, by_rank(case), step, run_of(case, step), None, price)
-    if estimate.fits or not remedy:
-        return estimate
-    return replace(estimate, change=advice.remedy(case))
 
 
 def missing_configuration() -> ConfigError:
@@ -265,22 +193,20 @@ def facts(estimate: Estimate) -> dict[str, Any]:
             each.kind: {"bytes": each.bytes, "seconds": each.seconds} for each in one.collectives
         },
         "step_seconds": one.seconds,
+        "slow_step_seconds": estimate.slow_step.seconds,
         "mfu": one.mfu,
+        "slow_mfu": estimate.slow_step.mfu,
         **pipeline_report.facts(case, estimate.ranks, one),
         "achieved": achieved(case),
         "achieved_source": SOURCE if case.gpu.kind == "cuda" else None,
         "seconds": estimate.run.seconds,
+        "slow_seconds": estimate.slow_run.seconds,
         "slices": estimate.run.slices,
         "checkpoint_bytes": checkpoint_bytes(case),
         "checkpoints_bytes": checkpoints_at_once(case) * checkpoint_bytes(case),
-        "device_hours": device_hours(estimate),
-        "cost": None if estimate.price is None else estimate.price * device_hours(estimate),
+        "device_hours": estimate.device_hours,
+        "cost": None if estimate.price is None else estimate.price * estimate.device_hours,
     }
-
-
-def device_hours(estimate: Estimate) -> float:
-    """Return the device hours of the run: number of devices times hours."""
-    return estimate.case.devices * estimate.run.seconds / 3600
 
 
 def lines(estimate: Estimate) -> Iterator[str]:
@@ -372,12 +298,16 @@ def _step_lines(estimate: Estimate) -> Iterator[str]:
         yield f"  {each.kind:<28}{each.bytes / 1e9:>10.3g}{each.seconds:>10.3g}{note}"
     if not one.collectives:
         yield "  nothing"
-    idle = f", {one.idle:.3g} s idle in the pipeline" if one.idle else ""
+    idle = f", {one.idle:.3g} idle" if one.idle else ""
+    slow = estimate.slow_step
+    ranges = f"{one.seconds:.3g} s", f"{one.mfu:.0%}"
+    if slow.lost:
+        ranges = f"{one.seconds:.3g} to {slow.seconds:.3g} s", f"{slow.mfu:.0%} to {one.mfu:.0%}"
+    yield f"{'step':<10}≈ {ranges[0]}, MFU ≈ {ranges[1]}"
     yield (
-        f"{'step':<10}≈ {one.seconds:.3g} s ({one.compute:.3g} compute, "
-        f"{one.optimizer:.3g} optimizer, {one.exposed:.3g} exposed communication)"
+        f"{'':<10}{one.compute:.3g} s computation, {one.optimizer:.3g} optimizer, "
+        f"{one.exposed:.3g} exposed communication{idle}"
     )
-    yield f"{'':<10}MFU ≈ {one.mfu:.0%}{idle}"
 
 
 def _total_lines(estimate: Estimate) -> Iterator[str]:
@@ -389,17 +319,19 @@ def _total_lines(estimate: Estimate) -> Iterator[str]:
         slices = f"; launch.time ({case.cfg.launch.time}) is too short to start"
     if (budget := case.cfg.train.budget) is not None:
         slices += f"; train.budget is {budget}, train.steps at most {case.cfg.train.steps:,}"
-    yield f"{'time':<10}≈ {in_words(run.seconds)}{slices}"
+    longest = estimate.slow_run.seconds
+    until = f" to {in_words(longest)}" if longest > run.seconds else ""
+    yield f"{'time':<10}≈ {in_words(run.seconds)}{until}{slices}"
     size, most = checkpoint_bytes(case), checkpoints_at_once(case)
     yield (
         f"{'disk':<10}{size / 1e9:.3g} GB per checkpoint, at most {most} at once: "
         f"{most * size / 1e9:.3g} GB"
     )
-    hours = device_hours(estimate)
+    hours = estimate.device_hours
     cost = (
         "" if estimate.price is None else f" x {estimate.price:g} = {estimate.price * hours:,.0f}"
     )
-    yield f"{'cost':<10}≈ {hours:,.3g} device hours{cost}"
+    yield f"{'cost':<10}≈ {hours:,.3g} device hours{' at best' if until else ''}{cost}"
 
 
 def _probe_lines(estimate: Estimate, measured: Measurement) -> Iterator[str]:
@@ -427,8 +359,10 @@ def _assumptions(estimate: Estimate) -> Iterator[str]:
     case = estimate.case
     gpu = case.gpu
     peak = (gpu.bf16 if case.product_bytes == 2 else gpu.fp32) / 1e12
-    source = f"measured by\n  {SOURCE};\n  {LIMITED}" if gpu.kind == "cuda" else "a guess"
-    yield f"assumed: {achieved(case):.1%} of {peak:.3g} TFLOP/s, {source};"
+    source = f"measured by\n  {SOURCE};" if gpu.kind == "cuda" else "a guess;"
+    yield f"assumed: {achieved(case):.1%} of {peak:.3g} TFLOP/s, {source}"
+    if (like := published.slowest_like(case)) is not None:
+        yield f"  the longer time: {like.describe()}\n  ({published.TORCHTITAN});"
     yield (
         f"{LINK:.0%} of {gpu.within / 1e9:.3g} GB/s within a node, {gpu.between / 1e9:.3g} between "
         f"nodes; {SPARE[gpu.kind]:.0%} of the memory stays free."

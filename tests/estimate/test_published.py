@@ -1,0 +1,83 @@
+"""The estimates of runs whose speed others have published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dtt.config.load import resolve
+from dtt.estimate import gpus, published
+from dtt.estimate.case import Case, make_case
+from dtt.estimate.duration import slowed, step_of
+from dtt.train.precision import Precision
+
+ONE = ["parallel.shard=8", "train.remat=selective", "train.micro_batch=2"]
+LONG = ["train.remat=full", "train.micro_batch=1", "train.global_batch_tokens=262144"]
+OF_405B = [
+    "model.dim=16384", "model.n_layers=126", "model.n_heads=128", "model.ffn_dim=53248",
+    "parallel.shard=8", "parallel.tensor=8", "parallel.pipeline=8", "train.remat=full",
+    "train.micro_batch=1", "train.global_batch_tokens=2097152",
+]  # fmt: skip
+
+
+def case_of(model: str, gpus_used: int, precision: Precision, *keys: str) -> Case:
+    fixed = ["name=x", "optim.type=adamw", "train.seq_len=8192", f"launch.nodes={gpus_used // 8}"]
+    fixed += ["launch.gpus_per_node=8", "train.precision=bf16"]
+    cfg = resolve(f"models/{model}", [*fixed, *keys], env={}).config
+    case = make_case(cfg, gpus.GPUS["H100"], gpus_used // 8, 8, 128256, cfg.train.steps)
+    return replace(case, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("like", "tokens_per_second", "case"),
+    [
+        (
+            published.NODE, 6667,
+            ("llama3.1-8b", 8, Precision.BF16, *ONE, "train.global_batch_tokens=131072"),
+        ),
+        (
+            published.NODES, 6514,
+            ("llama3.1-8b", 128, Precision.BF16, "parallel.shard=128", *ONE[1:],
+             "train.global_batch_tokens=2097152"),
+        ),
+        (
+            published.CONTEXT_2, 2540,
+            ("llama3.1-8b", 8, Precision.FP8, *LONG, "parallel.shard=4", "parallel.context=2",
+             "train.seq_len=65536"),
+        ),
+        (
+            published.CONTEXT_4, 1071,
+            ("llama3.1-8b", 8, Precision.FP8, *LONG, "parallel.shard=2", "parallel.context=4",
+             "train.seq_len=131072"),
+        ),
+        (published.STAGES, 100, ("llama3-70b", 512, Precision.FP8, *OF_405B)),
+        (
+            published.INTERLEAVED, 128,
+            ("llama3-70b", 512, Precision.FP8, *OF_405B, "parallel.stages_per_rank=2"),
+        ),
+    ],
+)  # fmt: skip
+def test_shares_are_those_of_the_published_figures(
+    like: published.Published, tokens_per_second: float, case: tuple[str, int, Precision]
+) -> None:
+    found = case_of(*case)
+    step = step_of(found)
+    tokens = found.step_sizes.batch_tokens(found.steps - 1) / found.devices
+    assert tokens_per_second / (tokens / step.seconds) == pytest.approx(like.share, abs=0.005)
+    if like is published.slowest_like(found):
+        assert tokens / slowed(found, step).seconds == pytest.approx(tokens_per_second, rel=0.01)
+
+
+def test_one_device_has_no_range() -> None:
+    cfg = resolve("models/llama3.1-8b", ["name=x", "train.seq_len=8192"], env={}).config
+    alone = make_case(cfg, gpus.GPUS["H100"], 1, 1, 128256, 10)
+    assert slowed(alone, step_of(alone)).lost == 0.0
+
+
+def test_the_first_gather_and_the_last_reduction_are_exposed() -> None:
+    case = case_of("llama3.1-8b", 8, Precision.BF16, *ONE, "train.global_batch_tokens=131072")
+    # Embedding, head and the first block: 1.27B weights in 2 bytes, and their gradients in 4, of
+    # which a device receives 7/8 with 80 % of 450 GB/s.
+    seconds = 1.269e9 * (2 + 4) * 7 / 8 / (0.8 * 450e9)
+    assert step_of(case).exposed == pytest.approx(seconds, rel=0.01)
