@@ -254,13 +254,13 @@ class Run:
         # These import pyarrow, which starts a thread; faults.py imports this file and then forks.
         from dtt.data.samples.loader import MicroBatch
         from dtt.train.objectives.loss_function import loss_function
-        from dtt.train.step import Step, update
+        from dtt.train.step import Passes, update
 
         start = time.perf_counter()
         ids = torch.randint(50257, (TOKENS[0], TOKENS[1] + 1))
         micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:], None)
         targets = micro_batch.targets.numel()
-        Step(self.model, "bf16").run([micro_batch], loss_function(), targets)
+        Passes(self.model, "bf16").run([micro_batch], loss_function(), targets)
         update(self.optimizers, torch.zeros(()), step=0)
         return time.perf_counter() - start
 

@@ -48,7 +48,7 @@ from dtt.optim.muon.optimizer import Muon
 from dtt.optim.muon.variant import MuonConfig
 from dtt.parallel.apply import apply
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.step import Step
+from dtt.train.step import Passes
 
 LLAMA = (
     "model.family=llama", "model.dim=512", "model.n_layers=8", "model.n_heads=8",
@@ -103,7 +103,7 @@ def measure(world: World, sizes: Sizes, size: str, rounds: int) -> dict[str, lis
         for p in parameters.values():
             p.grad = None
         targets = micro_batch.targets.numel()
-        Step(module, "bf16").run([micro_batch], loss_function(), targets)
+        Passes(module, "bf16").run([micro_batch], loss_function(), targets)
 
     def step(name: str) -> None:
         for optimizer in optimizers[name].values():

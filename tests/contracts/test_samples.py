@@ -41,7 +41,7 @@ from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.step import Step
+from dtt.train.step import Passes
 
 SEQ_LEN, CPU = 32, torch.device("cpu")
 
@@ -278,7 +278,7 @@ def test_validation_measures_the_targets_and_leaves_out_sources_without_any(
     parts = held_out(dataset, 2 * len(toy))
     assert [part.source for part in parts] == [toy]
     decoder = model()
-    measure = partial(Step(decoder, "fp32").evaluate, objective=loss_function())
+    measure = partial(Passes(decoder, "fp32").evaluate, objective=loss_function())
     reader = BatchReader(0, 1, 4, CPU)
     record = Evaluator(parts, reader, decoder, measure).record(1, lambda: False)
     assert record is not None

@@ -1,4 +1,4 @@
-"""Contract of `Step`: whatever runs the passes, every objective has the same gradients in fp64."""
+"""Contract of `Passes`: whatever runs them, every objective has the same gradients in fp64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.model.output import Output
 from dtt.train.objectives.dpo import METRICS, DpoConfig
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.step import LossFunction, Step, update
+from dtt.train.step import LossFunction, Passes, update
 
 TERMS = 7
 
@@ -75,7 +75,7 @@ class Toy(nn.Module):
 
 
 @dataclass(frozen=True)
-class Cut(Step):
+class Cut(Passes):
     """The step of a pipeline of two stages: hidden states and their gradients cross the cut."""
 
     def run(self, micro_batches: Any, objective: LossFunction, terms: int) -> Output:
@@ -135,7 +135,7 @@ def test_every_step_has_the_losses_and_gradients_of_plain_autograd(
         plain.append(objective.losses(output, batch))
     whole = reduce(Output.plus, plain).apply(lambda value: replicas * value / TERMS)
     (whole.loss + whole.aux["balance"]).backward()
-    for step in (Step, Cut):
+    for step in (Passes, Cut):
         toy = Toy()
         found = step(toy, "fp32", replicas).run(micro_batches, objective, TERMS)
         assert_equal(found.named(), whole.apply(Tensor.detach).named())
@@ -148,7 +148,7 @@ def test_every_step_has_the_losses_and_gradients_of_plain_autograd(
 def test_an_evaluation_returns_the_sums_of_the_training_step_and_no_gradients(case: str) -> None:
     objective, micro_batches = CASES[case]
     toy = Toy()
-    step = Step(toy, "fp32")
+    step = Passes(toy, "fp32")
     found = [step.evaluate(micro_batch, objective) for micro_batch in micro_batches]
     assert not gradients(toy)
     trained = step.run(micro_batches, objective, 1)
@@ -158,7 +158,7 @@ def test_an_evaluation_returns_the_sums_of_the_training_step_and_no_gradients(ca
 def test_a_step_without_any_target_has_a_finite_loss() -> None:
     ids = torch.zeros(1, 1, dtype=torch.long)
     batch = [MicroBatch(ids, torch.full_like(ids, IGNORE_INDEX), None)]
-    assert Step(Toy(), "fp32").run(batch, loss_function(), 0).loss == 0.0
+    assert Passes(Toy(), "fp32").run(batch, loss_function(), 0).loss == 0.0
 
 
 @pytest.mark.parametrize("skip", [0.0, 1.0])
@@ -168,7 +168,7 @@ def test_an_update_changes_the_weights_unless_it_is_skipped_and_clears_the_gradi
     toy = Toy()
     before = {name: p.detach().clone() for name, p in toy.named_parameters()}
     optimizer = torch.optim.AdamW(toy.parameters(), lr=0.1, fused=True)
-    Step(toy, "fp32").run(text(), loss_function(), TERMS)
+    Passes(toy, "fp32").run(text(), loss_function(), TERMS)
     update({"adamw": optimizer}, torch.tensor(skip), step=0)
     same = [torch.equal(before[name], p) for name, p in toy.named_parameters()]
     assert all(same) if skip else not any(same)

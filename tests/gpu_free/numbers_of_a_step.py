@@ -33,7 +33,7 @@ from dtt.optim.muon import optimizer as muon
 from dtt.train import assemble, trainer
 from dtt.train.build import make_loss
 from dtt.train.objectives import dpo
-from dtt.train.step import Step, update
+from dtt.train.step import Passes, update
 
 STARTS = torch.tensor([0, 30, 31, 140])
 """First tokens of the documents: one is a single token, and none begins a block of a kernel."""
@@ -81,8 +81,8 @@ def _chunks_from_the_start() -> Any:
 
 
 def _one_term_too_many() -> Any:
-    right = Step.run
-    return patch.object(Step, "run", lambda *args: right(*args[:-1], args[-1] + 1))
+    right = Passes.run
+    return patch.object(Passes, "run", lambda *args: right(*args[:-1], args[-1] + 1))
 
 
 def _gradients_scaled() -> Any:
@@ -199,7 +199,7 @@ def _on_cpu(case: Case, precision: str, weights: dict[str, Tensor], batch: Micro
             parameter.copy_(weights[name])
     plan = measurement._plan(case, World(Ranks(), torch.device("cpu"), None))
     objective = make_loss(case.cfg, plan)
-    output = Step(model, precision).run([batch], objective, _terms(case))
+    output = Passes(model, precision).run([batch], objective, _terms(case))
     named = dict(model.named_parameters())
     gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
     parts: Any = SimpleNamespace(params=params_of(model))

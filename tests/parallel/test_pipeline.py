@@ -30,8 +30,8 @@ from dtt.model.mesh_divisibility import check_stages
 from dtt.parallel.apply import apply
 from dtt.parallel.pipelining import Pipeline
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.pipelined_step import PipelinedStep
-from dtt.train.step import Step
+from dtt.train.pipelined_step import PipelinedPasses
+from dtt.train.step import Passes
 
 LAYERS, SEQ_LEN, ROWS = 5, 16, 12
 LAYOUTS = {
@@ -62,7 +62,7 @@ def micro_batches(rows: int, rank: int, ranks: int) -> list[MicroBatch]:
     return [MicroBatch(*part) for part in parts]
 
 
-def made(world: World, config: ParallelConfig) -> tuple[Decoder, Step, Any]:
+def made(world: World, config: ParallelConfig) -> tuple[Decoder, Passes, Any]:
     """Return a model in fp64 with auxiliary losses, its step and its mesh."""
     torch.set_num_threads(1)
     mesh = make_mesh(Sizes(**{k: max(1, v) for k, v in config.sizes.items()}), world)
@@ -75,9 +75,9 @@ def made(world: World, config: ParallelConfig) -> tuple[Decoder, Step, Any]:
     model.to_empty(device="cpu")
     initialize(model, seed=0)
     if mesh.size("pipeline") == 1:
-        return model, Step(module, "fp64", mesh.gradient_replicas), mesh
+        return model, Passes(module, "fp64", mesh.gradient_replicas), mesh
     pipeline = Pipeline(module, stages, mesh, torch.float64, reduce_each=False)
-    return model, PipelinedStep(pipeline, "fp64", mesh.gradient_replicas), mesh
+    return model, PipelinedPasses(pipeline, "fp64", mesh.gradient_replicas), mesh
 
 
 def outcome(world: World, config: ParallelConfig, rows: int) -> dict[str, Any]:

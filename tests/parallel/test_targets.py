@@ -23,7 +23,7 @@ from dtt.model.init import initialize
 from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.step import Step
+from dtt.train.step import Passes
 
 ROWS, SEQ_LEN = 8, 16
 LAYOUTS = {
@@ -66,7 +66,7 @@ def outcome(world: World, sizes: dict[str, int], micro_batch: int) -> dict[str, 
     rows = slice(layout.index(*DATA), None, layout.size(*DATA))
     tokens, targets, documents = whole.tokens[rows], whole.targets[rows], whole.doc_ids[rows]
     parts = zip(*(x.split(micro_batch) for x in (tokens, targets, documents)), strict=True)
-    losses = Step(module, "fp32", layout.gradient_replicas).run(
+    losses = Passes(module, "fp32", layout.gradient_replicas).run(
         [MicroBatch(*part) for part in parts],
         loss_function(),
         int((whole.targets != IGNORE_INDEX).sum()),

@@ -54,8 +54,8 @@ from dtt.parallel.apply import apply
 from dtt.parallel.context import ContextParallel
 from dtt.parallel.pipelining import Pipeline
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.pipelined_step import PipelinedStep
-from dtt.train.step import Step
+from dtt.train.pipelined_step import PipelinedPasses
+from dtt.train.step import Passes
 
 NODE = 8
 """Ranks of a node."""
@@ -197,7 +197,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
     )
     if case.sizes.context > 1:
         module = ContextParallel(model, layout)
-    step = Step(module, case.precision)
+    step = Passes(module, case.precision)
     if case.sizes.pipeline > 1:
         stages = case.cfg.parallel.stage_layers(case.arch.n_layers)
         dtype, each = case.precision.compute_dtype, case.cfg.parallel.reduce == "each"
@@ -212,7 +212,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
             (PipelineStage, "_warmup_backward_result", lambda *_, **__: vote),
         ):
             stack.enter_context(patch.object(owner, name, new))
-        step = PipelinedStep(pipeline, case.precision)
+        step = PipelinedPasses(pipeline, case.precision)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the mesh's tensors are real
         model.to_empty(device="cpu")
         parameters = dict(model.named_parameters())

@@ -60,7 +60,7 @@ def gradients_times(factor: Callable[[], float], match: str = "") -> Callable[[]
 
     def plant() -> None:
         from dtt.mesh.sharding import local
-        from dtt.train.step import Step
+        from dtt.train.step import Passes
 
         def around(run: Any, step: Any, *arguments: Any) -> Any:
             output = run(step, *arguments)
@@ -69,7 +69,7 @@ def gradients_times(factor: Callable[[], float], match: str = "") -> Callable[[]
                     local(parameter.grad).mul_(factor())
             return output
 
-        wrap(Step, "run", around)
+        wrap(Passes, "run", around)
 
     return plant
 
@@ -78,12 +78,12 @@ def terms(count: Callable[[Any, Any, int], int]) -> Callable[[], None]:
     """Divide the loss by another number of terms: that of (step, micro-batches, true number)."""
 
     def plant() -> None:
-        from dtt.train.step import Step
+        from dtt.train.step import Passes
 
         def around(run: Any, step: Any, batches: Any, objective: Any, true: int) -> Any:
             return run(step, batches, objective, count(step, batches, true))
 
-        wrap(Step, "run", around)
+        wrap(Passes, "run", around)
 
     return plant
 
@@ -100,23 +100,23 @@ def mean_per_micro_batch() -> None:
     from functools import reduce
 
     from dtt.model.output import Output
-    from dtt.train.step import Step
+    from dtt.train.step import Passes
 
     def around(run: Any, step: Any, batches: Any, objective: Any, _terms: int) -> Any:
         own = [own_targets(step, [b], 0) * len(batches) for b in batches]
         parts = [run(step, [b], objective, n) for b, n in zip(batches, own, strict=True)]
         return reduce(Output.plus, parts)
 
-    wrap(Step, "run", around)
+    wrap(Passes, "run", around)
 
 
 def pipelined(change: Callable[..., Any]) -> Callable[[], None]:
     """Replace `run` of a pipeline's step by `change`, which gets it first."""
 
     def plant() -> None:
-        from dtt.train.pipelined_step import PipelinedStep
+        from dtt.train.pipelined_step import PipelinedPasses
 
-        wrap(PipelinedStep, "run", change)
+        wrap(PipelinedPasses, "run", change)
 
     return plant
 
@@ -162,7 +162,7 @@ def not_reduced_at_the_end() -> None:
 
 def micro_batch_lost() -> None:
     from dtt.model.output import Output
-    from dtt.train.step import Step
+    from dtt.train.step import Passes
 
     def around(run: Any, step: Any, batches: Any, *others: Any) -> Any:
         first = run(step, batches[:-1], *others)
@@ -170,16 +170,16 @@ def micro_batch_lost() -> None:
             parameter.grad = None
         return Output.plus(first, run(step, batches[-1:], *others))
 
-    wrap(Step, "run", around)
+    wrap(Passes, "run", around)
 
 
 def forward(change: Callable[[Any], Any]) -> Callable[[], None]:
     """Change the micro-batches that the model gets."""
 
     def plant() -> None:
-        from dtt.train.step import Step
+        from dtt.train.step import Passes
 
-        wrap(Step, "_forward", lambda run, s, batch, *rest: run(s, change(batch), *rest))
+        wrap(Passes, "_forward", lambda run, s, batch, *rest: run(s, change(batch), *rest))
 
     return plant
 
@@ -188,38 +188,38 @@ def validation(change: Callable[[Any], Any]) -> Callable[[], None]:
     """Change what validation measures."""
 
     def plant() -> None:
-        from dtt.train.step import Step
+        from dtt.train.step import Passes
 
-        wrap(Step, "evaluate", lambda run, *arguments, **how: change(run(*arguments, **how)))
+        wrap(Passes, "evaluate", lambda run, *arguments, **how: change(run(*arguments, **how)))
 
     return plant
 
 
 def loss_times(factor: float) -> Callable[[], None]:
     def plant() -> None:
-        from dtt.train.step import Step
+        from dtt.train.step import Passes
 
         def around(run: Any, *arguments: Any) -> Any:
             output = run(*arguments)
             return output._replace(loss=factor * output.loss)
 
-        wrap(Step, "run", around)
+        wrap(Passes, "run", around)
 
     return plant
 
 
 def z_loss_left_out() -> None:
-    from dtt.train.step import Step
+    from dtt.train.step import Passes
 
     def around(run: Any, step: Any, batches: Any, objective: Any, count: int) -> Any:
         return run(step, batches, replace(objective, options={"z_loss": 0.0}), count)
 
-    wrap(Step, "run", around)
+    wrap(Passes, "run", around)
 
 
 def softcap_left_out_of_validation() -> None:
     from dtt.model import contract
-    from dtt.train.step import Step
+    from dtt.train.step import Passes
 
     cap = [True]
 
@@ -233,7 +233,7 @@ def softcap_left_out_of_validation() -> None:
     def loss(run: Any, *arguments: Any, **how: Any) -> Any:
         return run(*arguments, **how | {"softcap": how["softcap"] if cap[0] else None})
 
-    wrap(Step, "evaluate", evaluate)
+    wrap(Passes, "evaluate", evaluate)
     wrap(contract, "linear_cross_entropy", loss)
 
 

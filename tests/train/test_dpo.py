@@ -30,7 +30,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.output import Output
 from dtt.train.objectives.dpo import METRICS, DpoConfig
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.step import Step
+from dtt.train.step import Passes
 
 BETA = 0.3
 
@@ -65,7 +65,7 @@ def defined(
 
 def step(policy: Decoder, micro_batches: list[MicroBatch], pairs: int, cfg: DpoConfig) -> Output:
     policy.zero_grad()
-    return Step(policy, "fp32").run(micro_batches, loss_function(cfg), pairs)
+    return Passes(policy, "fp32").run(micro_batches, loss_function(cfg), pairs)
 
 
 @pytest.mark.parametrize("length_normalised", [False, True])

@@ -27,7 +27,7 @@ from dtt.model.decoder import Decoder
 from dtt.train.objectives.dpo import DpoConfig
 from dtt.train.objectives.loss_function import loss_function
 from dtt.train.objectives.reference_pass import ReferencePass
-from dtt.train.step import Step
+from dtt.train.step import Passes
 
 SEQ_LEN, PAIRS, BETA = 2048, 24, 0.1
 
@@ -127,7 +127,7 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
     cpu, world = torch.device("cpu"), World(Ranks(0, 1, 0, 1, "none"), torch.device("cpu"), None)
     reader = BatchReader(0, 1, 2, cpu)
     dataset, folder = open_dataset(cfg), dtt.folder / "reference"
-    step = Step(open_model(dtt.folder / "model-1"), "fp32")
+    step = Passes(open_model(dtt.folder / "model-1"), "fp32")
     reference = ReferencePass(step, reader, Mesh(), world)
     reference.write(dataset, folder, "key", SEQ_LEN)
     source = with_reference(dataset, folder).sources[0]
@@ -138,7 +138,7 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
     objective = loss_function(DpoConfig(beta=BETA))
     micro_batches = reader.read(source, samples)
     assert len(micro_batches) > 1
-    got = Step(policy, "fp32").run(micro_batches, objective, pairs)
+    got = Passes(policy, "fp32").run(micro_batches, objective, pairs)
 
     difference = abs(got.loss.item() / theirs_loss.item() - 1)
     print(f"relative difference of the loss: {difference:.1e}")

@@ -27,7 +27,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.train.objectives import reference_pass
 from dtt.train.objectives.reference_pass import ReferencePass, is_complete
-from dtt.train.step import Step
+from dtt.train.step import Passes
 
 SEQ_LEN, KEY = 192, "a key"
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def reference() -> Decoder:
 def the_pass(micro_batch: int = 2) -> ReferencePass:
     reader = BatchReader(0, 1, micro_batch, CPU)
     world = World(Ranks(0, 1, 0, 1, "none"), CPU, None)
-    return ReferencePass(Step(reference(), "fp32"), reader, Mesh(), world)
+    return ReferencePass(Passes(reference(), "fp32"), reader, Mesh(), world)
 
 
 def test_every_target_has_the_log_probability_that_it_has_in_its_conversation_alone(

@@ -196,10 +196,12 @@ def test_the_weights_of_another_model_are_refused() -> None:
 
 
 def test_the_position_survives_json() -> None:
-    position = Position(step=7, tokens=7 * 256, ledger=b"\x01" * 16, previous_ledger=b"\xfe" * 16)
+    position = Position(
+        step=7, tokens=7 * 256, data_hash=b"\x01" * 16, previous_data_hash=b"\xfe" * 16
+    )
     position.done, position.eval_loss = {"validate": 5, "log": 7, "save": 7}, 1.25
     assert Position.from_json(position.to_json()) == position
-    assert Position().ledger == Position().previous_ledger == EMPTY_DATA_HASH
+    assert Position().data_hash == Position().previous_data_hash == EMPTY_DATA_HASH
 
 
 def test_random_numbers_continue_where_they_were() -> None:

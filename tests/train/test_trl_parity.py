@@ -22,7 +22,7 @@ from dtt.hf.read import read_hf_folder
 from dtt.hf.weights import from_hf
 from dtt.model.decoder import Decoder
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.step import Step
+from dtt.train.step import Passes
 
 ROWS, SEQ_LEN = 48, 640
 TEMPLATE = (
@@ -127,7 +127,7 @@ def test_loss_and_gradients_of_packed_rows_are_those_of_trl(
     model.load_state_dict(dict(trained.state))
     reader = BatchReader(0, 1, 4, torch.device("cpu"))
     terms = dataset.counts(samples).targets
-    losses = Step(model, "fp32").run(reader.read(dataset, samples), loss_function(), terms)
+    losses = Passes(model, "fp32").run(reader.read(dataset, samples), loss_function(), terms)
     assert losses.loss.item() == pytest.approx(expected_loss, rel=1e-5)
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     for name, gradient in from_hf(gradients, trained.arch).items():

@@ -23,7 +23,7 @@ from dtt.optim import built, schedule
 from dtt.optim.ema import Ema
 from dtt.train.assemble import LaidOutModel, assemble
 from dtt.train.objectives.loss_function import loss_function
-from dtt.train.pipelined_step import make_step
+from dtt.train.pipelined_step import make_passes
 from dtt.train.process_memory import check_memory
 from dtt.train.run_plan import RunPlan
 from dtt.train.step import update
@@ -76,7 +76,7 @@ class RandomTraining:
         given = case.cfg.train.ema_decay
         average = None if given is None else parse_averaging(given)
         self._ema = None if average is None else Ema(laid_out.params, average.decay)
-        self._passes = make_step(
+        self._passes = make_passes(
             laid_out.module, case.precision, reduce_each=case.cfg.parallel.reduce == "each"
         )
         self._no_skip = torch.zeros((), device=world.device)

@@ -96,7 +96,7 @@ class Attempt:
 
 
 @contextmanager
-def attempt(
+def recorded_attempt(
     job: JobDir,
     ranks: Ranks,
     requests: Requests,
@@ -111,13 +111,13 @@ def attempt(
     phase timer of this process, if one was running already. If `announced`, ranks that fail before
     rank 0 has sent them the number find the attempt by the name of the launch.
     """
-    this = Attempt(job, requests, 0, startup=startup or PhaseTimer())
+    attempt = Attempt(job, requests, 0, startup=startup or PhaseTimer())
 
     def record(error: DttError) -> None:
         # Ranks that do not know the number yet write nothing: a guess could overwrite another
         # attempt.
-        if this.number:
-            job.end_attempt(error.exit_code, str(error), ranks.rank, attempt=this.number)
+        if attempt.number:
+            job.end_attempt(error.exit_code, str(error), ranks.rank, attempt=attempt.number)
 
     with launcher.recording(record):
         if ranks.first:
@@ -125,17 +125,17 @@ def attempt(
             job.remove_litter()
             # Before the folder exists: a signal while its first file is written would otherwise
             # end an attempt that nobody has recorded the end of.
-            this.number = job.next_attempt()
+            attempt.number = job.next_attempt()
             job.begin_attempt(_launch() if announced else "", ranks.size)
-            this.clock = Clock(job, this.number, timed=timed)
-        with _ending_recorded(this, ranks):
-            yield this
+            attempt.clock = Clock(job, attempt.number, timed=timed)
+        with _ending_recorded(attempt, ranks):
+            yield attempt
 
 
 @contextmanager
-def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
+def _ending_recorded(attempt: Attempt, ranks: Ranks) -> Iterator[None]:
     """Write `attempt.json` when the body ends, with or without an error."""
-    job = this.job
+    job = attempt.job
     # Assumed until proven otherwise: an exception that no clause names is a bug.
     code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
     try:
@@ -156,25 +156,25 @@ def _ending_recorded(this: Attempt, ranks: Ranks) -> Iterator[None]:
         raise
     finally:
         # From here on nobody waits for disk space: the launcher ends the ranks soon.
-        this.requests.failing = code != ExitCode.DONE
+        attempt.requests.failing = code != ExitCode.DONE
         # These outcomes are the same on all ranks, and rank 0 records them for all; each rank
         # records any other outcome itself.
         together = code in (ExitCode.DONE, ExitCode.PREEMPTED)
-        if this.number and (ranks.first or not together):
+        if attempt.number and (ranks.first or not together):
             try:
                 job.end_attempt(
                     code,
                     reason,
                     rank,
-                    attempt=this.number,
+                    attempt=attempt.number,
                     node=node,
-                    asked_by=this.requests.reason,
+                    asked_by=attempt.requests.reason,
                 )
             # A full disk must not replace the error that ended the run.
             except OSError as error:
                 log.warning("attempt.json could not be written: %s", in_words(error))
-        if this.clock is not None:
-            this.clock.close()
+        if attempt.clock is not None:
+            attempt.clock.close()
             if together and (spent := goodput(job)) is not None and spent.useful:
                 log.info("goodput: %s", spent.describe())
 

@@ -23,7 +23,7 @@ from dtt.optim import built, groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.train.objectives.loss_function import loss_function
 from dtt.train.run_plan import make_plan
-from dtt.train.step import Step, update
+from dtt.train.step import Passes, update
 
 
 class ShortTraining:
@@ -80,7 +80,7 @@ class ShortTraining:
 
     def _step(self, step: int, batch: Batch) -> Tensor:
         """Do one step without an anomaly guard; return its loss []."""
-        passes = Step(self.model, self.plan.precision)
+        passes = Passes(self.model, self.plan.precision)
         objective = loss_function(z_loss=self._train.z_loss)
         losses = passes.run(batch.micro_batches, objective, batch.targets)
         self._params.clip(self._train.clip_norm or float("inf"))

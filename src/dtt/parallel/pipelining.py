@@ -40,7 +40,7 @@ class Pipeline(nn.Module):
     ) -> None:  # fmt: skip
         """Wrap `module`, the Decoder or its wrapper; `layers` are those of each stage.
 
-        Hidden states are of `dtype`. `reduce_each` is that of `Step`.
+        Hidden states are of `dtype`. `reduce_each` is that of `Passes`.
         """
         super().__init__()
         self.module, self.layers, self.mesh = module, layers, mesh

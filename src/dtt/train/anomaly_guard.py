@@ -41,7 +41,7 @@ class AnomalousStep(NamedTuple):
     """non_finite | spike"""
     what: str
     """Description for messages, such as `loss is nan`."""
-    ledger: str
+    data_hash: str
     """Sample hash chain up to this step, in hex: identifies its batch."""
 
 
@@ -131,7 +131,7 @@ class Guard:
             action = getattr(self._config, bad.why)
             # Logged before the run ends, so that the records have the step that ended it.
             yield record | {"loss": finite(loss), "grad_norm": finite(norm), "skipped": True}
-            anomaly = {"why": bad.why, "bad_step": step, "action": action, "ledger": bad.ledger}
+            anomaly = {"why": bad.why, "bad_step": step, "action": action, "ledger": bad.data_hash}
             yield {"kind": "guard", "step": step, **anomaly}
             if action == "stop":
                 raise self._diverged(
@@ -169,7 +169,8 @@ class Guard:
     def _diverged(self, bad: AnomalousStep, why: str, instead: str) -> Diverged:
         return Diverged(
             f"training diverged: {bad.what} at step {bad.step}",
-            where=f"the batch with data hash {bad.ledger}: dtt data at-step {self._job} {bad.step}",
+            where=f"the batch with data hash {bad.data_hash}: "
+            f"dtt data at-step {self._job} {bad.step}",
             why=why,
             next="start under a new name with a lower optim.lr, a longer schedule.warmup or "
             f"train.clip_norm=1; or {instead}",

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dtt.train.components import Observers, TrainState
     from dtt.train.expert_load import ExpertLoad
     from dtt.train.run_plan import RunPlan
-    from dtt.train.step import LossFunction, Step
+    from dtt.train.step import LossFunction, Passes
     from dtt.train.supervise.time_budget import TimeBudget
     from dtt.train.trainer import Trainer
 
@@ -71,7 +71,7 @@ def build(inputs: Inputs) -> Trainer:
     actions = make_actions(
         cfg,
         lambda: schedule.steps,
-        make_evaluator(inputs, state.step, state.layout, reader),
+        make_evaluator(inputs, state.passes, state.layout, reader),
         make_answers(cfg, world, dataset),
         make_tasks(inputs, state),
         make_sampler(cfg, dataset),
@@ -120,7 +120,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
     from dtt.train.components import TrainState
     from dtt.train.contract_check import check_model
     from dtt.train.objectives.loss_function import RunView
-    from dtt.train.pipelined_step import make_step
+    from dtt.train.pipelined_step import make_passes
 
     cfg, plan, world = inputs.cfg, inputs.plan, inputs.world
     if world.device.type == "cpu":
@@ -147,7 +147,7 @@ def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
         cfg.objective.setup(RunView.of(inputs, laid_out.layout))
     state = TrainState(
         **vars(laid_out),
-        step=make_step(
+        passes=make_passes(
             laid_out.module,
             plan.precision,
             laid_out.layout.gradient_replicas,
@@ -292,7 +292,9 @@ def make_saver(inputs: Inputs) -> Saver:
     return Saver(inputs.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
 
 
-def make_evaluator(inputs: Inputs, step: Step, mesh: Mesh, reader: BatchReader) -> Evaluator | None:
+def make_evaluator(
+    inputs: Inputs, passes: Passes, mesh: Mesh, reader: BatchReader
+) -> Evaluator | None:
     """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
     import torch
 
@@ -305,8 +307,8 @@ def make_evaluator(inputs: Inputs, step: Step, mesh: Mesh, reader: BatchReader) 
         return None
     table = inputs.dataset.token_bytes()
     token_bytes = None if table is None else torch.from_numpy(table).to(inputs.world.device)
-    measure = partial(step.evaluate, objective=make_loss(cfg, plan, token_bytes, evaluates=True))
-    return Evaluator(parts, reader, step.module, measure, mesh, cfg.objective.per_pair)
+    measure = partial(passes.evaluate, objective=make_loss(cfg, plan, token_bytes, evaluates=True))
+    return Evaluator(parts, reader, passes.module, measure, mesh, cfg.objective.per_pair)
 
 
 def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvaluator | None:

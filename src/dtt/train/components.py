@@ -27,7 +27,7 @@ from dtt.train.objectives import loss_function
 from dtt.train.profiler import Profiler
 from dtt.train.run_schedule import RunSchedule
 from dtt.train.state import Position, load_optimizers, load_parameters, optimizer_tensors
-from dtt.train.step import LossFunction, Step
+from dtt.train.step import LossFunction, Passes
 from dtt.train.supervise.stop_lead import StopLead
 from dtt.train.supervise.time_breakdown import TimeBreakdown
 from dtt.train.throughput import ThroughputMeter
@@ -37,7 +37,7 @@ from dtt.train.throughput import ThroughputMeter
 class TrainState(LaidOutModel):
     """The model, and everything else whose tensors a step changes."""
 
-    step: Step
+    passes: Passes
     """The passes of the module."""
     optimizers: Mapping[str, Optimizer]
     guard: Guard

@@ -21,7 +21,7 @@ def check_order(position: Position, dataset: Dataset) -> None:
     first = dataset.first_sample(position.step - 1)
     following = dataset.first_sample(position.step)
     samples = dataset.order(first, following - first)
-    if extend_data_hash(position.previous_ledger, samples) != position.ledger:
+    if extend_data_hash(position.previous_data_hash, samples) != position.data_hash:
         raise DamagedError(
             "the data is not in the order that this job was trained in",
             why=f"step {position.step} would now use different samples",
@@ -49,7 +49,7 @@ def check_nodes(dataset: Dataset, world: World) -> None:
 
 def check_ranks(position: Position, world: World) -> None:
     """Raise DamagedError, on every rank, unless all ranks have trained on the same samples."""
-    progress = (position.ledger, position.tokens)
+    progress = (position.data_hash, position.tokens)
     if world.agree(progress != world.from_first(progress)):
         raise DamagedError(
             "the processes of this run do not read the same data",

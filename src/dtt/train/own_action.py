@@ -69,7 +69,7 @@ class StepView(RunView):
         with evaluating(state.module):
             for part in (*([one] for one in batch.micro_batches), batch.micro_batches):
                 terms = round(each * len(part))
-                state.step.run(part, run.loss_function, terms)
+                state.passes.run(part, run.loss_function, terms)
                 state.params.align()
                 norms.append(float(state.params.norm()))
                 for param in state.params.values():

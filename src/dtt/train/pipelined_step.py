@@ -15,7 +15,7 @@ from dtt.mesh.dtypes import wide_dtype
 from dtt.model.output import HiddenStates, Output, StagePass
 from dtt.parallel.apply import autocast
 from dtt.parallel.pipelining import Pipeline
-from dtt.train.step import LossFunction, Step
+from dtt.train.step import LossFunction, Passes
 
 
 class _WithAuxiliary(torch.autograd.Function):
@@ -33,13 +33,13 @@ class _WithAuxiliary(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class PipelinedStep(Step):
+class PipelinedPasses(Passes):
     """Forward and backward passes of the layers of this rank."""
 
     def run(
         self, micro_batches: Sequence[MicroBatch], objective: LossFunction, terms: int
     ) -> Output:
-        """Do what `Step.run` does; all ranks of a pipeline pass the same micro-batches.
+        """Do what `Passes.run` does; all ranks of a pipeline pass the same micro-batches.
 
         The returned values are equal on average over the ranks of the pipeline: each has those that
         it computes, times the number of ranks.
@@ -118,11 +118,11 @@ class PipelinedStep(Step):
             return objective.losses(output, micro_batch)
 
 
-def make_step(
+def make_passes(
     module: nn.Module, precision: str, replicas: int = 1, *, reduce_each: bool = False
-) -> Step:
-    """Return the step of a module; the arguments are the fields of `Step`."""
-    kind = PipelinedStep if isinstance(module, Pipeline) else Step
+) -> Passes:
+    """Return what runs the passes of a module; the arguments are the fields of `Passes`."""
+    kind = PipelinedPasses if isinstance(module, Pipeline) else Passes
     return kind(module, precision, replicas, reduce_each)
 
 

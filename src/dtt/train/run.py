@@ -20,7 +20,7 @@ from dtt.config.resolved import Resolved
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.jobs import branch
-from dtt.jobs.attempt import Attempt, after_rank_0, attempt, holding
+from dtt.jobs.attempt import Attempt, after_rank_0, holding, recorded_attempt
 from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stages import Stage, report_shadowed
 from dtt.jobs.stop import Requests
@@ -128,16 +128,16 @@ def run_attempt(
 
     job, cfg = start.job, start.cfg
     waits = cfg.checkpoint.on_full == "wait"
-    this = None
+    attempt = None
     try:
         with (
             outages_limited(),
             waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
-            attempt(
+            recorded_attempt(
                 job, ranks, requests, timed=cfg.train.timed, startup=startup, announced=True
-            ) as this,
-            lost_rank_named(this),
+            ) as attempt,
+            lost_rank_named(attempt),
         ):
             # Inside, every rank that fails for the same reason as rank 0 stays silent.
             with after_rank_0(ranks, requests):
@@ -146,12 +146,12 @@ def run_attempt(
                 timeout = timedelta(days=7) if waits else timedelta(minutes=30)
                 world = dist.start(ranks, cfg.train.device, timeout)
             # Ranks that start late may see a newer attempt folder. The number of rank 0 counts.
-            this.number = world.from_first(this.number)
-            this.startup.end_phase("process group")
-            build_and_train(start, this, world, instrument)
+            attempt.number = world.from_first(attempt.number)
+            attempt.startup.end_phase("process group")
+            build_and_train(start, attempt, world, instrument)
     finally:
         dist.stop()  # after attempt.json is written, because it makes the other ranks end
-        if this is not None and ranks.first and not under_time_pressure(job):
+        if attempt is not None and ranks.first and not under_time_pressure(job):
             page = report.write_at_end([job], job.root)
             if page is not None:
                 log.info("report: %s", page)
@@ -170,30 +170,32 @@ def _stage_of(
     return Stage(job, stage_names(config, arguments), resolved)
 
 
-def build_and_train(start: Start, this: Attempt, world: World, instrument: Instrument) -> None:
+def build_and_train(start: Start, attempt: Attempt, world: World, instrument: Instrument) -> None:
     """Build the trainer, resume from a checkpoint if there is one, and run to the end.
 
     Raises Preempted if a stop was requested before the last step.
     """
     from dtt.train.process_memory import exhaustion_explained
 
-    this.startup.end_phase("imports")
-    cfg, job, dataset = start.cfg, this.job, start.dataset
+    attempt.startup.end_phase("imports")
+    cfg, job, dataset = start.cfg, attempt.job, start.dataset
     if start.branch is not None and world.first:
         start.branch.create_job(job)
     hang_seconds = cfg.train.hang_seconds
     with Watchdog(
-        job, world.ranks, start.plan.steps, attempt=this.number, hang_seconds=hang_seconds
+        job, world.ranks, start.plan.steps, attempt=attempt.number, hang_seconds=hang_seconds
     ) as watchdog:
-        resume = find_checkpoint(this, dataset, world, start.from_step)
-        this.startup.end_phase("data")
+        resume = find_checkpoint(attempt, dataset, world, start.from_step)
+        attempt.startup.end_phase("data")
         # Again: `prepare` assumed the newest checkpoint, which may have been rejected.
         compatibility.check_batches(cfg.train, start.plan.sizes, resume.step if resume else 0)
         if resume is not None and cfg.train.timed:
             plan = start.plan.with_decay(branch.timed_decay(job, resume))
             start = replace(start, plan=plan)
             watchdog.expect(plan.steps)
-        inputs = Inputs(**vars(start), attempt=this, world=world, watchdog=watchdog, resume=resume)
+        inputs = Inputs(
+            **vars(start), attempt=attempt, world=world, watchdog=watchdog, resume=resume
+        )
         if world.first:
             # An error here ends rank 0; the others report PeerLost with its reason.
             write_run_files(inputs)
@@ -201,7 +203,7 @@ def build_and_train(start: Start, this: Attempt, world: World, instrument: Instr
         # Rank 0 reads the records for all: a file server may show them late on another node.
         if resume is not None and world.from_first(done):
             log.info("%s is done: the last checkpoint is %s", job.root, resume.path)
-            this.requests.forget(world)
+            attempt.requests.forget(world)
             return
         if world.first:
             announce(inputs)
@@ -214,14 +216,16 @@ def build_and_train(start: Start, this: Attempt, world: World, instrument: Instr
             watchdog.before_end = trainer.saver.close
             if world.first and start.from_step is not None:
                 # Only now: a run that cannot be built must leave the newer checkpoints.
-                set_aside(this, start.from_step)
-            stack.push(this.requests.note_failure)  # called first, before the trackers are closed
+                set_aside(attempt, start.from_step)
+            stack.push(
+                attempt.requests.note_failure
+            )  # called first, before the trackers are closed
             finished = trainer.run()
     if not finished:
         raise Preempted(
             f"stopped at step {trainer.position.step} of {trainer.schedule.steps}, with a "
             "checkpoint",
-            why=this.requests.reason or "another rank received a stop request",
+            why=attempt.requests.reason or "another rank received a stop request",
             next=f"dtt train {job.root}",
         )
 
@@ -244,7 +248,7 @@ def announce(inputs: Inputs) -> None:
 
 
 def find_checkpoint(
-    this: Attempt, dataset: Dataset, world: World, from_step: int | None
+    attempt: Attempt, dataset: Dataset, world: World, from_step: int | None
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from, the same on every rank, or None for a new job.
 
@@ -254,13 +258,13 @@ def find_checkpoint(
     from dtt.train.data_hash import check_nodes
 
     check_nodes(dataset, world)
-    resume = world.from_first(choose_checkpoint(this, from_step) if world.first else None)
+    resume = world.from_first(choose_checkpoint(attempt, from_step) if world.first else None)
     if resume is not None:
-        compatibility.check_data(resume.manifest, dataset.manifest.named_keys, this.job)
+        compatibility.check_data(resume.manifest, dataset.manifest.named_keys, attempt.job)
     return resume
 
 
-def choose_checkpoint(this: Attempt, from_step: int | None) -> Checkpoint | None:
+def choose_checkpoint(attempt: Attempt, from_step: int | None) -> Checkpoint | None:
     """Return the newest verified checkpoint, or that of `from_step`; None if there are none.
 
     Before, delete the folders of saves that did not finish.
@@ -268,7 +272,7 @@ def choose_checkpoint(this: Attempt, from_step: int | None) -> Checkpoint | None
     from dtt.checkpoint import retention, store
     from dtt.train.state import check_position
 
-    folder = this.job.checkpoints
+    folder = attempt.job.checkpoints
     if folder.exists():
         retention.sweep_staging(folder)
         log.info("verifying a checkpoint in %s", folder)
@@ -276,15 +280,15 @@ def choose_checkpoint(this: Attempt, from_step: int | None) -> Checkpoint | None
         return store.newest(folder, check_position)
     checkpoint = store.at_step(folder, from_step)
     check_position(checkpoint)
-    retention.check_dependents(this.job, after=from_step)  # later ones are renamed
+    retention.check_dependents(attempt.job, after=from_step)  # later ones are renamed
     return checkpoint
 
 
-def set_aside(this: Attempt, from_step: int) -> None:
+def set_aside(attempt: Attempt, from_step: int) -> None:
     """Rename the checkpoints after `from_step`: this attempt writes new ones for these steps."""
     from dtt.checkpoint import store
 
-    for path in store.supersede(this.job.checkpoints, from_step, this.number):
+    for path in store.supersede(attempt.job.checkpoints, from_step, attempt.number):
         log.info("renamed newer checkpoint: %s", path)
 
 

@@ -25,7 +25,7 @@ from dtt.config.run import RunConfig
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.evaluate.evaluation import open_evaluation
-from dtt.jobs.attempt import attempt, holding
+from dtt.jobs.attempt import holding, recorded_attempt
 from dtt.jobs.branch import Branch
 from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stages import Stage
@@ -61,7 +61,7 @@ def recorded_refusal(
         ended = job.exit_record(job.attempt()) if job.exists else {"code": ExitCode.DONE}
         if ended is not None and ended["code"] == ExitCode.DONE:
             raise
-        with holding(job, ranks), attempt(job, ranks, requests):
+        with holding(job, ranks), recorded_attempt(job, ranks, requests):
             raise
 
 

@@ -54,9 +54,9 @@ class Position:
     """Samples trained on, which is also the index of the next one in the run's order."""
     tokens: int = 0
     """Target tokens trained on."""
-    ledger: bytes = EMPTY_DATA_HASH
+    data_hash: bytes = EMPTY_DATA_HASH
     """Sample hash chain: rolling hash of the samples trained on."""
-    previous_ledger: bytes = EMPTY_DATA_HASH
+    previous_data_hash: bytes = EMPTY_DATA_HASH
     """The hash chain one step earlier, with which a resume checks that the order is the same."""
     done: dict[str, int] = field(default_factory=dict)
     """Step after which each action was last finished, by the name of the action."""
@@ -73,8 +73,8 @@ class Position:
             "step": self.step,
             "samples": self.samples,
             "tokens": self.tokens,
-            "ledger": self.ledger.hex(),
-            "previous_ledger": self.previous_ledger.hex(),
+            "ledger": self.data_hash.hex(),
+            "previous_ledger": self.previous_data_hash.hex(),
             "eval_loss": self.eval_loss,
             **{field: self.done.get(name) for name, field in ACTIONS.items()},
             "trained": self.trained,
@@ -96,8 +96,8 @@ class Position:
             done={name: at for name, at in done.items() if at is not None},
             samples=record["samples"],
             tokens=record["tokens"],
-            ledger=bytes.fromhex(record["ledger"]),
-            previous_ledger=bytes.fromhex(record["previous_ledger"]),
+            data_hash=bytes.fromhex(record["ledger"]),
+            previous_data_hash=bytes.fromhex(record["previous_ledger"]),
             eval_loss=record["eval_loss"],
             trained=record.get("trained", record["step"]),  # absent from older checkpoints
             recent_skips=record.get("skipped", []),

@@ -42,7 +42,7 @@ TOKEN_LOSSES = LossFunction({"reduction": "none"})
 
 
 @dataclass(frozen=True)
-class Step:
+class Passes:
     """Forward and backward passes of a module; a pipeline replaces this class."""
 
     module: nn.Module

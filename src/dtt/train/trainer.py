@@ -112,7 +112,7 @@ class Trainer(Run):
         But for the check of names in the first step, and optimizers that ignore `found_inf`.
         """
         state, step, meter = self.state, self.position.step, self.observers.meter
-        losses = state.step.run(batch.micro_batches, self.loss_function, batch.terms)
+        losses = state.passes.run(batch.micro_batches, self.loss_function, batch.terms)
         reported = losses.aux | losses.metrics
         if not self._reported:
             # Once, as the names do not change. By their places in the stack below, ranks would add
@@ -152,14 +152,14 @@ class Trainer(Run):
         position.samples += len(batch.samples)
         position.tokens += batch.targets
         # Kept for the check on resume: it reads the last step's samples again.
-        position.previous_ledger = position.ledger
-        position.ledger = extend_data_hash(position.ledger, batch.samples)
+        position.previous_data_hash = position.data_hash
+        position.data_hash = extend_data_hash(position.data_hash, batch.samples)
         record = {
             "kind": "train",
             "step": position.step,
             "lr": multiplier * peak_lr(self.cfg.optim, self.state.optimizers),
             "tokens": position.tokens,
-            "ledger": position.ledger.hex(),
+            "ledger": position.data_hash.hex(),
             **self.schedule.step_sizes.record(position.step - 1),
             **_mask_metrics(batch, self.cfg.train.seq_len + 1),
         }

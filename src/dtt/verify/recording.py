@@ -32,7 +32,7 @@ from dtt.model.output import Output
 from dtt.params.table import Params
 from dtt.train import run
 from dtt.train.state import Position, rng_tensors
-from dtt.train.step import LossFunction, Step
+from dtt.train.step import LossFunction, Passes
 from dtt.train.trainer import Trainer
 
 ROWS, GRADIENTS, CLIPPED = "rows", "gradients", "clipped"
@@ -52,10 +52,10 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         state, position = trainer.state, trainer.position
         index = state.layout.index(*DATA)
-        record = {"inner": state.step, "recorder": self, "position": position, "index": index}
-        step = RecordedStep(**_fields(state.step) | record)
+        record = {"inner": state.passes, "recorder": self, "position": position, "index": index}
+        passes = RecordedPasses(**_fields(state.passes) | record)
         params = RecordedParams(state.params, self, position)
-        state = replace(state, step=step, params=params)
+        state = replace(state, passes=passes, params=params)
         return RecordedTrainer(**_fields(trainer) | {"state": state}, recorder=self)
 
     def path(self, kind: str, *place: int) -> Path:
@@ -120,11 +120,11 @@ class RecordedParams(Params):
 
 
 @dataclass(frozen=True)
-class RecordedStep(Step):
-    """A step, whose micro-batches are recorded."""
+class RecordedPasses(Passes):
+    """Passes, whose micro-batches are recorded."""
 
-    inner: Step | None = None
-    """The step that computes."""
+    inner: Passes | None = None
+    """The passes that compute."""
     recorder: Recorder | None = None
     position: Position | None = None
     index: int = 0
@@ -133,7 +133,7 @@ class RecordedStep(Step):
     def run(
         self, micro_batches: Sequence[MicroBatch], objective: LossFunction, terms: int
     ) -> Output:
-        """Run the passes as `Step.run` does."""
+        """Run the passes as `Passes.run` does."""
         assert self.inner is not None
         assert self.recorder is not None
         assert self.position is not None

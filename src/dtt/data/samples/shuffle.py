@@ -87,13 +87,13 @@ class Order:
         return samples
 
 
-def extend_data_hash(ledger: bytes, samples: SampleNumbers) -> bytes:
+def extend_data_hash(before: bytes, samples: SampleNumbers) -> bytes:
     """Return the sample hash chain after one more step, in which `samples` were trained on.
 
-    `ledger` is the hash before the step. The chain identifies all samples of a run and their order.
+    `before` is the hash before the step. The chain identifies all samples of a run and their order.
     """
     # Little-endian on every machine: the chain is compared across machines.
-    content = ledger + samples.astype("<u8").tobytes()
+    content = before + samples.astype("<u8").tobytes()
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 

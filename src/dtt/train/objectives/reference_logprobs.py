@@ -69,7 +69,7 @@ def write_reference(
     None, from a Hugging Face folder.
     """
     from dtt.train.objectives.reference_pass import ReferencePass, is_complete
-    from dtt.train.step import Step
+    from dtt.train.step import Passes
 
     cfg, world, folder = inputs.cfg, inputs.world, inputs.job.reference
     key = world.from_first(_key(inputs, source, checkpoint) if world.first else "")
@@ -77,8 +77,8 @@ def write_reference(
         log.info("the log-probabilities of the reference model are in %s", folder)
         return
     log.info("computing the log-probabilities of the reference model, %s", source)
-    step = Step(laid_out.module, inputs.plan.precision)
-    reference = ReferencePass(step, reader, laid_out.layout, world)
+    passes = Passes(laid_out.module, inputs.plan.precision)
+    reference = ReferencePass(passes, reader, laid_out.layout, world)
     reference.write(inputs.dataset, folder, key, cfg.train.seq_len)
 
 

@@ -33,7 +33,7 @@ from dtt.data.samples.reference import DTYPE, ReferenceManifest, reference_files
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import DATA, Mesh
-from dtt.train.step import TOKEN_LOSSES, Step
+from dtt.train.step import TOKEN_LOSSES, Passes
 
 SECONDS_BETWEEN_RECORDS = 30.0
 """Time between two records of the rows that are on disk; a process that is killed loses less."""
@@ -69,7 +69,7 @@ def _sha256(path: Path, size: int) -> str | None:
 class ReferencePass:
     """The pass of the reference model over the samples of a run; every rank has one."""
 
-    step: Step
+    passes: Passes
     """The passes of the module with the weights of the reference model."""
     reader: BatchReader
     layout: Mesh
@@ -107,7 +107,7 @@ class ReferencePass:
     def _rows(self, source: SampleSource, first: int) -> Iterator[Float32]:
         """Yield the values of all samples from `first` on, in order, on every rank: [n, S]."""
         reader = self.reader
-        with evaluating(self.step.module):
+        with evaluating(self.passes.module):
             for start in range(first, len(source), reader.size * reader.micro_batch):
                 stop = min(start + reader.size * reader.micro_batch, len(source))
                 values = self._logprobs(source, np.arange(start, stop, dtype=np.uint64))
@@ -121,7 +121,7 @@ class ReferencePass:
     def _logprobs(self, source: SampleSource, samples: SampleNumbers) -> Float32:
         """Return the values of this rank's part of `samples`, at most one micro-batch: [n, S]."""
         (micro_batch,) = self.reader.read_on_all(source, samples)
-        losses = self.step.evaluate(micro_batch, TOKEN_LOSSES).loss
+        losses = self.passes.evaluate(micro_batch, TOKEN_LOSSES).loss
         return np.asarray((0.0 - losses).float().cpu().numpy(), dtype=DTYPE)
 
 

@@ -27,15 +27,15 @@ EXIT_CODE = 49
 
 
 @contextmanager
-def lost_rank_named(this: Attempt) -> Iterator[None]:
+def lost_rank_named(attempt: Attempt) -> Iterator[None]:
     """Name the rank that broke a collective by ending, in the error and so in `attempt.json`."""
     from dtt.mesh import dist  # imports torch
 
     def explain(error: PeerLost) -> PeerLost:
-        return explained(error, this.job, this.number)
+        return explained(error, attempt.job, attempt.number)
 
     # Before the first step torchrun may end this rank before a collective fails.
-    this.requests.explain = explain
+    attempt.requests.explain = explain
     try:
         with dist.lost_peers_reported():
             yield
