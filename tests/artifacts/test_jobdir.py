@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dtt.artifacts.jobdir import JobDir, own_slurm_id
+from dtt.artifacts.jobdir import PACKAGE, JobDir, git_state, own_slurm_id
 from dtt.base.errors import ExitCode
 from dtt.base.files import write_atomically
 
@@ -206,3 +206,25 @@ def test_a_teammate_may_ask_a_job_only_in_the_folder_of_a_team(is_team: bool) ->
         assert as_user(job.begin_attempt, OWNER, OWNER, TEAM)
     finally:
         shutil.rmtree(place)
+
+
+def test_the_state_of_a_clone_has_changes_of_the_whole_package(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    package = tmp_path / "src/dtt"
+    (package / "train").mkdir(parents=True)
+    (package / "train/step.py").write_text("rate = 1\n")
+    git("init")
+    assert git_state(package) is None  # as in the environment of another project
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-m", "first")
+    clean = git_state(package)
+    assert clean is not None
+    assert clean["diff"] == ""
+    assert len(clean["commit"]) == 40
+    (package / "train/step.py").write_text("rate = 2\n")
+    changed = git_state(package)
+    assert changed is not None
+    assert "+rate = 2" in changed["diff"]
+    assert PACKAGE.name == "dtt"

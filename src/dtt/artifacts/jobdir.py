@@ -38,6 +38,7 @@ from dtt.base.secrets import holds_secret, named_secret, redacted
 
 # Prefixes of environment variables to record with a job. Never all of them: they hold secrets.
 ENVIRONMENT = ("CUDA_", "DTT_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM_", "TORCH", "WORLD_SIZE")
+PACKAGE = Path(__file__).parents[1]
 SHORTEST_LEAD = 60
 NONE = type(None)
 STARTED: dict[str, Kind] = {"started": float, "slurm": (str, NONE), "launch": str, "ranks": int}
@@ -352,7 +353,7 @@ class JobDir:
             "packages": installed_packages(),
             "nodes": os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
             "gpus": gpu_state(),
-            "git": git_state(Path(__file__).parent),
+            "git": git_state(),
             "environment": {
                 name: value
                 for name, value in sorted(os.environ.items())
@@ -420,7 +421,7 @@ def gpu_state() -> str | None:
     return done.stdout
 
 
-def git_state(folder: Path) -> dict[str, str] | None:
+def git_state(folder: Path = PACKAGE) -> dict[str, str] | None:
     """Return the commit and the uncommitted changes of dtt's own code; None outside a clone."""
 
     def git(*arguments: str) -> str:

@@ -19,8 +19,13 @@ cli = Commands(
 def _print_version(requested: bool) -> None:
     if requested:
         from dtt import __version__
+        from dtt.artifacts.jobdir import git_state
 
-        typer.echo(f"dtt {__version__}")
+        # Of a clone, the number alone does not say which code runs.
+        state = git_state()
+        changed = ", changed" if state is not None and state["diff"] else ""
+        commit = "" if state is None else f" ({state['commit'][:8]}{changed})"
+        typer.echo(f"dtt {__version__}{commit}")
         raise typer.Exit
 
 
