@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtt.config.action import Action as Action
-    from dtt.config.documents import Documents as Documents
     from dtt.config.family import Family as Family
     from dtt.config.objective import Objective as Objective
     from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
     from dtt.config.schedule import Schedule as Schedule
+    from dtt.config.sources import Documents as Documents
     from dtt.config.sources import Rows as Rows
     from dtt.config.sources import Source as Source
     from dtt.library import Job as Job
@@ -32,7 +32,7 @@ __version__ = "0.1.0"
 INTERFACE = {
     "Action": "dtt.config.action",
     "Context": "dtt.model.token_context",
-    "Documents": "dtt.config.documents",
+    "Documents": "dtt.config.sources",
     "Family": "dtt.config.family",
     "Job": "dtt.library",
     "MicroBatch": "dtt.data.samples.loader",

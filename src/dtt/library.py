@@ -22,7 +22,7 @@ from dtt.base.interrupts import STOP_SIGNALS
 from dtt.base.log import log, setup_logging
 from dtt.base.ranks import Ranks
 from dtt.config.load import load_job, resolve
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
 
 if TYPE_CHECKING:

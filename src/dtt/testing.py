@@ -18,9 +18,8 @@ from typing import Any
 from dtt import library
 from dtt.base.files import sha256_file
 from dtt.config.base import Section
-from dtt.config.documents import Documents
 from dtt.config.own import KINDS
-from dtt.config.sources import Source
+from dtt.config.sources import Documents, Source
 
 SMALL: Mapping[str, Any] = {
     "name": "check",

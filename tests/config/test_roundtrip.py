@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from dtt.config import explain
 from dtt.config.load import resolve
-from dtt.config.merging import merge, nested
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved, merge, nested
 from dtt.config.run import RunConfig
 from dtt.config.source import Leaf, from_arguments, from_environment, from_mapping, read_file
 

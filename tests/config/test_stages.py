@@ -10,7 +10,7 @@ import pytest
 from dtt.base.errors import ConfigError
 from dtt.config.explain import show_stages
 from dtt.config.load import Mistakes, resolve, stage_names
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 
 TINY = """\
 name: tiny

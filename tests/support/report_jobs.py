@@ -26,7 +26,7 @@ from dtt.base.files import sha256_file
 from dtt.checkpoint import store, tensors
 from dtt.config.explain import show
 from dtt.config.load import resolve
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 from dtt.config.source import Leaf
 from dtt.jobs import sweep_trials as trials
 from dtt.mesh.sharding import on_every_rank

@@ -126,7 +126,7 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
 
 def section_of(cfg: RunConfig) -> CleanConfig:
     """Return the section `clean`; raise ConfigError without one, and for conversations."""
-    if cfg.data.type in ("chat", "preference"):
+    if cfg.data.has_conversations:
         raise ConfigError(
             "dtt clean selects documents of text, not conversations",
             where="data.type",

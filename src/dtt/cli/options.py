@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dtt.config.resolved import Resolved
+    from dtt.config.merging import Resolved
     from dtt.config.run import RunConfig
 
 

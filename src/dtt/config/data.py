@@ -1,19 +1,16 @@
-"""Config keys of raw text, tokenizers and token files: the input of `download`, `tokenize` and
-`train`."""
+"""Config keys of raw text and tokenizers: the input of `download` and `tokenize`."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
 from dtt.config.base import Section
-from dtt.config.documents import Documents
-from dtt.config.sources import AnySource, OtherDataConfig, Source, WeightsConfig
+from dtt.config.sources import Documents
 
 OF_FILES = ("name", "split", "revision", "max_files", "include", "exclude")
 """Keys of a dataset that say which of its files to read."""
@@ -204,144 +201,3 @@ class TokenizeConfig(Section):
     local: Path | None = None
     """Folder on each node's local disk. Token files stay below it on the node that writes them;
     `out` (on a shared disk) gets the manifest with their locations. null: all files go to `out`."""
-
-
-class _TokenFilesConfig(Section):
-    """Token files: one folder, or a mixture of several."""
-
-    reads_token_files: ClassVar[bool] = True
-    """True if `dtt tokenize` must run before `dtt train`."""
-    reads_text: ClassVar[bool] = False
-    """True if training itself reads the corpus."""
-
-    type: str
-    tokens: Path | None = None
-    """Folder written by `tokenize`; null: the output folder of this config's `tokenize` section."""
-    sources: tuple[AnySource, ...] = ()
-    """Sources of a mixture, in place of `tokens`."""
-    weights: tuple[WeightsConfig, ...] = ()
-    """Changes of the sources' weights during training (annealing)."""
-    on_exhausted: Literal["repeat", "stop", "renormalise"] = "repeat"
-    """Action when every sample of a source has been used: start its next epoch, end the run, or
-    continue with the other sources in proportion to their weights."""
-    tokenizer: Path | None = None
-    """The tokenizer.json that belongs to token files of other tools. Token files of dtt record
-    their own, which must be the same."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield an error for ambiguous source names and for incomplete or invalid weights."""
-        names = [source.label for source in self.sources]
-        for i, source in enumerate(self.sources):
-            given = [("held_out", source)] if source.validation is not None else []
-            for key, own in [*given, ("validation.held_out", source.validation)]:
-                if isinstance(own, Source) and own.held_out:
-                    yield f"sources.{i}.{key}", "must be 0: all samples of validation are held out"
-        if self.tokens is not None and "*" in str(self.tokens):
-            yield "tokens", f"is one folder: data.sources=[{{path: {self.tokens}}}] takes patterns"
-        if self.tokens is not None and self.sources:
-            yield "tokens", "cannot be combined with sources: list the folder among them"
-        for twice in sorted({name for name in names if names.count(name) > 1}):
-            yield "sources", f"two are called {twice}: give each a name"
-        if len({source.weight is None for source in self.sources}) > 1:
-            yield "sources", "some have a weight and some have none: set it for all or for none"
-        for i, change in enumerate(self.weights):
-            if set(change.weights) != set(names):
-                yield f"weights.{i}", f"must name every source, and no other: {', '.join(names)}"
-            values = change.weights.values()
-            if not all(0 <= w < math.inf for w in values) or not any(values):
-                yield (
-                    f"weights.{i}",
-                    "weights must be non-negative, and at least one must be positive",
-                )
-        steps = [change.step for change in self.weights]
-        if sorted(set(steps)) != steps:
-            yield "weights", "their steps must ascend"
-
-
-class TokensDataConfig(_TokenFilesConfig):
-    """Training from token files: one folder, or a mixture of several."""
-
-    type: Literal["tokens"] = "tokens"
-    packing: Literal["concat", "best-fit", "none"] = "concat"
-    """Assignment of documents to sequences: `concat` cuts windows from one long stream; `best-fit`
-    packs complete documents together (Ding et al. 2024, arXiv 2404.10830) and splits only documents
-    longer than a sequence; `none` gives each document, or part, a padded sequence of its own, for
-    models whose state no mask divides."""
-    mask_documents: bool = False
-    """Restrict attention to tokens of the same document, and restart positions at its start."""
-    eod_mask_loss: bool = False
-    """Exclude from the loss the targets that are the first token of a document, predicted from the
-    end of the preceding one (Megatron's `--eod-mask-loss`)."""
-
-
-class TextDataConfig(OtherDataConfig):
-    """Training straight from text, without token files, with an existing tokenizer.
-
-    Every process encodes the text of the whole run, at about 20M tokens per second and core: enough
-    for dozens of fast GPUs. The shuffle buffer spans 16 MB of text. For larger needs, run
-    `dtt tokenize` first.
-    """
-
-    reads_text: ClassVar[bool] = True
-
-    type: Literal["text"] = "text"
-    mask_documents: bool = False
-    """Restrict attention to tokens of the same document, and restart positions at its start."""
-    eod_mask_loss: bool = False
-    """Exclude from the loss the targets that are the first token of a document, predicted from the
-    end of the preceding one (Megatron's `--eod-mask-loss`)."""
-
-
-class SyntheticDataConfig(OtherDataConfig):
-    """Random token ids in place of data, to measure speed and memory: nothing is learned."""
-
-    mask_documents: ClassVar[bool] = False
-    eod_mask_loss: ClassVar[bool] = False
-
-    type: Literal["synthetic"] = "synthetic"
-    vocab_size: int = Field(default=50257, ge=2, le=2**22)
-    """Number of different ids."""
-
-
-class _ConversationsConfig(_TokenFilesConfig):
-    mask_documents: ClassVar[bool] = True
-    eod_mask_loss: ClassVar[bool] = (
-        False  # the loss masks already exclude the first token of every conversation
-    )
-
-
-class ChatDataConfig(_ConversationsConfig):
-    """Fine-tuning on conversations, whose answers are the targets; see the section `chat`.
-
-    Conversations are packed whole, and attention stays within a conversation.
-    """
-
-    type: Literal["chat"] = "chat"
-    packing: Literal["best-fit", "none"] = "best-fit"
-    """`none` gives each conversation a padded sequence of its own, for models whose state no mask
-    divides."""
-
-
-class PreferenceDataConfig(_ConversationsConfig):
-    """Preference tuning on pairs of conversations, `chosen` and `rejected`; see `objective`.
-
-    Both conversations of a pair are packed into the same sequence, and attention stays within a
-    conversation.
-    """
-
-    packing: ClassVar[Literal["best-fit"]] = "best-fit"
-
-    type: Literal["preference"] = "preference"
-
-
-if TYPE_CHECKING:
-    DataConfig = (
-        TokensDataConfig | TextDataConfig | ChatDataConfig | PreferenceDataConfig
-        | SyntheticDataConfig | Source
-    )  # fmt: skip
-else:
-    DataConfig = Annotated[
-        TokensDataConfig | TextDataConfig | ChatDataConfig | PreferenceDataConfig
-        | SyntheticDataConfig,
-        Field(discriminator="type"),
-    ]  # fmt: skip

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from dtt.config.base import RESUMABLE, Length, Section, field_docs
 from dtt.config.key_types import TAGS, Key, KeyTypes
-from dtt.config.resolved import Resolved, origin_of
+from dtt.config.merging import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer, parse_scalar, shown
 

@@ -22,10 +22,9 @@ from dtt.base.secrets import holds_secret, named_secret
 from dtt.config import explain, source, stages
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.key_types import STAGES
-from dtt.config.merging import merge, nested
+from dtt.config.merging import Resolved, merge, nested, origin_of
 from dtt.config.own import run_config
 from dtt.config.removed import without_removed
-from dtt.config.resolved import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.config.run_length import STEPS, length_layer
 from dtt.config.shipped import find, is_job, shipped_configs, shipped_file

@@ -1,12 +1,40 @@
-"""Merging of configuration layers, key by key; a new `type` keeps what its section still has."""
+"""Merging of configuration layers, key by key, and what comes of it: a checked configuration.
+
+A new `type` keeps what its section still has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtt.config.key_types import TAGS, Key, Variants
+from dtt.config.run import RunConfig
 from dtt.config.source import Layer
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked configuration and the merged layer it was built from."""
+
+    config: RunConfig
+    layer: Layer
+    dropped: Layer = field(default_factory=dict)
+    """Keys that were set for another `type` of their section, which has no such keys."""
+
+    def origin(self, key: str) -> str:
+        """Return the origin of the value of a dotted `key`: `file:line`, `argument`, `default`."""
+        return origin_of(self.layer, tuple(key.split(".")))
+
+
+def origin_of(layer: Layer, key: Key) -> str:
+    """Return the origin of the value of `key`, or of the section around it; else `default`."""
+    for length in range(len(key), 0, -1):
+        if key[:length] in layer:
+            return layer[key[:length]].origin
+    below = [leaf.origin for k, leaf in layer.items() if k[: len(key)] == key]
+    return next((origin for origin in below if origin != "default"), "default")
 
 
 def merge(layers: Iterable[Layer], variants: Variants | None = None) -> tuple[Layer, Layer]:

@@ -30,7 +30,6 @@ from dtt.base.log import log
 from dtt.base.reading import read_small
 from dtt.config.action import Action
 from dtt.config.base import Section
-from dtt.config.documents import Documents
 from dtt.config.family import Family
 from dtt.config.key_types import TAGS, Key, tag_of
 from dtt.config.objective import Objective
@@ -38,7 +37,7 @@ from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Schedule
 from dtt.config.source import Layer
-from dtt.config.sources import Source, SourceConfig, SourceEntry
+from dtt.config.sources import Documents, Source, SourceConfig, SourceEntry
 
 KINDS: Mapping[str, type[Section]] = {
     "objective": Objective, "optim": Optimizer, "schedule": Schedule, "data": Source,

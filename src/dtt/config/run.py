@@ -15,12 +15,10 @@ from dtt.config.base import Section, must_be, resumable
 from dtt.config.chat import ChatConfig
 from dtt.config.clean import CleanConfig
 from dtt.config.data import (
-    DataConfig,
     DownloadConfig,
     GivenTokenizerConfig,
     TokenizeConfig,
     TokenizerConfig,
-    TokensDataConfig,
     TrainedTokenizerConfig,
     slug,
 )
@@ -38,16 +36,18 @@ from dtt.config.parallel import ParallelConfig
 from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import Schedule
-from dtt.config.sources import AnySource, Source, SourceConfig
+from dtt.config.sources import AnySource, OneSource, SourceConfig, TokenData
 from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
 from dtt.config.variants import any_of, variant
 
 if TYPE_CHECKING:  # or one of a user's own
+    DataConfig = TokenData | OneSource
     ObjectiveConfig = Objective
     OptimConfig = Optimizer
     ModelSection = ModelConfig | Family
     ScheduleConfig = Schedule
 else:
+    DataConfig = any_of("data")
     ObjectiveConfig = any_of("objective")
     OptimConfig = any_of("optim")
     ModelSection = Annotated[
@@ -85,7 +85,7 @@ class RunConfig(Section):
     """Conversion of documents to token files."""
     chat: ChatConfig = ChatConfig()
     """Conversations: chat template and loss mask."""
-    data: DataConfig = TokensDataConfig()
+    data: DataConfig = variant("data", "tokens")()
     """Training data."""
     model: ModelSection = ModelConfig()
     """Model family and sizes."""
@@ -165,14 +165,14 @@ class RunConfig(Section):
                 "train.seq_len",
                 f"{train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}",
             )
-        counted = self.data.reads_token_files or isinstance(self.data, Source)
-        if train.epochs is not None and not counted:
+        if train.epochs is not None and not self.data.is_counted:
             yield (
                 "train.epochs",
                 f"needs token files, which data.type={self.data.type} does not read",
             )
+        yield from self.data.run_problems(self)
         yield from self._tokenizer_problems()
-        yield from self._preference_problems()
+        yield from self._objective_problems()
         yield from self._optimizer_problems()
         yield from self._adapter_problems()
         yield from self._mixture_problems()
@@ -199,13 +199,8 @@ class RunConfig(Section):
                 yield f"actions.{i}.name", f"two are called {label}: set a name for each"
 
     def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield problems of the tokenizer with the data and the model."""
+        """Yield problems of the tokenizer with the model."""
         tokenizer = self.tokenizer
-        if self.data.reads_text and self.download.datasets:
-            why = f"data.type={self.data.type} reads one corpus: run dtt tokenize on several"
-            yield "download.datasets", why
-        if self.data.reads_text and tokenizer.type != "file":
-            yield "tokenizer.type", f"data.type={self.data.type} needs a given tokenizer: file"
         # For this model_type alone, AutoTokenizer of transformers 5 ignores how tokenizer.json
         # splits text, so that the export after days of training would be refused.
         if (
@@ -217,20 +212,12 @@ class RunConfig(Section):
             why = "model.family=qwen2 needs qwen2: transformers splits text in no other way for it"
             yield "tokenizer.pre_tokenizer", why
 
-    def _preference_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield problems of preference data and its objective."""
-        objective, preference = self.objective, self.data.type == "preference"
-        if preference and not objective.per_pair:
-            yield "objective.type", f"data.type=preference needs dpo, not {objective.type}"
-        if objective.per_pair and not preference:
+    def _objective_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield problems of the objective with the rest of the run."""
+        objective = self.objective
+        if objective.per_pair and not self.data.has_pairs:
             why = f"objective.type={objective.type} needs preference, not {self.data.type}"
             yield "data.type", why
-        if preference and len(self.sources) > len(self.token_sources):
-            yield "data.sources", "data.type=preference needs token files: a class makes no pairs"
-        if preference and self.chat.turns == "expand":
-            yield "chat.turns", "data.type=preference needs all: each conversation is one of a pair"
-        if preference and self.chat.too_long == "whole_turns":
-            yield "chat.too_long", "data.type=preference needs drop or stop: a cut pair has no end"
         if objective.needs != "sum" and self.train.z_loss:
             yield "train.z_loss", f"objective.type={objective.type} has no z-loss: set 0"
         if objective.needs == "logits":

@@ -16,7 +16,7 @@ from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.init import MAY_DIFFER
 from dtt.config.key_types import STAGES, Key
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 from dtt.config.run import NAME
 from dtt.config.source import Layer, Leaf, shown
 

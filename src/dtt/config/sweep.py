@@ -20,9 +20,8 @@ from dtt.base.errors import ConfigError, DttError, InputError
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.key_types import Key, KeyTypes
-from dtt.config.merging import nested
+from dtt.config.merging import Resolved, nested
 from dtt.config.own import OwnCodeError
-from dtt.config.resolved import Resolved
 from dtt.config.run import NAME, RunConfig
 from dtt.config.shipped import shipped_configs, shipped_file
 from dtt.config.source import Layer, Leaf

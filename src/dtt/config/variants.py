@@ -14,6 +14,13 @@ from typing import Annotated, Any, Union
 from pydantic import Field
 
 VARIANTS: Mapping[str, Mapping[str, str]] = {
+    "data": {
+        "tokens": "dtt.data.samples.token_kinds:TokensDataConfig",
+        "text": "dtt.data.samples.text_kind:TextDataConfig",
+        "chat": "dtt.data.samples.token_kinds:ChatDataConfig",
+        "preference": "dtt.data.samples.token_kinds:PreferenceDataConfig",
+        "synthetic": "dtt.data.samples.synthetic_kind:SyntheticDataConfig",
+    },
     "objective": {
         "next_token": "dtt.train.objectives.next_token:NextTokenConfig",
         "dpo": "dtt.train.objectives.dpo:DpoConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dtt.base.errors import InputError
 from dtt.config.load import with_steps
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 
 
 def with_epochs_resolved(resolved: Resolved) -> Resolved:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.log import log
 from dtt.base.reading import read_whole
-from dtt.config.data import (
-    GivenTokenizerConfig,
-    SyntheticDataConfig,
-    TrainedTokenizerConfig,
-)
+from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.config.sources import Source
 from dtt.data.samples.dataset import open_dataset
@@ -28,7 +24,7 @@ def vocabulary_and_steps(
     be determined.
     """
     # Samples of a class are counted only where their number decides that of the steps.
-    if cfg.data.reads_token_files or (isinstance(cfg.data, Source) and cfg.train.steps == 0):
+    if cfg.data.reads_token_files or (cfg.data.is_counted and cfg.train.steps == 0):
         try:
             dataset = open_dataset(cfg)
         except InputError:
@@ -44,12 +40,8 @@ def vocabulary_and_steps(
             next="dtt tokenize, or plan with train.steps=N",
         )
     try:
-        if isinstance(cfg.data, SyntheticDataConfig):
-            return cfg.data.vocab_size, cfg.train.steps, cfg
-        if isinstance(cfg.data, Source):
-            size = cfg.model.vocab_size or read_vocabulary(cfg.data.tokenizer).size
-            return size, cfg.train.steps, cfg
-        return cfg.model.vocab_size or _tokenizer_size(cfg), cfg.train.steps, cfg
+        size = cfg.data.known_vocab_size() or cfg.model.vocab_size or _tokenizer_size(cfg)
+        return size, cfg.train.steps, cfg
     except InputError:
         if expected_size is None:
             raise
@@ -57,6 +49,8 @@ def vocabulary_and_steps(
 
 
 def _tokenizer_size(cfg: RunConfig) -> int:
+    if isinstance(cfg.data, Source):
+        return read_vocabulary(cfg.data.tokenizer).size
     match cfg.tokenizer:
         case TrainedTokenizerConfig(vocab_size=size):
             return size

@@ -18,8 +18,8 @@ from dtt.base.reading import fits, read_json, tolerant
 from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.load import changes_on_resume, load_job, resolve
+from dtt.config.merging import Resolved
 from dtt.config.optim import horizon_keys, own_decays
-from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay, before_last
 from dtt.data.epochs import with_epochs_resolved

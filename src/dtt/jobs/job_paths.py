@@ -68,8 +68,7 @@ def evaluation(job: Path) -> EvalConfig:
 
 
 def _has_data(folder: Path, cfg: RunConfig) -> bool:
-    needed = (cfg.corpus_dir,) if cfg.data.reads_text else cfg.token_paths
-    paths = [folder / path for path in needed]
+    paths = [folder / path for path in cfg.data.input_paths(cfg)]
     return all(path.exists() or path.with_name(f"{path.name}.idx").exists() for path in paths)
 
 

@@ -22,7 +22,7 @@ from dtt.base.reading import fits
 from dtt.checkpoint import store
 from dtt.config import explain, source
 from dtt.config.key_types import STAGES
-from dtt.config.resolved import Resolved, origin_of
+from dtt.config.merging import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.jobs import job_state

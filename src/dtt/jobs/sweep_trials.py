@@ -18,8 +18,8 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import write_atomically
 from dtt.config import explain, load
 from dtt.config.load import Mistakes, ModelOf, changes_on_resume, load_job
+from dtt.config.merging import Resolved
 from dtt.config.own import kept_files
-from dtt.config.resolved import Resolved
 from dtt.config.source import SUFFIXES, Leaf
 from dtt.config.sweep import SweepConfig, SweepFile, combinations, read
 

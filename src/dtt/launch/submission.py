@@ -13,8 +13,8 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DttError
 from dtt.base.files import write_atomically
 from dtt.config import explain
+from dtt.config.merging import Resolved
 from dtt.config.own import kept_files
-from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.shipped import shipped_configs
 from dtt.jobs.slurm import job_script

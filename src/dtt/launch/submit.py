@@ -18,11 +18,10 @@ from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import InitConfig
 from dtt.config.load import load_job, resolve, stage_names
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.shipped import find
 from dtt.config.source import Layer, Leaf, is_config
-from dtt.data.epochs import with_epochs_resolved
 from dtt.data.samples import compatibility
 from dtt.data.samples.schedules import resolve as resolve_schedules
 from dtt.jobs import job_state
@@ -118,7 +117,10 @@ def prepare(
     match command:
         case "train":
             resolved, trained = _job_to_train(config, base, folders, overrides, allow_change)
-            resolved = with_epochs_resolved(resolved)
+            if resolved.config.train.epochs is not None:
+                from dtt.data.epochs import with_epochs_resolved  # slow on a login node
+
+                resolved = with_epochs_resolved(resolved)
             job, argv = trained, ["train"]
         case "eval" | "export":
             resolved, trained, step = _trained_job(command, base, folders, overrides)
@@ -376,8 +378,8 @@ def _amount(cfg: RunConfig) -> str:
     most = "at most " if cfg.train.timed else ""
     amount = f"{most}{steps} steps of {batches.describe(steps)}: {total / 1e6:.1f}M tokens"
     if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` shows more
-        other = str(cfg.corpus_dir) if cfg.data.reads_text else f"{cfg.data.type} data"
-        return f"{amount} of {', '.join(map(str, paths)) or other}"
+        named = ", ".join(map(str, paths or cfg.data.input_paths(cfg)))
+        return f"{amount} of {named or f'{cfg.data.type} data'}"
     available = TokensManifest.read(paths[0]).counts("train").tokens
     return f"{amount}, {total / available:.2f} epochs of {paths[0]}"
 

@@ -25,7 +25,7 @@ def conversations(cfg: RunConfig, home: Path) -> list[dict[str, Any]]:
     Relative paths in `cfg` start from `home`. Returns an empty list for a run on text, and if the
     token files are not on this machine.
     """
-    if cfg.data.type not in ("chat", "preference"):
+    if not cfg.data.has_conversations:
         return []
     try:
         paths = token_paths(cfg, home)

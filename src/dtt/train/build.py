@@ -202,8 +202,8 @@ def load_initial_weights(
     from dtt.model.init import initialize
 
     cfg, source, start = inputs.cfg, inputs.source_of_weights, None
-    # The ids of synthetic data stand for no text, and its tokenizer only gives them names.
-    tokenizer = None if cfg.data.type == "synthetic" else inputs.dataset.tokenizer
+    # The tokenizer of ids that stand for no text only gives them names.
+    tokenizer = inputs.dataset.tokenizer if cfg.data.has_text else None
     model, data = laid_out.model, (tokenizer, inputs.world)
     adapted = isinstance(cfg.adapter, LoraConfig)
     reference = named_reference(cfg)

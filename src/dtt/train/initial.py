@@ -18,7 +18,7 @@ from dtt.base.log import log
 from dtt.base.reading import read_whole
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.load import load_job
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 from dtt.hf.model_source import find_model
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
 from dtt.jobs.attempt import Attempt
 from dtt.jobs.branch import Branch

@@ -16,7 +16,7 @@ from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited, waiting_for_space
 from dtt.config.load import stage_names
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
 from dtt.jobs import branch

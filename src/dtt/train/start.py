@@ -20,7 +20,7 @@ from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.config.load import with_steps
-from dtt.config.resolved import Resolved
+from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility

@@ -11,7 +11,10 @@ from dtt.config.load import resolve
 from dtt.config.model import MIXTURES
 from dtt.config.parallel import Sizes
 from dtt.config.run import RunConfig
+from dtt.config.variants import VARIANTS
 
+NEED_MORE = ("tokens", "text", "chat", "preference")
+"""Kinds of data that are tried with further keys; every other one is tried by itself."""
 LORA = "optim.type=adamw", "init.from=jobs/x", "adapter.type=lora"
 DPO = "data.type=preference", "objective.type=dpo", "init.from=jobs/x"
 MIXTURE = "data.sources=[{path: a, weight: 3}, {path: b, weight: 1}]"
@@ -95,7 +98,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         (*DPO, "objective.reference=jobs/y"),
         ("data.type=text", "data.mask_documents=true", "tokenizer.type=file"),
         ("data.type=text", "data.eod_mask_loss=true", "tokenizer.type=file"),
-        ("data.type=synthetic",),
+        *((f"data.type={name}",) for name in VARIANTS["data"] if name not in NEED_MORE),
     ),
     "adapter": (
         LORA,

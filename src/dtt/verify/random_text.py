@@ -44,7 +44,7 @@ def write_inputs(texts: RunConfig, rows: RunConfig | None) -> None:
 
     _write(texts, [{"text": document()} for _ in range(DOCUMENTS)])
     if rows is not None:
-        preference = rows.data.type == "preference"
+        preference = rows.data.has_pairs
         _write(rows, list(_conversations(text, preference)))
 
 

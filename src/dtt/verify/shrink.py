@@ -98,7 +98,7 @@ def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
     values["adapter"] = _adapter(shrinking)
     base = _base(shrinking, values)
     rows = None
-    if cfg.data.type in ("chat", "preference"):
+    if cfg.data.has_conversations:
         rows = _checked(_rows(values), type(cfg))
     shrinking.note(cfg.eval.tasks, "eval.tasks (left out)")
     return Small(
@@ -285,7 +285,7 @@ def _use_inputs(shrinking: _Shrinking, values: Nested) -> None:
     values["tokenizer"] = {"type": "file", "path": "tokens/tokenizer.json"}
     values["download"] = {"dataset": "texts.jsonl", "out": "texts"}
     values["tokenize"] = {"out": "tokens", "validation_fraction": 0.1}
-    own = cfg.data.type in ("chat", "preference")
+    own = cfg.data.has_conversations
     tokens = "rows-tokens" if own else "tokens"
     if own:
         values["chat"] |= {"template": "chatml", "kwargs": {}}
@@ -297,24 +297,22 @@ def _use_inputs(shrinking: _Shrinking, values: Nested) -> None:
         same = {key: getattr(cfg.data, key) for key in ("packing", "mask_documents")}
         values["data"] = {"type": "tokens", "tokens": tokens, **same}
         return
-    match cfg.data.type:
-        case "synthetic":
-            data["vocab_size"] = VOCABULARY
-        case "text":
-            pass
-        case _:
-            data["tokens"] = None if cfg.data.sources else tokens
-            data["tokenizer"] = None
-            for number, source in enumerate(cfg.data.sources):
-                # The names decide the order of the samples, so one folder is as good as several.
-                what = f"data.sources: {source.type} (random text)"
-                shrinking.note(is_own(source.type), what)
-                entry = {"path": tokens, "name": source.label, "weight": source.weight}
-                data["sources"][number] = entry
-            for number, change in enumerate(data.get("weights", ())):
-                change["step"] = 2 + number
-            data["weights"] = data.get("weights", [])[: STEPS - 1]
-            shrinking.note(len(cfg.data.weights) > STEPS - 1, "data.weights after the second")
+    if cfg.data.known_vocab_size() is not None:
+        data["vocab_size"] = VOCABULARY
+    if not cfg.data.reads_token_files:
+        return
+    data["tokens"] = None if cfg.data.sources else tokens
+    data["tokenizer"] = None
+    for number, source in enumerate(cfg.data.sources):
+        # The names decide the order of the samples, so one folder is as good as several.
+        what = f"data.sources: {source.type} (random text)"
+        shrinking.note(is_own(source.type), what)
+        entry = {"path": tokens, "name": source.label, "weight": source.weight}
+        data["sources"][number] = entry
+    for number, change in enumerate(data.get("weights", ())):
+        change["step"] = 2 + number
+    data["weights"] = data.get("weights", [])[: STEPS - 1]
+    shrinking.note(len(cfg.data.weights) > STEPS - 1, "data.weights after the second")
 
 
 def _adapter(shrinking: _Shrinking) -> Nested:

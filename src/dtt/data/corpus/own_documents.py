@@ -10,8 +10,8 @@ from typing import Any
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.files import fsync_file, named
 from dtt.base.log import log
-from dtt.config.documents import Documents
 from dtt.config.own import own_code, own_file_of
+from dtt.config.sources import Documents
 
 KEY = "download.documents"
 PART = "part-"

@@ -15,7 +15,7 @@ def _download(cfg: RunConfig) -> None:
     from dtt.data.corpus.download import download
 
     out = cfg.corpus_dir
-    manifest = download(cfg.download, out, rows=cfg.data.type in ("chat", "preference"))
+    manifest = download(cfg.download, out, rows=cfg.data.has_conversations)
     source = manifest.source
     column = manifest.text_column
     documents = manifest.txt_documents or (f"column {column}" if column else "conversations")

@@ -75,10 +75,8 @@ def inspect(
 
 def _read_by(cfg: RunConfig) -> list[Path]:
     """Return the folders that a run reads: its token files, encoded rows, or corpus."""
-    if cfg.data.reads_text:
-        return [cfg.corpus_dir]
     own = cfg.sources or (cfg.data,)
-    paths = [*dict.fromkeys(token_paths(cfg))]
+    paths = [*dict.fromkeys(token_paths(cfg) or cfg.data.input_paths(cfg))]
     paths += [encoded(rows, cfg) for rows in own if isinstance(rows, Rows)]
     if not paths:
         raise ConfigError(

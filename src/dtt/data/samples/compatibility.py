@@ -26,8 +26,8 @@ from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.reading import read_whole
 from dtt.base.safe_names import checked_file
+from dtt.config.merging import Resolved
 from dtt.config.parallel import Sizes
-from dtt.config.resolved import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
 from dtt.data.samples.schedules import StepRange, resolve
@@ -227,7 +227,7 @@ def check_conversations(
     for mixtures of conversations and text.
     """
     data = cfg.data
-    if pairs != (data.type == "preference"):
+    if pairs != data.has_pairs:
         held = "preference pairs" if pairs else "no preference pairs"
         raise ConfigError(
             f"the token files of {name} hold {held}, but data.type={data.type}",
@@ -238,7 +238,7 @@ def check_conversations(
             "dtt tokenize data.type=preference",
         )
     if chat is None:
-        if data.type == "chat":
+        if data.has_conversations:
             raise ConfigError(
                 f"the token files of {name} hold text, not conversations",
                 where=where,

@@ -266,7 +266,7 @@ def _check_length(source: Opened, seq_len: int) -> None:
 
 def _manifest(cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[Opened]) -> DataManifest:
     paths = [source.place for source in given]
-    paths = paths or [cfg.corpus_dir if cfg.data.reads_text else Path(cfg.data.type)]
+    paths = paths or [*cfg.data.input_paths(cfg), Path(cfg.data.type)][:1]
     sources = tuple(
         SourceFacts(
             name=source.train.name,

@@ -1,4 +1,4 @@
-"""Opening of the sources of a run: token files, text, random ids, and classes of a user's own."""
+"""Opening of the sources of a run: token files, a kind with samples of its own, and classes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from typing import Any
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError
-from dtt.config.data import (
-    ChatDataConfig,
-    PreferenceDataConfig,
-    SyntheticDataConfig,
-    TextDataConfig,
-    TokensDataConfig,
-)
 from dtt.config.run import RunConfig
-from dtt.config.sources import AnySource, Rows, Source, SourceConfig
+from dtt.config.sources import AnySource, OneSource, Rows, Source, SourceConfig
 from dtt.data.corpus.described import check_tokens
 from dtt.data.samples import compatibility
 from dtt.data.samples.named_tokenizer import read_vocabulary
@@ -28,32 +21,19 @@ from dtt.data.samples.token_source import TokenSource, open_tokens
 
 
 def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[Opened]:
-    """Open all `sources` of a run; without any, the text, random ids or class of `cfg.data`."""
-    match cfg.data:
-        case (
-            TokensDataConfig(tokenizer=path)
-            | ChatDataConfig(tokenizer=path)
-            | PreferenceDataConfig(tokenizer=path)
-        ):
-            given = None if path is None else read_vocabulary(path)
-            opened = [_open_source(cfg, source, given) for source in sources]
-            named = [] if given is None else [("data.tokenizer", given)]
-            named += [(source.train.name, source.vocabulary) for source in opened]
-            # All sources of a run need the same ids for the same text.
-            compatibility.check_one_tokenizer(
-                [(name, its.tokenizer, its.sha256) for name, its in named]
-            )
-            return opened
-        case TextDataConfig():
-            from dtt.data.samples.text_source import open_text
-
-            return [open_text(cfg)]
-        case SyntheticDataConfig():
-            from dtt.data.samples.synthetic_source import open_synthetic
-
-            return [open_synthetic(cfg.data.vocab_size, cfg.train.seq_len, cfg.seed)]
-        case own:
-            return [_open_one(cfg, own, None, own.label)]
+    """Open all `sources` of a run, or else the one that `cfg.data` is."""
+    if isinstance(cfg.data, Source):
+        return [_open_one(cfg, cfg.data, None, cfg.data.label)]
+    if isinstance(cfg.data, OneSource):
+        return [cfg.data.open_samples(cfg)]
+    path = cfg.data.tokenizer
+    given = None if path is None else read_vocabulary(path)
+    opened = [_open_source(cfg, source, given) for source in sources]
+    named = [] if given is None else [("data.tokenizer", given)]
+    named += [(source.train.name, source.vocabulary) for source in opened]
+    # All sources of a run need the same ids for the same text.
+    compatibility.check_one_tokenizer([(name, its.tokenizer, its.sha256) for name, its in named])
+    return opened
 
 
 def _open_source(cfg: RunConfig, source: AnySource, given: Vocabulary | None) -> Opened:

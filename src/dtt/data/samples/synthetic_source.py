@@ -9,15 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dtt.artifacts.manifest import fingerprint
-from dtt.base.files import sha256_file
 from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
-    Opened,
     SampleNumbers,
     SampleRows,
-    Vocabulary,
     targets_of,
 )
 from dtt.data.samples.shuffle import mix
@@ -72,25 +68,13 @@ def _mixed(values: SampleNumbers) -> SampleNumbers:
     return mix(values + np.uint64(0x9E3779B97F4A7C15))
 
 
-def open_synthetic(vocab_size: int, seq_len: int, seed: int) -> Opened:
-    """Return a source of random ids, with a tokenizer that shows them as numbers."""
-    path = _tokenizer(vocab_size)
-    return Opened(
-        SyntheticSource(vocab_size, seq_len, seed),
-        None,
-        fingerprint([NAME, vocab_size, seed]),
-        Vocabulary(path, sha256_file(path), vocab_size, 0),
-        None,
-    )
-
-
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
     """Return a folder that is deleted when the process ends; the job keeps a copy of its file."""
     return tempfile.TemporaryDirectory(prefix="dtt-")
 
 
-def _tokenizer(vocab_size: int) -> Path:
+def numbers_tokenizer(vocab_size: int) -> Path:
     """Write a tokenizer.json whose token i is the number i, and 0 the end of a document."""
     end = "<|endoftext|>"
     vocabulary = {end: 0} | {str(i): i for i in range(1, vocab_size)}

@@ -143,14 +143,13 @@ def _plan(
 
 def _kind(cfg: RunConfig) -> DocumentKind:
     """Return the kind of documents for `data.type`."""
-    if cfg.data.type not in ("chat", "preference"):
+    if not cfg.data.has_conversations:
         from dtt.data.text.unit_encoder import PlainText
 
         return PlainText(cfg.tokenize.engine)
     from dtt.data.conversations.row_encoder import Conversations
 
-    pairs = cfg.data.type == "preference"
-    return Conversations(cfg.chat, pairs=pairs, engine=cfg.tokenize.engine)
+    return Conversations(cfg.chat, pairs=cfg.data.has_pairs, engine=cfg.tokenize.engine)
 
 
 def _facts(out: Path, result: Tokenized) -> dict[str, object]:

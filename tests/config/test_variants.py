@@ -1,0 +1,59 @@
+"""A variant of dtt is a class in a module, and a line in the table of variants: nothing more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+KIND = '''
+from typing import ClassVar, Literal
+from dtt.config.sources import OneSource
+
+class Counting(OneSource):
+    """Ids that count."""
+    mask_documents: ClassVar[bool] = False
+    eod_mask_loss: ClassVar[bool] = False
+    type: Literal["counting"] = "counting"
+    top: int = 300
+    """Number of different ids."""
+
+    def open_samples(self, run):
+        from dtt.data.samples.protocol import Opened, Vocabulary
+        from dtt.data.samples.synthetic_source import SyntheticSource, numbers_tokenizer
+        path = numbers_tokenizer(self.top)
+        samples = SyntheticSource(self.top, run.train.seq_len, run.seed)
+        return Opened(samples, None, f"top {self.top}", Vocabulary(path, "0", self.top, 0), None)
+'''
+USE = """
+import sys
+from dtt.config.variants import VARIANTS
+VARIANTS["data"]["counting"] = "counting:Counting"
+from dtt.base.errors import ConfigError
+from dtt.config import explain
+from dtt.config.load import resolve
+from dtt.verify.fuzz import FEATURES
+found = resolve(None, ["data.type=counting", "data.top=400", "train.seq_len=32"], env={})
+print(explain.explain("data", found.config, found.layer).count("data.top"))
+assert not {"numpy", "torch", "pyarrow"} & set(sys.modules)
+try:
+    resolve(None, ["data.type=counting", "data.vocab_size=400"], env={})
+except ConfigError as error:
+    print(error)
+assert ("data.type=counting",) in FEATURES["data"]
+from dtt.data.samples.dataset import open_dataset
+dataset = open_dataset(found.config)
+print(dataset.manifest.sources[0].key, dataset.manifest.vocab_size, dataset.steps)
+print(dataset.read(dataset.order(0, 3)).ids.shape)
+"""
+
+
+def test_a_kind_of_data_is_its_module_and_a_line_in_the_table(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(KIND)
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", USE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "data.vocab_size: is for data.type=synthetic, not counting" in done.stdout
+    assert done.stdout.startswith("1\n")
+    assert done.stdout.endswith("top 400 400 1000\n(3, 33)\n")
