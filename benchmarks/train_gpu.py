@@ -129,7 +129,7 @@ def train(
     if "init.from=hf:base" in case.keys:
         sizes = []  # those of the base
         if not (folder / "base").exists():
-            # A CPU takes long to draw a billion random weights: 12 s for those of docs/results.md.
+            # A CPU takes long to draw a billion random weights: 12 s (benchmarks/log.md).
             with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
                 base = hf_model(shape)
             base.to(torch.bfloat16).save_pretrained(folder / "base")

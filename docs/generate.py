@@ -1,9 +1,9 @@
-"""Write the pages that are generated from the code: docs/cli.md and docs/config.md.
+"""Write the pages of docs that are generated from the code.
 
-Of docs/extending.md, only the signatures are.
+They are cli.md, config.md, files.md and support-matrix.md; of extending.md, only the signatures.
 
-python docs/generate.py            rewrite them
-python docs/generate.py --check    exit with 1 and name those that are no longer up to date
+python docs/generate.py [PAGE …]            rewrite them, or those named
+python docs/generate.py --check [PAGE …]    exit with 1 and name those that are not up to date
 """
 
 from __future__ import annotations
@@ -12,13 +12,32 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
+from pydantic import BaseModel
 
 import dtt
+from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.manifests import (
+    CheckpointManifest,
+    DataManifest,
+    ExportManifest,
+    TokensManifest,
+)
+from dtt.artifacts.selection_manifest import SelectionManifest
+from dtt.base.errors import DttError
+from dtt.config.base import field_docs
+from dtt.config.load import Mistakes, resolve
+from dtt.config.parallel import resolve as resolve_mesh
+from dtt.config.reference import LONGEST_CELL
 from dtt.config.reference import page as config_page
+from dtt.evaluate.tasks.definition import Task
+from dtt.jobs.sweep_trials import SweepManifest
 from dtt.main import commands
+from dtt.model.mesh_divisibility import check_layout
+from dtt.model.scaling import scaled
+from dtt.track import base as track
 
 DOCS = Path(__file__).resolve().parent
 HEAD = """\
@@ -28,7 +47,7 @@ Made from the code by `python docs/generate.py`: what `--help` says, for every c
 
 `-h` and `--help` work everywhere, `dtt --version` prints the version. Options go before or after
 the other arguments. `KEY=VALUE` sets any key of the [configuration](config.md). Results go to
-stdout, logs and progress to stderr. The [exit codes](architecture.md#exit-codes) are the same for
+stdout, logs and progress to stderr. The [exit codes](errors.md) are the same for
 all commands.
 """
 
@@ -120,12 +139,186 @@ def _signatures(name: str) -> Iterator[str]:
             yield line
 
 
-PAGES = {"cli.md": cli_page, "config.md": config_page, "extending.md": extending_page}
+FILES_HEAD = """\
+# Fields of files
+
+Every field of the files that dtt writes, and of a task file, made from the code by `python
+docs/generate.py`. To see one of them:
+
+```sh
+dtt data inspect data/tokens/TinyStories-train-bpe8192 --verify
+```
+
+[Data format](data-format.md) describes the binary files, and the rules that the fields follow.
+Manifests are read strictly: an unknown or missing field counts as damage (of a checkpoint's, an
+unknown one is ignored).
+"""
+FILES: dict[str, type[BaseModel]] = {
+    "Task: a YAML file of `dtt eval`": Task,
+    "Corpus: manifest.json": CorpusManifest,
+    "Selection: selection.json": SelectionManifest,
+    "Token files: manifest.json": TokensManifest,
+    "Checkpoint: MANIFEST.json": CheckpointManifest,
+    "The data of a job: data.json": DataManifest,
+    "Export: dtt_export.json": ExportManifest,
+    "Sweep: manifest.json": SweepManifest,
+}
 
 
-def stale() -> list[str]:
-    """Return the names of the pages that differ from the generated text."""
-    made = {name: make() for name, make in PAGES.items()}
+def files_page() -> str:
+    """Return the page docs/files.md: the fields of manifests, of task files and of metrics."""
+    out = [FILES_HEAD]
+    for title, cls in FILES.items():
+        out += [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
+        done: set[type[BaseModel]] = set()
+        for name, inner in _held("", cls):
+            if inner not in done:
+                done.add(inner)
+                about = " ".join((inner.__doc__ or "").split())
+                out += [f"**`{name}`**: {about}", ""] if name else []
+                out += _fields(inner)
+    out += ["## Metrics: metrics.jsonl", "", "```text", inspect.getdoc(track) or "", "```", ""]
+    return "\n".join(out)
+
+
+def _held(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the model classes in the annotation of a field, then those of their own fields."""
+    for inner in get_args(annotation):
+        yield from _held(name, inner)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield name, annotation
+        for inner_name, field in annotation.model_fields.items():
+            yield from _held(inner_name, field.annotation)
+
+
+def _fields(cls: type[BaseModel]) -> list[str]:
+    """Return the table of the fields of a class; long texts follow it."""
+    docs = {name: " ".join(text.split()) for name, text in field_docs(cls).items()}
+    rows, notes = [], []
+    for name, field in cls.model_fields.items():
+        default = f"`{field.default}`" if name == "format" else ""
+        meaning = docs.get(name, default)
+        if len(meaning) > LONGEST_CELL:
+            notes.append(f"- `{name}`: {meaning}")
+            meaning = "see below"
+        rows.append(f"| `{name}` | {_text(meaning)} |")
+    return ["| field | meaning |", "| --- | --- |", *rows, "", *notes, *([""] if notes else [])]
+
+
+MATRIX_HEAD = """\
+# Support matrix
+
+What works together, and what is refused, made by `python docs/generate.py`: it gives each pair of
+features below to the checks that every start, `dtt plan` and `dtt submit` make, for a Llama with
+untied weights on eight processes. To ask the same about a configuration of yours:
+
+```sh
+dtt plan -c run.yaml --gpu H100 launch.nodes=1 launch.gpus_per_node=8
+```
+
+A number is the reason below, `or` means that both are values of one key, and ✓ that nothing
+refuses the pair. That it computes what one process computes is another question, which
+[`dtt verify`](verify.md) answers for any configuration.
+"""
+BASE = (
+    "optim.type=adamw", "train.seq_len=2048", "train.global_batch_tokens=131072",
+    "train.micro_batch=1", "parallel.replicate=1", "parallel.shard=-1",
+)  # fmt: skip
+LORA = ("adapter.type=lora", "init.from=jobs/base")
+FACTORS = f"short_factor: {[1.0] * 32}, long_factor: {[2.0] * 32}"
+LONGROPE = (
+    "model.family=phi3",
+    f"model.rope_scaling={{type: longrope, original_max_seq_len: 1024, {FACTORS}}}",
+)
+ACROSS = {
+    "tensor": ("parallel.tensor=2",),
+    "context": ("parallel.context=2",),
+    "pipeline": ("parallel.pipeline=2",),
+    "expert": ("model.family=qwen3_moe", "parallel.expert=2"),
+    "fp8": ("train.precision=fp8",),
+    "bf16-pure": ("train.precision=bf16-pure",),
+    "Muon": ("optim.type=muon",),
+    "LoRA": LORA,
+    "DPO": ("objective.type=dpo", "data.type=preference"),
+    "muP": ("scaling={type: mup, base_dim: 128}",),
+    "transformers": ("model.family=transformers", "model.config={model_type: lfm2}"),
+}
+DOWN = {
+    "DDP": ("parallel.shard=1", "parallel.replicate=-1"),
+    "HSDP": ("parallel.shard=4", "parallel.replicate=-1"),
+    **ACROSS,
+    "mixture of experts": ("model.family=qwen3_moe",),
+    "QLoRA": (*LORA, "adapter.base=nf4"),
+    "dropout of an adapter": (*LORA, "adapter.dropout=0.1"),
+    "AdamW with 8 bits": ("optim.state=8bit",),
+    "stochastic rounding": ("train.precision=bf16-pure", "train.stochastic_rounding=true"),
+    "tied head": ("model.tie_embeddings=true",),
+    "sliding window": ("model.family=mistral", "model.window=512"),
+    "LongRoPE": LONGROPE,
+    "conversations": ("data.type=chat",),
+    "text on the fly": ("data.type=text", "tokenizer.type=file", "tokenizer.path=hf:gpt2"),
+    "documents apart": ("data.mask_documents=true", "data.packing=best-fit"),
+    "recomputation": ("train.remat=selective",),
+    "batch schedule": ("train.batch_schedule={type: doubling, start: 32768, every: 10%}",),
+    "context schedule": ("train.context_schedule=[[0, 1024], [50%, 2048]]",),
+    "time budget": ("train.budget=6h",),
+    "weight average": ("train.ema_decay=0.999",),
+    "z-loss": ("train.z_loss=1e-4",),
+}
+
+
+def matrix_page() -> str:
+    """Return the page docs/support-matrix.md, from the answers of the checks."""
+    reasons: dict[str, int] = {}
+
+    def cell(down: str, across: str) -> str:
+        found = "✓" if down == across else _refusal(DOWN[down], ACROSS[across])
+        if found in ("✓", "or"):
+            return found
+        return str(reasons.setdefault(found, len(reasons) + 1))
+
+    rows = [f"| {down} | {' | '.join(cell(down, across) for across in ACROSS)} |" for down in DOWN]
+    keys = [f"| {name} | {_text(' '.join(f'`{a}`' for a in DOWN[name]))} |" for name in DOWN]
+    return "\n".join([
+        MATRIX_HEAD,
+        f"| | {' | '.join(ACROSS)} |", f"| --- |{' --- |' * len(ACROSS)}", *rows, "",
+        "## Why a pair is refused", "", "The messages are those of dtt.", "",
+        *(f"{number}. {_text(why)}" for why, number in reasons.items()), "",
+        "## The features", "", "| feature | keys |", "| --- | --- |",
+        *(row if len(row) < LONGEST_CELL else f"{row[:150]}… |" for row in keys), "",
+    ])  # fmt: skip
+
+
+def _refusal(one: tuple[str, ...], other: tuple[str, ...]) -> str:
+    """Return ✓, `or`, or why dtt refuses two features together."""
+    keys = dict(argument.split("=", 1) for argument in one)
+    given = dict(argument.split("=", 1) for argument in other)
+    if any(keys[key] != given[key] for key in keys.keys() & given.keys()):
+        return "or"
+    base = [a for a in BASE if a.split("=")[0] not in {*keys, *given}]
+    try:
+        cfg = resolve(None, [*base, *one, *other], env={}).config
+        check_layout(cfg, resolve_mesh(cfg.parallel, 8), scaled(cfg, 50304).arch)
+    except Mistakes as error:
+        return "; ".join(f"`{'.'.join(key)}`: {why}" for key, why in error.problems)
+    except DttError as error:
+        what, *more = str(error).splitlines()
+        return ": ".join([what, *(line[9:] for line in more if line.startswith("  why:"))])
+    return "✓"
+
+
+PAGES = {
+    "cli.md": cli_page,
+    "config.md": config_page,
+    "extending.md": extending_page,
+    "files.md": files_page,
+    "support-matrix.md": matrix_page,
+}
+
+
+def stale(chosen: list[str]) -> list[str]:
+    """Return the names of the pages, of those chosen, that differ from the generated text."""
+    made = {name: PAGES[name]() for name in chosen or PAGES}
     return [
         name
         for name, text in made.items()
@@ -135,7 +328,7 @@ def stale() -> list[str]:
 
 def main() -> int:
     """Write the stale pages, or with `--check` only name them; return the exit code."""
-    found = stale()
+    found = stale([name for name in sys.argv[1:] if name != "--check"])
     if "--check" in sys.argv[1:]:
         for name in found:
             print(f"docs/{name} is not up to date: python docs/generate.py", file=sys.stderr)

@@ -1,7 +1,7 @@
 """What a user's mistake prints: what happened, where, why, what to type next; never a traceback.
 
 Each row is a mistake, made with a real process in a folder where everything else is in order.
-`DTT_WRITE_DOCS=1 pytest tests/e2e/test_mistakes.py` writes docs/errors.md from what they print.
+`DTT_WRITE_DOCS=1 pytest --all tests/e2e/test_mistakes.py` writes docs/errors.md from ten of them.
 """
 
 from __future__ import annotations
@@ -514,6 +514,13 @@ GROUPS = {
     "export and generate": RELEASE,
 }
 MISTAKES = [mistake for group in GROUPS.values() for mistake in group]
+EXAMPLES = (
+    "a mistyped command", "a key given as an option", "a mistyped key in the file",
+    "impossible values, several", "a CSV file with semicolons", "a token file that was deleted",
+    "a model that does not fit into memory", "a learning rate at which training diverges",
+    "a job whose every checkpoint is damaged", "an export with another tokenizer",
+)  # fmt: skip
+"""The mistakes that the page shows."""
 
 
 @pytest.fixture(scope="module")
@@ -575,15 +582,21 @@ def test_a_mistake_is_reported_with_what_to_do(
     printed[mistake.name] = named.replace(sys.executable, "/home/me/dtt/.venv/bin/python")
 
 
-def test_the_page_of_errors_has_every_mistake_and_every_exit_code(printed: dict[str, str]) -> None:
+def test_the_page_of_errors_has_its_examples_and_every_exit_code(printed: dict[str, str]) -> None:
     if os.environ.get("DTT_WRITE_DOCS") == "1":
         PAGE.write_text(render(printed))
     text = PAGE.read_text()
-    for mistake in MISTAKES:
-        assert f"### {mistake.name}\n\nExit code {mistake.code}.\n" in text
+    for mistake in examples():
+        assert f"## {mistake.name}\n\nExit code {mistake.code}.\n" in text
         assert f"\n$ {shown(mistake)}\n" in text
     for code in ExitCode:
         assert f"| {code} | " in text
+
+
+def examples() -> list[Mistake]:
+    """The mistakes that the page shows, in its order."""
+    by_name = {mistake.name: mistake for mistake in MISTAKES}
+    return [by_name[name] for name in EXAMPLES]
 
 
 def shown(mistake: Mistake) -> str:
@@ -610,11 +623,14 @@ MEANINGS = {
 INTRODUCTION = """\
 # Errors
 
-Made from real runs by `DTT_WRITE_DOCS=1 pytest tests/e2e/test_mistakes.py`.
-
 An error is one message on stderr: what happened, where, why, and what to type next; stdout stays
-empty. `DTT_DEBUG=1` shows the traceback as well. Under torchrun, which flattens exit codes,
+empty. The message is the documentation: type what stands behind `next:`. `DTT_DEBUG=1` shows the
+traceback as well. Under torchrun, which flattens exit codes,
 `jobs/<name>/attempts/<n>/attempt.json` keeps the code and the message.
+[Troubleshooting](troubleshooting.md) begins with symptoms instead.
+
+The ten examples below are made from real runs by `DTT_WRITE_DOCS=1 pytest --all
+tests/e2e/test_mistakes.py`, which makes every mistake that it lists and checks what is printed.
 
 | exit code | meaning |
 | --- | --- |
@@ -622,16 +638,14 @@ empty. `DTT_DEBUG=1` shows the traceback as well. Under torchrun, which flattens
 
 
 def render(printed: Mapping[str, str]) -> str:
-    """The page: exit codes, then each mistake with what it prints."""
+    """The page: exit codes, then each example with what it prints."""
     out = [INTRODUCTION, *(f"| {code} | {MEANINGS[code]} |\n" for code in ExitCode)]
-    for title, group in GROUPS.items():
-        out.append(f"\n## {title}\n")
-        for mistake in group:
-            # What is logged before differs from machine to machine, and its time from run to run.
-            message = re.sub(r"(?m)^\d\d:\d\d:\d\d ", "12:00:00 ", printed[mistake.name])
-            start = re.search(r"(?m)^(12:00:00 rejected|dtt: |Usage: )", message)
-            assert start is not None
-            message = message[start.start() :]
-            out.append(f"\n### {mistake.name}\n\nExit code {mistake.code}.\n")
-            out.append(f"\n```text\n$ {shown(mistake)}\n{message.strip()}\n```\n")
+    for mistake in examples():
+        # What is logged before differs from machine to machine, and its time from run to run.
+        message = re.sub(r"(?m)^\d\d:\d\d:\d\d ", "12:00:00 ", printed[mistake.name])
+        start = re.search(r"(?m)^(12:00:00 rejected|dtt: |Usage: )", message)
+        assert start is not None
+        message = message[start.start() :]
+        out.append(f"\n## {mistake.name}\n\nExit code {mistake.code}.\n")
+        out.append(f"\n```text\n$ {shown(mistake)}\n{message.strip()}\n```\n")
     return "".join(out)

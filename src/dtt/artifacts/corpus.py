@@ -24,6 +24,7 @@ class CorpusSource(Record):
     name: str | None = None
     split: str | None = None
     revision: str | None = None
+    """Commit of the Hub."""
     max_files: int | None = None
     """Number of files that were taken from the start of the split; None: all."""
     include: tuple[str, ...] = ()
@@ -76,12 +77,19 @@ class CorpusManifest(Manifest):
     dataset: str
     """Short name of the data set, used in default folder names."""
     source: CorpusSource
+    """Origin of the documents."""
     file_format: FileFormat
+    """`parquet`, `jsonl`, `csv` (also of .tsv files) or `txt`; all but the first may be compressed
+    (.gz or .zst)."""
     text_column: str | None
     """Column or key of the text; None for txt, and for conversations, which are complete rows."""
     txt_documents: Literal["file", "line", "section"] | None
+    """The unit that is one document in a txt file: `file`, `line`, `section`; null for other
+    formats."""
     request: CorpusRequest | None = None
+    """What the section `download` asked for; dtt refuses to use the corpus for another request."""
     files: tuple[CorpusFile, ...]
+    """The files of documents."""
 
     def names(self) -> Iterable[str]:
         """Return all names, without the absolute ones of a local corpus.

@@ -170,18 +170,24 @@ class TokensManifest(Manifest):
     """The inputs of `key` except for the removed documents, so that a mismatch can be reported by
     name."""
     corpus: CorpusSource
+    """Origin of the documents."""
     text: CorpusDescription | None = None
-    """The documents; None in token files of earlier versions."""
+    """The documents, as the section `download` described them; dtt refuses to train on them for
+    another description. None in token files of earlier versions."""
     tokenizer_sha256: str
+    """SHA-256 of `tokenizer.json`."""
     vocab_size: int
+    """Number of entries of the tokenizer."""
     dtype: Literal["uint16", "int32"]
+    """Type of the ids: `uint16` for a vocabulary below 65,500, else `int32`."""
     end_of_document: int
     """Id of the token that follows every document."""
     begin_of_document: int | None = None
     """Id of the token before every document of text; None: there is none."""
     shards: tuple[TokenShard, ...]
+    """The pairs of `.bin` and `.idx` files."""
     skipped_documents: int
-    """Number of documents that could not be read."""
+    """Number of documents that could not be read; the rest of a damaged file counts as one."""
     empty_documents: int
     """Number of documents without any text, which are left out."""
     blank_documents: int = 0
@@ -223,7 +229,9 @@ class SourceFacts(Record):
     """One data source that a job trains on."""
 
     name: str
+    """Name of the source."""
     path: str
+    """Its folder or file."""
     key: str
     """Hash of the content."""
     corpus: CorpusSource | None
@@ -233,6 +241,7 @@ class SourceFacts(Record):
     samples: int
     """Number of samples in one epoch."""
     bytes_per_token: float | None
+    """Bytes of text per token, if known."""
 
 
 class DataManifest(Manifest):
@@ -250,7 +259,9 @@ class DataManifest(Manifest):
     key: str
     """Hash of the content of all sources and of their order."""
     tokenizer_sha256: str
+    """SHA-256 of the copy of `tokenizer.json` beside this file."""
     vocab_size: int
+    """Number of entries of the tokenizer."""
     end_of_document: int
     """Id of the token that follows every document."""
     begin_of_document: int | None = None
@@ -258,6 +269,7 @@ class DataManifest(Manifest):
     chat: ChatFacts | None = None
     """The conversation format that the job trains on; None for plain text."""
     sources: tuple[SourceFacts, ...]
+    """The sources, in the order of the configuration."""
 
     @property
     def named_keys(self) -> list[tuple[str, str]]:
@@ -295,11 +307,17 @@ class CheckpointManifest(Manifest):
 
     format: Literal["dtt-checkpoint-3", "dtt-checkpoint-4"] = "dtt-checkpoint-4"
     step: int
+    """Optimizer steps done; also in the folder's name."""
     attempt: int
+    """Number of the attempt that wrote the checkpoint."""
     world_size: int
+    """Number of training processes."""
     config_sha256: str
+    """Fingerprint of the resolved configuration."""
     data_key: str
+    """`key` of the data of the job."""
     versions: dict[str, str]
+    """Versions of dtt and torch."""
     code: dict[str, str] = Field(default_factory=dict)
     """SHA-256 of each file with classes of the user's own, by its name in the job."""
     base: Reference | None = None
@@ -356,7 +374,9 @@ class ExportManifest(Manifest):
 
     format: Literal["dtt-export-1"] = "dtt-export-1"
     job: str
+    """Name of the exported job."""
     step: int
+    """Step of the exported checkpoint."""
     checkpoint_sha256: str
     """SHA-256 of the checkpoint's MANIFEST.json."""
     ema: bool = False
@@ -364,7 +384,10 @@ class ExportManifest(Manifest):
     base: str | None = None
     """Model that an exported adapter is for, ORG/NAME or a folder; None: a complete model."""
     dtype: str
+    """`fp32`, `bf16` or `fp16`; what `transformers` keeps in fp32, such as a correction of the
+    choice of experts, is fp32."""
     parameters: int
+    """Number of trainable parameters."""
     max_logit_difference: float
     """Largest absolute difference between the fp32 logits of `transformers` and of dtt."""
     max_rounding_difference: float | None = None
@@ -377,6 +400,7 @@ class ExportManifest(Manifest):
     end_of_document: int | None = None
     """Id of the token that ends a document, one of those that end generation."""
     files: tuple[FileRecord, ...]
+    """`path`, `bytes`, `sha256` of each."""
 
     @model_serializer(mode="wrap")
     def _leave_out_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:

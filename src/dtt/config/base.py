@@ -94,14 +94,14 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 @cache
-def field_docs(cls: type[Section]) -> dict[str, str]:
-    """Return the documentation of each field of a section class, including inherited fields.
+def field_docs(cls: type[BaseModel]) -> dict[str, str]:
+    """Return the documentation of each field of a model class, including inherited fields.
 
     It is parsed from the source on demand. Pydantic's `use_attribute_docstrings` would parse the
     source of every class at the start of every command.
     """
     docs = {n: f.description for n, f in cls.model_fields.items() if f.description}
-    for base in cls.__mro__[: cls.__mro__.index(Section)]:
+    for base in cls.__mro__[: cls.__mro__.index(BaseModel)]:
         try:
             [source] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         except OSError:  # a class that was created without a source

@@ -22,6 +22,13 @@ right, the file itself (`-c`), the environment (`DTT_TRAIN__STEPS=500`), argumen
 precedence over the defaults, and another value for a key that *must stay* is refused unless
 `--allow-change` names the key. Where the default is `null`, the last column states its meaning.
 
+A value of a key that holds text is taken as it is written (`name=007`, `train.sample_prompt=issue
+#12`), also without quotes in a YAML file; `null` unsets text that may be null. All other values are
+YAML. A key that appears twice in a file, nested or dotted, is an error. Names in free mappings,
+such as `launch.environment`, are taken whole, with dots and case. If a higher layer sets another
+`type`, the keys of lower layers that this type has stay; the others are dropped, and named in the
+log and in the configuration.
+
 `dtt config explain KEY` prints the same for one key or section; `dtt config show` prints the
 configuration of a run, each value with its origin.
 """

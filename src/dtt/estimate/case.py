@@ -26,7 +26,7 @@ from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitect
 from dtt.model.contract import Model
 from dtt.model.decoder import make_model, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
-from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
+from dtt.model.mesh_divisibility import check_layout
 from dtt.model.nf4 import BLOCK, SCALES_OF
 from dtt.model.scaling import scaled
 from dtt.optim import built, groups
@@ -433,9 +433,7 @@ def make_case(
     built = model if isinstance(model, BuiltArchitecture) else None
     arch = stand_in(model) if isinstance(model, BuiltArchitecture) else model
     compatibility.check_batches(cfg.train, sizes)
-    check_mesh(sizes, arch, cfg.train)
-    check_stages(cfg.parallel, arch)
-    check_experts(cfg.parallel.expert, sizes, arch)
+    check_layout(cfg, sizes, arch)
     step_sizes, precision = resolve_step_sizes(cfg.train), _precision(cfg, gpu)
     held = frozen_architectures(cfg.objective)
     models = tuple(make_model(one, dtype=precision.compute_dtype) for one in held)

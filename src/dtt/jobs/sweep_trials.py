@@ -49,9 +49,12 @@ class SweepManifest(Manifest):
     logarithmic: tuple[str, ...]
     """Keys whose values are spread logarithmically."""
     metric: str
+    """Metric by which `dtt sweep results` ranks trials."""
     goal: Literal["min", "max"]
     concurrency: int | None
+    """Number of trials that run at once, or null."""
     trials: dict[str, TrialRecord]
+    """The trials, by id."""
 
     def names(self) -> Iterable[str]:
         """Return the trials' ids and folders."""

@@ -30,7 +30,7 @@ from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.data.corpus.described import check_tokens, read_corpus
 from dtt.data.samples import compatibility
 from dtt.model import count
-from dtt.model.mesh_divisibility import check_mesh, check_stages
+from dtt.model.mesh_divisibility import check_layout
 from dtt.model.scaling import scaled
 
 BYTES_PER_PARAMETER = 12
@@ -166,8 +166,7 @@ def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
         arch = scaled(cfg, vocab_size).arch
     except ConfigError:  # `batch_problems` and `_check_model` report it
         return
-    check_mesh(sizes, arch, cfg.train)
-    check_stages(cfg.parallel, arch)
+    check_layout(cfg, sizes, arch)
 
 
 def _max_checkpoints(checkpoint: CheckpointConfig, train: TrainConfig) -> int:

@@ -4,7 +4,7 @@ Shapes: N tokens, D dim, V vocabulary, C tokens of a chunk, B tokens of a block 
 several). If P ranks shard the head's rows, V is the size of this rank's shard.
 
 torch has its own implementation since 2.13; dtt supports older versions. torch's supports neither
-soft-capping, nor z-loss, nor autocast, and is several times slower on a CPU (docs/results.md).
+soft-capping, nor z-loss, nor autocast, and is several times slower on a CPU (benchmarks/log.md).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dtt.data.samples.dataset import Dataset
 from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
 from dtt.model.architecture import AnyArchitecture
-from dtt.model.mesh_divisibility import check_experts, check_mesh, check_stages
+from dtt.model.mesh_divisibility import check_layout
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import schedule
 from dtt.optim.rounding import StochasticRounding
@@ -98,12 +98,6 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
     train, stages = cfg.train, dataset.step_sizes
     sizes = resolve(cfg.parallel, world.size)
     compatibility.check_batches(train, sizes, done)
-    if train.precision == "fp8" and sizes.tensor > 1:
-        raise ConfigError(
-            "train.precision=fp8 cannot be combined with tensor parallelism",
-            where="parallel.tensor",
-            next="parallel.tensor=1, or train.precision=bf16",
-        )
     if dataset.steps == 0:
         raise ConfigError(
             "the data is exhausted before the end of the first step",
@@ -112,9 +106,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
         )
     scaling = scaled(cfg, dataset.manifest.vocab_size)
     arch = scaling.arch
-    check_mesh(sizes, arch, train)
-    check_stages(cfg.parallel, arch)
-    check_experts(cfg.parallel.expert, sizes, arch)
+    check_layout(cfg, sizes, arch)
     precision = choose(train.precision, world.device)
     check_memory(cfg, arch, sizes, precision, world)
     return RunPlan(

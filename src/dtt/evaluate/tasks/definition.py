@@ -185,11 +185,12 @@ class Task(Section):
     chance: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Accuracy of a random answer, for the centred accuracy."""
     until: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end a generated answer."""
+    """Strings that end a generated answer, also the text of special tokens."""
     max_tokens: PositiveInt = 256
     """Maximum number of tokens to generate."""
     extract: str | None = None
-    """Regular expression that finds the answer in the generated text: its first group, or all."""
+    """Regular expression that finds the answer in the generated text: its first group, or all. An
+    answer without a match is wrong."""
     extract_last: bool = False
     """Take the last match of `extract` instead of the first."""
     ignore: tuple[str, ...] = ()
@@ -349,7 +350,7 @@ def _task(layer: Layer, path: Path) -> Task:
         problems.append((("name",), "is that of the file; rename the file instead"))
     if task is None or problems:
         raise load.Mistakes(
-            problems, layer, f"the task {path}", next="docs/tasks.md shows each key"
+            problems, layer, f"the task {path}", next="docs/files.md shows each key"
         )
     changed: dict[str, Any] = {"name": path.stem}
     for key in ("data", "shots"):
