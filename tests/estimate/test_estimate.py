@@ -167,12 +167,15 @@ def test_a_run_that_does_not_fit_fits_with_the_suggested_change() -> None:
 
 
 def test_the_smallest_change_comes_first() -> None:
-    sharded = ("parallel.replicate=1", "parallel.shard=-1", "train.global_batch_tokens=33554432")
+    sharded = (
+        "parallel.replicate=1", "parallel.shard=-1", "train.global_batch_tokens=33554432",
+        "train.remat=selective",
+    )  # fmt: skip
     most = 1
     while fits(large(*sharded, f"train.micro_batch={2 * most}", nodes=8)):
         most *= 2
-    too_many = large(*sharded, f"train.micro_batch={4 * most}", nodes=8)
-    assert too_many.micro_batch == 4 * most
+    too_many = large(*sharded, f"train.micro_batch={8 * most}", nodes=8)
+    assert too_many.micro_batch == 8 * most
     change = advice.remedy(too_many)
     assert change == {"train.micro_batch": most}
 
@@ -248,7 +251,7 @@ TRACED = {
         "adamw": (134.62, 128.55, 128.55), "muon": (106.70, 101.37, 101.37),
     },
     ("llama3-8b", "1", "4096", 8): {
-        "adamw": (37.83, 25.75, 21.84), "muon": (34.34, 22.26, 18.35),
+        "adamw": (38.47, 26.39, 20.20), "muon": (34.98, 22.90, 16.71),
     },
 }  # fmt: skip
 """Peak memory in GB of the compiled step on H100s, traced by tests/gpu_free/peak_memory.py, with
@@ -270,8 +273,8 @@ def test_memory_is_that_of_the_traced_step(model: str, rows: str, length: str, r
     ("ranks", "remat", "base", "peak"),
     [
         (1, "none", "unquantized", 36.67),
-        (8, "none", "unquantized", 25.01),
-        (8, "full", "unquantized", 7.74),
+        (8, "none", "unquantized", 25.28),
+        (8, "full", "unquantized", 7.01),
         (1, "full", "nf4", 9.22),
     ],
 )

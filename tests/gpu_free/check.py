@@ -18,10 +18,14 @@ from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch
 
-ADAMW = "optim.type=adamw"
+ADAMW, ROPE = "optim.type=adamw", "model.rope_scaling"
+FACTORS = f"short_factor: {[1.0] * 32}, long_factor: {[2.0] * 32}"
+LONG_ROPE = f"{ROPE}={{type: longrope, original_max_seq_len: 64, attention_factor: 1, {FACTORS}}}"
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "gpt2": (1, ("model.family=gpt2", ADAMW, "train.remat=full")),
     "llama": (1, (ADAMW,)),
+    "yarn": (1, (ADAMW, f"{ROPE}={{type: yarn, factor: 4, original_max_seq_len: 64}}")),
+    "longrope": (1, (ADAMW, "model.family=phi3", LONG_ROPE)),
     "documents": (1, (ADAMW, "data.mask_documents=true")),
     "muon": (1, ("optim.type=muon",)),
     "fsdp2": (8, ("optim.type=muon",)),

@@ -13,7 +13,10 @@ import pytest
 from faults import FAULTS
 from serving import Ask, asking
 
-CASES = ["gpt2", "llama", "documents", "muon", "fsdp2", "tensor", "adapter", "experts"]
+CASES = [
+    "gpt2", "llama", "yarn", "longrope", "documents", "muon", "fsdp2", "tensor", "adapter",
+    "experts",
+]  # fmt: skip
 PLANTED = ["host-item-in-mean", "mixed-add-in-loss", "float64-ones-in-loss", "break-print-in-block"]
 """One fault of each kind; nightly_mistakes.py has all others."""
 

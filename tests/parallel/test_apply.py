@@ -8,13 +8,14 @@ import pytest
 import torch
 from support.ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World, start
-from dtt.mesh.mesh import Mesh
+from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
@@ -148,3 +149,40 @@ def graphs_under_ddp(world: World) -> int:
 @pytest.mark.slow
 def test_under_ddp_a_block_is_compiled_into_one_graph() -> None:
     assert on_ranks(2, graphs_under_ddp) == [1, 1]
+
+
+def when_the_head_moves(world: World, tied: bool) -> tuple[bool, bool, bool]:
+    """Return whether the head is gathered before the last block and after the backward pass of the
+    loss, and whether its gradient is reduced before the backward pass of the first block."""
+    config = ModelConfig(family="llama", dim=16, n_layers=2, n_heads=2, tie_embeddings=tied)
+    model = Decoder(families.get(config.family).architecture(config, 64, SEQ_LEN))
+    initialize(model, seed=0)
+    mesh = make_mesh(Sizes(shard=world.size), world)
+    module = apply(model, world, mesh, compile_blocks=False)
+    seen: list[bool] = []
+
+    def gathered() -> bool:
+        return not isinstance(model.head_weight(), DTensor)
+
+    # Before FSDP2's own hook, which gathers the block.
+    model.layers[1].register_forward_pre_hook(lambda *_: seen.append(gathered()), prepend=True)
+
+    def at_norm(_module: nn.Module, _inputs: object, out: Tensor) -> None:
+        out.register_hook(lambda _grad: seen.append(gathered()))
+
+    model.norm.register_forward_hook(at_norm)
+
+    def reduced(*_: object) -> None:
+        seen.append(model.head_weight().grad is not None)
+
+    model.layers[0].register_full_backward_pre_hook(reduced)
+    ids = batch()
+    module(ids[:, :-1], ids[:, 1:]).loss.backward()
+    assert isinstance(model.head_weight().grad, DTensor)
+    before, after, reduced_early = seen
+    return before, after, reduced_early
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_untied_head_is_gathered_late_and_reduced_early(tied: bool) -> None:
+    assert on_ranks(2, when_the_head_moves, tied) == [(tied, tied, not tied)] * 2

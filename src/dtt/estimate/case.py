@@ -338,9 +338,14 @@ class Case:
         return [weight for weight in self.weights if not weight.in_block]
 
     @property
+    def in_root(self) -> list[Weight]:
+        """The weights in FSDP2's root group: those outside of blocks without an untied head."""
+        return [weight for weight in self.outside if weight.name != UNTIED_HEAD]
+
+    @property
     def head(self) -> Weight:
         """The head, or the embedding if it is tied to it."""
-        name = "embed.weight" if self.arch.tie_embeddings else "head.weight"
+        name = "embed.weight" if self.arch.tie_embeddings else UNTIED_HEAD
         return next(weight for weight in self.all_weights if weight.name == name)
 
     @property
@@ -386,6 +391,7 @@ def numbers(weights: Iterable[Weight]) -> int:
 
 
 EMBEDDINGS = ("embed.", "pos_embed.")
+UNTIED_HEAD = "head.weight"
 
 
 EXPERTS = ".mlp.experts."

@@ -66,16 +66,16 @@ def _link(case: Case, ranks: int) -> float:
 def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     """Yield the communication of FSDP2, HSDP or DDP.
 
-    FSDP2 all-gathers weights in the compute dtype in every micro-batch: those outside of blocks
-    once for each stage of a rank, those of blocks in the forward pass, and in the backward pass
-    again if they were resharded in between. It reduce-scatters gradients in fp32, after the last
-    micro-batch or after each, and all-reduces the shards over replicas (HSDP). DDP all-reduces all
-    gradients. The step begins with a gather of the weights outside of blocks and of the first
-    block, and ends with the reduction of their gradients.
+    FSDP2 all-gathers weights in the compute dtype in every micro-batch: an untied head once, the
+    others outside of blocks once for each stage of a rank, those of blocks in the forward pass, and
+    in the backward pass again if they were resharded in between. It reduce-scatters gradients in
+    fp32, after the last micro-batch or after each, and all-reduces the shards over replicas (HSDP).
+    DDP all-reduces all gradients. The step begins with a gather of the weights outside of blocks,
+    without the head, and of the first block, and ends with the reduction of their gradients.
     """
     sizes, trained = case.sizes, numbers(case.trained)
     inner, reduction = sizes.tensor, "all-reduce of gradients"
-    first = [*case.outside, *_first_block(case)]
+    first = [*case.in_root, *_first_block(case)]
     if not sizes.sharded:
         factor = 2 * case.weight_bytes
         # A bucket of DDP is reduced once all its gradients are there: the embedding's come last.
@@ -86,7 +86,8 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     experts = [w for w in case.weights if EXPERTS in w.name]
     others = [w for w in case.weights if w.in_block and EXPERTS not in w.name]
     passes = 2 if case.cfg.parallel.reshard else 1
-    outside = len(case.own_stages) * bytes_gathered(case, case.outside)
+    outside = bytes_gathered(case, case.outside)
+    outside += (len(case.own_stages) - 1) * bytes_gathered(case, case.in_root)
     each = case.cfg.parallel.reduce == "each"
     none: list[Weight] = []
     for weights, more, at_ends, name, spread, stride in (

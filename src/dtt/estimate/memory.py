@@ -271,17 +271,18 @@ def _casts(case: Case, done: int) -> int:
     return block * (left if case.cfg.train.remat == "none" else left - with_remat(case, left))
 
 
-def _gathered(case: Case, blocks: int) -> int:
+def _gathered(case: Case, blocks: int, outside: Sequence[Weight] | None = None) -> int:
     """Return the bytes of weights that FSDP2 has all-gathered.
 
-    These are the weights outside of blocks and those of `blocks` blocks, or of all blocks if they
-    are not resharded after the forward pass.
+    These are `outside`, by default those of the root group, and those of `blocks` blocks, or of all
+    blocks if they are not resharded after the forward pass.
     """
     if not case.sizes.sharded:
         return 0
     if not case.cfg.parallel.reshard:
         blocks = max(blocks, case.own_blocks)
-    return bytes_gathered(case, case.outside) + blocks * bytes_gathered(case, case.block)
+    outside = case.in_root if outside is None else outside
+    return bytes_gathered(case, outside) + blocks * bytes_gathered(case, case.block)
 
 
 def _decoded(case: Case) -> int:
@@ -327,11 +328,15 @@ def _at_the_loss(case: Case) -> dict[str, int]:
     if not case.last:
         return {}
     left, meanwhile = _loss(case)
+    # FSDP2 keeps the buffer of its last all-gather until the next: that of an untied head, or of a
+    # block. (Of a group of one parameter, that is a copy of it.)
+    buffer = [w for w in case.outside if w not in case.in_root]
+    gathered = _gathered(case, 0 if buffer else 1, [*case.outside, *buffer])
     # The loss casts the head itself, and keeps its gradient in place of the cast.
     cast = case.head.itemsize != case.product_bytes and not case.sizes.sharded
     head = case.product_bytes * case.arch.vocab_size * case.arch.dim if cast else 0
     return {
-        "gathered parameters": _gathered(case, 1) + _casts(case, 0) + head,
+        "gathered parameters": gathered + _casts(case, 0) + head,
         "gradients": _kept_gradients(case),
         "activations": activations(case, case.blocks)
         + case.tokens * norm(case, case.arch.dim) // case.sizes.tensor,
@@ -345,7 +350,8 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
     The working memory is the gradients of the residual stream, of the MLP's product and of its two
     factors (compiled, that of gelu is computed in place) and, with remat, the recomputed
     activations of the block. FSDP2 has prefetched the next block in backward order, and
-    reduce-scatters the gradients of the previous one, in fp32, if this is the `last` micro-batch.
+    reduce-scatters the gradients of the previous one, or of an untied head, in fp32, if this is the
+    `last` micro-batch.
     """
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
     kept = activations(case, case.blocks - done)
@@ -360,12 +366,15 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
     size = case.product_bytes if case.sizes.sharded else case.weight_bytes
     head = size * arch.vocab_size // t * arch.dim if case.head.trained and case.last else 0
     trained = [weight for weight in case.block if weight.trained]
+    untied = _untied_head(case)
     reduced = last or case.cfg.parallel.reduce == "each"
-    sent = FP32 * numbers(trained) if case.sizes.sharded and done and reduced else 0
+    sent = FP32 * numbers(trained if done else untied) if case.sizes.sharded and reduced else 0
     new = done * case.weight_bytes * case.held(trained)
+    if untied:
+        head, new = 0, new + case.weight_bytes * case.held(untied)
     summed = _kept_gradients(case)
-    if case.keeps_whole_gradients and last:  # those of finished blocks are in the buffers
-        summed -= done * FP32 * numbers(trained)
+    if case.keeps_whole_gradients and last:  # those of finished groups are in the buffers
+        summed -= FP32 * (done * numbers(trained) + numbers(untied))
     return {
         "gathered parameters": _gathered(case, 2) + _casts(case, done),
         "gradients": max(summed, new) + head,
@@ -374,14 +383,22 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
     }
 
 
+def _untied_head(case: Case) -> list[Weight]:
+    """Return the trained head that is a group of FSDP2, or an empty list."""
+    if not case.sizes.sharded:
+        return []
+    return [weight for weight in case.outside if weight.trained and weight not in case.in_root]
+
+
 def _of_blocks(case: Case) -> int:
     """Return the bytes of gradients under FSDP2 when the backward pass has finished all blocks.
 
-    These are the reduced gradients of blocks and, for the weights outside of blocks, the sums over
-    earlier micro-batches.
+    These are the reduced gradients of blocks and of an untied head and, for the weights in the root
+    group, the sums over earlier micro-batches.
     """
-    there = FP32 * sum(case.held([weight]) for weight in case.trained if weight.in_block)
-    outside = [weight for weight in case.outside if weight.trained]
+    groups = [*_untied_head(case), *(weight for weight in case.trained if weight.in_block)]
+    there = FP32 * sum(case.held([weight]) for weight in groups)
+    outside = [weight for weight in case.in_root if weight.trained]
     if case.keeps_whole_gradients:
         return there + _whole(case, outside)
     return there + (FP32 * case.held(outside) if case.accumulation > 1 else 0)
@@ -390,7 +407,7 @@ def _of_blocks(case: Case) -> int:
 def _at_the_embedding(case: Case, *, last: bool) -> dict[str, int]:
     """Return the memory at the gradient of the embedding, under FSDP2.
 
-    The weights outside of blocks are still gathered, and their gradients unsharded. The gradient of
+    The weights of the root group are still gathered, and their gradients unsharded. The gradient of
     a tied embedding is added to that of the head. With tensor parallelism, each device first has
     the embedding's gradient for all rows, then takes its own rows, or adds up all of them. FSDP2 is
     still reduce-scattering the gradients of the first block.
@@ -405,7 +422,7 @@ def _at_the_embedding(case: Case, *, last: bool) -> dict[str, int]:
     summed = _of_blocks(case) if last else _kept_gradients(case)
     return {
         "gathered parameters": _gathered(case, 0),
-        "gradients": summed + case.product_bytes * (numbers(case.outside) + added),
+        "gradients": summed + case.product_bytes * (numbers(case.in_root) + added),
         "exchange buffers": FP32 * numbers(case.block) if last else 0,
     }
 
@@ -413,12 +430,12 @@ def _at_the_embedding(case: Case, *, last: bool) -> dict[str, int]:
 def _after_the_backward_pass(case: Case) -> dict[str, int]:
     """Return the memory at the end of the backward pass.
 
-    FSDP2 reduce-scatters the gradients outside of blocks, in fp32. Otherwise all gradients are
+    FSDP2 reduce-scatters the gradients of the root group, in fp32. Otherwise all gradients are
     there, that of a tied embedding twice, because it is added to that of the head.
     """
     arch = case.arch
     if case.sizes.sharded:
-        outside = numbers(weight for weight in case.outside if weight.trained)
+        outside = numbers(weight for weight in case.in_root if weight.trained)
         new = 0 if case.keeps_whole_gradients else case.product_bytes * outside
         return {"gradients": _of_blocks(case) + new, "exchange buffers": FP32 * outside}
     tied = arch.tie_embeddings and case.head.trained

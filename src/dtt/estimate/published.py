@@ -27,8 +27,8 @@ class Published:
         return f"{self.what} reached {self.share:.0%} of such an estimate"
 
 
-NODE = Published("Llama 8B on 8 H100 (FSDP)", 0.73)
-NODES = Published("Llama 8B on 128 H100 (FSDP)", 0.77)
+NODE = Published("Llama 8B on 8 H100 (FSDP)", 0.72)
+NODES = Published("Llama 8B on 128 H100 (FSDP)", 0.74)
 CONTEXT_2 = Published("Llama 8B with each sequence on 2 H100 (fp8)", 0.59)
 CONTEXT_4 = Published("Llama 8B with each sequence on 4 H100 (fp8)", 0.41)
 STAGES = Published("Llama 405B in 8 stages on 512 H100 (fp8)", 0.70)

@@ -7,6 +7,7 @@ Dimensions i and i + R/2 of a head form one rotated pair.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -75,15 +76,25 @@ def _scale(frequencies: Tensor, theta: float, scaling: RopeScaling, positions: T
             fast = ((turns - low) / (high - low)).clamp(0.0, 1.0)
             return (1 - fast) * frequencies / scaling.factor + fast * frequencies
         case YarnRopeScaling():
-            slowed = _yarn_slowed(len(frequencies), theta, scaling).to(frequencies.device)
+            slowed = _yarn_slowed(len(frequencies), theta, scaling, frequencies.device)
             return frequencies / scaling.factor * slowed + frequencies * (1 - slowed)
         case LongRopeScaling(short_factor=short, long_factor=long):
-            of_short, of_long = (frequencies.new_tensor(factors) for factors in (short, long))
+            of_short, of_long = (_on(frequencies.device, factors) for factors in (short, long))
             is_long = document_lengths(positions) > scaling.original_max_seq_len
             return frequencies / torch.where(is_long[..., None], of_long, of_short)
 
 
-def _yarn_slowed(pairs: int, theta: float, scaling: YarnRopeScaling) -> Tensor:
+@cache
+def _on(device: torch.device, numbers: tuple[float, ...]) -> Tensor:
+    """Return numbers in fp32 on a device; copied once, as each copy waits for all kernels."""
+    # The first caller may generate, and a later one train.
+    with torch.inference_mode(mode=False):
+        return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+def _yarn_slowed(
+    pairs: int, theta: float, scaling: YarnRopeScaling, device: torch.device
+) -> Tensor:
     """Return by how much YaRN slows each pair down, [R/2]: 0 for not at all, 1 for `factor`."""
 
     def pair_with(turns: float) -> float:
@@ -97,7 +108,8 @@ def _yarn_slowed(pairs: int, theta: float, scaling: YarnRopeScaling) -> Tensor:
     # The upper bound is the index of a dimension, not of a pair, as in the published code.
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     # Equal bounds would divide by 0.
-    ramp = (torch.arange(pairs).float() - low) / (high - low if high != low else 0.001)
+    width = high - low if high != low else 0.001
+    ramp = (torch.arange(pairs, device=device).float() - low) / width
     return ramp.clamp(0.0, 1.0)
 
 
