@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -73,6 +74,39 @@ def test_train_returns_the_job_and_resumes_it(folder: Path) -> None:
     assert again == dtt.open_job("jobs/a") == job
     assert again.metrics["kind"].to_pylist() == kinds
     assert Path.cwd() == folder
+
+
+@pytest.mark.slow
+def test_the_example_of_a_sweep_trains_each_job_once_and_plots_its_losses(
+    folder: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {
+        "DTT_DATA__TOKENS": tokens, "DTT_MODEL__DIM": 32, "DTT_MODEL__N_LAYERS": 1,
+        "DTT_MODEL__N_HEADS": 2, "DTT_TRAIN__SEQ_LEN": 32, "DTT_TRAIN__GLOBAL_BATCH_TOKENS": 128,
+        "DTT_TRAIN__MICRO_BATCH": 2, "DTT_TRAIN__STEPS": 4, "DTT_TRAIN__EVAL_EVERY": 2,
+        "DTT_TRAIN__EVAL_TOKENS": 64, "DTT_TRAIN__SAMPLE_TOKENS": 0, "DTT_SCHEDULE__WARMUP": 1,
+        "MPLBACKEND": "agg",
+    }  # fmt: skip
+    for name, value in small.items():
+        monkeypatch.setenv(name, str(value))
+    main = runpy.run_path(str(ROOT / "examples/sweep.py"))["main"]
+    plot, rates = main.__globals__["plt"], main.__globals__["RATES"][1:3]
+    main.__globals__["RATES"] = rates
+    seen = []
+    for _ in range(2):  # the second time, all jobs are done
+        plot.close("all")
+        main()
+        tables = [dtt.open_job(f"jobs/lr-{lr}").metrics for lr in rates]
+        seen.append([table.filter(pc.equal(table["kind"], "eval")) for table in tables])
+    assert seen[0] == seen[1]  # with the times of the records
+    assert [dtt.open_job(f"jobs/lr-{lr}").config.optim.lr for lr in rates] == list(rates)
+    lines = plot.gca().get_lines()
+    assert [line.get_label() for line in lines] == [f"{lr:g}" for lr in rates]
+    for evals, line in zip(seen[1], lines, strict=True):
+        assert line.get_xdata().tolist() == evals["step"].to_pylist() == [0, 2, 4]
+        assert line.get_ydata().tolist() == evals["loss"].to_pylist()
+    assert Path("sweep.png").stat().st_size > 1000
+    plot.close("all")
 
 
 def test_mistakes_are_exceptions(folder: Path) -> None:
