@@ -59,7 +59,10 @@ def test_an_extreme_number_is_valid_or_refused_by_name(key: str, others: tuple[s
     [
         *("seed=9223372036854775808", "seed=-1", f"train.steps={'9' * 20}", "model.dim=2000000000"),
         *("model.n_layers=100000000", "optim.weight_decay=1e308", "train.epochs=1e30"),
-        *("optim.weight_decay=cautious 1e300", "optim.weight_decay=horizon 1e-300"),
+        *(
+            "optim.weight_decay={value: 1e300, cautious: true}",
+            "optim.weight_decay={value: 1e-300, horizon: true}",
+        ),
         *("train.budget=99999999999d", "schedule.warmup=99999999999 B tokens", "optim.lr=1e-40"),
         *("model.vocab_size=2147483648", "model.max_seq_len=2147483648", "train.seq_len=1e10"),
         *("launch.nodes=9223372036854775807", "pipeline.train_processes=9223372036854775807"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,15 +25,18 @@ from dtt.model.mesh_divisibility import check_experts
 BUDGET = "train.budget=6h"
 DOTS = ("model.family=dots1", "model.n_experts=8")
 BATCH = ("train.batch_schedule.type=doubling", "train.batch_schedule.start=1024")
-DECAY = r"weight_decay: must be a finite number(.|\n)*horizon 0\.2"
+DECAY = r"weight_decay: must be a finite number(.|\n)*horizon: true"
 NO_LENGTHS = ("-1", "1.5", "true", "5 steps", "5 apples", "101%", "null")
 NO_AVERAGES = (
     "0", "1", "1.0", "0.0", "-0.9", "true", "'0.9'", "0.9 from", "0.9 from 120%", "0.9 blend 0",
-    "0.9 blend 1.1", "0.9 blend 0.5 from 3", "[0.9]", ".nan",
+    "0.9 blend 1.1", "0.9 blend 0.5 from 3", "[0.9]", ".nan", "{start: 3}", "{decay: 1.0}",
+    "{decay: 0.9, blend: 0}", "{decay: 0.9, begin: 3}", "{decay: 0.9, start: 120%}",
 )  # fmt: skip
 NO_DECAYS = (
     "-0.1", "horizon 0", "horizon", "horizon -1", "horizon 20%", "0.1 horizon", "'0.1'", "cautious",
-    "horizon cautious 0.1", "Cautious 0.1", ".inf", "true", "horizon 1e999", "[0.1]",
+    "horizon cautious 0.1", "Cautious 0.1", ".inf", "true", "horizon 1e999", "[0.1]", "{}",
+    "{cautious: true}", "{value: 0.1, horizon: 0.2}", "{value: 0, horizon: true}", "{value: true}",
+    "{value: 0.1, cautious: 1}", "{value: 0.1, careful: true}",
 )  # fmt: skip
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     *(((f"schedule.warmup={text}",), r"schedule\.warmup: must be steps \(500\), a share")
@@ -42,15 +46,16 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("schedule.shape=exponential",), r"schedule\.floor: an exponential decay never reaches 0"),
     *(((f"train.ema_decay={text}",), r"train\.ema_decay: must be a number above 0")
       for text in NO_AVERAGES),
-    ((BUDGET, "train.ema_decay=0.9 from 60%"), "specify its start in steps"),
+    ((BUDGET, "train.ema_decay={decay: 0.9, start: 60%}"), "specify its start in steps"),
     *(((f"train.budget={text}",), "train.budget: must be a duration of at most 10000d: 6h, 90m")
       for text in ("six hours", "6", "0h", "10001d")),
     ((BUDGET, "schedule.type=cosine"), "train.budget: needs schedule.type=wsd, not cosine"),
     ((BUDGET, "schedule.warmup=2%"), "schedule.warmup: the time budget determines the length"),
     *(((f"optim.weight_decay={text}",), DECAY) for text in NO_DECAYS),
     *(((f"optim.groups=[{{match: '*', weight_decay: {text}}}]",), DECAY) for text in NO_DECAYS),
-    ((BUDGET, "optim.weight_decay=horizon 0.2"), "specify the weight decay as a number"),
-    ((BUDGET, "optim.groups=[{match: '*', weight_decay: horizon 0.2}]"),
+    ((BUDGET, "optim.weight_decay={value: 0.2, horizon: true}"),
+     "specify the weight decay as a number"),
+    ((BUDGET, "optim.groups=[{match: '*', weight_decay: {value: 0.2, horizon: true}}]"),
      "specify the weight decay as a number"),
     (("train.balance_loss=0.1",), "llama has no experts"),
     (("train.router_z_loss=0.1",), "llama has no experts"),
@@ -122,18 +127,23 @@ def test_a_sweep_tells_a_step_from_the_whole_run(tmp_path: Path) -> None:
     ("value", "expected"),
     [
         ("0.9", Averaging(0.9)),
-        ("0.999 from 60%", Averaging(0.999, Length("60%"))),
-        ("0.999 from 0.5", Averaging(0.999, Length(0.5))),
-        ("0.99 from 300", Averaging(0.99, Length(300))),
-        ("0.99 blend 0.6", Averaging(0.99, Length(0), 0.6)),
+        ("{decay: 0.999, start: 60%}", Averaging(0.999, Length("60%"))),
+        ("{decay: 0.999, start: 0.5}", Averaging(0.999, Length(0.5))),
+        ("{decay: 0.99, start: 300}", Averaging(0.99, Length(300))),
+        ("{decay: 0.99, start: 5M tokens}", Averaging(0.99, Length("5M tokens"))),
+        ("{decay: 0.99, blend: 0.6}", Averaging(0.99, Length(0), 0.6)),
+        # As jobs of earlier versions have them:
         ("0.99 from 25% blend 1", Averaging(0.99, Length("25%"), 1.0)),
+        ("0.99 from 300", Averaging(0.99, Length(300))),
+        ("0.99 from 0.5 blend 0.6", Averaging(0.99, Length(0.5), 0.6)),
     ],
 )
 def test_each_form_of_an_average_is_read(value: str, expected: Averaging) -> None:
     given = resolve(None, [f"train.ema_decay={value}"], env={}).config.train.ema_decay
     assert given is not None
     assert parse_averaging(given) == expected
-    assert isinstance(given, float) == (" " not in value)
+    # What a job records has no text any more.
+    assert isinstance(given, float if value == "0.9" else dict)
 
 
 @pytest.mark.parametrize(
@@ -145,30 +155,58 @@ def test_a_stretch_of_time_is_numbers_with_units(stretch: str, expected: float) 
 
 
 def test_with_a_budget_lengths_and_decays_may_be_absolute() -> None:
-    resolve(None, [BUDGET, "train.ema_decay=0.9 from 600", "optim.weight_decay=0.2"], env={})
+    resolve(
+        None, [BUDGET, "train.ema_decay={decay: 0.9, start: 600}", "optim.weight_decay=0.2"], env={}
+    )
 
 
 @pytest.mark.parametrize(
-    "value",
-    [0, 0.1, 3, "horizon 0.2", "horizon 2", "horizon 5e-2", "cautious 0.1", "cautious horizon 0.2"],
+    ("value", "expected"),
+    [
+        (0, 0),
+        (0.1, 0.1),
+        (3, 3),
+        ("{value: 0.2, horizon: true}", {"value": 0.2, "horizon": True}),
+        (
+            "{value: 2, horizon: true, cautious: true}",
+            {"value": 2, "horizon": True, "cautious": True},
+        ),
+        ("{value: 0.1, cautious: false}", {"value": 0.1, "cautious": False}),
+        # As jobs of earlier versions have them:
+        ("horizon 5e-2", {"value": 0.05, "horizon": True}),
+        ("cautious 0.1", {"value": 0.1, "cautious": True}),
+        ("cautious horizon 0.2", {"value": 0.2, "horizon": True, "cautious": True}),
+    ],
 )
-def test_a_number_and_a_horizon_are_accepted_wherever_a_decay_stands(value: float | str) -> None:
+def test_a_number_and_a_horizon_are_accepted_wherever_a_decay_stands(
+    value: float | str, expected: Any
+) -> None:
     for optimizer in ("muon", "adamw"):
         entry = f"[{{match: '*', weight_decay: {value}}}]"
         arguments = [f"optim.type={optimizer}", f"optim.weight_decay={value}"]
         optim = resolve(None, [*arguments, f"optim.groups={entry}"], env={}).config.optim
-        assert optim.weight_decay == optim.groups[0].weight_decay == value
+        assert optim.weight_decay == optim.groups[0].weight_decay == expected
         # Configurations of jobs store numbers as they did before.
-        assert isinstance(optim.weight_decay, str if isinstance(value, str) else float)
+        assert isinstance(optim.weight_decay, dict if isinstance(expected, dict) else float)
+
+
+def test_an_argument_sets_one_of_the_names_of_a_decay() -> None:
+    cfg = resolve("quickstart", ["optim.weight_decay.cautious=false"], env={}).config
+    assert cfg.optim.weight_decay == {"value": 0.143, "cautious": False}
+    assert (
+        resolve("quickstart", ["optim.weight_decay=0.2"], env={}).config.optim.weight_decay == 0.2
+    )
+    cfg = resolve(None, ["train.ema_decay.decay=0.9", "train.ema_decay.start=20%"], env={}).config
+    assert cfg.train.ema_decay == {"decay": 0.9, "start": "20%"}
 
 
 def test_a_horizon_is_the_decay_over_which_weights_are_averaged() -> None:
     """Wang & Aitchison, equation 2: the time constant in steps is 1 / (lr * decay)."""
-    decay = parse_decay("horizon 0.2").resolve(lr=4e-3, steps=500)
+    decay = parse_decay({"value": 0.2, "horizon": True}).resolve(lr=4e-3, steps=500)
     assert 1 / (4e-3 * decay) == pytest.approx(0.2 * 500)
     assert parse_decay(0.3).resolve(lr=4e-3, steps=None) == 0.3
     with pytest.raises(ValueError, match="number of steps"):
-        parse_decay("horizon 0.2").resolve(lr=4e-3, steps=None)
+        parse_decay({"value": 0.2, "horizon": True}).resolve(lr=4e-3, steps=None)
 
 
 # ---- meshes of devices ---------------------------------------------------------------------------

@@ -442,14 +442,24 @@ STEPS = (
         [f"model.family={family}", f"train.precision={precision}", *muon]
         for family in ("llama", "gemma3")
         for precision in ("bf16", "fp32")
-        for muon in ([], ["optim.normuon_beta2=0.95"], ["optim.weight_decay=cautious 0.1"])
+        for muon in (
+            [],
+            ["optim.normuon_beta2=0.95"],
+            ["optim.weight_decay={value: 0.1, cautious: true}"],
+        )
     ]
     + [
         ["optim.scale=hyperball", "optim.weight_decay=0", f"train.precision={precision}", *more]
         for precision in ("bf16", "fp32")
         for more in ([], ["optim.normuon_beta2=0.95"])
     ]
-    + [["train.precision=fp32", "optim.type=adamw", "optim.weight_decay=cautious 0.1"]]
+    + [
+        [
+            "train.precision=fp32",
+            "optim.type=adamw",
+            "optim.weight_decay={value: 0.1, cautious: true}",
+        ]
+    ]
     + [
         ["train.precision=fp32", "optim.type=adamw", "optim.state=8bit", f"model.dim={dim}"]
         for dim in (128, 512)

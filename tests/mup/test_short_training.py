@@ -49,9 +49,10 @@ def test_a_probe_under_mup_has_the_losses_of_the_run_whose_export_transformers_a
 def test_a_transfer_trains_as_a_run_with_this_rate_does(
     dtt: Dtt, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    horizon = "{value: 0.5, horizon: true}"
     arguments = tiny(
-        optim__type="muon", optim__weight_decay="'horizon 0.5'", optim__adamw__lr=8e-3,
-        optim__groups="[{match: embed, lr: 4e-3, weight_decay: horizon 0.5, decay: 60%}]",
+        optim__type="muon", optim__weight_decay=horizon, optim__adamw__lr=8e-3,
+        optim__groups=f"[{{match: embed, lr: 4e-3, weight_decay: {horizon}, decay: 60%}}]",
         train__steps=6, schedule__type="wsd",
     )  # fmt: skip
     dtt("train", *arguments)
@@ -59,7 +60,7 @@ def test_a_transfer_trains_as_a_run_with_this_rate_does(
     world = World(Ranks(), torch.device("cpu"), None)
     cfg = load_job(dtt.folder / "jobs/t")
     doubled = resolve(None, [*arguments, f"optim.lr={2 * cfg.optim.lr}", "optim.adamw.lr=1.6e-2",
-        "optim.groups=[{match: embed, lr: 8e-3, weight_decay: horizon 0.5, decay: 60%}]",
+        f"optim.groups=[{{match: embed, lr: 8e-3, weight_decay: {horizon}, decay: 60%}}]",
     ]).config  # fmt: skip
     assert with_rate(cfg.optim, 2 * cfg.optim.lr) == doubled.optim
     width = cfg.model.dim

@@ -25,7 +25,7 @@ from dtt.optim.rounding import StochasticRounding
 
 SHAPES = ((16, 8), (7, 12), (5, 3))
 LR, DECAY, STEPS = 0.02, 0.5, 6
-CONFIG = AdamWConfig(lr=LR, weight_decay=f"cautious {DECAY}")
+CONFIG = AdamWConfig(lr=LR, weight_decay={"value": DECAY, "cautious": True})
 
 
 def random(shape: Sequence[int], seed: int) -> Tensor:

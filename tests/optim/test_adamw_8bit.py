@@ -23,7 +23,7 @@ from dtt.optim.muon.variant import MuonConfig
 from dtt.optim.rounding import StochasticRounding
 from dtt.train.state import load_optimizers, optimizer_tensors
 
-SMALL = AdamWConfig(lr=0.01, state="8bit", weight_decay="cautious 0.1")
+SMALL = AdamWConfig(lr=0.01, state="8bit", weight_decay={"value": 0.1, "cautious": True})
 SHAPE = (9, 704)
 """Three blocks to a row, the last of them not full; of four ranks, one gets no rows, or all get 176
 columns. torch's kernel rounds the last numbers of a tensor differently if they fill no vector."""

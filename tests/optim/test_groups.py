@@ -128,7 +128,8 @@ def test_groups_give_each_role_its_own_rate_decay_and_betas() -> None:
 def test_a_decay_of_a_group_is_cautious_only_if_it_says_so(
     config: type[OptimConfig], own: bool
 ) -> None:
-    decays = ["cautious 0.2", 0.1] if own else [0.1, "cautious 0.2"]
+    cautious_decay = {"value": 0.2, "cautious": True}
+    decays = [cautious_decay, 0.1] if own else [0.1, cautious_decay]
     entry = MuonGroup if config is MuonConfig else AdamWGroup
     groups = (entry(match="layers.0.*", weight_decay=decays[0]),)
     optimizers = made(config(weight_decay=decays[1], groups=groups))

@@ -30,7 +30,7 @@ STACKS = ((4, 8, 6), (4, 6, 10))
 """Of experts, of which two ranks hold whole ones."""
 MATRICES = 6 + 3 + 2 * 2 + 3
 EVERYTHING = MuonConfig(
-    lr=0.02, momentum_warmup=4, normuon_beta2=0.9, weight_decay="cautious 0.1",
+    lr=0.02, momentum_warmup=4, normuon_beta2=0.9, weight_decay={"value": 0.1, "cautious": True},
     ns_coefficients="polar-express", scale="spectral",
 )  # fmt: skip
 HYPERBALL = EVERYTHING.model_copy(update={"scale": "hyperball", "weight_decay": 0.0})

@@ -25,7 +25,10 @@ PRETRAIN = sorted(
 )
 FP32 = {"train__precision": "fp32", "checkpoint__keep_last": 9, "optim__lr": 2e-2}
 OPTIONS = {
-    "cautious adamw": ["optim.type=adamw", "optim.weight_decay=cautious horizon 0.1"],
+    "cautious adamw": [
+        "optim.type=adamw",
+        "optim.weight_decay={value: 0.1, horizon: true, cautious: true}",
+    ],
     "hyperball": [
         "optim.weight_decay=0",
         "optim.normuon_beta2=0.9",
@@ -34,11 +37,11 @@ OPTIONS = {
     "own decay by role": [
         "optim.groups=[{match: embed, lr: 3e-2, decay: 100%}, {match: head, decay: 6}]"
     ],
-    "late average": ["train.eval_every=2", "train.ema_decay=0.8 from 50% blend 0.6"],
-    "muon by horizon": ["optim.weight_decay=horizon 0.2"],
+    "late average": ["train.eval_every=2", "train.ema_decay={decay: 0.8, start: 50%, blend: 0.6}"],
+    "muon by horizon": ["optim.weight_decay={value: 0.2, horizon: true}"],
 }
 WITHOUT = {
-    "cautious adamw": ["optim.weight_decay=horizon 0.1"],
+    "cautious adamw": ["optim.weight_decay={value: 0.1, horizon: true}"],
     "late average": ["train.ema_decay=0.8"],
 }
 """What stands in place of the last setting of an option in a run without it; nothing for others."""
@@ -100,7 +103,7 @@ def test_a_horizon_trains_as_its_number_does_and_follows_the_length_of_the_run(
 ) -> None:
     """1 / (0.25 * 0.02 * 12 steps) = 16.67; with 24 steps it is half of that."""
     settings = tiny(optim__lr=2e-2, schedule__type="constant")
-    done = dtt("train", *settings, "optim.weight_decay=horizon 0.25")
+    done = dtt("train", *settings, "optim.weight_decay={value: 0.25, horizon: true}")
     assert "16.67" in next(line for line in done.stderr.splitlines() if "matrix" in line)
     dtt("train", *settings, f"optim.weight_decay={1 / (0.25 * 2e-2 * 12)}", "name=number")
     job = dtt.folder / "jobs/t"
@@ -131,7 +134,7 @@ def test_a_branch_of_another_length_would_have_decayed_otherwise_and_is_refused(
     dtt: Dtt, tiny: Settings
 ) -> None:
     settings = tiny(schedule__type="wsd", schedule__decay=2)
-    dtt("train", *settings, "optim.weight_decay=horizon 0.25")
+    dtt("train", *settings, "optim.weight_decay={value: 0.25, horizon: true}")
     refused = dtt("train", "--branch", "jobs/t@8", "train.steps=20", expect=2).stderr
     assert "train.steps=20 changes the weight decay before the branch point" in refused
     assert "set train.steps=12" in refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
@@ -10,7 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from dtt.config.base import Length
 
-FORM = re.compile(r"(0\.\d+)(?: from (\d+|\d*\.\d+|\d+(?:\.\d+)? ?%))?(?: blend (\d(?:\.\d*)?))?")
+TEXT = re.compile(r"(0\.\d+)(?: from (\d+|\d*\.\d+|\d+(?:\.\d+)? ?%))?(?: blend (\d(?:\.\d*)?))?")
+"""Pattern of the text that earlier versions wrote, such as `0.999 from 60% blend 0.6`."""
 
 
 class Averaging(NamedTuple):
@@ -23,43 +25,41 @@ class Averaging(NamedTuple):
     """Share of the average in the weights that are evaluated and exported, above 0."""
 
 
-def parse_averaging(given: float | str) -> Averaging:
-    """Return the average that a number or a text, such as `0.999 from 60% blend 0.6`, stands for.
+def parse_averaging(given: float | Mapping[str, Any]) -> Averaging:
+    """Return the average that a number, or a mapping of the fields of Averaging, stands for.
 
     Raise ValueError if it is neither, or if a number is outside of its range.
     """
-    if isinstance(given, str):
-        found = FORM.fullmatch(given)
-        if found is None or (found[2] is None and found[3] is None):
-            raise ValueError(given)
-        averaging = Averaging(float(found[1]), _length(found[2] or "0"), float(found[3] or 1))
-    elif isinstance(given, float):
-        averaging = Averaging(given)
-    else:
+    named = given if isinstance(given, Mapping) else {"decay": given}
+    if named.keys() - set(Averaging._fields) or not isinstance(named.get("decay"), float):
         raise ValueError(given)
-    if not 0 < averaging.decay < 1 or not 0 < averaging.blend <= 1:
+    start, blend = Length(named.get("start", 0)), named.get("blend", 1.0)
+    if isinstance(blend, bool) or not isinstance(blend, int | float):
         raise ValueError(given)
-    return averaging
+    if not 0 < named["decay"] < 1 or not 0 < blend <= 1:
+        raise ValueError(given)
+    return Averaging(named["decay"], start, float(blend))
 
 
-def _length(text: str) -> Length:
-    """Return the length that `text` stands for: a number or a percentage."""
-    if text.isdigit():
-        return Length(int(text))
-    return Length(text if text.endswith("%") else float(text))
-
-
-def _is_averaging(value: Any) -> Any:
+def _averaging(value: Any) -> Any:
+    if isinstance(value, str) and (found := TEXT.fullmatch(value)) and any(found.groups()[1:]):
+        start = found[2] if found[2] is None or found[2].endswith("%") else _number(found[2])
+        given = {"decay": float(found[1]), "start": start, "blend": found[3] and float(found[3])}
+        value = {name: one for name, one in given.items() if one is not None}
     try:
         parse_averaging(value)
     except ValueError:
         raise PydanticCustomError(
             "ema_decay",
-            "must be a number above 0 and below 1 (0.999), which may be followed by a start and a "
-            "blend above 0 (0.999 from 60% blend 0.6)",
+            "must be a number above 0 and below 1 (0.999), or names and values, of which start and "
+            "blend, above 0, may be left out ({decay: 0.999, start: 60%, blend: 0.6})",
         ) from None
     return value
 
 
-Averaged = Annotated[float | str, BeforeValidator(_is_averaging)]
-"""A decay of the average of the weights, such as 0.999 or `0.999 from 60% blend 0.6`."""
+def _number(text: str) -> int | float:
+    return int(text) if text.isdigit() else float(text)
+
+
+Averaged = Annotated[float | dict[str, int | float | str], BeforeValidator(_averaging)]
+"""A decay of the average of the weights, such as 0.999, or names and values."""

@@ -106,7 +106,7 @@ def horizon_keys(optim: Optimizer) -> Iterator[str]:
     given = [("weight_decay", optim.weight_decay)]
     given += [("groups", e.weight_decay) for e in optim.groups if e.weight_decay is not None]
     for key, decay in given:
-        if parse_decay(decay).by_horizon:
+        if parse_decay(decay).horizon:
             yield f"optim.{key}"
 
 

@@ -10,7 +10,9 @@ from dtt.config.key_types import Key
 from dtt.config.source import Layer, shown
 
 REMOVED: Mapping[Key, tuple[Any, str]] = {
-    ("optim", "cautious_weight_decay"): (False, "optim.weight_decay='cautious 0.1'"),
+    ("optim", "cautious_weight_decay"): (
+        False, "optim.weight_decay='{value: 0.1, cautious: true}'"
+    ),
     ("optim", "ns_steps"): (
         5, "delete the key (Muon iterates five times), or optim.ns_coefficients=polar-express"
     ),

@@ -84,8 +84,8 @@ class TrainConfig(Section):
     (`ema_loss`), `dtt export --ema` and `dtt generate --ema`. Half of the average comes from the
     last ln 2 / (1 - decay) steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 +
     t), so that the initial weights fade quickly. Costs 4 bytes per parameter; null: no average.
-    `0.999 from 60% blend 0.6` starts after 60% of the run (or a number of steps), where t counts
-    from, and evaluates and exports 0.6 * average + 0.4 * weights."""
+    `{decay: 0.999, start: 60%, blend: 0.6}` starts after 60% of the run (or steps or tokens), from
+    where t counts, and evaluates and exports 0.6 * average + 0.4 * weights."""
     device: Literal["auto", "cpu", "cuda"] = resumable("auto")
     """Device of the run; `auto`: a GPU if there is one."""
     precision: Literal["auto", "fp64", "fp32", "bf16", "bf16-pure", "fp8"] = resumable("auto")

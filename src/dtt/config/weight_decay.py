@@ -1,8 +1,9 @@
-"""Values of weight decay: a number or a horizon, plain or cautious."""
+"""Values of weight decay: a number, or names and values."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
@@ -10,7 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from dtt.config.base import MAX_FLOAT
 
-FORM = re.compile(r"(?=[ch])(cautious )?(horizon )?(\d+(?:\.\d*)?(?:e-?\d+)?)")
+TEXT = re.compile(r"(?=[ch])(cautious )?(horizon )?(\d+(?:\.\d*)?(?:e-?\d+)?)")
+"""Pattern of the text that earlier versions wrote, such as `cautious horizon 0.2`."""
 
 
 class WeightDecay(NamedTuple):
@@ -18,7 +20,7 @@ class WeightDecay(NamedTuple):
 
     value: float
     """The decay, or the horizon as a fraction of the run."""
-    by_horizon: bool = False
+    horizon: bool = False
     cautious: bool = False
     """True if it applies only to weights that the update moves towards zero as well, or not at all
     (Chen et al. 2025, arXiv 2510.12402)."""
@@ -30,41 +32,44 @@ class WeightDecay(NamedTuple):
         moving average of their updates over tau * steps steps (Wang & Aitchison, arXiv 2405.13698).
         Raise ValueError for a horizon if `steps` is None.
         """
-        if not self.by_horizon:
+        if not self.horizon:
             return self.value
         if steps is None:
             raise ValueError("a weight decay by horizon needs the number of steps")
         return 1.0 / (self.value * lr * steps)
 
 
-def parse_decay(given: float | str) -> WeightDecay:
-    """Return the decay that a number or a text stands for: `horizon 0.2`, `cautious 0.1`.
+def parse_decay(given: float | Mapping[str, Any]) -> WeightDecay:
+    """Return the decay that a number, or a mapping of the fields of WeightDecay, stands for.
 
     Raise ValueError if it is neither, negative, or a horizon of 0.
     """
-    if isinstance(given, str) and (found := FORM.fullmatch(given)):
-        decay = WeightDecay(float(found[3]), bool(found[2]), bool(found[1]))
-    elif isinstance(given, int | float) and not isinstance(given, bool):
-        decay = WeightDecay(float(given))
-    else:
+    named = given if isinstance(given, Mapping) else {"value": given}
+    value, horizon, cautious = (named.get(name, False) for name in WeightDecay._fields)
+    if named.keys() - {*WeightDecay._fields} or type(value) not in (int, float):
+        raise ValueError(given)
+    if not isinstance(horizon, bool) or not isinstance(cautious, bool):
         raise ValueError(given)
     # A horizon far below one step of any run is a decay beyond fp32.
-    if not (1e-9 if decay.by_horizon else 0) <= decay.value <= MAX_FLOAT:
+    if not (1e-9 if horizon else 0) <= value <= MAX_FLOAT:
         raise ValueError(given)
-    return decay
+    return WeightDecay(float(value), horizon, cautious)
 
 
-def _is_decay(value: Any) -> Any:
+def _decay(value: Any) -> Any:
+    if isinstance(value, str) and (found := TEXT.fullmatch(value)):
+        flags = {"cautious": found[1], "horizon": found[2]}
+        value = {"value": float(found[3])} | {name: True for name, said in flags.items() if said}
     try:
         parse_decay(value)
     except (ValueError, OverflowError):  # an int that is no float
         raise PydanticCustomError(
             "weight_decay",
-            "must be a finite number of at least 0, or a horizon above 0 as a fraction of the run "
-            "(horizon 0.2), and may be cautious (cautious 0.1, cautious horizon 0.2)",
+            "must be a finite number of at least 0, or names and values: {value: 0.1, cautious: "
+            "true}, or {value: 0.2, horizon: true} for a horizon above 0 as a fraction of the run",
         ) from None
     return value
 
 
-Decayed = Annotated[float | str, BeforeValidator(_is_decay)]
-"""A weight decay: a number, `horizon 0.2`, `cautious 0.1` or `cautious horizon 0.2`."""
+Decayed = Annotated[float | dict[str, float | bool], BeforeValidator(_decay)]
+"""A weight decay: a number, or names and values, such as `{value: 0.2, horizon: true}`."""

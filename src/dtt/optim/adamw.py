@@ -43,9 +43,10 @@ class AdamWConfig(AdamWSettings, GroupedOptimizer):
     type: Literal["adamw"] = "adamw"
     weight_decay: Decayed = 0.1
     """Decoupled weight decay of the hidden matrices; all other parameters have none. A number, or
-    `horizon 0.2`: the decay 1 / (0.2 * lr * steps), for which weights are the moving average of
-    their updates over a fifth of the run (arXiv 2405.13698). `cautious 0.1` and `cautious horizon
-    0.2` decay only those weights that the update moves towards zero as well (arXiv 2510.12402)."""
+    `{value: 0.2, horizon: true}`: the decay 1 / (0.2 * lr * steps), for which weights are the
+    moving average of their updates over a fifth of the run (arXiv 2405.13698). `cautious: true`, as
+    in `{value: 0.1, cautious: true}`, decays only those weights that the update moves towards zero
+    as well (arXiv 2510.12402)."""
     groups: tuple[AdamWGroup, ...] = ()
     """Settings for parameters selected by role or by name."""
 
@@ -78,7 +79,7 @@ def adamw_optimizers(
 
 def adamw_settings(
     given: AdamWSettings,
-    weight_decay: float | str,
+    weight_decay: float | Mapping[str, Any],
     param: Param,
     entry: AdamWGroup | None,
     run: RunFacts,

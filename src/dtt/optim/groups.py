@@ -93,7 +93,7 @@ def settings(config: GroupedOptimizer, params: Params, run: RunFacts) -> dict[st
 
 
 def rate_and_decay(
-    lr: float, weight_decay: float | str, param: Param, power: float, run: RunFacts
+    lr: float, weight_decay: float | Mapping[str, Any], param: Param, power: float, run: RunFacts
 ) -> tuple[float, float, bool]:
     """Return the learning rate of a parameter, its weight decay, and True if it is cautious.
 

@@ -18,6 +18,7 @@ NEED_MORE = ("tokens", "text", "chat", "preference")
 LORA = "optim.type=adamw", "init.from=jobs/x", "adapter.type=lora"
 DPO = "data.type=preference", "objective.type=dpo", "init.from=jobs/x"
 MIXTURE = "data.sources=[{path: a, weight: 3}, {path: b, weight: 1}]"
+CAUTIOUS = "optim.weight_decay={value: 0.1, cautious: true}"
 GROUPS = (
     "model.n_experts=8", "model.n_expert_groups=4", "model.expert_groups_per_token=2",
     "model.n_shared_experts=2", "model.routed_scaling=2.5", "model.expert_ffn_dim=96",
@@ -108,12 +109,12 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "optimizer": (
         ("optim.type=adamw",),
-        ("optim.type=adamw", "optim.weight_decay=cautious 0.1", "optim.betas=[0.8, 0.9]"),
-        ("optim.type=adamw", "optim.weight_decay=horizon 0.2", "optim.state=8bit"),
+        ("optim.type=adamw", CAUTIOUS, "optim.betas=[0.8, 0.9]"),
+        ("optim.type=adamw", "optim.weight_decay={value: 0.2, horizon: true}", "optim.state=8bit"),
         ("optim.scale=spectral", "optim.momentum=0.9"),
         ("optim.scale=hyperball", "optim.weight_decay=0.0"),
         ("optim.normuon_beta2=0.95", "optim.momentum_warmup=2"),
-        ("optim.ns_coefficients=polar-express", "optim.weight_decay=cautious 0.1"),
+        ("optim.ns_coefficients=polar-express", CAUTIOUS),
     ),
     "groups": (
         ("optim.groups=[{match: head, lr: 0.01, betas: [0.5, 0.9]}]",),
@@ -136,7 +137,9 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "context schedule": (("train.context_schedule=[[0, 512], [0.5, 1024]]",),),
     "clipping": (("train.clip_norm=null",),),
     "z-loss": (("train.z_loss=1e-3",),),
-    "average": (("train.ema_decay=0.9",), ("train.ema_decay=0.9 from 30% blend 0.5",)),
+    "average": (
+        ("train.ema_decay=0.9",), ("train.ema_decay={decay: 0.9, start: 30%, blend: 0.5}",),
+    ),
     "remat": (
         ("train.remat=full",), ("train.remat=selective",), ("train.remat=full",
                                                             "train.remat_every=2"),

@@ -232,7 +232,7 @@ def _train(shrinking: _Shrinking) -> Nested:
             pass
     average = None if train.ema_decay is None else parse_averaging(train.ema_decay)
     if average is not None and average.start.amount:
-        values["ema_decay"] = f"{average.decay} from 1 blend {average.blend}"
+        values["ema_decay"] = {"decay": average.decay, "start": 1, "blend": average.blend}
     values |= {
         "epochs": None,
         "steps": STEPS,

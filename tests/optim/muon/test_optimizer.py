@@ -16,7 +16,7 @@ from dtt.optim.rounding import StochasticRounding
 
 SHAPES = ((16, 8), (16, 8), (8, 24))
 EVERYTHING = MuonConfig(
-    momentum_warmup=4, normuon_beta2=0.9, weight_decay="cautious 0.1",
+    momentum_warmup=4, normuon_beta2=0.9, weight_decay={"value": 0.1, "cautious": True},
     ns_coefficients="polar-express", scale="spectral",
 )  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_cautious_decay_takes_only_from_weights_that_the_step_makes_smaller() ->
 
     start = weights([(16, 8)])[0].detach()
     undecayed, decayed = trained(weight_decay=0.0), trained(weight_decay=0.5)
-    cautious = trained(weight_decay="cautious 0.5")
+    cautious = trained(weight_decay={"value": 0.5, "cautious": True})
     smaller = (undecayed - start) * start <= 0
     assert 0 < smaller.sum() < smaller.numel()
     torch.testing.assert_close(cautious, torch.where(smaller, decayed, undecayed))

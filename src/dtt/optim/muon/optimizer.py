@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
         decay = parse_decay(config.weight_decay)
         defaults = {
             "lr": config.lr,
-            "weight_decay": None if decay.by_horizon else decay.value,
+            "weight_decay": None if decay.horizon else decay.value,
             "cautious": decay.cautious,
             "momentum": config.momentum,
             "split": None,

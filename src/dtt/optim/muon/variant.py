@@ -58,9 +58,10 @@ class MuonConfig(GroupedOptimizer):
     is divided by its root mean square over the steps; null: no NorMuon."""
     weight_decay: Decayed = 0.1
     """Decoupled weight decay of the hidden matrices; all other parameters have none. A number, or
-    `horizon 0.2`: the decay 1 / (0.2 * lr * steps), for which weights are the moving average of
-    their updates over a fifth of the run (arXiv 2405.13698). `cautious 0.1` and `cautious horizon
-    0.2` decay only those weights that the update moves towards zero as well (arXiv 2510.12402)."""
+    `{value: 0.2, horizon: true}`: the decay 1 / (0.2 * lr * steps), for which weights are the
+    moving average of their updates over a fifth of the run (arXiv 2405.13698). `cautious: true`, as
+    in `{value: 0.1, cautious: true}`, decays only those weights that the update moves towards zero
+    as well (arXiv 2510.12402)."""
     adamw: AdamWSettings = AdamWSettings(lr=2e-3)
     """AdamW settings for embeddings, output head, norms and biases."""
     groups: tuple[MuonGroup, ...] = ()
