@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import DttError
+from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import write_atomically
 from dtt.base.reading import read_record
 from dtt.jobs import job_state
@@ -99,3 +99,22 @@ def send_in_order(
                 squeue.cancel(id)
         raise
     return ids
+
+
+def dependency(after: str) -> Dependency | None:
+    """Return what `--after` names: a job directory, or a Slurm id; None for a job that is done.
+
+    Raises ConfigError for a job that is not in the queue and not done.
+    """
+    if after.isdecimal():
+        return Dependency("afterok", after, after)
+    (status,) = job_state.examine([job_state.open_job(Path(after))])
+    if status.state is State.DONE:
+        return None
+    if status.slurm is None or not status.slurm.live:
+        raise ConfigError(
+            f"--after {after}: it is {status.state}, and not in Slurm's queue",
+            why=status.detail or None,
+            next=f"dtt job resume {after}",
+        )
+    return Dependency("afterok", status.slurm.id, after)

@@ -23,7 +23,6 @@ from dtt.launch.submission import Submission
 from dtt.launch.submit import (
     beside,
     confirmed,
-    dependency,
     plan,
     prepare_stages,
     script_of,
@@ -60,7 +59,7 @@ def run(
         )
     base = with_profile(config, cluster)
     whole, steps = prepare(base, arguments, redo_from, code_copy=code_copy)
-    first = dependency(after)
+    first = None if after is None else chains.dependency(after)
     known = [step.job.submission_record() for step in steps]
     checks.raise_all(list(problems(whole, steps, dry_run=dry_run)))
     lines = [line for step in steps for line in _described(step, asks=dry_run)]

@@ -26,7 +26,6 @@ from dtt.data.samples import compatibility
 from dtt.data.samples.schedules import resolve as resolve_schedules
 from dtt.jobs import job_state
 from dtt.jobs.job_paths import enter, evaluation
-from dtt.jobs.job_state import State
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.slurm.submissions import Dependency
 from dtt.jobs.stages import Stage, done, report_shadowed
@@ -75,7 +74,8 @@ def run(
     if print_script:
         print(Verbatim(text), end="")
         return
-    known, first = submission.job.submission_record(), dependency(after)
+    known = submission.job.submission_record()
+    first = None if after is None else _dependency(after)
     checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
@@ -92,6 +92,12 @@ def run(
         print(f"not submitted: sbatch {submission.job.script}")
     elif job_id is not None:
         print(f"submitted  {job_id}")
+
+
+def _dependency(after: str) -> Dependency | None:
+    from dtt.jobs import chains  # most submissions depend on nothing
+
+    return chains.dependency(after)
 
 
 def prepare(
@@ -148,27 +154,6 @@ def prepare(
             )
     script = script_of(command, job, argv, resolved.config, code_copy=code_copy)
     return Submission(command, resolved, job, trained, script)
-
-
-def dependency(after: str | None) -> Dependency | None:
-    """Return what `--after` names: a job directory, or a Slurm id; None for a job that is done.
-
-    Raises ConfigError for a job that is not in the queue and not done.
-    """
-    if after is None:
-        return None
-    if after.isdecimal():
-        return Dependency("afterok", after, after)
-    (status,) = job_state.examine([job_state.open_job(Path(after))])
-    if status.state is State.DONE:
-        return None
-    if status.slurm is None or not status.slurm.live:
-        raise ConfigError(
-            f"--after {after}: it is {status.state}, and not in Slurm's queue",
-            why=status.detail or None,
-            next=f"dtt job resume {after}",
-        )
-    return Dependency("afterok", status.slurm.id, after)
 
 
 def with_profile(config: str | None, cluster: str | None) -> str | Layer | None:
