@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from typing import Any
 
 import pytest
 import torch
 from support.ranks import on_ranks
+from support.running import TIMEOUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -17,7 +19,7 @@ from dtt.config.model import ModelConfig
 from dtt.config.scaling import MupConfig
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import local, local_shard
-from dtt.model import families
+from dtt.model import families, init
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
 from dtt.model.init import RESIDUAL_WRITERS, fill_normal, init_std, initialize
@@ -152,6 +154,20 @@ def test_an_expert_larger_than_a_block_is_the_same_in_every_stack(monkeypatch: A
     eight, three = stack(8), stack(3)
     assert torch.equal(eight[:3], three)
     assert len(eight.unique()) == eight.numel()
+
+
+def test_blocks_are_drawn_in_several_threads(monkeypatch: Any) -> None:
+    monkeypatch.setattr("dtt.model.init.BLOCK_ELEMENTS", 8)
+    expected = stack(4)
+    monkeypatch.setattr("dtt.model.init.machine.cores", lambda: 2)
+    both, generator = threading.Barrier(2), init._generator
+
+    def met(key: str, block: int) -> torch.Generator:
+        both.wait(TIMEOUT)  # one thread alone would wait for ever
+        return generator(key, block)
+
+    monkeypatch.setattr(init, "_generator", met)
+    assert torch.equal(stack(4), expected)
 
 
 def test_stacks_that_write_into_the_residual_stream_are_as_small_as_matrices(
