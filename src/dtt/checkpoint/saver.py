@@ -99,9 +99,34 @@ class Saver:
         # Kept between saves: allocating pinned memory is slow. They cost host memory of the size of
         # this rank's part.
         self._host_copies: dict[tuple[str, str], Tensor] = {}
+        self._allocating: threading.Thread | None = None
+        self._save_is_due = threading.Event()
         self._thread: threading.Thread | None = None
         self._done: list[Save] = []
         self._error: Exception | None = None
+
+    def allocate(self, params: Mapping[str, LaidOut], state: Mapping[str, LaidOut]) -> None:
+        """Allocate the host memory of the saves in a thread, from the first call on.
+
+        Pinning 6.5 GB takes 5 s, for which the first save would block training.
+        """
+        if self._allocating is None and self._copies:
+            shards = self._cut(params, state)
+            self._allocating = threading.Thread(
+                target=self._allocate, args=(shards,), name="pinning", daemon=True
+            )
+            self._allocating.start()
+
+    def _allocate(self, shards: Mapping[str, list[TensorShard]]) -> None:
+        for kind, some in shards.items():
+            for shard in some:
+                if self._save_is_due.is_set():
+                    return  # the save allocates what is left itself, and raises its errors
+                try:
+                    self._host_copy(kind, shard)
+                except RuntimeError as error:
+                    log.info("no host memory ahead of the first save: %s", error)
+                    return
 
     def begin(
         self,
@@ -122,10 +147,10 @@ class Saver:
         # At most one save in flight: the host copies below are reused, and two saves would need
         # twice the memory.
         self.wait()
-        # Each rank writes only its shards; for replicated tensors `cut` divides the work, so that
-        # no byte is written twice.
-        named = {store.MODEL: params, store.STATE: state}
-        shards = {kind: tensors.cut(held, self._world.rank) for kind, held in named.items()}
+        self._save_is_due.set()
+        if self._allocating is not None:
+            self._allocating.join()
+        shards = self._cut(params, state)
         own = [shard.tensor for shard in chain(*shards.values())]
         size = sum(tensor.numel() * tensor.itemsize for tensor in own)
         save = Save(step, self._copied(shards), position, size, flush, base)
@@ -156,6 +181,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait up to SECONDS_TO_SETTLE for a save in progress; call after a failure elsewhere."""
+        self._save_is_due.set()
         if self._thread is not None:
             self._thread.join(timeout=SECONDS_TO_SETTLE)
 
@@ -164,31 +190,48 @@ class Saver:
         done, self._done = self._done, []
         return done
 
-    def _copied(self, shards: Mapping[str, list[TensorShard]]) -> dict[str, list[TensorShard]]:
+    def _cut(
+        self, params: Mapping[str, LaidOut], state: Mapping[str, LaidOut]
+    ) -> dict[str, list[TensorShard]]:
+        """Return the shards that this rank writes, by kind."""
+        # For replicated tensors `cut` divides the work, so that no byte is written twice.
+        named = {store.MODEL: params, store.STATE: state}
+        return {kind: tensors.cut(held, self._world.rank) for kind, held in named.items()}
+
+    @property
+    def _copies(self) -> bool:
+        """True if saves copy tensors to host memory."""
+        return self._world.device.type == "cuda" or self._config.asynchronous
+
+    def _copied(self, shards: dict[str, list[TensorShard]]) -> dict[str, list[TensorShard]]:
         """Copy the shards to host memory, so that training may change the originals.
 
         Returns the shards themselves if they are on the CPU and the save is synchronous.
         """
-        on_gpu = self._world.device.type == "cuda"
-        if not on_gpu and not self._config.asynchronous:
-            return dict(shards)
-        copied = {k: [self._copy(k, shard, on_gpu) for shard in some] for k, some in shards.items()}
+        if not self._copies:
+            return shards
+        copied = {k: [self._copy(k, shard) for shard in some] for k, some in shards.items()}
         # The copies above are asynchronous on the stream; afterwards the step may overwrite the
         # tensors.
-        if on_gpu:
+        if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         return copied
 
-    def _copy(self, kind: str, shard: TensorShard, pinned: bool) -> TensorShard:
+    def _copy(self, kind: str, shard: TensorShard) -> TensorShard:
+        copy = self._host_copy(kind, shard)
+        copy.copy_(shard.tensor.detach(), non_blocking=True)
+        return TensorShard(shard.name, copy, shard.offset, shard.shape)
+
+    def _host_copy(self, kind: str, shard: TensorShard) -> Tensor:
         copy = self._host_copies.get((kind, shard.name))
         if copy is None or copy.shape != shard.tensor.shape:
             # pin_memory lets the GPU copy without the CPU, at the full speed of the link.
+            pinned = self._world.device.type == "cuda"
             copy = torch.empty_like(
                 shard.tensor, device="cpu", pin_memory=pinned, requires_grad=False
             )
             self._host_copies[kind, shard.name] = copy
-        copy.copy_(shard.tensor.detach(), non_blocking=True)
-        return TensorShard(shard.name, copy, shard.offset, shard.shape)
+        return copy
 
     def _run(self, save: Save) -> None:
         """Run a save in the thread. Errors are stored for `wait`, which raises them."""
