@@ -434,7 +434,8 @@ def test_the_other_commands_have_directories_of_their_own(
     (dtt.folder / "books.txt").write_text("words " * 100)
     data = ["name=n", "download.dataset=books.txt", "launch.nodes=2"]
     for command in ("download", "pipeline"):
-        dtt("submit", command, *data, "--in-one-job", **slurm)
+        one = ["--in-one-job"] if command == "pipeline" else []
+        dtt("submit", command, *data, *one, **slurm)
         script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
         assert f" -- {command} -c jobs/n-{command}/config.yaml\n" in script
         assert "#SBATCH --nodes=1\n" in script
