@@ -20,14 +20,6 @@ Config = Annotated[
 ]
 
 
-After = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JOB|ID", help="Start when this job, by its directory or Slurm id, has ended well."
-    ),
-]
-
-
 Cluster = Annotated[
     str | None, typer.Option(help="Cluster profile: name in configs/clusters/, or file.")
 ]

@@ -6,16 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dtt.base.errors import ConfigError
 from dtt.cli.app import cli
-from dtt.cli.options import After, Cluster, Config, Json, RedoFrom
+from dtt.cli.options import Cluster, Config, Json, RedoFrom
 
 
 @cli.command(
     "dtt submit train -c run.yaml --cluster lumi launch.nodes=4",
     "dtt submit train jobs/run           # resume a job",
     "dtt submit eval jobs/run eval.tasks=[arc_easy]   # each checkpoint as it appears",
-    "dtt submit pipeline -c run.yaml --dry-run   # a job for each step",
     "dtt submit tokenize -c run.yaml --print-script",
 )
 def submit(
@@ -54,42 +52,12 @@ def submit(
     code_copy: Annotated[
         bool, typer.Option("--code-copy", help="Copy dtt's code into the job and run the copy.")
     ] = False,
-    after: After = None,
-    in_one_job: Annotated[
-        bool, typer.Option("--in-one-job", help="Run all steps of a pipeline in one Slurm job.")
-    ] = False,
 ) -> None:
     """Submit a command to Slurm, as a job that resumes after its time limit.
 
     Checks the configuration on the login node, writes jobs/<name>/ (for commands other than train:
     jobs/<name>-<command>/) and submits its slurm.sh. `sbatch` with that file submits it again.
-
-    `pipeline` is a chain: a job for each of download, clean, tokenize, train and export, with the
-    resources of `launch.steps`, each of which starts when the one before it has ended well.
     """
-    if what == "pipeline" and not in_one_job:
-        from dtt.launch import chain
-
-        if print_script or no_submit:
-            raise ConfigError(
-                "a pipeline is a chain of several Slurm jobs",
-                why="--print-script and --no-submit are for one",
-                next="--in-one-job, or dtt submit with each of its commands",
-            )
-        chain.run(
-            config,
-            job_or_overrides or [],
-            cluster=cluster,
-            dry_run=dry_run,
-            yes=yes,
-            as_json=json,
-            code_copy=code_copy,
-            redo_from=redo_from,
-            after=after,
-        )
-        return
-    if in_one_job and what != "pipeline":
-        raise ConfigError(f"--in-one-job is for pipeline, not for {what}", next="leave it out")
     from dtt.launch import submit
 
     submit.run(
@@ -105,5 +73,4 @@ def submit(
         as_json=json,
         code_copy=code_copy,
         redo_from=redo_from,
-        after=after,
     )

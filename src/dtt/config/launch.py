@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
 from dtt.config.base import Processes, Section, must_be, resumable
 
@@ -134,14 +134,6 @@ class PyxisConfig(Section):
             yield "image", "is missing: the image, or options that name an environment"
 
 
-Step = Literal["download", "clean", "tokenize", "eval", "export"]
-"""A command beside training that is a Slurm job."""
-Resource = Literal[
-    "nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "mem", "time", "partition",
-    "account", "qos", "exclude",
-]  # fmt: skip
-"""A key of `launch` that may differ from step to step."""
-
 ContainerConfig = Annotated[
     NoContainer | ApptainerConfig | PyxisConfig, Field(discriminator="type")
 ]
@@ -209,24 +201,6 @@ class LaunchConfig(Section):
     """Write what NCCL logs (`NCCL_DEBUG=INFO`), a file for each process, to the job's `logs/`."""
     template: Path | None = resumable(None)
     """Jinja2 template to use in place of dtt's own job script."""
-    steps: dict[Step, dict[Resource, str | int]] = resumable({})
-    """Resources of single commands where they differ from those of training, such as
-    `tokenize.nodes: 4` or `export.partition: cpu`. Without an entry, no command but `train` and
-    `eval` requests GPUs, and `download`, `clean` and `export` use one node."""
-
-    def of_step(self, command: str) -> LaunchConfig:
-        """Return the section for a command: its own resources, else those of training."""
-        own: dict[str, str | int] = {}
-        # The data is prepared on CPUs; nodes with GPUs would idle, and be paid for.
-        if command not in ("train", "eval", "pipeline"):
-            own = {"gpus_per_node": 0, "processes_per_node": self.processes}
-        if command in ("download", "clean", "export"):
-            own["nodes"] = 1
-        given = {str(name): value for name, value in self.steps.get(command, {}).items()}  # type: ignore[call-overload]
-        if not (own or given):
-            return self
-        merged = {name: getattr(self, name) for name in type(self).model_fields} | own | given
-        return type(self).model_validate(merged)
 
     @property
     def gpus(self) -> int:
@@ -261,12 +235,6 @@ class LaunchConfig(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each combination of values that cannot work."""
-        for command, resources in self.steps.items():
-            for name, value in resources.items():
-                try:
-                    type(self).model_validate({name: value})
-                except ValidationError as error:
-                    yield f"steps.{command}.{name}", error.errors()[0]["msg"]
         limit = self.time_limit
         if limit == 0:
             yield "time", "must be greater than 0"

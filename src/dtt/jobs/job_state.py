@@ -23,8 +23,6 @@ FINAL = (
 )
 """Exit codes after which the job script does not retry."""
 LOG_LINES = 5
-NEVER = "DependencyNeverSatisfied"
-"""Slurm's reason for a job whose predecessor has failed."""
 
 
 class State(StrEnum):
@@ -322,13 +320,7 @@ class _Derivation:
         """Return a description of the work that an attempt ended by Slurm has saved."""
         files = self.files
         if not files.attempt:
-            after = files.submission.get("after")
-            never = self.slurm is not None and self.slurm.reason == NEVER
-            return (
-                f"{after}, which it waited for, has not ended well"
-                if after and never
-                else ("before it started")
-            )
+            return "before it started"
         if files.saved:
             return files.reason
         checkpoint = files.checkpoint

@@ -12,8 +12,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.log import log
 from dtt.base.reading import fits
 from dtt.base.terminal import one_line
-from dtt.jobs import chains, job_state
-from dtt.jobs.chains import ChainStep
+from dtt.jobs import job_state
 from dtt.jobs.clock import in_words
 from dtt.jobs.goodput import goodput
 from dtt.jobs.job_state import State, Status
@@ -65,23 +64,6 @@ def _print_stages(folder: Path, jobs: Sequence[JobDir], *, as_json: bool) -> Non
     _print_table([(status.job.root.name, status) for status in statuses])
     if whole.slurm is not None:
         print(f"slurm job {whole.slurm.id}: {whole.slurm.state}")
-
-
-def _print_chain(folder: Path, steps: Sequence[ChainStep], *, as_json: bool) -> None:
-    """Print the state of each step of a chain, and what resumes it."""
-    if as_json:
-        found = [
-            _facts(step.status)
-            | {"state": step.state.value, "stages": [_facts(status) for status in step.stages]}
-            for step in steps
-        ]
-        print(json.dumps({"job": str(folder), "steps": found}))
-        return
-    rows = [(status.job.root.name, status) for s in steps for status in s.stages or (s.status,)]
-    _print_table(rows)
-    left = [step for step in steps if not step.done]
-    if left and not any(step.status.alive or step.status.queued for step in left):
-        print(f"next: dtt job resume {folder} submits {left[0].job.root} and what follows it")
 
 
 def _print_table(jobs: Sequence[tuple[str, Status]]) -> None:
@@ -149,11 +131,8 @@ def _short(detail: str, most: int = 100) -> str:
 def status(path: Path, *, as_json: bool) -> None:
     """Print the state of a job: progress, losses, heartbeat, Slurm state and the end of its log.
 
-    For the folder of several stages of training, or of a chain, prints a line for each.
+    For the folder of several stages of training, prints a line for each.
     """
-    if steps := chains.steps_of(path):
-        _print_chain(path, steps, as_json=as_json)
-        return
     if jobs := job_state.stages(path):
         _print_stages(path, jobs, as_json=as_json)
         return

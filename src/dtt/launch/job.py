@@ -9,8 +9,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,7 @@ from dtt.base.log import log
 from dtt.base.reading import read_record
 from dtt.base.terminal import Message
 from dtt.config.profile import Kind
-from dtt.jobs import chains, job_state
-from dtt.jobs.chains import ChainStep
+from dtt.jobs import job_state
 from dtt.jobs.job_files import job_argv, newest_log, requester
 from dtt.jobs.job_state import State, Status
 from dtt.jobs.slurm import squeue, submissions
@@ -44,22 +42,13 @@ def stop(path: Path, *, yes: bool, wait: float) -> None:
     Cancels a queued job (with `yes`), and a running job of another command, because it handles no
     requests; raises EnvironmentUnfit if the state of such a job is unknown. A suspended training
     job finds the request when it runs again. `wait` is the maximum number of seconds to wait for an
-    acknowledgement. Of a chain, the later steps leave the queue, and the one that runs is stopped.
+    acknowledgement.
     """
-    if steps := chains.steps_of(path):
-        for step in reversed(steps):
-            if step.status.queued:
-                _cancel(step.status, yes=True)
-        for step in steps:
-            for status in step.stages or (step.status,):
-                if status.alive:
-                    stop(status.job.root, yes=True, wait=wait)
-        return
     job = job_state.open_job(path)
     (status,) = job_state.examine([job])
     command = job_argv(job)[0]
     if status.queued and status.slurm is not None:
-        _cancel(status, yes=yes)
+        _cancel(status, status.slurm.id, yes=yes)
     elif status.alive and status.slurm is not None and command != "train":
         print(f"dtt {command} cannot save and stop on request; finished work is kept")
         squeue.cancel(status.slurm.id)
@@ -80,9 +69,7 @@ def stop(path: Path, *, yes: bool, wait: float) -> None:
         print(f"nothing to stop: {job.root} is {status.state}")
 
 
-def _cancel(status: Status, *, yes: bool) -> None:
-    assert status.slurm is not None, "it is queued"
-    id = status.slurm.id
+def _cancel(status: Status, id: str, *, yes: bool) -> None:
     if not yes:
         raise ConfigError(
             f"{status.job.root} is not running: it is {status.state} as Slurm job {id}",
@@ -90,7 +77,7 @@ def _cancel(status: Status, *, yes: bool) -> None:
             next=f"cancel it with dtt job stop {status.job.root} -y, or scancel {id}",
         )
     squeue.cancel(id)
-    print(f"cancelled Slurm job {id} of {status.job.root}")
+    print(f"cancelled Slurm job {id}")
 
 
 def save(path: Path, *, wait: float) -> None:
@@ -190,21 +177,7 @@ def _unacknowledged_hint(status: Status) -> str:
 
 
 def rm(path: Path, *, yes: bool) -> None:
-    """Delete a job directory; raise ConfigError if the job is or may be running or queued.
-
-    Of a chain, deletes those of all steps, the newest first, and its own.
-    """
-    if of_chain := chains.steps_of(path):
-        for step in of_chain:
-            step.status.check_idle()
-        for step in reversed(of_chain):
-            folders = [status.job.root for status in step.stages] or [step.job.root]
-            for folder in folders:
-                rm(folder, yes=yes)
-            shutil.rmtree(step.job.root, ignore_errors=True)
-        shutil.rmtree(path)
-        print(f"deleted {path}")
-        return
+    """Delete a job directory; raise ConfigError if the job is or may be running or queued."""
     job = job_state.open_job(path)
     if SweepManifest.exists(job.root.parent):
         raise ConfigError(
@@ -239,12 +212,8 @@ def rm(path: Path, *, yes: bool) -> None:
 def resume(path: Path) -> None:
     """Submit a stopped job's script again; without Slurm, print the command that resumes it.
 
-    A stage that was submitted with the others resumes by the script of all stages. A chain
-    continues with its first step that is not done, and those after it.
+    A stage that was submitted with the others resumes by the script of all stages.
     """
-    if steps := chains.steps_of(path):
-        _resume_chain(path, [step for step in steps if not step.done])
-        return
     job = job_state.open_job(path)
     (status,) = job_state.examine([job])
     if status.state is State.DONE:
@@ -271,28 +240,8 @@ def resume(path: Path) -> None:
     print(there + shlex.join(["dtt", *argv]))
 
 
-def _resume_chain(path: Path, steps: Sequence[ChainStep]) -> None:
-    """Submit the scripts of the steps that are left; raise ConfigError if there are none."""
-    if not steps:
-        raise ConfigError(f"{path} is done", next="start a new job with name=ANOTHER")
-    for step in steps:
-        step.status.check_idle()
-    with exclusive(path, "dtt submit"):
-        left = [
-            (job_argv(s.job)[0], s.job, partial(submissions.submit_again, s.job)) for s in steps
-        ]
-        ids = chains.send_in_order(left)
-    print(f"submitted  {', '.join(ids)}: {', '.join(str(step.job.root) for step in steps)}")
-
-
 def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
-    """Print the last `lines` lines of the newest attempt's log; with `follow`, also new lines.
-
-    Of a chain, prints that of the last step that has one.
-    """
-    if steps := chains.steps_of(path):
-        begun = [s for step in steps for s in step.stages or (step.status,) if newest_log(s.job)]
-        path = begun[-1].job.root if begun else steps[0].job.root
+    """Print the last `lines` lines of the newest attempt's log; with `follow`, also new lines."""
     job = job_state.open_job(path)
     newest = newest_log(job, node)
     if newest is None:

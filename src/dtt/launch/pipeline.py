@@ -29,9 +29,7 @@ from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.log import log
 from dtt.config import source
 from dtt.config.clean import CleanConfig
-from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer
 from dtt.config.train import SAMPLE_TEMPERATURE
 from dtt.data.corpus.selection import selection_folder
 from dtt.jobs.stages import done, report_shadowed
@@ -47,16 +45,11 @@ Command = Literal["download", "clean", "tokenize", "train", "export"]
 class PipelineRun:
     """A training run of the pipeline: the only one, or a stage of training."""
 
-    resolved: Resolved
+    cfg: RunConfig
     job: JobDir
     stage: str | None
     options: tuple[str, ...]
     """Arguments that select its configuration."""
-
-    @property
-    def cfg(self) -> RunConfig:
-        """Its configuration."""
-        return self.resolved.config
 
 
 @dataclass(frozen=True)
@@ -78,8 +71,11 @@ class PipelineStep:
         match self.command:
             case "download":
                 return local.dtt_argv("download", *options)
-            case "clean" | "tokenize":
-                return on_cores(cfg, [self.command, *options], is_done=is_made(self))
+            case "clean":
+                return on_cores(cfg, ["clean", *options], is_done=all(map(is_cleaned, cfg.corpora)))
+            case "tokenize":
+                tokenized = all(TokensManifest.exists(one.tokenize_dir) for one in cfg.corpora)
+                return on_cores(cfg, ["tokenize", *options], is_done=tokenized)
             case "train":
                 return train_argv(cfg, options)
             case "export":
@@ -135,10 +131,7 @@ def _no_dataset(stage: str | None = None) -> ConfigError:
 
 
 def find_runs(
-    config: str | Layer | None,
-    arguments: Sequence[str],
-    options: tuple[str, ...],
-    redo_from: str | None,
+    config: str | None, arguments: Sequence[str], options: tuple[str, ...], redo_from: str | None
 ) -> tuple[list[PipelineRun], list[PipelineRun]]:
     """Return the runs of a configuration in order, and those of them that are not done.
 
@@ -147,10 +140,10 @@ def find_runs(
     stages = find_stages(config, arguments, redo_from)
     if not stages:
         resolved, job = find_job(config, arguments, ())
-        only = PipelineRun(resolved, job, None, options)
+        only = PipelineRun(resolved.config, job, None, options)
         return [only], [only]
     report_shadowed(stages, arguments)
-    runs = [PipelineRun(s.resolved, s.job, s.name, (*options, "--stage", s.name)) for s in stages]
+    runs = [PipelineRun(s.config, s.job, s.name, (*options, "--stage", s.name)) for s in stages]
     finals = done(stages)
     for one, final in zip(runs, finals, strict=True):
         if final is not None:
@@ -234,20 +227,6 @@ def is_cleaned(cfg: RunConfig) -> bool:
         return cfg.clean is None
     folder = selection_folder(cfg.clean, CorpusManifest.read(cfg.corpus_dir), cfg.corpus_dir)
     return SelectionManifest.exists(folder)
-
-
-def is_made(step: PipelineStep) -> bool:
-    """Return True if the data that a step makes is there."""
-    cfg = step.run.cfg
-    match step.command:
-        case "download":
-            return CorpusManifest.exists(cfg.corpus_dir)
-        case "clean":
-            return all(map(is_cleaned, cfg.corpora))
-        case "tokenize":
-            return all(TokensManifest.exists(one.tokenize_dir) for one in cfg.corpora)
-        case _:
-            return False
 
 
 def on_cores(cfg: RunConfig, arguments: Sequence[str], *, is_done: bool) -> list[str]:

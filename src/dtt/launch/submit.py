@@ -27,7 +27,6 @@ from dtt.data.samples.schedules import resolve as resolve_schedules
 from dtt.jobs import job_state
 from dtt.jobs.job_paths import enter, evaluation
 from dtt.jobs.slurm import job_script, submissions
-from dtt.jobs.slurm.submissions import Dependency
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
 from dtt.launch.submission import Submission, code_copied, configurations, restored
@@ -54,14 +53,12 @@ def run(
     code_copy: bool,
     no_submit: bool = False,
     redo_from: str | None = None,
-    after: str | None = None,
 ) -> None:
     """Check a command, show the plan, ask for confirmation at a terminal, and submit.
 
     Prints the id of the Slurm job. With `print_script`, only prints the job script. With `dry_run`,
     submits nothing. With `no_submit`, creates the job directory and prints the line that submits
-    it. The jobs of the stage `redo_from` and of the later ones are renamed before. Slurm starts the
-    job when `after`, a job directory or a Slurm id, has ended well.
+    it. The jobs of the stage `redo_from` and of the later ones are renamed before.
     """
     if redo_from is not None and (dry_run or print_script):
         raise ConfigError("--redo-from renames jobs: use it without --dry-run and --print-script")
@@ -75,14 +72,13 @@ def run(
         print(Verbatim(text), end="")
         return
     known = submission.job.submission_record()
-    first = None if after is None else _dependency(after)
     checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
     if no_submit and not dry_run:
         submit(submission, known, copy_code=code_copy, send=False)
     elif not dry_run and (yes or confirmed("submit?")):
-        job_id = submit(submission, known, copy_code=code_copy, after=first)
+        job_id = submit(submission, known, copy_code=code_copy)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
@@ -92,12 +88,6 @@ def run(
         print(f"not submitted: sbatch {submission.job.script}")
     elif job_id is not None:
         print(f"submitted  {job_id}")
-
-
-def _dependency(after: str) -> Dependency | None:
-    from dtt.jobs import chains  # most submissions depend on nothing
-
-    return chains.dependency(after)
 
 
 def prepare(
@@ -114,11 +104,14 @@ def prepare(
 
     Raises ConfigError for arguments that the command does not take.
     """
-    base = with_profile(config, cluster)
+    base: str | Layer | None = config
+    if cluster is not None:  # precedence: config, profile, configuration of the job
+        names = [str(profile(cluster).absolute()), *([config] if config else [])]
+        base = {("extends",): Leaf(names, "--cluster")}
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if not folders and stage_names(base, overrides):
-        return prepare_stages(command, base, overrides, redo_from, code_copy=code_copy)
+        return _prepare_stages(command, base, overrides, redo_from, code_copy=code_copy)
     if redo_from is not None:
         raise ConfigError(f"--redo-from {redo_from}: the configuration defines no stages")
     match command:
@@ -131,7 +124,7 @@ def prepare(
             job, argv = trained, ["train"]
         case "eval" | "export":
             resolved, trained, step = _trained_job(command, base, folders, overrides)
-            job = beside(trained, command)
+            job = _beside(trained, command)
             argv = [command, f"{trained.root}" if step is None else f"{trained.root}@{step}"]
             changed = _changed_keys(command, load_job(trained.root), resolved)
             changed.pop("eval.every", None)  # for training only
@@ -145,24 +138,15 @@ def prepare(
                 )
             resolved = resolve(base, overrides, model_of=model_of)
             trained = JobDir(resolved.config.job_dir)
-            job = beside(trained, command)
+            job = _beside(trained, command)
             argv = [command, "-c", str(job.config)]
         case _:
             raise ConfigError(
                 f"cannot submit {command!r}",
                 next=f"use one of {', '.join(COMMANDS)}, such as dtt submit train",
             )
-    script = script_of(command, job, argv, resolved.config, code_copy=code_copy)
+    script = _script(command, job, argv, resolved.config, code_copy=code_copy)
     return Submission(command, resolved, job, trained, script)
-
-
-def with_profile(config: str | None, cluster: str | None) -> str | Layer | None:
-    """Return a configuration file with a cluster profile below it."""
-    if cluster is None:
-        return config
-    # Precedence: config, profile, configuration of the job.
-    names = [str(profile(cluster).absolute()), *([config] if config else [])]
-    return {("extends",): Leaf(names, "--cluster")}
 
 
 def _changed_keys(section: str, own: RunConfig, resolved: Resolved) -> dict[str, Any]:
@@ -182,7 +166,7 @@ def _pairs(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def script_of(
+def _script(
     command: str,
     job: JobDir,
     argv: Sequence[str],
@@ -191,23 +175,21 @@ def script_of(
     *,
     code_copy: bool,
 ) -> job_script.Script:
-    """Return the script of a job, with the resources of its command."""
-    launch = cfg.launch.of_step(command)
     return job_script.Script(
         job_name=_job_name(job),
         job=job.root,
         directory=Path.cwd(),
         argv=tuple(argv),
         kind=KINDS.get(command, "other"),
-        launch=launch,
+        launch=cfg.launch,
         device=cfg.train.device,
-        lead=job_script.lead(job, launch),
+        lead=job_script.lead(job, cfg.launch),
         stages=tuple(stage.job.root for stage in stages),
         code=code_copy or (job.root / "code").is_dir(),
     )
 
 
-def prepare_stages(
+def _prepare_stages(
     command: str,
     base: str | Layer | None,
     overrides: Sequence[str],
@@ -241,9 +223,9 @@ def prepare_stages(
                 f"dtt config show --stage {waiting[0].name} > FILE; dtt submit train -c FILE",
             )
     first = (waiting or stages)[0]
-    job = whole if command == "train" else beside(whole, command)
+    job = whole if command == "train" else _beside(whole, command)
     argv = ["train"] if command == "train" else [command, "-c", str(job.config)]
-    script = script_of(command, job, argv, first.config, stages, code_copy=code_copy)
+    script = _script(command, job, argv, first.config, stages, code_copy=code_copy)
     text = explain.show_stages([s.resolved for s in stages])
     return Submission(command, first.resolved, job, whole, script, waiting, text)
 
@@ -263,7 +245,7 @@ def profile(cluster: str) -> Path:
     return path
 
 
-def beside(trained: JobDir, command: str) -> JobDir:
+def _beside(trained: JobDir, command: str) -> JobDir:
     """Return the job directory of another command, next to that of the training."""
     return JobDir(trained.root.with_name(f"{trained.root.name}-{command}"))
 
@@ -360,7 +342,7 @@ def _stage_problems(submission: Submission, *, dry_run: bool) -> Iterator[DttErr
 
 def plan(submission: Submission) -> Iterator[str]:
     """Yield the lines of the plan that is shown before submission."""
-    cfg, launch, script = submission.config, submission.script.launch, submission.script
+    cfg, launch, script = submission.config, submission.config.launch, submission.script
     processes = launch.processes if script.kind != "other" else 1
     yield f"{submission.command:<10} {submission.job.root}{_progress(submission)}"
     gpus = f", {launch.gpus} GPUs per node" if launch.gpus else ""
@@ -412,18 +394,12 @@ def confirmed(question: str) -> bool:
 
 
 def submit(
-    submission: Submission,
-    known: dict[str, Any] | None,
-    *,
-    copy_code: bool,
-    send: bool = True,
-    after: Dependency | None = None,
+    submission: Submission, known: dict[str, Any] | None, *, copy_code: bool, send: bool = True
 ) -> str | None:
     """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
-    Slurm starts it `after` another job. Without `send`, it is not submitted, and the result is
-    None. Raises ConfigError unless `known` is still the record of the newest submission, as it was
-    before the checks.
+    Without `send`, it is not submitted, and the result is None. Raises ConfigError unless
+    `known` is still the record of the newest submission, as it was before the checks.
     If Slurm rejects the script, a new job directory is removed, and the files of an existing one
     are restored.
     """
@@ -442,4 +418,4 @@ def submit(
         with restored(submission, new), code:
             job.write_environment()
             job.make_control()
-            return submissions.submit(submission.script, send=send, after=after)
+            return submissions.submit(submission.script, send=send)

@@ -7,9 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DttError
@@ -24,26 +22,8 @@ UNANSWERED: Mapping[str, Kind] = {"time": float, "script": str, "task": (int, ty
 """Fields of the record of a submission that sbatch did not answer."""
 
 
-@dataclass(frozen=True)
-class Dependency:
-    """What must happen before Slurm starts a job."""
-
-    kind: Literal["afterok", "after"]
-    """The other job has ended well, or has started."""
-    id: str
-    """Slurm's id of the other job. A job that is requeued keeps it, and has not ended."""
-    name: str
-    """The other job's directory, for messages; Slurm's id of one that is not of dtt."""
-
-    @property
-    def options(self) -> tuple[str, str]:
-        """The options of sbatch."""
-        # Else a job whose predecessor has failed would wait in the queue for ever.
-        return f"--dependency={self.kind}:{self.id}", "--kill-on-invalid-dep=yes"
-
-
-def submit(script: Script, *, send: bool = True, after: Dependency | None = None) -> str | None:
-    """Write the job script and its supervisor, and submit it to run `after` another job.
+def submit(script: Script, *, send: bool = True) -> str | None:
+    """Write the job script and its supervisor, and submit it.
 
     Return the job id, for an array that of all tasks.
 
@@ -62,20 +42,18 @@ def submit(script: Script, *, send: bool = True, after: Dependency | None = None
     for number, path in enumerate(script.array.trials if script.array else [script.job]):
         argv = [*script.argv, *([str(path)] if script.kind == "train" else [])]
         task = number if script.array else None
-        record = _record(argv, script.directory, folder.script, task, send, after)
-        records[JobDir(path)] = record
+        records[JobDir(path)] = _record(argv, script.directory, folder.script, task, send)
     if send:
-        return _send(records, folder.script, *(after.options if after else ()))
+        return _send(records, folder.script)
     _write(records, None)
     return None
 
 
-def submit_again(job: JobDir, after: Dependency | None = None) -> str:
+def submit_again(job: JobDir) -> str:
     """Submit a job's existing script again, from its original folder; return the job id."""
     # The directory of the first submission: sbatch would use the current one.
     options = [f"--chdir={directory(job)}"] if job.submission_record() else []
-    options += after.options if after else ()
-    record = _record(job_argv(job), directory(job), job.script, None, True, after)
+    record = _record(job_argv(job), directory(job), job.script, None, True)
     return _send({job: record}, job.script, *options)
 
 
@@ -99,12 +77,7 @@ def directory(job: JobDir) -> Path:
 
 
 def _record(
-    argv: Sequence[str],
-    directory: Path,
-    script: Path,
-    task: int | None,
-    send: bool,
-    after: Dependency | None,
+    argv: Sequence[str], directory: Path, script: Path, task: int | None, send: bool
 ) -> dict[str, object]:
     """Return the record of a submission now, without its id.
 
@@ -121,7 +94,6 @@ def _record(
         "script_sha256": sha256_file(script),
         "task": task,
         "sent": send,
-        "after": after and after.name,
     }
 
 
