@@ -9,7 +9,23 @@ from pathlib import Path
 
 KIND = '''
 from typing import ClassVar, Literal
+from dtt.config.objective import Objective
+from dtt.config.optim import Optimizer
+from dtt.config.schedule import Schedule
 from dtt.config.sources import OneSource
+
+class Ramp(Schedule):
+    """A ramp."""
+    type: Literal["ramp"] = "ramp"
+    slope: float = 1.0
+
+class Still(Optimizer):
+    """No steps."""
+    type: Literal["still"] = "still"
+
+class Nothing(Objective):
+    """No loss."""
+    type: Literal["nothing"] = "nothing"
 
 class Counting(OneSource):
     """Ids that count."""
@@ -30,12 +46,17 @@ USE = """
 import sys
 from dtt.config.variants import VARIANTS
 VARIANTS["data"]["counting"] = "counting:Counting"
+VARIANTS["schedule"]["ramp"] = "counting:Ramp"
+VARIANTS["optim"]["still"] = "counting:Still"
+VARIANTS["objective"]["nothing"] = "counting:Nothing"
 from dtt.base.errors import ConfigError
 from dtt.config import explain
 from dtt.config.load import resolve
 from dtt.verify.fuzz import FEATURES
-found = resolve(None, ["data.type=counting", "data.top=400", "train.seq_len=32"], env={})
+chosen = ["schedule.type=ramp", "schedule.slope=2.0", "optim.type=still", "objective.type=nothing"]
+found = resolve(None, ["data.type=counting", "data.top=400", "train.seq_len=32", *chosen], env={})
 print(explain.explain("data", found.config, found.layer).count("data.top"))
+assert explain.show(found).count("slope: 2.0") == 1
 assert not {"numpy", "torch", "pyarrow"} & set(sys.modules)
 try:
     resolve(None, ["data.type=counting", "data.vocab_size=400"], env={})
@@ -49,7 +70,7 @@ print(dataset.read(dataset.order(0, 3)).ids.shape)
 """
 
 
-def test_a_kind_of_data_is_its_module_and_a_line_in_the_table(tmp_path: Path) -> None:
+def test_a_variant_is_its_module_and_a_line_in_the_table(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(KIND)
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", USE], env=env, capture_output=True, text=True)

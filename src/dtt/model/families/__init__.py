@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
+
+from dtt.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from dtt.model.families.base import DecoderFamily
 
-NAMES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3",
-    "mixtral", "qwen3_moe", "olmoe", "dots1",
-)  # fmt: skip
+NAMES: tuple[str, ...] = get_args(ModelConfig.model_fields["family"].annotation)
 """Each is `model.family` in the config, the module that defines the family, and its constant."""
 
 
