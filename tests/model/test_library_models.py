@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtt.base.errors import DttError
 from dtt.base.ranks import Ranks
+from dtt.base.targets import IGNORE_INDEX
 from dtt.config.adapter import LoraConfig
 from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.scorer import Scorer
@@ -263,3 +264,71 @@ def test_code_of_a_folder_never_runs() -> None:
         "config.auto_map": "names code of the folder, which dtt never runs"
     }
     assert isinstance(built("llama").skeleton, LibraryModel)
+
+
+ROUTED: dict[str, dict[str, Any]] = {
+    "mixtral": {**SIZES, "num_local_experts": 4},
+    "qwen3_moe": {**HEADS, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": TYPES["gpt_oss"],
+    "granitemoe": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "bamba": {**SIZES, "attn_layer_indices": [1], "z_loss_coefficient": 0.1, "mamba_n_heads": 8},
+}
+"""Types with losses of their own beside that of the targets."""
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_losses_of_routers_are_those_of_the_library(kind: str) -> None:
+    routed = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = initialized(
+        built(kind, **ROUTED[kind], **(routed if kind != "bamba" else {})), torch.float64
+    )
+    tokens, named = ids(1, 17), dict(model.named_parameters())
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    output = model(inputs, targets)
+    ours = torch.autograd.grad(sum(output.aux.values(), output.loss) / 16, [*named.values()])
+    theirs = model.library(input_ids=inputs, labels=targets, shift_labels=targets)
+    # Its own `loss` is that of logits in fp32.
+    exact = torch.nn.functional.cross_entropy(theirs.logits[0], targets[0])
+    expected = exact + 0.5 * theirs.aux_loss if kind != "bamba" else theirs.loss
+    total = sum(output.aux.values(), output.loss) / 16
+    if kind != "bamba":  # its loss of large logits has gradients, and is not reported
+        assert float(total) == pytest.approx(float(expected), rel=1e-10)
+        assert float(total) == pytest.approx(float(theirs.loss), rel=1e-6)
+    gradients = torch.autograd.grad(expected, [*named.values()])
+    tolerance = 1e-6 if kind == "bamba" else 1e-10
+    for one, other in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_the_loss_of_routers_of_a_batch_is_the_sum_of_its_sequences_counted_tokens() -> None:
+    model = initialized(built("qwen3_moe", **ROUTED["qwen3_moe"], output_router_logits=True))
+    inputs, targets = ids(3, 16), ids(3, 16)
+    targets[1, 5:] = targets[2] = IGNORE_INDEX
+    whole = model(inputs, targets).aux["balance_loss"]
+    rows = zip(inputs.split(1), targets.split(1), strict=True)
+    parts = [model(*row).aux["balance_loss"] for row in rows]
+    assert float(parts[2]) == 0
+    assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-6)
+    whole.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_parameters_that_no_optimizer_trains_do_not_change_the_norm_of_gradients() -> None:
+    """Factors of Gemma 4 that the library keeps in buffers get gradients, which nothing clears."""
+    sizes = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16}
+    model = initialized(built("gemma4_text", **HEADS, **sizes))
+    params = params_of(model)
+    norms = []
+    for _ in range(2):
+        model(ids(1, 8), ids(1, 8)).loss.backward()
+        norms.append(params.clip(1.0))
+        scalars = params.subset({"balance"})
+        assert scalars
+        assert all(param.tensor.grad is None for param in scalars.values())
+        model.zero_grad()
+    assert norms[0] == norms[1]
+
+
+def test_a_loss_of_routers_that_the_library_lacks_is_refused() -> None:
+    with pytest.raises(DttError, match="the library has no loss of its routers"):
+        built("llama4_text", output_router_logits=True).build()

@@ -190,6 +190,9 @@ class RunConfig(Section):
             yield "scaling.type", f"must be standard: {why}"
         if self.train.precision == "fp8":
             yield "train.precision", f"cannot be fp8: {why}"
+        if self.objective.per_pair and (term := getattr(self.model, "loss_per_token", None)):
+            what = f"objective.type={self.objective.type}, whose loss is per pair"
+            yield f"model.{term}", f"adds a loss per token to {what}: set it to false"
 
     def _action_problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for actions whose records would mix."""

@@ -156,10 +156,10 @@ def export_adapter(
     """
     size = sum(tensor.numel() for tensor in adapter.state.values())
     with published(out, 4 * size) as staging:
-        write_peft(staging, adapter, trained.decoder)
+        write_peft(staging, adapter, trained.arch)
         _write_tokenizer(trained, staging, chat, released)
         (staging / CARD).write_text(card, encoding="utf-8")
-        difference = verify.check_adapter(staging, adapter.folder, trained.state, trained.decoder)
+        difference = verify.check_adapter(staging, adapter.folder, trained)
         return _write_manifest(
             staging,
             trained,

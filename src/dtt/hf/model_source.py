@@ -138,6 +138,17 @@ def find_model(name: str, files: Sequence[str] | None = None, *, where: str | No
     if (folder / "config.json").is_file():
         return folder
     hub_id = HUB_ID.fullmatch(name)
+    if (folder / "adapter_config.json").is_file():
+        from dtt.hf.chat_format import read_config
+
+        base = read_config(folder / "adapter_config.json").get("base_model_name_or_path")
+        raise InputError(
+            f"{folder} has an adapter, and no model",
+            where=where or f"init.from={HF}{name}",
+            why="it has adapter_config.json, and no config.json",
+            next=f"train on it with init.from={HF}{base} init.adapter={folder} adapter.type=lora; "
+            "or merge it with PEFT (merge_and_unload), and use the result",
+        )
     if folder.exists() or hub_id is None:
         raise InputError(
             f"no model in {folder}",

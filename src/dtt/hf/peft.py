@@ -37,8 +37,8 @@ from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
 from dtt.hf.read import load_tensors
 from dtt.model import families
-from dtt.model.adapted_layers import Adapted, adaptable, adapted_layers
-from dtt.model.architecture import Architecture
+from dtt.model.adapted_layers import Adapted, adaptable, adapted_layers, inner
+from dtt.model.architecture import AnyArchitecture, BuiltArchitecture
 from dtt.model.families import multimodal
 from dtt.model.families.base import WeightRule
 from dtt.model.lora import LORA_A, LORA_B
@@ -140,7 +140,7 @@ def _named(wanted: str | Sequence[str], name: str) -> bool:
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
-def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Tensor]:
+def read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str, Tensor]:
     """Return the parameters of the adapter in `folder`, by dtt's names.
 
     Raises InputError for what dtt does not support, DamagedError for a folder that contradicts
@@ -157,7 +157,7 @@ def read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Te
         ) from None
 
 
-def _read_peft(folder: Path, arch: Architecture, cfg: LoraConfig) -> dict[str, Tensor]:
+def _read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str, Tensor]:
     where = folder / CONFIG
     if not where.is_file():
         raise InputError(f"no adapter in {folder}", where="init.adapter", why=f"it has no {CONFIG}")
@@ -214,19 +214,22 @@ def _refused(where: Path, name: str, why: str) -> InputError:
     )
 
 
-def linear_rules(arch: Architecture) -> Iterator[WeightRule]:
+def linear_rules(arch: AnyArchitecture) -> Iterator[WeightRule]:
     """Yield the rules of the linear layers that an adapter may have."""
+    if isinstance(arch, BuiltArchitecture):  # its names are those of transformers
+        yield from (WeightRule(name, (name,)) for name in adaptable(arch))
+        return
     for rule in families.get(arch.family).weight_rules(arch):
         if all(_shape(name, arch) is not None for name in rule.dtt_names):
             yield rule
 
 
-def _shape(weight: str, arch: Architecture) -> tuple[int, ...] | None:
+def _shape(weight: str, arch: AnyArchitecture) -> tuple[int, ...] | None:
     """Return the shape of a matrix in a layer; None for any other parameter."""
     return adaptable(arch).get(weight)
 
 
-def _parts(rule: WeightRule, arch: Architecture) -> list[tuple[str, tuple[int, ...]]]:
+def _parts(rule: WeightRule, arch: AnyArchitecture) -> list[tuple[str, tuple[int, ...]]]:
     """Return name and shape [out, in] of each of dtt's layers in one of transformers."""
     shapes = [(name.removesuffix(".weight"), _shape(name, arch)) for name in rule.dtt_names]
     return [(name, shape) for name, shape in shapes if shape is not None]
@@ -316,7 +319,7 @@ def adapter_section(layers: Mapping[str, Adapted], n_layers: int) -> dict[str, A
 
 def _shortest(layers: Iterable[str], n_layers: int) -> list[str]:
     """Return names of layers, without `layers.N.` if all layers of the model have all of them."""
-    ends = Counter(re.sub(r"^.*?\.\d+\.", "", name) for name in layers)
+    ends = Counter(map(inner, layers))
     # Of the model, not of the adapter: short names would also adapt the layers that it leaves out.
     return sorted(ends) if set(ends.values()) == {n_layers} else sorted(layers)
 
@@ -336,7 +339,7 @@ class Adapter:
     dropout: float
 
 
-def write_peft(folder: Path, adapter: Adapter, arch: Architecture) -> None:
+def write_peft(folder: Path, adapter: Adapter, arch: AnyArchitecture) -> None:
     """Write the two files of an adapter into `folder`."""
     state, layers = adapter.state, adapter.layers
     tensors: dict[str, Tensor] = {}
@@ -370,7 +373,7 @@ def write_peft(folder: Path, adapter: Adapter, arch: Architecture) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _targets_of_peft(found: Iterable[str], arch: Architecture) -> list[str]:
+def _targets_of_peft(found: Iterable[str], arch: AnyArchitecture) -> list[str]:
     """Return the last parts of the names if they name exactly these layers, else complete names."""
     found = set(found)
     ends = sorted({name.rpartition(".")[2] for name in found})

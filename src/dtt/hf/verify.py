@@ -22,12 +22,14 @@ from dtt.base.log import log
 from dtt.config.init_std import InitialStd
 from dtt.data.conversations.render_limits import memory_limit
 from dtt.data.conversations.rows import Conversation, RefusedRow
+from dtt.hf import library_folder
 from dtt.hf.chat_format import ChatFormat
+from dtt.hf.model_source import on_device
 from dtt.hf.read import Trained, transformers_defaults
 from dtt.hf.weights import NOT_WEIGHTS
 from dtt.mesh.environment import install
 from dtt.model import families
-from dtt.model.architecture import AnyArchitecture, Architecture
+from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.decoder import Decoder
 from dtt.model.families import multimodal
 
@@ -152,22 +154,42 @@ def kept_in_fp32(arch: Architecture) -> set[str]:
 
 
 @torch.inference_mode()
-def check_adapter(
-    folder: Path, base: Path, state: Mapping[str, Tensor], arch: Architecture
-) -> float:
+def check_adapter(folder: Path, base: Path, trained: Trained) -> float:
     """Apply the adapter in `folder` to the model in `base` with PEFT; return as `check`.
 
-    `state` are the merged weights. Raises DamagedError if the fp32 logits differ, and
-    EnvironmentUnfit if PEFT is not installed.
+    `trained` has the merged weights. Raises DamagedError if the fp32 logits differ, InputError if
+    PEFT refuses the adapter, and EnvironmentUnfit if PEFT is not installed.
     """
     peft = import_peft()
-    ids_1T = random_ids(arch)[None]
+    arch, ids_1T = trained.arch, random_ids(trained.arch)[None]
     try:
-        ours = _decoder(state, arch)(ids_1T)
-        adapted = peft.PeftModel.from_pretrained(_load(base, arch), folder).eval()
+        ours = on_device(trained, torch.device("cpu")).float().eval()(ids_1T)
+        if isinstance(arch, BuiltArchitecture):
+            theirs, _ = library_folder.loaded(base, torch.float32)
+        else:
+            theirs = _load(base, arch)
+        try:
+            adapted: Any = peft.PeftModel.from_pretrained(theirs, folder).eval()
+        except (ValueError, TypeError, NotImplementedError) as error:  # such as layers of Mamba
+            raise _not_of_peft(folder, str(error)) from error
+        # In mixtures whose experts were modules once, it takes names such as down_proj for those of
+        # the experts, in dense layers and shared experts, too.
+        if taken := getattr(adapted.peft_config["default"], "target_parameters", None):
+            why = f"in this type of model, it takes them for experts: {', '.join(sorted(taken))}"
+            raise _not_of_peft(folder, why)
         return _difference(ours, adapted(ids_1T).logits, "random ids")
     except _Mismatch as found:
         raise _export_error(folder, str(found)) from None
+
+
+def _not_of_peft(folder: Path, why: str) -> InputError:
+    return InputError(
+        "PEFT cannot load an adapter of these layers",
+        where=folder,
+        why=why,
+        next="export the merged model (omit --adapter); a run with adapter.targets of other "
+        "layers has an adapter that PEFT loads",
+    )
 
 
 def import_peft() -> Any:

@@ -79,7 +79,7 @@ def adaptable(arch: AnyArchitecture) -> dict[str, count.Shape]:
 
 def inner(name: str) -> str:
     """Return the name of a layer within its block."""
-    return re.sub(r"^layers\.\d+\.", "", name)
+    return re.sub(r"^.*?\b\d+\.", "", name)
 
 
 def _targets(targets: str | tuple[str, ...], names: list[str]) -> list[str]:

@@ -119,6 +119,9 @@ class Params(Mapping[str, Param]):
 
         It calls `align` first. All ranks must call this if the model is sharded.
         """
+        for param in self.subset({"balance"}).values():
+            # No optimizer would use and clear it, and each rank has that of its own tokens only.
+            param.tensor.grad = None
         self.align()
         norm = self.norm()
         gradients = _gradients(param for param in self.values() if param.tensor.grad is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dtt.artifacts.manifests import Reference
@@ -82,7 +83,8 @@ def load_adapter(folder: Path, model: Model, cfg: LoraConfig, source: str, world
         log.warning("skipped comparing the logits of %s with PEFT: not enough memory", folder)
         return
     base = find_model(source.removeprefix(HF))
-    weights = merged(read_hf_folder(base).state, state, adapted_layers(cfg, model.arch))
+    trained = read_hf_folder(base)
+    weights = merged(trained.state, state, adapted_layers(cfg, model.arch))
     whole = {name: tensor[()] for name, tensor in weights.items()}
-    difference = check_adapter(folder, base, whole, model.arch)
+    difference = check_adapter(folder, base, replace(trained, state=whole))
     log.info("the logits of %s differ from those of PEFT by %.1e", folder, difference)

@@ -6,13 +6,15 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.mesh.dist import World
+from dtt.model.adapted_layers import Adapted, inner
 from dtt.model.architecture import BuiltArchitecture
 from dtt.model.contract import Model
+from dtt.model.lora import LORA_A, LORA_B, LoraLinear
 from dtt.model.output import Output
 from dtt.parallel.apply import release
 
@@ -38,7 +40,7 @@ def check_model(model: Model, world: World, *, separate: bool) -> None:
     if isinstance(model.arch, BuiltArchitecture):
         for line in model.notes():
             log.info("%s", line)
-        log.info("gradients: %s", check_gradients(model.arch))
+        log.info("gradients: %s", check_gradients(model.arch, adapted=model))
         log.info("causal: %s", check_causal(model, world.device))
         if separate:
             log.info("separate documents: %s", check_documents(model, world.device))
@@ -47,21 +49,31 @@ def check_model(model: Model, world: World, *, separate: bool) -> None:
         release(model)
 
 
-def check_gradients(arch: BuiltArchitecture, model: Model | None = None) -> str:
+def check_gradients(
+    arch: BuiltArchitecture, model: Model | None = None, adapted: Model | None = None
+) -> str:
     """Raise ConfigError if a parameter of the model gets no gradient; return the result in words.
 
     DDP would wait for it in the second step, and an optimizer would only let it decay. The passes
     are those of tensors without values, which take no time. Where an operator needs values, those
-    are of `model`, if it is given.
+    are of `model`, if it is given. `adapted` has the adapters to check, too.
     """
     try:
-        found = _gets_gradient(deepcopy(arch.skeleton).to("meta"))
+        found = _gets_gradient(_on_meta(arch, adapted))
     except (NotImplementedError, RuntimeError, ValueError) as error:
         # Such as an operator whose result has a size that depends on values.
         if model is None:
             return f"not checked ({str(error).splitlines()[0]})"
         found = _gets_gradient(model)
     left = [name for name, gets in found.items() if not gets]
+    if left and left[0].endswith((LORA_A, LORA_B)):
+        layers = sorted({inner(name.rpartition(".")[0]) for name in left})
+        raise ConfigError(
+            f"{len(left) // 2} adapters get no gradient",
+            where="adapter.targets",
+            why=f"the model computes with the weights of {', '.join(layers)} by itself",
+            next="list the other layers in adapter.targets",
+        )
     if left:
         raise ConfigError(
             f"{len(left)} parameters get no gradient, such as {left[0]}",
@@ -70,6 +82,18 @@ def check_gradients(arch: BuiltArchitecture, model: Model | None = None) -> str:
             next="use them, leave them out, or give them the role `balance` in `role`",
         )
     return f"each of {len(found)} parameters that train gets one"
+
+
+def _on_meta(arch: BuiltArchitecture, adapted: Model | None) -> Model:
+    """Return the model without values, with an adapter where `adapted` has one."""
+    model: Model = deepcopy(arch.skeleton).to("meta")
+    for name, layer in [] if adapted is None else adapted.named_modules():
+        if isinstance(layer, LoraLinear):
+            base, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
+            assert isinstance(base, nn.Linear)
+            of_rank_1 = LoraLinear(base, Adapted(1, 1.0, rslora=False), 0.0)
+            setattr(model.get_submodule(parent), child, of_rank_1)
+    return model
 
 
 def _gets_gradient(model: Model) -> dict[str, bool]:

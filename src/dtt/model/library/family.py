@@ -31,6 +31,11 @@ class TransformersFamily(Family):
             if key in self.config:
                 yield f"config.{key}", "names code of the folder, which dtt never runs"
 
+    @property
+    def loss_per_token(self) -> str | None:
+        """The key that adds a loss of routers; None if there is none."""
+        return "config.output_router_logits" if self.config.get("output_router_logits") else None
+
     def build(self, vocab_size: int, context: int) -> Any:
         """Return the model of the library as a `dtt.Model`."""
         from dtt.model.library.model import LibraryModel

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
-from dtt.model.contract import Model, Role
-from dtt.model.output import HiddenStates
+from dtt.base.targets import IGNORE_INDEX
+from dtt.model.contract import Model, Reduction, Role
+from dtt.model.library.after_body import has_router_loss, logit_rule, router_loss
+from dtt.model.output import HiddenStates, Output
 from dtt.model.token_context import Context
 
 IGNORED = (
@@ -53,6 +55,8 @@ class LibraryModel(Model):
     """True if the head is the embedding."""
     kept_buffers: dict[str, Tensor]
     """Initial values of parameters that are buffers in the library, by name."""
+    routed: bool
+    """True if `output_router_logits` adds a loss of routers."""
     fixed: frozenset[str]
     """Names of the parameters that no optimizer trains."""
 
@@ -80,10 +84,14 @@ class LibraryModel(Model):
             if not (self.tied and child is head):
                 self.add_module(name, child)
         try:
-            self._before, self._after, self.softcap = _logit_rule(library, self.body)
+            self._before, self._after, self.softcap = logit_rule(library, self.body)
         except Exception as error:
             why = "no factor and no cap lead from its last hidden states to its logits"
             raise _refused(config, f"{why}: {str(error).splitlines()[0]}", ANOTHER) from error
+        self.routed = bool(getattr(self.config, "output_router_logits", False))
+        if self.routed and not has_router_loss(library):
+            why = "output_router_logits is set, and the library has no loss of its routers"
+            raise _refused(config, why, "model.config.output_router_logits=false")
         _keep_buffers(self)
         # Some are frozen in the library. Frozen means here that an adapter trains in their place.
         frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
@@ -94,15 +102,30 @@ class LibraryModel(Model):
         if len(named) != len({id(parameter) for _, parameter in named}):
             raise _refused(config, "some of its layers share their parameters", ANOTHER)
 
-    def hidden(self, tokens_BT: Tensor, context: Context) -> Tensor:
-        """Return the last hidden states; where documents are separate, positions restart."""
+    def hidden(self, tokens_BT: Tensor, context: Context) -> HiddenStates:
+        """Return the last hidden states; where documents are separate, positions restart.
+
+        Beside them are the logits of routers, [B * T, E] each, if the model has a loss of these.
+        """
         found = self.body(
             input_ids=tokens_BT,
             position_ids=context.positions.expand_as(tokens_BT),
             attention_mask=self._masks(tokens_BT, context),
             use_cache=False,
         )
-        return self._for_head(found.last_hidden_state)
+        routers = found.router_logits if self.routed else ()
+        logits = {str(i): one for i, one in enumerate(routers)}
+        return HiddenStates(self._for_head(found.last_hidden_state), logits, {})
+
+    def losses(
+        self, states: HiddenStates, targets_BT: Tensor | None, z_loss: float, reduction: Reduction
+    ) -> Tensor | Output:
+        """Return what `Model.losses` does, with the losses that the library adds to that."""
+        logits, aux = [*states.aux.values()], {}
+        if logits and targets_BT is not None and torch.is_grad_enabled():
+            aux = {"balance_loss": router_loss(self.library, logits, targets_BT != IGNORE_INDEX)}
+        z_loss += getattr(self.config, "z_loss_coefficient", 0.0)
+        return super().losses(states._replace(aux=aux), targets_BT, z_loss, reduction)
 
     def _for_head(self, hidden_BTD: Tensor) -> Tensor:
         """Return what `head_weight` multiplies: scaled, and with a column of ones for a bias."""
@@ -203,6 +226,10 @@ class LibraryModel(Model):
 
     def _bias(self) -> Tensor | None:
         return None if self.tied else self._head().bias
+
+    def linear_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that LoRA can adapt: no choice of tokens, which gets no gradient."""
+        yield from ((name, w) for name, w in super().linear_weights() if name not in self.fixed)
 
     def by_token(self) -> frozenset[str]:
         """Return the names of parameters that have a row for each token id."""
@@ -332,26 +359,14 @@ def _create(config: Any) -> Any:
                 trust_remote_code=False,
             )
             library.get_input_embeddings()
+            for module in library.modules():
+                if type(module).__name__ == "FalconLinear":  # the same product, in two operators
+                    module.__class__ = nn.Linear
             # Without initial values, the library does not tie by itself either.
             library.tie_weights()
         except Exception as error:
             raise _refused(config.to_dict(), f"{type(error).__name__}: {error}") from error
     return library
-
-
-class _Answer:
-    """The output of a body that has last hidden states, and nothing else."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        """Keep the last hidden states."""
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, _: object) -> Tensor:
-        """Return the last hidden states: older classes ask for item 0."""
-        return self.last_hidden_state
-
-    def __getattr__(self, _: str) -> None:
-        """Return None for the cache, logits of routers, and the like."""
 
 
 def _body(library: Any, embedding: nn.Module) -> nn.Module:
@@ -361,37 +376,6 @@ def _body(library: Any, embedding: nn.Module) -> nn.Module:
     while len(children := [*body.children()]) == 1:
         body = children[0]
     return body
-
-
-def _logit_rule(library: Any, body: Any) -> tuple[float, float, float | None]:
-    """Return the factors before and after the head, and the cap of the logits; measure them.
-
-    The library's own `forward` runs with a body and a head that return known values. Raises
-    AssertionError if no factor and no cap explain its logits.
-    """
-    head = library.get_output_embeddings()
-    hidden_11D = torch.linspace(1, 2, head.in_features, dtype=torch.float64).view(1, 1, -1)
-    # Powers of two, so that a quotient is exact; and one that any cap caps.
-    given_4 = torch.tensor([2.0**-40, 1.0, 16.0, 2.0**40], dtype=torch.float64)
-    seen: list[Tensor] = []
-
-    def answer(into: Tensor) -> Tensor:
-        seen.append(into)
-        return F.pad(given_4, (0, head.out_features - 4)).view(1, 1, -1)
-
-    head.forward, body.forward = answer, lambda *_, **__: _Answer(hidden_11D)
-    try:
-        tokens = torch.zeros(1, 1, dtype=torch.long)
-        logits_4 = library(input_ids=tokens, use_cache=False).logits.flatten()[:4].double()
-    finally:
-        del head.forward, body.forward
-    before = float(seen[0].flatten()[0] / hidden_11D.flatten()[0])
-    after = float(logits_4[0] / given_4[0])
-    cap = float(logits_4[3]) if logits_4[3] < after * given_4[3] / 2 else None
-    expected = after * given_4 if cap is None else cap * torch.tanh(after * given_4 / cap)
-    torch.testing.assert_close(seen[0].double(), before * hidden_11D, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(logits_4, expected, rtol=1e-6, atol=0.0)
-    return before, after, cap
 
 
 def _keep_buffers(model: LibraryModel) -> None:

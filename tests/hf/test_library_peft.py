@@ -1,0 +1,159 @@
+"""Adapters of PEFT over models that transformers computes: both ways, with its gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from dtt.base.errors import ConfigError, DttError, InputError
+from dtt.config.adapter import LoraConfig
+from dtt.hf import library_export, library_folder, verify
+from dtt.hf import peft as ours
+from dtt.hf.model_source import find_model
+from dtt.hf.read import Trained
+from dtt.model.adapted_layers import adaptable, adapted_layers
+from dtt.model.architecture import BuiltArchitecture
+from dtt.model.contract import Model
+from dtt.model.library.family import TransformersFamily
+from dtt.model.lora import attach, merged
+from dtt.train.contract_check import check_gradients
+from dtt.verify.folder import initialized, of_library
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 8}
+TYPES: dict[str, dict[str, Any]] = {
+    "lfm2": {key: size for key, size in SIZES.items() if key != "head_dim"},
+    "cohere2": SIZES,
+    "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_text": {**SIZES, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_moe": {**SIZES, "moe_intermediate_size": 32, "num_experts": 8},
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+GLM4_MOE = {**SIZES, **EXPERTS, "model_type": "glm4_moe"}
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 16}
+
+
+def ids() -> Tensor:
+    return torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def built(config: dict[str, Any]) -> BuiltArchitecture:
+    section = TransformersFamily(config=config)
+    return BuiltArchitecture(section=section, vocab_size=256, max_seq_len=64)
+
+
+def write_base(folder: Path, config: dict[str, Any]) -> Model:
+    """Write a folder of a small model with initial values, and return the model."""
+    model = initialized(built(config))
+    of_library(model)
+    library_export.write(model, folder, torch.float32, "5GB")
+    return model
+
+
+def theirs(folder: Path) -> Any:
+    return library_folder.loaded(folder, torch.float32)[0]
+
+
+def randomised(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Give the adapters of a model values that are not zero, and return them."""
+    torch.manual_seed(5)
+    found = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    for parameter in found.values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return found
+
+
+def write_adapter(model: Model, folder: Path, cfg: LoraConfig) -> Trained:
+    """Write an adapter of `model` into FOLDER/adapter, and return the merged model."""
+    arch, base = model.arch, {name: p.detach().clone() for name, p in model.named_parameters()}
+    layers = adapted_layers(cfg, arch)
+    attach(model, cfg, torch.float32)
+    state = {name: p.detach() for name, p in randomised(model).items()}
+    (folder / "adapter").mkdir()
+    base_folder = folder / "base"
+    adapter = ours.Adapter(state, layers, str(base_folder), None, base_folder, 0.0)
+    ours.write_peft(folder / "adapter", adapter, arch)
+    whole = {name: tensor[()] for name, tensor in merged(base, state, layers).items()}
+    return Trained(arch, whole, folder, None, ())
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_logits_and_gradients_are_those_of_peft_both_ways(tmp_path: Path, kind: str) -> None:
+    model = write_base(tmp_path / "base", {"model_type": kind, **TYPES[kind]})
+    cfg = LoraConfig(
+        rank=4, alpha=6.0, rslora=True,
+        rank_pattern={next(iter(adaptable(model.arch))).removesuffix(".weight"): 2},
+    )  # fmt: skip
+    trained = write_adapter(model, tmp_path, cfg)
+    assert verify.check_adapter(tmp_path / "adapter", tmp_path / "base", trained) < 1e-4
+    back = ours.read_peft(tmp_path / "adapter", model.arch, cfg)
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert back.keys() == own.keys()
+    assert all(torch.equal(back[name], p) for name, p in own.items())
+
+    adapted: Any = peft.PeftModel.from_pretrained(
+        theirs(tmp_path / "base"), tmp_path / "adapter", is_trainable=True
+    ).double()
+    model.double().eval()
+    adapted.eval()
+    logits, expected = model(ids()), adapted(ids()).logits
+    exact = 1e-6 if kind == "qwen3_5_text" else 1e-10  # a part of it is computed in fp32
+    torch.testing.assert_close(logits, expected, rtol=exact, atol=exact)
+    (logits.square().mean() + expected.square().mean()).backward()
+    by_name = dict(adapted.named_parameters())
+    for name, parameter in own.items():
+        layer, _, part = name.rpartition(".lora_")
+        other = by_name[f"base_model.model.{layer}.lora_{part.upper()}.default.weight"]
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=exact, atol=exact)
+
+
+def test_an_adapter_that_peft_would_take_for_one_of_experts_is_refused(tmp_path: Path) -> None:
+    trained = write_adapter(write_base(tmp_path / "base", GLM4_MOE), tmp_path, LoraConfig(rank=4))
+    with pytest.raises(InputError, match="it takes them for experts: down_proj, gate_up_proj"):
+        verify.check_adapter(tmp_path / "adapter", tmp_path / "base", trained)
+
+
+def test_layers_that_peft_does_not_adapt_are_refused(tmp_path: Path) -> None:
+    cfg = LoraConfig(rank=4, targets=("out_proj",))
+    trained = write_adapter(write_base(tmp_path / "base", MAMBA), tmp_path, cfg)
+    with pytest.raises(InputError, match="incompatible with Mamba-based models"):
+        verify.check_adapter(tmp_path / "adapter", tmp_path / "base", trained)
+
+
+def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    arch = write_base(tmp_path / "base", GLM4_MOE).arch
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "gate_proj", "up_proj"])
+    peft.get_peft_model(theirs(tmp_path / "base"), settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match="target_parameters"):
+        ours.read_peft(tmp_path / "adapter", arch, LoraConfig())
+
+
+def test_an_adapter_that_no_gradient_reaches_is_refused() -> None:
+    """Mamba multiplies with the weight of `dt_proj` itself, where no adapter adds anything."""
+    arch = built(MAMBA)
+    model = arch.build()
+    attach(model, LoraConfig(rank=4), torch.float32)
+    with pytest.raises(ConfigError, match=r"the weights of mixer\.dt_proj by itself"):
+        check_gradients(arch, adapted=model)
+    model = arch.build()
+    attach(model, LoraConfig(rank=4, targets=("in_proj", "x_proj")), torch.float32)
+    assert "each of" in check_gradients(arch, adapted=model)
+
+
+def test_layers_that_compute_more_than_a_product_have_no_adapter() -> None:
+    arch = built({"model_type": "llama4_text", **SIZES, "num_local_experts": 4})
+    assert not any("router" in name for name in adaptable(arch))
+
+
+def test_a_folder_of_an_adapter_in_place_of_a_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "ORG/NAME"}')
+    with pytest.raises(DttError, match=r"init\.from=hf:ORG/NAME init\.adapter="):
+        find_model(str(tmp_path))
