@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -147,16 +147,17 @@ def _shard(
         )
     # In training the head and the root group stay gathered between the passes: the head is used at
     # the end of the forward pass, and at once again in the backward pass.
-    head = getattr(model, "head", None)
-    if isinstance(head, nn.Linear) and head.bias is None:
+    head: Any = getattr(model, "head", None)
+    # The loss takes the weight alone, so a head with a bias stays in the root group.
+    if isinstance(head, nn.Linear) and len(list(head.parameters())) == 1:
         # In the root group the head of Llama 8B, 1 GB, was gathered before the first layer, and its
         # gradient of 2 GB reduced after the last: 4 % of a step on 128 H100. The embedding needs no
         # group: its place is first and last anyway.
         fully_shard(head, mesh=mesh, reshard_after_forward=reshard_root, mp_policy=policy)
         # The loss reads the weight without calling the head, so the hooks go around the loss.
-        head.losses = model.losses  # type: ignore[assignment]
+        head.losses = model.losses
         register_fsdp_forward_method(head, "losses")
-        model.losses = head.losses  # type: ignore[method-assign]
+        model.losses = head.losses
     fully_shard(
         model, mesh=mesh, reshard_after_forward=reshard_root, mp_policy=policy, ignored_params=own
     )
