@@ -8,6 +8,7 @@ python docs/generate.py --check [PAGE …]    exit with 1 and name those that ar
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from collections.abc import Iterator
@@ -32,14 +33,15 @@ from dtt.config.load import Mistakes, resolve
 from dtt.config.parallel import resolve as resolve_mesh
 from dtt.config.reference import LONGEST_CELL
 from dtt.config.reference import page as config_page
+from dtt.config.sweep import SweepConfig
 from dtt.evaluate.tasks.definition import Task
 from dtt.jobs.sweep_trials import SweepManifest
 from dtt.main import commands
 from dtt.model.mesh_divisibility import check_layout
 from dtt.model.scaling import scaled
-from dtt.track import base as track
 
 DOCS = Path(__file__).resolve().parent
+SOURCE = Path(dtt.__file__).parent
 HEAD = """\
 # Command line
 
@@ -155,6 +157,7 @@ unknown one is ignored).
 """
 FILES: dict[str, type[BaseModel]] = {
     "Task: a YAML file of `dtt eval`": Task,
+    "Sweep: a file of `dtt sweep`": SweepConfig,
     "Corpus: manifest.json": CorpusManifest,
     "Selection: selection.json": SelectionManifest,
     "Token files: manifest.json": TokensManifest,
@@ -163,6 +166,15 @@ FILES: dict[str, type[BaseModel]] = {
     "Export: dtt_export.json": ExportManifest,
     "Sweep: manifest.json": SweepManifest,
 }
+TEXTS = {
+    "Metrics: metrics.jsonl": "track/base.py",
+    "The position of a checkpoint: position.json": "train/state.py",
+    "An attempt: attempt.json": "jobs/attempt.py",
+    "The clock of an attempt: clock.json": "jobs/clock.py",
+    "Removed documents: 00012.removed.parquet": "artifacts/selection_manifest.py",
+    "Results of benchmark tasks": "evaluate/tasks/result_files.py",
+}
+"""The modules whose docstring lists the fields; they are parsed, because some import torch."""
 
 
 def files_page() -> str:
@@ -177,7 +189,9 @@ def files_page() -> str:
                 about = " ".join((inner.__doc__ or "").split())
                 out += [f"**`{name}`**: {about}", ""] if name else []
                 out += _fields(inner)
-    out += ["## Metrics: metrics.jsonl", "", "```text", inspect.getdoc(track) or "", "```", ""]
+    for title, module in TEXTS.items():
+        source = ast.parse((SOURCE / module).read_text(encoding="utf-8"))
+        out += [f"## {title}", "", "```text", ast.get_docstring(source) or "", "```", ""]
     return "\n".join(out)
 
 
@@ -196,8 +210,9 @@ def _fields(cls: type[BaseModel]) -> list[str]:
     docs = {name: " ".join(text.split()) for name, text in field_docs(cls).items()}
     rows, notes = [], []
     for name, field in cls.model_fields.items():
-        default = f"`{field.default}`" if name == "format" else ""
-        meaning = docs.get(name, default)
+        meaning = docs.get(name, "")
+        if isinstance(field.default, str | int | float) and field.default not in ("", False):
+            meaning = f"{meaning} Default: {field.default!r}." if meaning else f"`{field.default}`"
         if len(meaning) > LONGEST_CELL:
             notes.append(f"- `{name}`: {meaning}")
             meaning = "see below"

@@ -2,10 +2,13 @@
 
 A selection lies in a folder beside the files of its corpus, which it does not change. Each unit of
 work of the corpus with removals has a Parquet file, `00012.removed.parquet`, with the columns
-`document` (int64, its number in the unit, in the order of `read_unit`), `reason`, `rule` (strings),
+`document` (int64, its number in the unit, in the order of `read_unit`, empty ones included),
+`reason` (`where`, `rules`, `language`, `contaminated`, `exact` or `near`), `rule` (the rule, such
+as `gopher.min_words`, or the task and row of a question), both strings,
 `twin_unit`, `twin` (int64, the document that stays instead; null without one; `twin_unit` is -1 - i
 for a document of the i-th corpus of `near.against`, whose documents are then numbered through) and
-`score` (float64, null without one), sorted by `document`.
+`score` (float64, what was compared with the limit, such as the Jaccard similarity; null without
+one), sorted by `document`.
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ class SweepConfig(Section):
     name: str = Field(pattern=f"^{NAME}$")
     """Name of the sweep; its folder is `jobs/<name>`. Default: the file's name without suffix."""
     base: str | None = None
-    """Configuration below every trial: a config file, a shipped config by name, or the keys."""
+    """Configuration below every trial: a file (relative to this one, or to the working directory),
+    a shipped configuration, or the keys themselves, which may include `extends`."""
     overrides: tuple[str, ...] = ()
     """Settings `key=value` that override the base in every trial."""
     parameters: dict[str, SweptValues] = Field(default={})
@@ -158,15 +159,16 @@ class SweepConfig(Section):
     draw_seed: NonNegativeInt = 0
     """Random seed of all values that are drawn."""
     seeds: tuple[NonNegativeInt, ...] = ()
-    """Values of `seed` with which every combination is trained."""
+    """Values of `seed` with which every combination is trained; results are means over them."""
     max_trials: PositiveInt = 100
     """Maximum number of trials; a sweep with more is refused."""
     metric: str = Field(default="eval.loss", pattern=r"^[a-z]+\.[a-z_]+$")
-    """Kind and field of a record in metrics.jsonl; the last such record of a trial counts."""
+    """Kind and field of a record in metrics.jsonl, such as `eval.bits_per_byte` or
+    `perf.tokens_per_second`; the last such record of a trial counts."""
     goal: Literal["min", "max"] = "min"
     """Direction of the metric: `min` if lower is better, `max` if higher is better."""
     concurrency: PositiveInt | None = None
-    """Maximum number of trials that run at once."""
+    """Maximum number of trials that run at once; `--local` overrides it."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each unknown key and each option that does not fit the mode."""

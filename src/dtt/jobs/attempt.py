@@ -1,4 +1,29 @@
-"""One attempt at a job: it locks the job folder, and records in `attempt.json` how it ended."""
+"""One attempt at a job: it locks the job folder, and records in `attempt.json` how it ended.
+
+Rank 0 writes attempt.json when the attempt starts. Under Slurm the supervisor begins it before the
+set-up of the nodes, and rank 0 adds its fields:
+    started             the start, in seconds since 1970
+    slurm, restarts     id of the Slurm job whose script runs the attempt (null outside Slurm, and
+                        in an allocation for work by hand), and the number of its restarts
+    host, pid, ranks    node and process id of rank 0; number of ranks, 0 until they start
+    launch              name that all ranks of the launch share: a rank that fails early finds its
+                        attempt by it
+    saved, stalled      of the supervisor: step of the newest checkpoint at the start; number of
+                        attempts in a row that started from it
+    successor           id of the Slurm job that continues this one, with continuation: singleton
+The rank that ends first completes it; for a command other than `train`, and for an attempt that no
+rank has begun, the supervisor does:
+    ended               the end, in seconds since 1970
+    code, reason        the exit code; the error message or the reason of the stop
+    step                step of the last record
+    rank, node          the rank that ended first, and its node; if it was killed, another rank
+                        writes this
+    checkpoint          name of the newest checkpoint folder
+    asked_by            who requested a stop: the first line of `control/stop`, or the name of a
+                        signal; empty if there was no request
+    decision, decided   the supervisor's decision, with the reason, `again: …` or `over: …`; its
+                        time
+"""
 
 from __future__ import annotations
 

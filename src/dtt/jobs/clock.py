@@ -1,4 +1,13 @@
-"""Clock of a job: the time used by all its attempts, and the time left until its limit."""
+"""Clock of a job: the time used by all its attempts, and the time left until its limit.
+
+clock.json of an attempt is rewritten every 5 seconds, or twice a second with a time budget:
+    began               start time of the process of rank 0, in seconds since 1970
+    seconds             duration of the attempt so far
+    first               the step after which the attempt started
+    step, steps         the current step, and the number of steps that the attempt ran
+    parts               seconds of each part of the time breakdown
+The last four exist after the first log line, or at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,22 @@
-"""State of a run in a checkpoint: how it is collected from the running objects and restored."""
+"""State of a run in a checkpoint: how it is collected from the running objects and restored.
+
+position.json has
+    step, samples, tokens       optimizer steps, samples and target tokens so far
+    ledger, previous_ledger     the data hash, and that of one step earlier
+    evaluated, eval_loss        step and loss of the last evaluation before the save; that of the
+                                step itself follows it
+    tasks_evaluated, sampled    step of the last evaluation of tasks, and of the last sample
+    trained                     number of steps that changed the weights
+    skipped                     recent anomalous steps that were skipped
+    run_id                      the id of the job in trackers
+    sources                     by name, the position of each source that tokenizes on the fly, one
+                                step earlier
+    warmup                      length of the warm-up, in steps
+    decay                       first step and end of the decay
+    speed                       with a time budget: the seconds spent in steps and the tokens of
+                                these steps, exponentially weighted, and the seconds of the last
+                                evaluation, evaluation of tasks, sample and save
+"""
 
 from __future__ import annotations
 

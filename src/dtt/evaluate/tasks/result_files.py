@@ -9,7 +9,25 @@
 The name contains a hash of the first line. A block is on disk before the next one is computed, so a
 process that is killed loses at most one. What follows the last intact block is discarded, and the
 content does not depend on when it was written: the file of an evaluation that was killed equals
-that of one that was not.
+that of one that was not. In the first line, `weights` is the SHA-256 of the checkpoint's
+MANIFEST.json, or a hash of the safetensors files, config.json and generation_config.json of a
+Hugging Face folder. The record of a question has its `id` and, by the type of the task,
+    multiple_choice, schema, cloze
+        gold              index of the right option
+        log_likelihoods   of each option, in nats, rounded to 1e-6
+        greedy            of each option: true if every token is the most likely one
+        characters, bytes lengths of each option, without the delimiter
+        answer_bytes      length of the right option, with the delimiter
+        tie               true if several options have the largest log-likelihood
+        truncated         true if the beginning of an option did not fit into the context
+        separate          true if a continuation was encoded without its context
+    rolling
+        log_likelihood, bytes, words    of the document
+    generation
+        answer, exact_match             the extracted answer; true if it is an accepted one
+        truncated                       true if the beginning of the prompt did not fit
+        unfinished                      true if the reply ended within its reasoning: no answer
+With eval.keep_samples it also has the texts: contexts, continuations and, for generation, text.
 """
 
 from __future__ import annotations
