@@ -155,9 +155,9 @@ def _shard(
         # group: its place is first and last anyway.
         fully_shard(head, mesh=mesh, reshard_after_forward=reshard_root, mp_policy=policy)
         # The loss reads the weight without calling the head, so the hooks go around the loss.
-        head.losses = model.losses
+        head.losses = model.losses  # type: ignore[assignment]
         register_fsdp_forward_method(head, "losses")
-        model.losses = head.losses
+        model.losses = head.losses  # type: ignore[assignment,method-assign]
     fully_shard(
         model, mesh=mesh, reshard_after_forward=reshard_root, mp_policy=policy, ignored_params=own
     )
