@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from support import resumed
+from support.multimodal_folders import write_multimodal
 from support.running import Dtt
 
 from dtt.base.errors import DttError, ExitCode
@@ -101,6 +103,24 @@ def test_an_adapter_is_trained_and_merged_into_an_export(
     assert evaluated(dtt.folder / "jobs/again")[0] == pytest.approx(losses[-1], abs=1e-5)
 
 
+@pytest.mark.slow
+def test_the_text_model_of_a_multimodal_folder_is_trained_and_exported_with_the_others(
+    dtt: Dtt, tokens: Path
+) -> None:
+    write_multimodal("gemma4", dtt.folder / "whole", tokens / "tokenizer.json")
+    start = ("init.from=hf:whole", "train.ema_decay=null", "train.eval_every=4")
+    dtt("train", *on(tokens), *start)
+    dtt("export", "jobs/t", "export.dtype=fp32")
+    config = json.loads((dtt.folder / "exports/t/config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == (
+        "gemma4",
+        ["Gemma4ForConditionalGeneration"],
+    )
+    shutil.rmtree(dtt.folder / "whole")
+    done = dtt("export", "jobs/t", "--out", "again", expect=ExitCode.INPUT_MISSING)
+    assert "the multimodal model that the text model was taken from" in done.stderr
+
+
 def test_documents_that_no_mask_separates_are_never_joined_silently(dtt: Dtt, tokens: Path) -> None:
     masked = ("data.packing=best-fit", "data.mask_documents=true")
     done = dtt("train", *configured(dtt, MAMBA2), *on(tokens), *masked, expect=ExitCode.USAGE)
@@ -115,7 +135,7 @@ def test_documents_that_no_mask_separates_are_never_joined_silently(dtt: Dtt, to
         ({"quantization_config": {"bits": 4}}, "are quantized"),
         ({"auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "names code of the folder"),
         ({"model_type": "t5"}, "which is no causal model of transformers"),
-        ({"block_auto_adjust_ff_dim": False}, "transformers cannot load"),
+        ({"block_auto_adjust_ff_dim": False}, "of another shape: model.layers.0"),
         ({"tie_word_embeddings": False}, "are not those of its config.json"),
     ],
 )

@@ -85,8 +85,8 @@ def test_a_folder_without_weights_gets_initial_values(
 
 
 def test_a_folder_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": {}}))
-    with pytest.raises(DttError, match="it has parts: audio_config, text_config, vision_config"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi4_multimodal"}))
+    with pytest.raises(DttError, match="it has parts: audio_config, vision_config"):
         folder.run(str(tmp_path), as_json=False)
 
 

@@ -179,7 +179,7 @@ class Evaluation:
         from dtt.evaluate.tasks.runner import TaskRunner
         from dtt.evaluate.tasks.scorer import Generator, Scorer
 
-        state = {name: tensor.float() for name, tensor in trained.state.items()}
+        state = {name: tensor.float() for name, tensor in trained.tensors.items()}
         model = on_device(replace(trained, state=state), world.device)
         chat = None if self.chat is None else self.chat.encoder()
         return TaskRunner(

@@ -36,7 +36,7 @@ def fold(trained: Trained) -> Trained:
         logit_scale=theirs.logit_scale,
     )
     factors = _factors(trained.decoder, arch)
-    state = {name: _folded(name, w, factors, arch) for name, w in trained.state.items()}
+    state = {name: _folded(name, w, factors, arch) for name, w in trained.tensors.items()}
     return replace(trained, arch=arch, state=state)
 
 

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from dtt.artifacts.manifest import FileRecord
 from dtt.artifacts.manifests import CHAT_TEMPLATE, ExportManifest
 from dtt.base.files import sha256_file
 from dtt.base.reading import read_whole
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
-from dtt.hf import library_export, verify
+from dtt.hf import library_export, verify, whole_folder
 from dtt.hf.chat_format import ChatFormat, read_config
 from dtt.hf.fold import fold
 from dtt.hf.model_source import on_device
@@ -28,11 +25,10 @@ from dtt.hf.peft import Adapter, write_peft
 from dtt.hf.publish import CARD, Origin, published
 from dtt.hf.read import Trained
 from dtt.hf.released import FROM_SCRATCH, SENTENCEPIECE, Released
-from dtt.hf.weights import to_hf
+from dtt.hf.weights import to_hf, write_shards
 from dtt.model import count, families
 from dtt.model.architecture import (
     AnyArchitecture,
-    Architecture,
     BuiltArchitecture,
     decoder_architecture,
 )
@@ -68,10 +64,10 @@ def export(
         exact = verify.kept_in_fp32(folded.decoder)
         rounded = {
             name: tensor.to(torch.float32 if name in exact else DTYPES[dtype])
-            for name, tensor in folded.state.items()
+            for name, tensor in folded.tensors.items()
         }
-        _write_weights(rounded, folded.decoder, staging, max_shard_size)
-        expected, rounding = verify.random_logits(trained.state, trained.decoder), None
+        write_shards(to_hf(rounded, folded.decoder), staging, max_shard_size)
+        expected, rounding = verify.random_logits(trained.tensors, trained.decoder), None
         if folded.decoder != trained.decoder:
             verify.check_folded(folded, expected)
         if any(rounded[name].dtype != tensor.dtype for name, tensor in folded.state.items()):
@@ -85,6 +81,10 @@ def export(
         difference = verify.check(staging, rounded, folded.decoder, trained.open_tokenizer())
         if chat is not None:
             verify.check_prompts(staging, chat)
+        if released.multimodal is not None:
+            ids_T = verify.random_ids(trained.arch)
+            moved = whole_folder.put_back(staging, released.multimodal, ids_T, max_shard_size)
+            difference = max(difference, moved)
         return _write_manifest(
             staging,
             trained,
@@ -126,6 +126,9 @@ def _export_built(
         difference = library_export.check(model, staging, ids_T)
         if chat is not None:
             verify.check_prompts(staging, chat)
+        if released.multimodal is not None:
+            put_back = whole_folder.put_back(staging, released.multimodal, ids_T, max_shard_size)
+            difference = max(difference, put_back)
         moved = float((model(ids_T[None]) - expected).abs().max())
         return _write_manifest(
             staging,
@@ -183,24 +186,6 @@ def _write_manifest(
     )
     (folder / manifest.filename).write_text(manifest.dump(), encoding="utf-8")
     return manifest
-
-
-def _write_weights(
-    state: Mapping[str, Tensor], arch: Architecture, folder: Path, max_shard_size: str
-) -> None:
-    """Write safetensors files of at most `max_shard_size` each, converting one at a time."""
-    on_meta = to_hf({name: tensor.to("meta") for name, tensor in state.items()}, arch)
-    shards = split_torch_state_dict_into_shards(dict(on_meta), max_shard_size=max_shard_size)
-    tensors = to_hf(state, arch)
-    for name, keys in shards.filename_to_tensors.items():
-        path = folder / name
-        path.touch()
-        mode = path.stat().st_mode  # as set by the umask; safetensors creates files with mode 0600
-        save_file({key: tensors[key] for key in keys}, path, metadata={"format": "pt"})
-        path.chmod(mode)
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _write_config(

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import Tensor
 
 from dtt.base.errors import InputError
 from dtt.base.log import log
 from dtt.config.variants import variant
 from dtt.model.architecture import BuiltArchitecture
-from dtt.model.library.model import IGNORED, made, unknown_keys, whole_state
+from dtt.model.library.model import IGNORED, made, unknown_keys
 
 OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json that dtt keeps elsewhere."""
@@ -60,21 +59,6 @@ def architecture(config: Mapping[str, Any], folder: Path) -> BuiltArchitecture:
 def section_of(arch: BuiltArchitecture) -> dict[str, Any]:
     """Return the `model` section that describes the architecture of a folder."""
     return arch.section.model_dump(mode="json")
-
-
-def read_state(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a folder by the names of a `LibraryModel`, in their dtype.
-
-    Raises InputError if a weight is missing, or is none of the model.
-    """
-    library, report = loaded(folder, "auto")
-    wrong = {kind: names for kind, names in report.items() if names}
-    if wrong:
-        # The library would draw what is missing at random, and ignore the rest.
-        raise InputError(
-            f"the weights in {folder} are not those of its config.json", why=str(wrong)
-        )
-    return whole_state(library)
 
 
 def loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:

@@ -119,7 +119,7 @@ def on_device(trained: Trained, device: torch.device) -> Model:
     from dtt.model.decoder import make_model
 
     model = make_model(trained.arch)
-    state = {name: tensor.to(device) for name, tensor in trained.state.items()}
+    state = {name: tensor.to(device) for name, tensor in trained.tensors.items()}
     # A table that a model of a user's own keeps in a buffer is in no checkpoint.
     kept = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
     model.load_state_dict(kept | state, assign=True)

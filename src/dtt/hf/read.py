@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -16,9 +16,11 @@ from dtt.artifacts.manifests import ExportManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
 from dtt.base.safe_names import checked_name
+from dtt.checkpoint import tensors as stored
 from dtt.data.text.tokenizer import add_in_front, begin_of_document, open_tokenizer
 from dtt.hf.chat_format import FETCH_AGAIN, eos_token_ids, read_config
 from dtt.hf.weights import from_hf
+from dtt.mesh.sharding import FullTensor
 from dtt.model import families
 from dtt.model.architecture import AnyArchitecture, Architecture, decoder_architecture
 from dtt.model.families import multimodal
@@ -29,14 +31,16 @@ if TYPE_CHECKING:
     from dtt.data.conversations.chat_encoder import ChatEncoder
     from dtt.model.families.base import DecoderFamily
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Trained:
     """A trained model: architecture, weights and tokenizer."""
 
     arch: AnyArchitecture
-    state: Mapping[str, Tensor]
-    """Parameters of the model, on the CPU."""
+    state: Mapping[str, FullTensor]
+    """Parameters of the model, on the CPU or in files."""
     tokenizer: Path
     """A tokenizer.json."""
     end_of_document: int | None
@@ -50,6 +54,12 @@ class Trained:
     def decoder(self) -> Architecture:
         """The architecture of dtt's own decoder; raises ConfigError for another model."""
         return decoder_architecture(self.arch, "conversion to a Hugging Face folder")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters in memory; those in files are read at each access."""
+        state = self.state.items()
+        return {name: one if isinstance(one, Tensor) else one[()] for name, one in state}
 
     def stop_tokens(self, chat: ChatEncoder | None = None) -> tuple[int, ...]:
         """Return the ids before which a text ends, or an answer in the conversation format."""
@@ -99,9 +109,13 @@ def read_hf_folder(folder: Path) -> Trained:
     begin = begin_of_document(open_tokenizer(tokenizer), tokenizer)
     if not own:
         from dtt.hf import library_folder
+        from dtt.hf.library_weights import named_by_library
 
         built = library_folder.architecture(config, folder)
-        return Trained(built, library_folder.read_state(folder), tokenizer, end, until_ids, begin)
+        found = stored_tensors(files)
+        found = _text_tensors(found, folder) if multimodal.is_multimodal(whole) else found
+        state = named_by_library(found, built.skeleton, folder)
+        return Trained(built, state, tokenizer, end, until_ids, begin)
     arch = _architecture(_family(config), config, folder)
     tensors = {name: tensor for file in files for name, tensor in load_tensors(file).items()}
     if multimodal.is_multimodal(whole):
@@ -109,13 +123,21 @@ def read_hf_folder(folder: Path) -> Trained:
     return Trained(arch, from_hf(tensors, arch), tokenizer, end, until_ids, begin)
 
 
-def _text_tensors(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+def stored_tensors(files: Iterable[Path]) -> dict[str, FullTensor]:
+    """Return the tensors of safetensors files by name, read when indexed; DamagedError as below."""
+    try:
+        return {**stored.read(files)}
+    except DamagedError as error:
+        raise DamagedError(f"{error}", next=FETCH_AGAIN) from None
+
+
+def _text_tensors(tensors: Mapping[str, T], folder: Path) -> dict[str, T]:
     """Return the tensors of the text model of a multimodal model, by their names in it."""
     named = {name: multimodal.text_name(name) for name in tensors}
     text = {text_name: tensors[name] for name, text_name in named.items() if text_name is not None}
     log.warning(
-        "%s is a multimodal model: its %d vision tensors are left out; training and exports have "
-        "its text model only",
+        "%s is a multimodal model: training computes its text model, without %d tensors of its "
+        "other parts, which the export of a job has as they are",
         folder,
         len(tensors) - len(text),
     )

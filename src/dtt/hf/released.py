@@ -58,6 +58,8 @@ class Released:
     """The chat template."""
     sentencepiece: Path | None = None
     """A SentencePiece model with the same tokens."""
+    multimodal: str | None = None
+    """The multimodal model to which the text model belongs: a folder, or a model on the Hub."""
 
     @classmethod
     def of_job(cls, job: JobDir) -> Released:
@@ -71,7 +73,8 @@ class Released:
     @classmethod
     def of_folder(cls, folder: Path) -> Released:
         """Return the settings of a Hugging Face folder."""
-        config = multimodal.text_config(read_config(folder / "config.json"))
+        whole = read_config(folder / "config.json")
+        config = multimodal.text_config(whole)
         path = folder / "generation_config.json"
         generation = read_config(path) if path.is_file() else {}
         try:
@@ -91,6 +94,7 @@ class Released:
             special,
             template,
             model if model.is_file() else None,
+            str(folder.absolute()) if multimodal.is_multimodal(whole) else None,
         )
 
     @property
@@ -104,8 +108,9 @@ class Released:
         lost = sorted(key for key in self.generation.keys() - kept.keys() if self.generation[key])
         log.warning(
             "the tokenizer of the data is not that of %s: exports do not have its stop tokens, "
-            "chat template and tokenizer settings%s",
+            "chat template and tokenizer settings%s%s",
             self.source,
+            ", and are the text model alone" if self.multimodal else "",
             f", and of its generation_config.json not: {', '.join(lost)}" if lost else "",
         )
         return Released(self.source, kept, context=self.context)
@@ -125,6 +130,10 @@ def keep(source: str, job: JobDir, tokenizer: Path) -> None:
         files = [name for name in MODEL_FILES if "safetensors" not in name]
         folder = find_model(source.removeprefix(HF), files)
         found, theirs = Released.of_folder(folder), folder / TOKENIZER
+        name = source.removeprefix(HF)
+        if found.multimodal and folder != Path(name).expanduser():
+            # So that another machine finds it, too: the folder in the cache is named by the commit.
+            found = replace(found, multimodal=f"{name.partition('@')[0]}@{folder.name}")
     else:
         other = JobDir(store.parse(source)[0].parent)
         found, theirs = Released.of_job(other), other.tokenizer

@@ -23,7 +23,7 @@ from dtt.config.init_std import InitialStd
 from dtt.data.conversations.render_limits import memory_limit
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.hf import library_folder
-from dtt.hf.chat_format import ChatFormat
+from dtt.hf.chat_format import ChatFormat, read_config
 from dtt.hf.model_source import on_device
 from dtt.hf.read import Trained, transformers_defaults
 from dtt.hf.weights import NOT_WEIGHTS
@@ -88,7 +88,7 @@ def check_import(folder: Path, trained: Trained) -> float:
     ids_1T = random_ids(trained.decoder)[None]
     try:
         # Reduced to logits before the other model is loaded: one fp32 model in memory at a time.
-        ours = _decoder(trained.state, trained.decoder)(ids_1T)
+        ours = _decoder(trained.tensors, trained.decoder)(ids_1T)
         if not ours.isfinite().all():
             raise DamagedError(
                 f"the weights in {folder} give logits that are not finite",
@@ -114,7 +114,7 @@ def random_logits(state: Mapping[str, Tensor], arch: Architecture) -> Tensor:
 def check_folded(folded: Trained, expected: Tensor) -> None:
     """Raise DamagedError unless the folded weights give the `expected` logits of random ids."""
     try:
-        _difference(expected, random_logits(folded.state, folded.decoder), "the folded weights")
+        _difference(expected, random_logits(folded.tensors, folded.decoder), "the folded weights")
     except _Mismatch as found:
         raise _export_error(None, str(found)) from None
 
@@ -281,7 +281,10 @@ def _load(folder: Path, arch: Architecture) -> Any:
     """Load the model with transformers in fp32; _Mismatch if it differs from `arch`."""
     settings: Any = transformers.utils.logging
     settings.disable_progress_bar()
+    whole = multimodal.is_multimodal(read_config(folder / "config.json"))
     auto: Any = transformers.AutoModelForCausalLM
+    if whole:
+        auto = transformers.AutoModelForImageTextToText
     try:
         # Set the attention implementation: config.json may name a kernel that is not installed.
         model, report = auto.from_pretrained(
@@ -300,9 +303,8 @@ def _load(folder: Path, arch: Architecture) -> Any:
         raise _Mismatch(f"transformers reports {wrong}")
     family = families.get(arch.family)
     config = model.config.to_dict()
-    expected = multimodal.CLASS if multimodal.is_multimodal(config) else family.hf_class
-    if type(model).__name__ != expected:
-        raise _Mismatch(f"transformers builds a {type(model).__name__}, not a {expected}")
+    if not whole and type(model).__name__ != family.hf_class:
+        raise _Mismatch(f"transformers builds a {type(model).__name__}, not a {family.hf_class}")
     # The logits of 128 tokens do not reveal a wrong attention window of 4096 or a wrong range of
     # the rotary embedding, so compare the architectures, too.
     theirs = family.from_hf_config(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dtt.base.errors import DamagedError
+from dtt.mesh.sharding import FullTensor
 from dtt.model import families
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
@@ -136,6 +140,24 @@ def apply_rules(
                     raise _mismatch(FOLDER, f"{rule.of_expert(e)} is {dtypes}")
                 state[name][e] = matrix
     return state
+
+
+def write_shards(tensors: Mapping[str, FullTensor], folder: Path, max_shard_size: str) -> None:
+    """Write safetensors files of at most `max_shard_size` each, reading one at a time."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    sizes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
+    shards = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
+    for name, keys in shards.filename_to_tensors.items():
+        path = folder / name
+        path.touch()
+        mode = path.stat().st_mode  # as set by the umask; safetensors creates files with mode 0600
+        save_file({key: tensors[key][()] for key in keys}, path, metadata={"format": "pt"})
+        path.chmod(mode)
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _split(

@@ -160,8 +160,16 @@ def _fill_with_mean(
     if here and part.local.numel():
         trained = torch.ones(theirs.shape[0], dtype=torch.bool)
         trained[[*{*reset, *unused}]] = False
-        mean = theirs[()].float()[trained].mean(0)
-        part.local[here] = mean[tuple(others)].to(part.local)
+        part.local[here] = _mean(theirs, trained)[tuple(others)].to(part.local)
+
+
+def _mean(tensor: FullTensor, chosen: Tensor, rows: int = 4096) -> Tensor:
+    """Return the mean of the `chosen` rows; holds only some `rows` of the tensor."""
+    total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
+    for first in range(0, tensor.shape[0], rows):
+        part = tensor[(slice(first, first + rows),)]
+        total += part[chosen[first : first + rows]].double().sum(0).cpu()
+    return total / chosen.sum()
 
 
 def _listed(tokens: Mapping[int, str], most: int = 20) -> str:

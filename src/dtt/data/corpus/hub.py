@@ -50,9 +50,11 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer.model",
+    "*processor_config.json",
     *TEMPLATE_FILES,
 )
-"""Files that `read_hf_folder`, `folder_chat_format` and `Released` read, as patterns."""
+"""Files that `read_hf_folder`, `folder_chat_format` and `Released` read, and an export of a
+multimodal model takes over, as patterns."""
 
 
 @dataclass(frozen=True)

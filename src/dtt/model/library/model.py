@@ -300,9 +300,11 @@ def library_config(config: Mapping[str, Any], vocab_size: int, context: int) -> 
 
 def made(config: Mapping[str, Any]) -> Any:
     """Return the library's configuration of a config.json; raise ConfigError for wrong values."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     given = {key: value for key, value in config.items() if key not in IGNORED}
+    # The library writes an infinity as an object: JSON has none.
+    given = PretrainedConfig._decode_special_floats(given)  # noqa: SLF001
     try:
         return AutoConfig.for_model(str(config["model_type"]), **given)
     except Exception as error:
@@ -406,12 +408,3 @@ def _refused(
         why=why,
         next=remedy,
     )
-
-
-def whole_state(library: Any) -> dict[str, Tensor]:
-    """Return the parameters of a library's model by the names of a `LibraryModel`."""
-    head, embedding = library.get_output_embeddings(), library.get_input_embeddings()
-    tied = head.weight is embedding.weight
-    names = {f"{name}.weight" for name, module in library.named_modules() if module is head}
-    state = cast("dict[str, Tensor]", library.state_dict())
-    return {name: tensor for name, tensor in state.items() if not (tied and name in names)}
