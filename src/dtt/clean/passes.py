@@ -1,4 +1,14 @@
-"""All passes of `dtt clean`, by any number of ranks; the result does not depend on their number."""
+"""All passes of `dtt clean`, by any number of ranks; the result does not depend on their number.
+
+Pass 1 reads each unit once: filters, hits of n-grams of tasks, an exact key, and keys of MinHash
+bands, sorted. Pass 2 merges the keys of all units until a process can hold the files open
+(`clean/sorted_files.py`), so that each is opened once, and finds groups of equal keys in
+partitions of the range of keys, whose number follows from the number of keys. Pass 3 compares the
+shingles of candidate pairs exactly. One process then walks through the documents in order: one is
+removed if an earlier kept document is its twin. Each result is a step with a marker, and a rerun
+after a kill goes on with those that are finished (`clean/steps.py`); one fingerprint of texts and
+settings says whether they are of the same selection.
+"""
 
 from __future__ import annotations
 

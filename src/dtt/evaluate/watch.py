@@ -1,4 +1,15 @@
-"""`dtt eval JOB --watch`: evaluate every checkpoint of a job as it appears."""
+"""`dtt eval JOB --watch`: evaluate every checkpoint of a job as it appears.
+
+A job has one watch at a time, which holds a lock. A thread looks for new checkpoints every
+second, also during an evaluation, and hard-links their files into
+`evals/step-000500/checkpoint-KEY/`. So retention may delete a checkpoint that waits. The links
+are removed when it is done. KEY stands for the tasks and the options: the next watch, of other
+tasks, leaves the links that an interrupted one needs. Errors that concern one checkpoint, such as
+damaged files, are recorded, and the others are evaluated; any other error ends the watch. After
+an error of CUDA other than a lack of memory, every later call may fail, so it is recorded, and
+the watch ends, too. With W&B, the results are a run of its own in the group of the job, plotted
+over tokens, because W&B refuses steps before the newest one of a run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""`dtt train --branch JOB@STEP`: a branch from the stable phase (WSD) of a parent run."""
+"""`dtt train --branch JOB@STEP`: a branch from the stable phase (WSD) of a parent run.
+
+The configuration of a branch is that of its parent run with the
+arguments applied. dtt copies the verified checkpoint (as hard links) and the metrics up to that
+step into the folder of the branch, and writes `parent.json`. From then on the branch is a job
+like any other. dtt refuses changes that would alter the stable phase (WSD): keys other than
+`schedule.*`, the length and those that may change on resume, or a decay or a warm-up that
+overlaps the steps before the branch. For the parent, dtt checks this against the checkpoint,
+because its data or a time budget may have ended it early. For the branch, dtt checks again once
+its data is open. The same command resumes a branch that has started, even if the parent's
+checkpoint is gone.
+"""
 
 from __future__ import annotations
 

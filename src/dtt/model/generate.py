@@ -1,6 +1,14 @@
 """Autoregressive sampling, with and without a KV cache.
 
 Shapes: V vocabulary.
+
+`model/generate.py` prefills the KV cache (`model/kv_cache.py`) prompt by prompt, so no prompt is
+padded, and then decodes one token for all prompts at a time. Each row has its own length, random
+number generator and end: a prompt gets the same tokens as it would alone. Layers with a window
+cache all keys and attend to those within the window. `dtt chat` decodes in the same way, with a
+cache that it keeps: only the tokens after what a prompt shares with the one before are computed.
+Whoever reads the tokens ends a text, so stop tokens and stop texts have one rule
+(`data/text/continuation.py`).
 """
 
 from __future__ import annotations

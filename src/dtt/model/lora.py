@@ -3,6 +3,26 @@
 A layer computes W x + s B (A dropout(x)). W is frozen; A [rank, in] and B [out, rank] are trained.
 
 Shapes: D features of the input, R rank, F features of the output.
+
+- The frozen matrices are stored in the compute dtype. Autocast would otherwise cast all of them
+  in every pass, and keep both copies: 6 bytes per weight instead of 2. A and B are fp32 like all
+  trained weights, because most updates of a bf16 weight would be rounded away.
+- With `adapter.base: nf4`, they have 4 bits and the values of bitsandbytes (`model/nf4.py`). A
+  matrix is quantised when it is read, whole on each rank, which keeps its rows: bytes that FSDP2
+  shards and gathers as other parameters. Each product decodes the weights that it needs, forward
+  and backward. torchao's NF4 tensor has other values, and under FSDP2 a mean of scales for each
+  rank, so that they would depend on the layout.
+- With tensor parallelism, a layer that is divided by outputs (q, k, v, gate, up) has all of A and
+  its rows of B on each rank; one that is divided by inputs (o, down) its columns of A and all of
+  B. B A x is then a summand like W x, and both pass the one reduction of the layer.
+- A checkpoint holds A, B and their state, and `base` in its manifest: the folder and the hash of
+  the frozen weights, which are a Hugging Face folder or another checkpoint, even one with a base
+  of its own. A reader checks the hash.
+- Whoever reads the weights of a checkpoint gets W + s·B A, computed in fp32 for the part that it
+  asks for (`MergedTensor`), so no process needs a whole model more. Export, `dtt chat`, `dtt
+  eval` and `init.from` share this.
+- `hf/peft.py` reads and writes adapters of PEFT, and `hf/verify.py` compares the logits with
+  PEFT's.
 """
 
 from __future__ import annotations

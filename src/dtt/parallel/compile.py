@@ -1,4 +1,13 @@
-"""Compilation of a model's blocks, with a fallback to uncompiled training."""
+"""Compilation of a model's blocks, with a fallback to uncompiled training.
+
+dtt compiles the `forward` of each block, so that the hooks of FSDP2 stay outside. All blocks
+share one compilation per shape, which compiles forward and backward together. FlexAttention and
+the loss on a GPU are compiled the same way (`mesh/compilation.py`). If compilation fails on any
+rank, all ranks continue uncompiled from the next step on (they agree in the all-reduce of
+`requests.agreed`), and the log states the reason once. Either all ranks overlap collectives with
+matrix products, or none does. Under DDP, Dynamo's own splitting of graphs by buckets is off,
+because blocks are separate graphs already and DDP's hooks run between them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Anomaly guard: detect non-finite and spiking steps on the device, and skip or stop."""
+"""Anomaly guard: detect non-finite and spiking steps on the device, and skip or stop.
+
+- The guard uses means over all ranks, from one all-reduce of two numbers on the device, so all
+  ranks reach the same verdict.
+- The verdict stays on the device. Optimizers receive it as `found_inf` and the moving average of
+  the weights as `skip`; both then stay bit-for-bit unchanged.
+- The host sees the verdict when it reads the losses, and then acts according to `guard`. `stop`
+  ends the run with exit code 76 (the default for non-finite numbers). `skip` continues.
+- Data, data hash and schedule advance past a skipped step.
+- The checkpoint stores the state that a resume needs to reach the same verdicts: the norms and
+  recently skipped steps.
+- Spike detection is off by default. With clipping, a spike is one update of normal length, and an
+  intended change of the data, such as another source or a longer context, can look like a spike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,20 @@
-"""The training step of a pipeline, where each rank has some of the layers."""
+"""The training step of a pipeline, where each rank has some of the layers.
+
+- The schedules are 1F1B and, with `parallel.stages_per_rank` above 1, the interleaved one, both
+  of `torch.distributed.pipelining`. dtt's stages tell torch all shapes, count the micro-batches
+  themselves, and say before each backward pass whether FSDP2 reduces gradients in it.
+- A Decoder has all names: the layers of other stages are `Absent`. So initial weights,
+  checkpoints and the patterns of optimizers need nothing else, and a checkpoint fits any other
+  layout. FSDP2 always wraps the layers of a rank.
+- The last stage computes the loss, already divided by all targets of the batch. Auxiliary losses
+  of other stages enter the graph where their hidden states leave it. Each rank reports its values
+  times P, so the mean over all ranks is right.
+- Evaluations, samples and tasks pass through the stages one after another, and all ranks get the
+  result.
+- Micro-batches have one size. Where a batch of a schedule has fewer than the pipeline needs,
+  copies of the last one are added that count for nothing.
+- A tied head is refused: two stages would train the same weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,22 @@
-"""Precision of a run: dtypes of weights and computation, and a warning about pure bf16."""
+"""Precision of a run: dtypes of weights and computation, and a warning about pure bf16.
+
+- `bf16` is autocast over fp32 weights. The residual stream is bf16 on every layout: embeddings
+  are cast at the lookup, as FSDP2's gathered weights produce them. So the loss curves of one
+  device, DDP and FSDP2 are comparable, and their first losses are equal to the last bit.
+  torchtitan and nanochat train well without an fp32 residual stream, which would take twice the
+  memory and bandwidth.
+- `fp32` keeps the residual stream in fp32.
+- `bf16-pure` stores weights, gradients and optimizer state in bf16, without autocast. An update
+  smaller than 1/512 of a weight is then lost, unless `train.stochastic_rounding` rounds new
+  weights up or down with probabilities that preserve the mean (`optim/rounding.py`). The random
+  numbers depend on the seed, the step, and the name and index of a weight, so replicas stay equal
+  and a resume is exact. Moments whose decay is above 0.95 are always rounded so: to nearest, they
+  would stop far from their mean, and with 0.999 never fall.
+- `optim.state=8bit` (`optim/adamw_8bit.py`) computes steps of AdamW in fp32 and keeps the moments
+  of large matrices as codes of a byte (page).
+- `fp8` (`parallel/fp8.py`) is `bf16` with torchao's linear layers, for those shapes whose forward
+  and backward pass a benchmark at the start measures as faster. On a CPU, there are none.
+"""
 
 from __future__ import annotations
 

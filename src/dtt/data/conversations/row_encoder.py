@@ -1,4 +1,10 @@
-"""Conversations as a kind of documents that `dtt tokenize` reads and encodes by units of work."""
+"""Conversations as a kind of documents that `dtt tokenize` reads and encodes by units of work.
+
+One render per conversation yields its text and the positions of its messages: hooks in the loops
+of the template record the size of the output so far. If a template stores the text of messages
+before it outputs it, an answer is what follows the render of the turns before it. As for text,
+the ids come from gigatoken where they are known to equal those of `tokenizers`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,18 @@
 """The batch-size and context-length schedules of a run, resolved to the size of each step.
 
 The module imports neither torch nor numpy, because a login node uses it before it submits a job.
+
+- Each global batch must be divisible by the number of data-parallel ranks.
+- A sample is always a window of `train.seq_len`. For a shorter context, dtt reads it as several
+  consecutive rows, each with its own positions and attention. So the shuffle, the data hash and
+  the targets are those of a run without the schedule, and the number of tokens per micro-batch is
+  constant.
+- Evaluation uses the full length.
+- Compiled blocks are recompiled for every size. The number of compilations is smallest if each
+  batch is a multiple of ranks times `train.micro_batch` sequences.
+- Sizes given as fractions of the run depend on `train.steps`. A job that resumes with more steps
+  would have had different sizes; dtt refuses to resume it unless the sizes of past steps stay the
+  same. Give them in steps or tokens if you plan to extend the run.
 """
 
 from __future__ import annotations

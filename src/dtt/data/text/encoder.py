@@ -1,4 +1,16 @@
-"""Encoding of documents by the fastest engine whose ids equal those of HF `tokenizers`."""
+"""Encoding of documents by the fastest engine whose ids equal those of HF `tokenizers`.
+
+Documents are UTF-8 bytes from the file to the engine. gigatoken encodes a batch of concatenated
+documents, each followed by the string of the end-of-document token. The end-of-document tokens in
+the output separate the documents. If the output contains any other special token, or if the batch
+contains a document on which the engines may differ, dtt halves the batch until it has isolated
+the document. These documents go to `tokenizers` one by one:
+
+- documents that contain the string of a special token;
+- documents with characters that Python's Unicode database does not know;
+- documents that the tokenizer's normalizer (NFC) would change;
+- very long documents, where gigatoken holds the GIL while it encodes.
+"""
 
 from __future__ import annotations
 

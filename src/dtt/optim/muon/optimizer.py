@@ -2,6 +2,25 @@
 
 Jordan et al. 2024, kellerjordan.github.io/posts/muon; with NorMuon, cautious weight decay and
 momentum warm-up.
+
+With several ranks, Muon works as follows:
+
+- One rank orthogonalises each matrix (`optim/muon/shard_assignment.py`). The assignment is
+  greedy: the most expensive matrix first, always to the rank with the least work.
+- Momentum is sharded like the weights, and each rank updates its shard. The parts of a matrix go
+  to the assigned rank in the compute dtype, and each part is sent from only one replica. The
+  update goes back to all ranks that hold a part, and each applies its own part
+  (`optim/muon/redistribution.py`). Under DDP every rank holds full matrices, so only updates are
+  sent.
+- NorMuon needs complete rows and the norm of the complete update. The assigned rank therefore
+  also receives the second moments of the rows, and sends back new ones and a factor per row.
+- With `optim.scale: hyperball`, ranks add up products of weights and updates over complete
+  matrices (`optim/muon/matrix_sums.py`): one all-reduce of three numbers per matrix and bucket.
+- Communication is bucketed: while one bucket is orthogonalised, the parts of the next and the
+  updates of the previous one are in flight (`optim/muon/all_to_all.py`).
+
+All ranks derive the same plan from the layout, once. So the result equals that of one process on
+every mesh, with uneven and empty shards too.
 """
 
 from __future__ import annotations

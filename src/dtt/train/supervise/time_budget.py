@@ -1,4 +1,14 @@
-"""Time budget of a run: when to start the decay so that the run ends before its time limit."""
+"""Time budget of a run: when to start the decay so that the run ends before its time limit.
+
+With `train.budget`, rank 0 predicts before each step at which step the run can end. The
+prediction uses the seconds per token, averaged over a window that shrinks towards the end, the
+evaluations, samples and saves to come, and the last duration of each. When the remaining steps
+equal the length of the decay, of at least 5 steps, the decay starts and dtt saves a checkpoint.
+From then on the number of steps is fixed, so a run that becomes slower in its decay, or is
+interrupted for long, ends later. Checkpoints store the decay and the measured speed.
+`attempts/<n>/clock.json` stores how long each attempt ran; an attempt that is killed loses at
+most half a second.
+"""
 
 from __future__ import annotations
 
