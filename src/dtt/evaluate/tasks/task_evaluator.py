@@ -1,15 +1,16 @@
 """Benchmark tasks in the training loop.
 
 Every `eval.every` steps and at the end, all ranks answer the questions of `eval.tasks` with the
-current weights, and metrics.jsonl gets one `task` record per task. Scoring draws no random numbers, so the weights and all other records are the same bits as
-without tasks. As a validation that a stop request interrupts, an evaluation of tasks is repeated
-when the job resumes: `position.json` has the step of the last one that finished. The loop writes
-no result files, since these belong to a checkpoint, and most steps that are evaluated have none.
-It does not evaluate averaged weights, for which training would wait twice as long. `dtt eval`
-does both. Rank 0 opens the tasks before the job directory is touched, so an unknown task or a
-missing file is an error at the start. For compute nodes without a network, `dtt download` fetches
-the questions beforehand. A run with a time budget also evaluates the tasks before the first step,
-to measure how long that takes.
+current weights, and metrics.jsonl gets one `task` record per task. Scoring draws no random
+numbers, so the weights and all other records are the same bits as without tasks. As a validation
+that a stop request interrupts, an evaluation of tasks is repeated when the job resumes:
+`position.json` has the step of the last one that finished. The loop writes no result files, since
+these belong to a checkpoint, and most steps that are evaluated have none. It does not evaluate
+averaged weights, for which training would wait twice as long. `dtt eval` does both. Rank 0 opens
+the tasks before the job directory is touched, so an unknown task or a missing file is an error at
+the start. For compute nodes without a network, `dtt download` fetches the questions beforehand. A
+run with a time budget also evaluates the tasks before the first step, to measure how long that
+takes.
 """
 
 from __future__ import annotations
