@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -42,6 +43,12 @@ def setup_logging(ranks: Ranks) -> None:
     log.propagate = False
     quiet = not ranks.first or os.environ.get("DTT_QUIET") == "1"
     log.setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+@cache
+def log_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line at its first time: a command resolves its configuration several times."""
+    log.log(level, "%s", line)
 
 
 class _Handler(logging.StreamHandler[TextIO]):

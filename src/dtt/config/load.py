@@ -11,13 +11,13 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from dtt.base.errors import ConfigError, InputError
-from dtt.base.log import log
+from dtt.base.log import log_once
 from dtt.base.secrets import holds_secret, named_secret
 from dtt.config import explain, source, stages
 from dtt.config.init import HF, MAY_DIFFER
@@ -168,7 +168,7 @@ class _Resolver:
         merged, dropped = merge(layers, explain.key_types(cls).variants)
         resolved = replace(check(_with_shipped_dataset(merged), cls), dropped=dropped)
         for line in explain.dropped_lines(resolved):
-            _log_once(line)
+            log_once(line)
         return resolved
 
     def stages(self, common: Sequence[Layer], entries: Sequence[Entry]) -> dict[str, Resolved]:
@@ -201,12 +201,6 @@ class _Resolver:
             resolved[entry.name] = stage
             first = first or stage
         return resolved
-
-
-@cache
-def _log_once(line: str) -> None:
-    """Log a line at its first time: a command resolves its configuration several times."""
-    log.info("%s", line)
 
 
 def _tokenizer_of(first: Resolved, stage: Resolved) -> Layer | None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
+from logging import WARNING
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Annotated, Any, Literal, Optional, TypeVar, Union, get_args, get_origin
@@ -26,7 +27,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 from pydantic.errors import PydanticUserError
 
 from dtt.base.errors import ConfigError, DttError
-from dtt.base.log import log
+from dtt.base.log import log_once
 from dtt.base.reading import read_small
 from dtt.config.action import Action
 from dtt.config.base import Section
@@ -271,7 +272,7 @@ def _find(name: str, origin: str, job: Path | None, where: str) -> OwnFile:
     if copy is not None and copy.is_file():
         kept = OwnFile(copy.absolute(), read_small(copy))
         if found and found[0].sha256 != kept.sha256:
-            _log_once(f"{found[0].path} has changed; the job continues with {copy}")
+            log_once(f"{found[0].path} has changed; the job continues with {copy}", WARNING)
         return kept
     if not found:
         raise OwnCodeError(
@@ -281,12 +282,6 @@ def _find(name: str, origin: str, job: Path | None, where: str) -> OwnFile:
             next="give its path from the folder of the configuration",
         )
     return found[0]
-
-
-@cache
-def _log_once(line: str) -> None:
-    """Log a line at its first time: a command resolves its configuration several times."""
-    log.warning("%s", line)
 
 
 TRUST = "DTT_TRUST"
