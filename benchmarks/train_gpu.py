@@ -80,6 +80,21 @@ CASES = {
         ["train.precision=bf16", "init.from=hf:base", "adapter.type=lora", "adapter.rank=64"],
         32,
     ),
+    "8b-lora": Case(
+        LLAMA_8B | {"batch": 1},
+        ["train.precision=bf16", "init.from=hf:base-8b", "adapter.type=lora", "adapter.rank=16",
+         "train.remat=full"],
+        128,
+    ),
+    # A third of the layers: fp32 masters and optimizer state of all take more than an H100 has.
+    **{
+        f"8b-third-{precision}": Case(
+            LLAMA_8B | {"n_layers": 12, "batch": 1},
+            [f"train.precision={precision}", "model.tie_embeddings=false"],
+            128,
+        )
+        for precision in ("bf16", "fp8")
+    },
     "1b-documents": Case(
         LLAMA_1B,
         ["train.precision=bf16", "model.tie_embeddings=true", "data.mask_documents=true"],
@@ -126,16 +141,16 @@ def train(
     sizes = [
         f"model.{key}={size}" for key, size in shape.items() if key not in ("seq_len", "batch")
     ]
-    if "init.from=hf:base" in case.keys:
+    for base_folder in (folder / key.partition(":")[2] for key in case.keys if "=hf:" in key):
         sizes = []  # those of the base
-        if not (folder / "base").exists():
+        if not base_folder.exists():
             # A CPU takes long to draw a billion random weights: 12 s (benchmarks/log.md).
             with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
                 base = hf_model(shape)
-            base.to(torch.bfloat16).save_pretrained(folder / "base")
+            base.to(torch.bfloat16).save_pretrained(base_folder)
             del base
             torch.cuda.empty_cache()
-            shutil.copy(tokens / "tokenizer.json", folder / "base")
+            shutil.copy(tokens / "tokenizer.json", base_folder)
     keys = [
         f"name={name}", f"data.tokens={tokens}", f"optim.type={optimizer}", "train.steps=1000",
         f"train.seq_len={shape['seq_len']}", f"train.micro_batch={shape['batch']}",

@@ -22,15 +22,8 @@ from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import collective_costs
 from dtt.estimate.duration import run_of, step_of
 from dtt.estimate.gpus import GIB, Gpu
-from dtt.estimate.memory import (
-    FP32,
-    checkpoint_bytes,
-    fits,
-    kept_by_block,
-    memory,
-    moments,
-    optimizer_state,
-)
+from dtt.estimate.memory import FP32, fits, kept_by_block, memory, moments
+from dtt.estimate.saved import checkpoint_bytes, optimizer_state
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import make_mesh
 from dtt.model import count

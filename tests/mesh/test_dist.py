@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.running import Dtt
 
 from dtt.base.errors import EnvironmentUnfit
 from dtt.base.ranks import Ranks
-from dtt.mesh.dist import World, start
+from dtt.mesh.dist import SHARED_GPU, World, _share_gpu, choose_device, start
 
 
 def talk(world: World) -> dict[str, Any]:
@@ -114,3 +115,19 @@ def test_only_a_run_that_ends_well_waits_for_the_process_group(
     assert (run.returncode != 0) == bool(env)
     destroyed = sorted(path.name for path in dtt.folder.glob("destroyed-*"))
     assert destroyed == ([] if env else ["destroyed-0", "destroyed-1"])
+
+
+def test_ranks_of_one_machine_share_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes each for another machine, and none can take the memory of the others."""
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    monkeypatch.setattr("os.environ", {"NCCL_HOSTID": "of-the-node"})
+    ranks = Ranks(3, 8, 3, 8, "torchrun")
+    assert choose_device(ranks, SHARED_GPU) == torch.device("cuda", 0)
+    _share_gpu(ranks)
+    assert os.environ["NCCL_HOSTID"] == "rank-3"
+    assert os.environ["NCCL_P2P_DISABLE"] == os.environ["NCCL_SHM_DISABLE"] == "1"
+    assert fractions == [0.9 / 8]
+    with pytest.raises(EnvironmentUnfit, match="is for processes of one machine"):
+        _share_gpu(Ranks(3, 16, 3, 8, "torchrun"))

@@ -24,7 +24,10 @@ def doctor(
     processes: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Device to check: auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(help="Device to check: auto, cpu, cuda or cuda:0 (all processes on one GPU)."),
+    ] = "auto",
     json: Json = False,
 ) -> None:
     """Check that this machine, or every node of a job, is fit for training.

@@ -33,7 +33,10 @@ def verify(
     minutes: Annotated[float, typer.Option(min=0.0, help="Duration of --fuzz.")] = 1.0,
     device: Annotated[
         str,
-        typer.Option(help="cpu: in fp64; cuda: in the precision of the run, on this node's GPUs."),
+        typer.Option(
+            help="cpu: in fp64; cuda: in the precision of the run, on this node's GPUs; "
+            "cuda:0: with all processes on one."
+        ),
     ] = "cpu",
     json: Json = False,
 ) -> None:

@@ -86,8 +86,9 @@ class TrainConfig(Section):
     t), so that the initial weights fade quickly. Costs 4 bytes per parameter; null: no average.
     `{decay: 0.999, start: 60%, blend: 0.6}` starts after 60% of the run (or steps or tokens), from
     where t counts, and evaluates and exports 0.6 * average + 0.4 * weights."""
-    device: Literal["auto", "cpu", "cuda"] = resumable("auto")
-    """Device of the run; `auto`: a GPU if there is one."""
+    device: Literal["auto", "cpu", "cuda", "cuda:0"] = resumable("auto")
+    """Device of the run; `auto`: a GPU if there is one. With `cuda:0`, all processes of a machine
+    share its first GPU: slow, to check a layout and NCCL without more GPUs."""
     precision: Literal["auto", "fp64", "fp32", "bf16", "bf16-pure", "fp8"] = resumable("auto")
     """Precision of the forward and backward pass. With `bf16`, weights and optimizer state stay
     fp32; with `bf16-pure`, they and the gradients are bf16 too, which halves their memory and loses

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 """Timeout of the process group. It is long because containers may start minutes apart."""
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "cuda:0")
 GIB = 2**30
 
 

@@ -340,12 +340,12 @@ class Case:
     @property
     def in_root(self) -> list[Weight]:
         """The weights in FSDP2's root group: those outside of blocks without an untied head."""
-        return [weight for weight in self.outside if weight.name != UNTIED_HEAD]
+        return [weight for weight in self.outside if weight.name != "head.weight"]
 
     @property
     def head(self) -> Weight:
         """The head, or the embedding if it is tied to it."""
-        name = "embed.weight" if self.arch.tie_embeddings else UNTIED_HEAD
+        name = "embed.weight" if self.arch.tie_embeddings else "head.weight"
         return next(weight for weight in self.all_weights if weight.name == name)
 
     @property
@@ -391,9 +391,6 @@ def numbers(weights: Iterable[Weight]) -> int:
 
 
 EMBEDDINGS = ("embed.", "pos_embed.")
-UNTIED_HEAD = "head.weight"
-
-
 EXPERTS = ".mlp.experts."
 """What names of stacks of experts contain."""
 QK_NORMS = (".attn.q_norm.weight", ".attn.k_norm.weight")

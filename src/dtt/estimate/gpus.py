@@ -101,7 +101,7 @@ def for_run(cfg: RunConfig, name: str | None) -> Gpu | None:
         return find(chosen, processes)
     if torch.cuda.is_available():
         return _this_gpu()
-    for_gpus = int(number) > 0 or cfg.train.device == "cuda"
+    for_gpus = int(number) > 0 or cfg.train.device.startswith("cuda")
     return None if for_gpus else find("cpu", processes)
 
 

@@ -17,7 +17,8 @@ from dtt.estimate.duration import SOURCE, achieved
 from dtt.estimate.estimates import Estimate, estimate_of, make_estimate
 from dtt.estimate.measurement import Measurement
 from dtt.estimate.measurement import probe as measure
-from dtt.estimate.memory import GIB, SPARE, checkpoint_bytes, checkpoints_at_once, memory
+from dtt.estimate.memory import GIB, SPARE, memory
+from dtt.estimate.saved import checkpoint_bytes, checkpoints_at_once
 from dtt.estimate.vocabulary import vocabulary_and_steps
 from dtt.jobs.clock import in_words
 from dtt.mesh import dist

@@ -228,16 +228,16 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
     of_pipeline = command == "pipeline"
     key = "pipeline.train_processes" if of_pipeline else "launch.processes_per_node"
     each = _processes_per_node(command, cfg)
-    if gpus and each > gpus:
+    if gpus and each > gpus and device != "cuda:0":
         yield ConfigError(
             f"{each} processes per node, but {gpus} GPUs",
             why="each process needs its own GPU",
             next=f"set {key}=0, launch.gpus_per_node={each} or train.device=cpu",
         )
     requested = any(d.startswith(("--exclusive", "--gres=")) for d in launch.directives)
-    if device == "cuda" and not gpus and not requested:
+    if device.startswith("cuda") and not gpus and not requested:
         yield ConfigError(
-            "train.device=cuda, but the job requests no GPU from Slurm",
+            f"train.device={device}, but the job requests no GPU from Slurm",
             next="set launch.gpus_per_node=1 or more, or for exclusive nodes "
             'launch.directives=["--exclusive"]',
         )

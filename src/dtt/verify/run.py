@@ -123,27 +123,31 @@ def missing_configuration() -> ConfigError:
 
 
 def gpus(device: str) -> int:
-    """Return the number of GPUs of this node; raise DttError if there are none."""
+    """Return the most ranks of a layout: one for each GPU; raise DttError if there are none."""
     import torch
 
-    if device != "cuda":
-        raise ConfigError(f"--device {device}: no such device", next="--device cpu or cuda")
+    if device not in ("cuda", "cuda:0"):
+        raise ConfigError(f"--device {device}: no such device", next="--device cpu, cuda or cuda:0")
     if not torch.cuda.is_available():
-        raise EnvironmentUnfit("--device cuda: this machine has no GPU that torch can use")
-    return torch.cuda.device_count()
+        raise EnvironmentUnfit(f"--device {device}: this machine has no GPU that torch can use")
+    return torch.cuda.device_count() if device == "cuda" else layouts.MOST_RANKS
 
 
 def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) -> None:
     """Verify configurations, such as the stages of a run, and print a table for each.
 
-    `device` is cpu, for fp64, or cuda, for the precision of the run on the GPUs of this node.
+    `device` is cpu, for fp64, or cuda, for the precision of the run on the GPUs of this node; with
+    cuda:0, all ranks share the first one.
     Raises `Wrong` for the first that differs.
     """
     most = layouts.MOST_RANKS if device == "cpu" else gpus(device)
     results: list[Verification] = []
     make = partial(layout_runs, {}, exact=device == "cpu")
     with kept_if_wrong() as folder:
-        for name, cfg in cfgs:
+        for name, given in cfgs:
+            # In fp64 the small configuration has its own device.
+            train = given.train.model_copy(update={} if device == "cpu" else {"device": device})
+            cfg = given.model_copy(update={"train": train})
             result = verify(name, cfg, folder / name.replace("/", "-"), make, most=most)
             results.append(result)
             if not as_json:

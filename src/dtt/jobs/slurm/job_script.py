@@ -249,7 +249,7 @@ def _options(script: Script) -> Iterator[str]:
     if script.stages:
         yield f"--stages {' '.join(map(_quoted, script.stages))}"
     if launch.preflight and command == "train":
-        on_gpus = launch.gpus > 0 if script.device == "auto" else script.device == "cuda"
+        on_gpus = launch.gpus > 0 if script.device == "auto" else script.device.startswith("cuda")
         yield f"--preflight={'gpu' if on_gpus else 'cpu'}"
     if launch.lead_seconds is not None or not trains:
         yield "--fixed-lead"

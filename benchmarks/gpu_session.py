@@ -1,13 +1,14 @@
-"""Check and profile dtt on a new GPU machine, within half an hour.
+"""Check and profile dtt on a GPU machine, in 25 minutes.
 
-    python benchmarks/first_gpu_session.py [BLOCK …] [--out gpu-session] [--minutes 8] [--tiny]
+    python benchmarks/gpu_session.py [BLOCK …] [--out gpu-session] [--total 25] [--tiny]
 
-Runs the blocks one after another (all of them by default), each in a separate process that ends
-after `--minutes` at the latest. A block continues after a failure of one of its parts, and the
-session after a failure of a block. `OUT/BLOCK.log` holds its output, `OUT/BLOCK.jsonl` one line per
-part, written as it ends, so that little is lost with the machine, and `OUT/summary.json` all
-results. The exit code is 1 if anything failed. Without a GPU, or with `--tiny`, the same code runs
-on small shapes on the CPU: run it this way before the machine is available.
+Runs the blocks one after another, by default all of them in the order of their value until the time
+is over, each in a separate process with a time limit of its own. A block continues after a failure
+of one of its parts, and the session after a failure of a block. `OUT/BLOCK.log` holds its output,
+`OUT/BLOCK.jsonl` one line per part, written as it ends, so that little is lost with the machine,
+and `OUT/summary.json` all results. The exit code is 1 if anything failed. Without a GPU, or with
+`--tiny`, the same code runs on small shapes on the CPU: run it this way before the machine is
+available.
 
 On a GPU machine without network, bring the missing packages as wheels. If it has Python 3.12 with
 torch, transformers, typer, pyarrow and jinja2, download
@@ -23,8 +24,7 @@ with pydantic-core in the version that pydantic requires (`pip download pydantic
     pip install --no-index --no-deps --find-links wheels wheels/*.whl
     export PYTHONPATH=$PWD/src:$PWD/benchmarks
 
-pyarrow may be needed as well (50 MB); wandb is not. The tests that need a GPU:
-`python -m pytest tests/gpu --maxfail 20`.
+pyarrow may be needed as well (50 MB); wandb is not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -462,40 +462,88 @@ def memory(session: Session) -> None:
         figures["saves"] = [record for record in records if record["kind"] == "save"]
 
 
-BLOCKS: dict[str, tuple[Callable[[Session], None], ...]] = {
-    "versions": (versions,),
-    "attention": (attention,),
-    "small": (small,),
-    "flex": (flex,),
-    "warps": (warps,),
-    "124m-adamw": (partial(training, name="124m", optimizer="adamw", steps=30),),
-    "loss": (loss,),
-    "124m-muon": (partial(training, name="124m", optimizer="muon", steps=30),),
-    # A quarter of the tokens of a real step: the cost of remat is in the passes.
-    **{
-        f"8b-{remat}": (
-            partial(training, name=f"8b-{remat}", optimizer="adamw", steps=6, accumulation=16),
-        )
-        for remat in ("none", "selective", "full")
-    },
-    "1b": tuple(
-        partial(training, name="1b", optimizer=optimizer, steps=8)
-        for optimizer in ("adamw", "muon")
-    ),
-    "mixture-1.7b": (
-        partial(training, name="mixture-1.7b", optimizer="adamw", steps=8, accumulation=8),
-    ),
-    "olmoe-1b-7b": (
-        partial(training, name="olmoe-1b-7b", optimizer="adamw", steps=6, accumulation=8),
-    ),
-    "1b-fp8": (partial(training, name="1b-fp8", optimizer="adamw", steps=8, accumulation=8),),
-    "1b-lora": (partial(training, name="1b-lora", optimizer="adamw", steps=8, accumulation=8),),
-    "generation": (generation,),
-    "memory": (memory,),
+def run_tests(session: Session, folder: str) -> None:
+    """Run tests of `tests/gpu`; without a GPU, those that show that they work."""
+    with session.part("pytest") as figures:
+        command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--maxfail", "20", "--all", folder]
+        if folder == "tests/gpu":  # without those that have a block of their own
+            command += ["--ignore", "tests/gpu/nccl"]
+        # Not captured: what has passed is in the log even if the block is ended.
+        run = subprocess.run(command, cwd=HERE.parent, check=False)
+        figures["exit code"] = run.returncode
+        if run.returncode:
+            raise RuntimeError(f"pytest ends with {run.returncode}: see the log")
+
+
+def start(session: Session) -> None:
+    """Time the initial weights of Llama 8B, which are drawn on the CPU."""
+    from train_gpu import LLAMA_8B
+
+    from dtt.config.model import ModelConfig
+    from dtt.model import families
+    from dtt.model.decoder import Decoder
+    from dtt.model.init import initialize
+
+    tiny = {"dim": 64, "n_layers": 2, "ffn_dim": 128} if session.tiny else {}
+    shape: dict[str, Any] = {**LLAMA_8B, **tiny}
+    names = "family", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"
+    config = ModelConfig.model_validate({name: shape[name] for name in names})
+    arch = families.get("llama").architecture(config, shape["vocab_size"], shape["seq_len"])
+    with session.part("initial weights of 8B") as figures:
+        with session.device:
+            model = Decoder(arch)
+        figures["cores"] = os.cpu_count()
+        begun = time.perf_counter()
+        initialize(model, seed=0)
+        _finish(session.device)
+        figures["draw and copy, s"] = time.perf_counter() - begun
+
+
+class Block(NamedTuple):
+    """What a process of the session does, and the minutes that it may take."""
+
+    minutes: float
+    works: tuple[Callable[[Session], None], ...]
+
+
+def _run(name: str, steps: int = 6, accumulation: int = 8, optimizer: str = "adamw") -> Block:
+    work = partial(training, name=name, optimizer=optimizer, steps=steps, accumulation=accumulation)
+    return Block(2.5, (work,))
+
+
+# By value: what was never run comes before what is only slower than it could be.
+BLOCKS: dict[str, Block] = {
+    "versions": Block(1, (versions,)),
+    "nccl": Block(8, (partial(run_tests, folder="tests/gpu/nccl"),)),
+    "gpu-tests": Block(3, (partial(run_tests, folder="tests/gpu"),)),
+    "generation": Block(2, (generation,)),
+    "1b-lora": _run("1b-lora"),
+    "8b-lora": _run("8b-lora"),
+    "8b-third-bf16": _run("8b-third-bf16"),
+    "8b-third-fp8": _run("8b-third-fp8"),
+    # A fraction of the tokens of a real step, so that a step can be profiled.
+    "8b-none": _run("8b-none"),
+    "mixture-1.7b": _run("mixture-1.7b"),
+    "memory": Block(2, (memory,)),
+    "start": Block(1.5, (start,)),
+    # Measured once already.
+    "olmoe-1b-7b": _run("olmoe-1b-7b"),
+    "small": Block(4, (small,)),
+    "attention": Block(2, (attention,)),
+    "flex": Block(3, (flex,)),
+    "124m-adamw": _run("124m", steps=30),
+    "124m-muon": _run("124m", steps=30, optimizer="muon"),
+    "1b-adamw": _run("1b", steps=8),
+    "1b-muon": _run("1b", steps=8, optimizer="muon"),
+    "1b-fp8": _run("1b-fp8"),
+    "8b-selective": _run("8b-selective", accumulation=16),
+    "8b-full": _run("8b-full", accumulation=16),
+    "loss": Block(3, (loss,)),
+    "warps": Block(4, (warps,)),
 }
 
 
-def supervise(block: str, options: argparse.Namespace) -> dict[str, Any]:
+def supervise(block: str, options: argparse.Namespace, minutes: float) -> dict[str, Any]:
     """Run a block in a separate process and return its entry of the summary."""
     (options.out / f"{block}.jsonl").unlink(missing_ok=True)
     command = [sys.executable, __file__, block, "--alone", "--out", str(options.out)]
@@ -508,10 +556,10 @@ def supervise(block: str, options: argparse.Namespace) -> dict[str, Any]:
             start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(timeout=60 * options.minutes)
+            code = process.wait(timeout=60 * minutes)
             status = {0: "ok", 1: "failed"}.get(code, f"exit code {code}")
         except subprocess.TimeoutExpired:
-            status = f"ended after {options.minutes:g} minutes"
+            status = f"ended after {minutes:g} minutes"
             os.killpg(process.pid, 9)  # its own session: also kills its children
             process.wait()
     seconds = round(time.perf_counter() - start, 1)
@@ -524,7 +572,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("blocks", nargs="*", default=[], choices=[*BLOCKS, []])
     parser.add_argument("--out", type=Path, default=Path("gpu-session"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="for each block")
+    parser.add_argument("--minutes", type=float, help="for each block, instead of its own limit")
+    parser.add_argument("--total", type=float, default=25.0, help="minutes of the session")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on the CPU")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -533,15 +582,21 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.alone:
         session = Session(options.out, options.tiny, options.blocks[0])
-        for work in BLOCKS[session.block]:
+        for work in BLOCKS[session.block].works:
             work(session)
         sys.exit(bool(session.failed))
     summary: dict[str, Any] = {}
+    end = time.perf_counter() + 60 * options.total
     for block in options.blocks or BLOCKS:
-        summary[block] = supervise(block, options)
+        left = (end - time.perf_counter()) / 60
+        if left <= 0:
+            print(f"{block:13} left out: the {options.total:g} minutes are over", flush=True)
+            continue
+        minutes = min(left, options.minutes or BLOCKS[block].minutes)
+        summary[block] = supervise(block, options, minutes)
         (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         failed = [part["part"] for part in summary[block]["parts"] if "error" in part]
-        print(f"{block:12} {summary[block]['seconds']:7.1f} s  {summary[block]['status']}"
+        print(f"{block:13} {summary[block]['seconds']:7.1f} s  {summary[block]['status']}"
               f"{': ' + ', '.join(failed) if failed else ''}", flush=True)  # fmt: skip
     sys.exit(any(block["status"] != "ok" for block in summary.values()))
 

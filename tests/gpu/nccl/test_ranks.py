@@ -1,0 +1,118 @@
+"""Ranks of NCCL on one GPU compute what one process does, and end and resume as Gloo's do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.gpu_runs import SIZES, train, values
+from support.running import Dtt, wait_until
+
+from dtt.base.local import torchrun_argv
+from dtt.config.parallel import Sizes
+
+LLAMA = ("model.family=llama", "model.tie_embeddings=false")
+EXPERTS = ("model.family=qwen3_moe", "model.n_experts=4", "model.experts_per_token=2")
+DOCUMENTS = "data.mask_documents=true"
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "ddp": ("replicate=2",),
+    "fsdp2": ("shard=2",),
+    "tensor": ("tensor=2",),
+    "context": ("context=2", DOCUMENTS),
+    "pipeline": ("pipeline=2", *LLAMA),
+    "expert": ("shard=2", "expert=2", *EXPERTS),
+    "hsdp": ("replicate=2", "shard=2"),
+    "fsdp2 and tensor": ("shard=2", "tensor=2", "optim.type=muon"),
+    "fsdp2 and context": ("shard=2", "context=2", DOCUMENTS),
+    "tensor and context": ("tensor=2", "context=2", DOCUMENTS),
+    "fsdp2 and pipeline": (
+        "shard=2", "pipeline=2", "stages_per_rank=2", "model.n_layers=4", *LLAMA,
+    ),
+    "tensor and expert": ("shard=2", "tensor=2", "expert=2", *EXPERTS),
+    "fsdp2, tensor, pipeline": ("shard=2", "tensor=2", "pipeline=2", *LLAMA),
+    "fsdp2, context, tensor": ("shard=2", "context=2", "tensor=2", DOCUMENTS),
+}  # fmt: skip
+"""Keys by layout, the smallest first; those without a section are of `parallel`. `dtt verify` also
+compares each layout without one of its dimensions, and resumes in it, from it and to it."""
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_collectives_have_the_right_values(dtt: Dtt, device: str, ranks: int) -> None:
+    if device == "cpu" and ranks > 2:
+        pytest.skip("needs a GPU: two ranks show that the test works")
+    done = dtt.wait(
+        dtt.start_python(*torchrun_argv(ranks, ["doctor", "--device", device, "--json"])[1:])
+    )
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(found["exchanges"]) >= 45, done.stderr
+    assert not [problem for problem in found["problems"] if "wrong" in problem]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_computes_what_one_process_does(dtt: Dtt, device: str, layout: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs a GPU: tests/verify compares layouts on a CPU")
+    keys = [key if "." in key else f"parallel.{key}" for key in LAYOUTS[layout]]
+    keys = ["parallel.replicate=1", "train.precision=fp32", *keys]
+    done = dtt.wait(dtt.start("verify", "--device", device, "--json", *keys))
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)
+    dims = [key for key in LAYOUTS[layout] if key.split("=")[0] in Sizes._fields]
+    assert found["layouts"][-1]["ranks"] == 2 ** len(dims)
+
+
+def started(dtt: Dtt, tokens: Path, device: str, *keys: str) -> subprocess.Popen[str]:
+    """Start a long run of two ranks that share the weights; return once it has a checkpoint."""
+    settings = [
+        f"data.tokens={tokens}", f"train.device={device}", "parallel.replicate=1",
+        "parallel.shard=2", *SIZES, "name=run", "checkpoint.every=5", *keys,
+    ]  # fmt: skip
+    process = dtt.start_python(*torchrun_argv(2, ["train", *settings, "train.steps=100000"])[1:])
+    wait_until(lambda: [*(dtt.folder / "jobs/run/checkpoints").glob("step-*")], process)
+    return process
+
+
+def ended(dtt: Dtt, process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Send a signal to rank 1, and return what the processes said until all of them had ended."""
+    place = json.loads((dtt.folder / "jobs/run/attempts/1/ranks/00001.json").read_bytes())
+    os.kill(place["pid"], number)
+    record = dtt.folder / "jobs/run/attempts/1/attempt.json"
+    if number is signal.SIGSTOP:  # torchrun waits for it
+        wait_until(lambda: record.exists() and "reason" in json.loads(record.read_bytes()))
+        os.kill(place["pid"], signal.SIGKILL)
+    return dtt.wait(process).stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_after_a_lost_rank_the_run_ends_and_resumes_alone(
+    dtt: Dtt, tokens: Path, device: str, number: signal.Signals
+) -> None:
+    if device == "cpu" and number is signal.SIGSTOP:
+        pytest.skip("needs a GPU: tests/train/supervise stops a rank on a CPU")
+    process = started(dtt, tokens, device, "train.hang_seconds=10")
+    said = ended(dtt, process, number)
+    assert "rank 1" in said, said
+    assert "this is a bug" not in said
+    steps = len(values(dtt, "run", "train"))
+    log = train(
+        dtt, 1, "jobs/run", "parallel.shard=1", f"train.steps={steps + 2}",
+        "--allow-change", "train.steps",
+    )  # fmt: skip
+    assert "resumed from" in log
+
+
+def test_memory_that_runs_out_on_all_ranks_is_named(dtt: Dtt, tokens: Path, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs a GPU: the memory of a CPU is the machine's")
+    keys = [
+        f"data.tokens={tokens}", f"train.device={device}", *SIZES, "name=huge", "train.steps=2",
+        "parallel.replicate=1", "parallel.shard=2", "model.dim=16384", "model.n_layers=64",
+    ]  # fmt: skip
+    done = dtt.wait(dtt.start_python(*torchrun_argv(2, ["train", *keys])[1:]))
+    assert done.returncode != 0
+    assert "memory" in done.stderr, done.stderr
+    assert "this is a bug" not in done.stderr
