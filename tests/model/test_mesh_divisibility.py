@@ -3,12 +3,17 @@ from __future__ import annotations
 import pytest
 
 from dtt.base.errors import ConfigError
+from dtt.config.load import resolve
 from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.config.train import TrainConfig
+from dtt.estimate import case
+from dtt.launch import checks
 from dtt.model import families
 from dtt.model.architecture import Architecture
-from dtt.model.mesh_divisibility import check_mesh
+from dtt.model.mesh_divisibility import check_layout, check_mesh
+from dtt.model.scaling import scaled
+from dtt.train import run_plan
 
 
 def arch(**changes: object) -> Architecture:
@@ -67,3 +72,26 @@ def test_learned_positions_must_divide() -> None:
     model = {"family": "gpt2", "n_kv_heads": None, "max_seq_len": 65}
     with pytest.raises(ConfigError, match="max_seq_len 65"):
         check_mesh(Sizes(tensor=2), arch(**model), TrainConfig(seq_len=64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes", "why"),
+    [
+        (["train.precision=fp8"], Sizes(tensor=2), "cannot be combined with tensor parallelism"),
+        (
+            ["model.family=qwen3_moe", "parallel.expert=3"],
+            Sizes(shard=2),
+            "shard x context x tensor is 2",
+        ),
+    ],
+)
+def test_every_start_plan_and_submission_refuses_the_same_layouts(
+    arguments: list[str], sizes: Sizes, why: str
+) -> None:
+    cfg = resolve(None, arguments, env={}).config
+    with pytest.raises(ConfigError, match=why):
+        check_layout(cfg, sizes, scaled(cfg, 1000).arch)
+    # The one function that all three call; none of them checks a part of it by itself.
+    for module in (run_plan, case, checks):
+        assert module.check_layout is check_layout
+        assert not {"check_mesh", "check_stages", "check_experts"} & vars(module).keys()
