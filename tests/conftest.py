@@ -58,8 +58,12 @@ for name in ("DTT_DEBUG", "HF_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(name, None)
 
 
-KEPT = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "tqdm_monitor")
-"""Processes and a thread that libraries keep for all tests; they wait, and do nothing else."""
+KEPT = (
+    "multiprocessing.forkserver", "multiprocessing.resource_tracker", "tqdm_monitor",
+    "fsspecIO", "asyncio_",
+)  # fmt: skip
+"""Beginnings of the names of processes and threads that libraries keep for all
+tests; they wait, and do nothing else."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +77,7 @@ def _nothing_left_running() -> Iterator[None]:
     if compiling is not None and compiling.AsyncCompile.pool.cache_info().currsize:
         compiling.AsyncCompile.pool().shutdown()
         compiling.AsyncCompile.pool.cache_clear()
-    started = [t for t in threading.enumerate() if t not in threads and t.name not in KEPT]
+    started = [t for t in threading.enumerate() if t not in threads and not t.name.startswith(KEPT)]
     if started:
         gc.collect()  # an executor that is garbage ends its threads when it is collected
     for thread in started:

@@ -89,6 +89,9 @@ VERDICT = Case(
 """A model that has learned for a few steps may pass or fail a check of muP."""
 SHORT_VERIFICATION = {"verify -c run.yaml": "verify -c run.yaml parallel.replicate=1"}
 CASES = {
+    "dtt download -d s3://bucket/prefix 'download.exclude=[old/]'": Case(
+        instead={"s3://bucket/prefix 'download.exclude=[old/]'": "~/books"}
+    ),
     "dtt verify -c run.yaml": Case(instead=SHORT_VERIFICATION),
     "dtt verify --fuzz 1 --minutes 60": Case(instead={"60": "0"}),
     # In one process: each of several would import all libraries and collect the same tests.

@@ -14,12 +14,14 @@ class CorpusFile(FileRecord):
     mtime_ns: int
     """Modification time when the content was hashed. A file whose size and time have not changed is
     not hashed again."""
+    version: str | None = None
+    """Version of a downloaded object, such as its ETag; None for other files."""
 
 
 class CorpusSource(Record):
     """The origin of documents, with everything needed to fetch the same ones again."""
 
-    kind: Literal["stdlib", "local", "hub", "own"]
+    kind: Literal["stdlib", "local", "hub", "url", "own"]
     id: str
     name: str | None = None
     split: str | None = None

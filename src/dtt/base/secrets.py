@@ -25,7 +25,8 @@ _PATTERN = re.compile(
     r"|\bAKIA[A-Z0-9]{16}\b"  # AWS
     r"|\bsk-[A-Za-z0-9_-]{20,}"  # OpenAI, Anthropic
     r"|\bwandb_v1_[A-Za-z0-9_]{20,}|\bglpat-[A-Za-z0-9_-]{20,}"  # W&B, GitLab
-    r"|(?i:[?&](?:access_)?(?:token|key|password|secret|sig(?:nature)?)=)[^&\s]+"  # signed URL
+    r"|(?i:[?&](?:access_|x-(?:amz|goog)-(?:security-)?)?"  # signed URL
+    r"(?:token|key|password|secret|credential|sig(?:nature)?)=)[^&\s]+"
     r"|(?i:\bbearer )[A-Za-z0-9._~+/-]{12,}"
 )
 

@@ -9,6 +9,7 @@ from dtt.cli.options import Config, Dataset, Overrides, Quiet, Stage, resolve
 @cli.command(
     "dtt download -d python-stdlib",
     "dtt download -d ~/books",
+    "dtt download -d s3://bucket/prefix 'download.exclude=[old/]'",
     "dtt download -d HuggingFaceFW/fineweb-edu download.name=sample-10BT",
     kept="the downloaded files are kept; run the same command to continue",
 )

@@ -37,7 +37,7 @@ Dataset = Annotated[
         "--dataset",
         "-d",
         help="Dataset: name in configs/datasets/, Hugging Face id (org/name), local file or "
-        "folder, or python-stdlib.",
+        "folder, URL (s3://, gs://, abfs://, https://, hf://), or python-stdlib.",
     ),
 ]
 

@@ -21,7 +21,8 @@ class DatasetConfig(Section):
 
     dataset: str | None = None
     """A name in `configs/datasets/`, a Hugging Face dataset id (`org/name`), a local file or
-    folder, or `python-stdlib`."""
+    folder, a URL (`s3://`, `gs://`, `abfs://`, `https://`, `hf://`) or several separated by spaces,
+    or `python-stdlib`."""
     documents: Documents | None = None
     """Documents of your own, in place of `dataset`: `{type: FILE.py:CLASS}`, with its keys."""
     name: str | None = None

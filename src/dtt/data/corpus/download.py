@@ -1,4 +1,5 @@
-"""Download of raw documents into a corpus folder: from the Hub, local files or Python's library.
+"""Download of raw documents into a corpus folder: from the Hub, URLs, local files or Python's
+library.
 
 Files are stored unmodified. Files that the manifest already lists, and that have not changed, are
 neither fetched nor read again.
@@ -15,6 +16,7 @@ from dtt.artifacts.corpus import CorpusFile, CorpusManifest, CorpusRequest, Corp
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import check_space, exclusive, remove, sha256_file, write_atomically
 from dtt.base.log import log, progress
+from dtt.base.object_store import urls_of
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus import own_documents, stdlib, stdlib_chat
 from dtt.data.corpus.encodings import check_encodings
@@ -32,7 +34,8 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
 
     Raises InputError if there is nothing to read, ConfigError if a subset, split or column does not
     exist, if `rows` is set for text files, or if `out` contains a different corpus,
-    EnvironmentUnfit if the Hub cannot be reached, and StorageError if the disk has too little free
+    EnvironmentUnfit if the Hub or a store cannot be reached, DamagedError if an object changes
+    meanwhile, and StorageError if the disk has too little free
     space.
     """
     dataset = cfg.dataset if cfg.documents is None else cfg.documents.type
@@ -40,13 +43,10 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
         raise ConfigError(
             "no dataset is named",
             where="download.dataset",
-            next="dtt download -d DATASET: a FILE, FOLDER, ORG/NAME or python-stdlib",
+            next="dtt download -d DATASET: a FILE, FOLDER, URL, ORG/NAME or python-stdlib",
         )
     with exclusive(out, "dtt download"):
-        # Of killed downloads. No other pattern: `dtt clean` may be writing into this folder.
-        for name in (CorpusManifest.filename, stdlib.NAME, own_documents.PART):
-            for torn in out.glob(f".{name}*.tmp"):
-                torn.unlink(missing_ok=True)
+        _remove_torn(out)
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
         kind = "own" if cfg.documents is not None else _kind(dataset)
         _check_options(cfg, kind)
@@ -67,6 +67,8 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
                 manifest = _from_local(cfg, Path(dataset), out, previous, rows=rows)
             case "own":
                 manifest = _from_own(cfg, out, previous, rows=rows)
+            case "url":
+                manifest = _from_urls(cfg, dataset, out, previous, rows=rows)
             case _:
                 manifest = _from_hub(cfg, dataset, out, previous, rows=rows)
         asked = {name: getattr(cfg, name) for name in CorpusRequest.model_fields}
@@ -83,9 +85,19 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
         return manifest
 
 
-def _kind(dataset: str) -> Literal["stdlib", "local", "hub"]:
+def _remove_torn(out: Path) -> None:
+    """Remove what killed downloads left."""
+    # No other pattern: `dtt clean` may be writing into this folder.
+    for name in (CorpusManifest.filename, stdlib.NAME, own_documents.PART):
+        for torn in out.glob(f".{name}*.tmp"):
+            torn.unlink(missing_ok=True)
+
+
+def _kind(dataset: str) -> Literal["stdlib", "local", "hub", "url"]:
     if dataset in (stdlib.NAME, stdlib_chat.NAME):
         return "stdlib"
+    if urls_of(dataset):
+        return "url"
     path = Path(dataset).expanduser()
     if path.exists():
         return "local"
@@ -93,8 +105,8 @@ def _kind(dataset: str) -> Literal["stdlib", "local", "hub"]:
         return "hub"
     raise InputError(
         f"no dataset {dataset!r}",
-        why="it is not a shipped dataset, a local file or folder, or a Hub id (org/name)",
-        next="dtt download -d FILE, FOLDER, ORG/NAME or python-stdlib",
+        why="it is not a shipped dataset, a local file or folder, a URL, or a Hub id (org/name)",
+        next="dtt download -d FILE, FOLDER, URL, ORG/NAME or python-stdlib",
     )
 
 
@@ -105,6 +117,7 @@ def _check_options(cfg: DownloadConfig, kind: str) -> None:
         "hub": (),
         "own": (),
         "local": of_hub,
+        "url": of_hub,
         "stdlib": (*of_hub, "split", "include", "exclude"),
     }
     for option in foreign[kind]:
@@ -263,6 +276,46 @@ def _from_hub(
     files = tuple(
         _record(out / file.path, file.path, sha256)
         for file, sha256 in zip(remote, hashes, strict=True)
+    )
+    return _manifest(cfg, source, out, files, rows=rows)
+
+
+def _from_urls(
+    cfg: DownloadConfig,
+    dataset: str,
+    out: Path,
+    previous: CorpusManifest | None,
+    *,
+    rows: bool,
+) -> CorpusManifest:
+    """Fetch objects; those of `previous` keep the versions that it records."""
+    from dtt.data.corpus.remote_files import fetch, remote_files
+
+    source = CorpusSource(
+        kind="url",
+        id=dataset,
+        split=cfg.split,
+        max_files=cfg.max_files,
+        include=cfg.include,
+        exclude=cfg.exclude,
+    )
+    if previous and previous.source == source and _unchanged(out, previous):
+        return _manifest(cfg, source, out, previous.files, rows=rows)
+    patterns = FilePatterns(cfg)
+    found = remote_files(urls_of(dataset), dataset, cfg.split, patterns)
+    one_format([Path(file.path) for file in found], dataset, patterns)
+    found = found[: cfg.max_files]
+    log.info("%s: %d files", dataset, len(found))
+    known = {record.path: record for record in previous.files} if previous else {}
+    intact = {path for path, record in known.items() if _is_unchanged(out / path, record)}
+    hashes = fetch(found, known, intact, out, dataset)
+    if patterns.chooses:
+        patterns.refuse_binary([out / file.path for file in found])
+    files = tuple(
+        _record(out / file.path, file.path, sha256).model_copy(
+            update={"version": file.object.version}
+        )
+        for file, sha256 in zip(found, hashes, strict=True)
     )
     return _manifest(cfg, source, out, files, rows=rows)
 

@@ -60,6 +60,28 @@ def local_files(
         chosen_itself = not patterns.excludes(name) and patterns.includes(name)
         found = [dataset] if dataset.is_file() and chosen_itself else []
     patterns.check_all_matched(str(dataset))
+    chosen = files_of_split(found, folder, str(dataset), split, patterns, left_out)
+    files = sorted(_once(chosen, folder, left_out))
+    report_left_out(left_out)
+    if split is None:
+        warn_of_held_out(chosen, folder)
+    for path in files:
+        _check_is_utf8(path)
+    return files
+
+
+def files_of_split(
+    found: list[Path],
+    folder: Path,
+    dataset: str,
+    split: str | None,
+    patterns: FilePatterns,
+    left_out: LeftOut,
+) -> list[Path]:
+    """Return the files of known formats, or all if none is known, that belong to `split`.
+
+    Raises InputError if no file belongs to it.
+    """
     known = [path for path in found if patterns.format_of(path)]
     if known:
         for path in found:
@@ -67,28 +89,23 @@ def local_files(
                 left_out["files of other formats"].append(path.name)
     chosen = [path for path in known if split is None or _has_word(path, folder, split)]
     if known and not chosen:
-        _report(left_out)
+        report_left_out(left_out)
         raise InputError(
             f"no file of {dataset} belongs to split {split!r}",
             why=f"files are chosen by a word in their path; found {known[0].name}, …",
             next="omit download.split to use every file",
         )
-    files = sorted(_once(chosen or found, folder, left_out))
-    _report(left_out)
-    if split is None:
-        # Words in the names of other files, such as sources, say nothing about splits.
-        _warn_of_held_out([path for path in chosen if file_format(path)], folder)
-    for path in files:
-        _check_is_utf8(path)
-    return files
+    return chosen or found
 
 
-def _warn_of_held_out(paths: list[Path], folder: Path) -> None:
+def warn_of_held_out(paths: list[Path], folder: Path) -> None:
     """Log the number of files whose path names a held-out split, beside files of no such split.
 
     From the Hub, only the split `train` is read; a copy of the same data set would otherwise train
     on its test questions unseen.
     """
+    # Words in the names of other files, such as sources, say nothing about splits.
+    paths = [path for path in paths if file_format(path)]
     found = {name: [path for path in paths if _has_word(path, folder, name)] for name in HELD_OUT}
     held_out = {path for many in found.values() for path in many}
     if not held_out or len(held_out) == len(paths):
@@ -103,7 +120,7 @@ def _warn_of_held_out(paths: list[Path], folder: Path) -> None:
     )  # fmt: skip
 
 
-def _report(left_out: LeftOut) -> None:
+def report_left_out(left_out: LeftOut) -> None:
     """Log a line for each reason: the number of files and the first names."""
     for reason, names in left_out.items():
         shown = ", ".join(sorted(names)[:LEFT_OUT_SHOWN])

@@ -1,0 +1,271 @@
+"""Objects behind URLs: S3, Google Cloud Storage, Azure, HTTP and the Hub, through fsspec.
+
+Credentials come from the environment, as each library reads them; none is written anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from dtt.base.errors import DamagedError, EnvironmentUnfit, InputError, StorageError
+from dtt.base.log import log
+from dtt.base.secrets import redacted
+
+EXTRAS = {
+    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure",
+    "az": "azure", "https": None, "http": None, "hf": None,
+}  # fmt: skip
+"""Supported schemes, each with the extra of dtt that installs its library."""
+KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket "
+    "FSSPEC_S3_ANON=true",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS; for a public bucket FSSPEC_GS_TOKEN=anon",
+    "azure": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or _SAS_TOKEN",
+}
+"""Variables of the environment that hold the credentials, by extra."""
+RANGE_BYTES = 8 * 2**20
+"""Size of a request. A reset loses this much at most, and each thread holds one in memory."""
+DELAYS = (1, 2, 4, 8, 16, 30)
+"""Seconds between attempts, after those that the library itself makes within a second or two."""
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+PERMANENT_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+LIBRARIES = {
+    "aiohttp": "ClientError", "botocore.exceptions": "BotoCoreError", "gcsfs.retry": "HttpError",
+    "azure.core.exceptions": "AzureError", "google.auth.exceptions": "GoogleAuthError",
+    "huggingface_hub.errors": "HTTPError",
+}  # fmt: skip
+"""Base classes of the errors that are no OSError, by module. botocore's `ClientError` is not
+among them: s3fs translates it."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object in the state in which it was listed."""
+
+    path: str
+    """Its name for fsspec."""
+    name: str
+    """Its name below the URL that was listed."""
+    bytes: int
+    version: str
+    """ETag, generation or blob id, or else the time of its last change."""
+
+
+class ShortRead(OSError):
+    """A response that ended before the bytes that were requested."""
+
+
+class NoRanges(Exception):
+    """A server that answers a request for a range with the complete file, or not at all."""
+
+
+def urls_of(text: str) -> tuple[str, ...]:
+    """Return the URLs that a text names, separated by white space; none if it is no URL.
+
+    Raises InputError for a scheme that dtt does not read.
+    """
+    urls = tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*://)", text.strip()))
+    schemes = [match[1] for url in urls if (match := re.match(r"([A-Za-z][\w+.-]*)://", url))]
+    if len(schemes) < len(urls):
+        return ()
+    for scheme in schemes:
+        if scheme not in EXTRAS:
+            raise InputError(
+                f"dtt does not read {scheme}:// URLs",
+                why=f"it reads {', '.join(f'{one}://' for one in EXTRAS)}",
+                next="copy the files, and name the folder" if scheme != "file" else "name the path",
+            )
+    return urls
+
+
+class ObjectStore:
+    """The objects below a URL."""
+
+    def __init__(self, url: str) -> None:
+        """Prepare access; nothing is requested yet.
+
+        Raises EnvironmentUnfit if the library for this kind of URL is not installed.
+        """
+        from fsspec.core import url_to_fs
+
+        self.url = url.rstrip("/")
+        scheme = url.partition("://")[0]
+        self._extra = EXTRAS[scheme]
+        self._is_web = scheme in ("http", "https")
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        if self._is_web:
+            # Otherwise a server may send the bytes compressed, and their number is another.
+            options |= {"headers": {"Accept-Encoding": "identity"}}
+            options |= {"client_kwargs": {"trust_env": True}}
+        try:
+            self.fs, self.root = url_to_fs(url if self._is_web else self.url, **options)
+        except ImportError as error:
+            raise EnvironmentUnfit(
+                f"{scheme}:// needs a library that is not installed",
+                why=str(error).splitlines()[0],
+                next=f"pip install 'dtt-lm[{self._extra}]'",
+            ) from None
+        except ValueError as error:  # of adlfs without the name of an account
+            raise self._refused(error) from None
+        self._said = False
+
+    def objects(self) -> list[StoredObject]:
+        """Return the object that the URL names, or all below it, in the order of the store."""
+        info = self._patiently(self.url, lambda: self.fs.info(self.root))
+        if self._is_web or info["type"] == "file":
+            name = unquote(urlsplit(self.root).path) if self._is_web else self.root
+            name = name.rpartition("/")[2]
+            if not name:
+                raise InputError(f"{self.url} is not a file", next="name the files themselves")
+            return [self._stored(self.root, name, info)]
+        found = self._patiently(self.url, lambda: self.fs.find(self.root, detail=True))
+        start = len(self.root) + 1
+        return [
+            self._stored(path, path[start:], info)
+            for path, info in found.items()
+            if path[start:] and not path.endswith("/")  # markers of folders
+        ]
+
+    def _stored(self, path: str, name: str, info: dict[str, Any]) -> StoredObject:
+        if info.get("size") is None:
+            raise InputError(
+                "the server does not say how large a file is", where=self._shown(path),
+                why="without it, a truncated answer cannot be told", next="download it yourself",
+            )  # fmt: skip
+        return StoredObject(path, name, int(info["size"]), version_of(info))
+
+    def _shown(self, path: str) -> str:
+        return redacted(path if self._is_web else f"{self.url.partition('://')[0]}://{path}")
+
+    def read(self, one: StoredObject, start: int) -> bytes:
+        """Return up to RANGE_BYTES of an object from `start`.
+
+        Raises DamagedError if it is not in its listed state, and NoRanges.
+        """
+        stop = min(start + RANGE_BYTES, one.bytes)
+
+        def request() -> bytes:
+            # A HEAD request; s3fs then asks for this ETag only (If-Match).
+            with self.fs.open(one.path, "rb", block_size=RANGE_BYTES, cache_type="none") as stream:
+                # The details of a web server's file lack its ETag.
+                self._check(one, self.fs.info(one.path) if self._is_web else stream.details)
+                try:
+                    stream.seek(start)
+                    data = bytes(stream.read(stop - start))
+                except ValueError:
+                    raise NoRanges from None
+            if len(data) != stop - start:
+                raise ShortRead(f"{len(data)} of {stop - start} bytes arrived")
+            return data
+
+        return self._patiently(self._shown(one.path), request)
+
+    def read_complete(self, one: StoredObject, sink: BinaryIO) -> None:
+        """Write an object to `sink` from its start, for servers that know no ranges."""
+
+        def request() -> None:
+            sink.seek(0)
+            sink.truncate()
+            with self.fs.open(one.path, "rb", block_size=0) as stream:
+                while data := stream.read(RANGE_BYTES):
+                    try:
+                        sink.write(data)
+                    except OSError as error:
+                        raise StorageError("cannot write a download", why=str(error)) from None
+            if sink.tell() != one.bytes:
+                raise ShortRead(f"{sink.tell()} of {one.bytes} bytes arrived")
+
+        self._patiently(self._shown(one.path), request)
+
+    def check_unchanged(self, one: StoredObject) -> None:
+        """Raise DamagedError if an object is no longer in its listed state."""
+        shown = self._shown(one.path)
+        self._check(one, self._patiently(shown, lambda: self.fs.info(one.path)))
+
+    def _check(self, one: StoredObject, info: dict[str, Any]) -> None:
+        now = info.get("size"), version_of(info)
+        if now != (one.bytes, one.version):
+            raise DamagedError(
+                "an object changed while it was downloaded",
+                where=self._shown(one.path),
+                why=f"{one.bytes} bytes, version {one.version or 'unknown'} when it was listed; "
+                f"{now[0]} bytes, version {now[1] or 'unknown'} now",
+                next="run the same command again once nothing writes there",
+            )
+
+    def _patiently(self, shown: str, request: Callable[[], T]) -> T:
+        """Return the answer to a request; repeat it with longer waits while the store is busy."""
+        for delay in (*DELAYS, None):
+            try:
+                return request()
+            except tuple(_errors()) as error:
+                if _is_permanent(error):
+                    raise self._refused(error, shown) from None
+                if delay is None:
+                    raise EnvironmentUnfit(
+                        f"cannot read {shown}: tried {len(DELAYS) + 1} times",
+                        why=_reason(error),
+                        next="try again later; what has been fetched is kept",
+                    ) from None
+                if not self._said:
+                    self._said = True
+                    log.warning(
+                        "%s: %s; such requests are repeated, with longer waits", shown,
+                        _reason(error),
+                    )  # fmt: skip
+                time.sleep(delay)
+        raise AssertionError
+
+    def _refused(self, error: Exception, shown: str | None = None) -> InputError | EnvironmentUnfit:
+        shown = shown or self.url
+        keys = KEYS.get(self._extra or "")
+        if isinstance(error, PERMANENT) and not isinstance(error, PermissionError):
+            return InputError(
+                f"there is nothing at {shown}",
+                why=_reason(error),
+                next="check the name; patterns go into download.include",
+            )
+        return EnvironmentUnfit(
+            f"access to {shown} is refused",
+            why=_reason(error),
+            next=None if keys is None else f"set {keys}",
+        )
+
+
+def version_of(info: dict[str, Any]) -> str:
+    """Return what identifies the content of an object, or an empty string."""
+    for key in ("generation", "blob_id", "ETag", "etag", "Last-Modified", "last_modified"):
+        if info.get(key):
+            return str(info[key]).strip('"')
+    return ""
+
+
+def _errors() -> Iterator[type[Exception]]:
+    """Yield the classes of errors that the loaded libraries raise for a failed request."""
+    yield OSError
+    for module, name in LIBRARIES.items():
+        if module in sys.modules:
+            with suppress(AttributeError):
+                yield getattr(importlib.import_module(module), name)
+
+
+def _is_permanent(error: Exception) -> bool:
+    status = getattr(error, "status", getattr(error, "code", None))
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
+        return True
+    return isinstance(error, PERMANENT) or type(error).__name__ in PERMANENT_NAMES
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return redacted(text.splitlines()[0])

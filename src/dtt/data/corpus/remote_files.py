@@ -1,0 +1,176 @@
+"""Files of a corpus behind URLs: their choice by the rules of local folders, and their download."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from dtt.artifacts.corpus import CorpusFile
+from dtt.base.errors import DamagedError, InputError
+from dtt.base.files import check_space, remove, sha256_file
+from dtt.base.log import log, progress
+from dtt.base.object_store import NoRanges, ObjectStore, StoredObject
+from dtt.base.safe_names import checked_name
+from dtt.data.corpus.file_choice import FilePatterns
+from dtt.data.corpus.local_files import (
+    HIDDEN,
+    LeftOut,
+    files_of_split,
+    report_left_out,
+    warn_of_held_out,
+)
+
+PARALLEL_FILES = 8
+PARTS = ".parts"
+"""Folder of what is being fetched, each under a hash of its URL, version and size."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCorpusFile:
+    """A chosen object, and its path in the corpus folder."""
+
+    store: ObjectStore
+    object: StoredObject
+    path: str
+
+    @property
+    def part(self) -> str:
+        """The name of its incomplete file: that of another version is another."""
+        facts = [self.store.url, self.object.path, self.object.version, self.object.bytes]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def remote_files(
+    urls: tuple[str, ...], dataset: str, split: str | None, patterns: FilePatterns
+) -> list[RemoteCorpusFile]:
+    """List the objects of `urls` and return the chosen ones, sorted by path.
+
+    Of several URLs, paths begin with what follows `://`. Raises the errors of `local_files`, and
+    InputError for two objects of one path.
+    """
+    found: dict[str, RemoteCorpusFile] = {}
+    for url in urls:
+        log.info("listing %s", url)
+        store = ObjectStore(url)
+        one = store.objects()
+        below = store.url.partition("://")[2].partition("?")[0]
+        if len(one) == 1 and one[0].path == store.root:
+            below = below.rpartition("/")[0]
+        for entry in one:
+            path = f"{below}/{entry.name}" if len(urls) > 1 else entry.name
+            path = checked_name(path, Path(url))
+            if path in found:
+                raise InputError(f"two objects of {dataset} have the path {path}")
+            found[path] = RemoteCorpusFile(store, entry, path)
+    left_out: LeftOut = defaultdict(list)
+    matched = [Path(name) for name in _chosen(sorted(found), patterns, left_out)]
+    patterns.check_all_matched(dataset)
+    chosen = files_of_split(matched, Path(), dataset, split, patterns, left_out)
+    report_left_out(left_out)
+    if split is None:
+        warn_of_held_out(chosen, Path())
+    return [found[str(path)] for path in chosen]
+
+
+def _chosen(names: list[str], patterns: FilePatterns, left_out: LeftOut) -> Iterator[str]:
+    """Yield the names that the patterns choose, as `local_files` chooses below a folder."""
+    closed: dict[str, bool] = {"": False}
+
+    def is_left_out(name: str) -> bool:
+        if patterns.excludes(name):
+            left_out["matched by download.exclude"].append(name)
+        elif patterns.skips(name.rstrip("/").rpartition("/")[2]):
+            left_out[HIDDEN[patterns.chooses]].append(name)
+        else:
+            return False
+        return True
+
+    def is_closed(folder: str) -> bool:
+        if folder not in closed:
+            closed[folder] = is_closed(folder.rpartition("/")[0]) or is_left_out(folder + "/")
+        return closed[folder]
+
+    for name in names:
+        if is_closed(name.rpartition("/")[0]) or is_left_out(name):
+            continue
+        if patterns.includes(name):
+            yield name
+        else:
+            left_out["not matched by download.include"].append(name)
+
+
+def fetch(
+    files: list[RemoteCorpusFile],
+    known: Mapping[str, CorpusFile],
+    intact: Container[str],
+    folder: Path,
+    dataset: str,
+) -> list[str]:
+    """Download `files` into `folder`, in parallel; return their sha256.
+
+    `known` has the records of an earlier download by path, and `intact` the paths that need not be
+    fetched. What an interrupted download left of the same version is continued, and no file gets
+    its name before all are complete.
+    """
+    for file in files:
+        record = known.get(file.path)
+        if record is not None and record.version != file.object.version:
+            raise DamagedError(
+                "an object changed since this corpus was downloaded",
+                where=f"{file.store.url}: {file.object.name}",
+                why=f"version {record.version} then, {file.object.version} now",
+                next="download.out=FOLDER reads its present state into another corpus",
+            )
+    missing = [file for file in files if file.path not in intact]
+    parts = folder / PARTS
+    parts.mkdir(exist_ok=True)
+    there = {entry.name: entry.stat().st_size for entry in os.scandir(parts)}
+    for name in there.keys() - {file.part for file in missing}:
+        remove(parts / name)
+    needed = sum(file.object.bytes - there.get(file.part, 0) for file in missing)
+    check_space(folder, needed, dataset)
+    lock = Lock()
+    with progress(f"downloading {dataset}", needed) as advance:
+
+        def bring(file: RemoteCorpusFile) -> str:
+            for count in _bring(file, parts / file.part):
+                with lock:
+                    advance(count)
+            return sha256_file(parts / file.part)
+
+        with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+            futures = {file.path: pool.submit(bring, file) for file in missing}
+            try:
+                hashes = {path: future.result() for path, future in futures.items()}
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    for file in missing:
+        (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
+        (parts / file.part).replace(folder / file.path)
+    remove(parts)
+    return [hashes.get(file.path) or known[file.path].sha256 for file in files]
+
+
+def _bring(file: RemoteCorpusFile, part: Path) -> Iterator[int]:
+    """Complete the incomplete file `part`; yield the number of bytes of each read."""
+    with part.open("ab") as sink:
+        if sink.tell() > file.object.bytes:
+            sink.truncate(0)
+        while (start := sink.tell()) < file.object.bytes:
+            try:
+                data = file.store.read(file.object, start)
+            except NoRanges:
+                file.store.read_complete(file.object, sink)
+                yield file.object.bytes - start
+            else:
+                sink.write(data)
+                yield len(data)
+    file.store.check_unchanged(file.object)
