@@ -72,9 +72,9 @@ def main() -> None:
     axes.plot(
         range(1, STEPS + 1), resumed, color="#1d3557", linewidth=1.1, label="killed and resumed"
     )
-    for index, step in enumerate(kills):
+    for index, killed in enumerate(kills):
         label = "SIGKILL" if index == 0 else None
-        axes.axvline(step, color="#c1121f", linestyle="--", linewidth=1, label=label)
+        axes.axvline(killed, color="#c1121f", linestyle="--", linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="training loss (nats)", xlim=(0, STEPS))
     axes.set_title(f"{STEPS} losses, {STEPS} equal to the last bit", fontsize="medium")
     axes.grid(alpha=0.3)
