@@ -132,11 +132,29 @@ def test_documents_that_no_mask_separates_are_never_joined_silently(dtt: Dtt, to
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"quantization_config": {"bits": 4}}, "are quantized"),
+        ({"quantization_config": {"bits": 4}}, "are quantised: an unknown method, 4 bits"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "the release of this model that is not quantised",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "are quantised: awq"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            "from_pretrained(FOLDER).dequantize()",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config=FineGrainedFP8Config(dequantize=True)",
+        ),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config=Mxfp4Config(dequantize=True)",
+        ),
         ({"auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "names code of the folder"),
         ({"model_type": "t5"}, "which is no causal model of transformers"),
         ({"block_auto_adjust_ff_dim": False}, "of another shape: model.layers.0"),
-        ({"tie_word_embeddings": False}, "are not those of its config.json"),
+        ({"tie_word_embeddings": False}, "1 missing: lm_head.weight"),
+        ({"model_type": "lfm9"}, "which is no causal model of transformers"),
     ],
 )
 def test_a_folder_that_cannot_be_used_as_it_is_meant_is_refused(
@@ -146,6 +164,29 @@ def test_a_folder_that_cannot_be_used_as_it_is_meant_is_refused(
     with pytest.raises(DttError) as refused:
         read_hf_folder(folder)
     assert expected in f"{refused.value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("model.safetensors", None, "model.safetensors is missing"),
+        ("model.safetensors", b"cut", "is damaged"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
+            "model-00001-of-00002.safetensors is missing",
+        ),
+    ],
+)
+def test_a_folder_without_all_its_weights_is_refused_by_the_file(
+    exported: Path, tmp_path: Path, name: str, content: bytes | None, expected: str
+) -> None:
+    folder = changed(exported, tmp_path, {})
+    (folder / "model.safetensors").unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(DttError, match=expected):
+        read_hf_folder(folder)
 
 
 def test_keys_that_the_library_does_not_read_are_named(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.conversation_files import conversation, jsonl
+from support.library_releases import RELEASES
 from support.running import Dtt
 from support.stand_in import write_stand_in
 
@@ -14,6 +16,9 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
 from dtt.config.load import resolve
 from dtt.config.shipped import shipped_configs
+from dtt.estimate import gpus
+from dtt.estimate.estimates import make_estimate
+from dtt.hf.model_source import read_architecture
 from dtt.track import jsonl as records
 from dtt.train.find_job import model_of
 
@@ -43,13 +48,37 @@ def test_every_recipe_resolves_for_a_model_of_any_size(path: Path, folder: Path)
     other = [f"init.from=hf:{folder / 'model'}", f"tokenizer.path={folder / 'model'}"]
     cfg = resolve(path, other, env={}, model_of=model_of).config
     assert cfg.model.dim == 8, "the sizes are those of the folder"
-    assert cfg.adapter.type == ("lora" if method == "lora" else "none")
+    assert cfg.adapter.type == ("none" if method == "full" else "lora")
+    assert (getattr(cfg.adapter, "base", None) == "nf4") == (method == "qlora")
     assert (cfg.optim.type, cfg.chat.template) == ("adamw", "tokenizer")
     assert (cfg.data.type == "preference") == (path.parent.name == "dpo")
     assert cfg.launch.gpus == cfg.parallel.shard
     # One step is a whole number of micro-batches on the GPUs that the recipe is for.
     step = cfg.train.global_batch_tokens // cfg.train.seq_len
     assert step % (cfg.train.micro_batch * cfg.launch.gpus) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RELEASES)
+def test_a_recipe_for_a_model_of_transformers_is_planned(name: str, tmp_path: Path) -> None:
+    path = shipped_configs() / f"sft/{name}-lora.yaml"
+    (tmp_path / "config.json").write_text(json.dumps(RELEASES[name]))
+    here = [f"init.from=hf:{tmp_path}", f"tokenizer.path={tmp_path}", "train.steps=9"]
+    cfg = resolve(path, here, env={}, model_of=model_of).config
+    assert cfg.model.family == "transformers"
+    rows = read_architecture(f"hf:{tmp_path}").vocab_size
+    assert make_estimate(cfg, gpus.find("A100-80", 1), None, rows).fits
+
+
+def test_each_release_has_recipes() -> None:
+    """QLoRA for those of about 8B parameters."""
+    methods = {
+        name: {p.stem.rpartition("-")[2] for p in RECIPES if p.stem.startswith(name)}
+        for name in RELEASES
+    }
+    assert {name for name, found in methods.items() if found >= {"full", "lora"}} == {*RELEASES}
+    with_4_bits = {"qwen3.5-9b", "gemma4-e4b", "ministral3-8b"}
+    assert {name for name, found in methods.items() if "qlora" in found} == with_4_bits
 
 
 @pytest.mark.parametrize("recipe", ["sft/llama3.2-1b-lora", "dpo/qwen3-0.6b-lora"])

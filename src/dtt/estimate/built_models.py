@@ -32,8 +32,14 @@ def stand_in(arch: BuiltArchitecture) -> Architecture:
     model = arch.skeleton
     config = model.config.get_text_config() if hasattr(model, "config") else None
 
+    def value(name: str) -> Any:
+        try:
+            return getattr(config, name, None)
+        except RuntimeError:  # a size that differs from layer to layer, such as Gemma 4's head_dim
+            return vars(config).get(name)
+
     def size(*names: str, otherwise: int) -> int:
-        found = (getattr(config, name, None) for name in names)
+        found = map(value, names)
         return next((n for n in found if isinstance(n, int) and n > 0), otherwise)
 
     dim, layers = model.head_weight().shape[1], arch.n_layers

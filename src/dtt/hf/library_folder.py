@@ -12,6 +12,7 @@ from dtt.base.errors import InputError
 from dtt.base.log import log
 from dtt.config.variants import variant
 from dtt.model.architecture import BuiltArchitecture
+from dtt.model.families.hf_config import quantised
 from dtt.model.library.model import IGNORED, made, unknown_keys
 
 OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -27,12 +28,8 @@ def knows(config: Mapping[str, Any]) -> bool:
 
 def architecture(config: Mapping[str, Any], folder: Path) -> BuiltArchitecture:
     """Return the architecture in a config.json; raise InputError for what cannot be trained."""
-    if "quantization_config" in config:
-        raise InputError(
-            f"the weights in {folder} are quantized",
-            why="config.json has quantization_config, and no optimizer can update such weights",
-            next="use the folder of the same model in bf16",
-        )
+    if config.get("quantization_config") is not None:
+        raise quantised(config)
     unread = set(unknown_keys(config)) - {"auto_map"}
     if unread:
         log.warning(

@@ -98,8 +98,8 @@ def check_values(
 
     An unknown key is accepted if it is null, or has its value in `defaults()`.
     """
-    if (quantised := config.get("quantization_config")) is not None:
-        raise _quantised(config, quantised)
+    if config.get("quantization_config") is not None:
+        raise quantised(config)
     known = {**COMMON, **table}
     unknown = {k: v for k, v in config.items() if k not in known and v is not None}
     # transformers is imported for its defaults only if a key is unknown: the import takes seconds.
@@ -129,8 +129,9 @@ LOADED_WHOLE = {
 """How transformers loads quantised weights as numbers again, by method."""
 
 
-def _quantised(config: Mapping[str, Any], how: object) -> InputError:
+def quantised(config: Mapping[str, Any]) -> InputError:
     """Return the error for quantised weights, with the way to weights that dtt reads."""
+    how = config["quantization_config"]
     facts = how if isinstance(how, dict) else {}
     method = str(facts.get("quant_method") or "an unknown method")
     bits = facts.get("bits") or next((n for n in (4, 8) if facts.get(f"load_in_{n}bit")), None)
