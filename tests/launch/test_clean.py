@@ -9,6 +9,7 @@ from support.running import Dtt, write_documents
 from support.selections import CLEAN, write_selection
 
 from dtt.artifacts.corpus import CorpusManifest
+from dtt.base import local
 from dtt.config.load import resolve
 from dtt.data.corpus.selection import selection_folder
 from dtt.launch import pipeline
@@ -45,7 +46,7 @@ def test_ranks_clean_only_if_the_selection_is_missing(
 
     def line() -> str:
         [step] = [step for step in steps(*settings) if step.command == "clean"]
-        return pipeline.shell_command(step.argv())
+        return local.shell_command(step.argv())
 
     plain = f"dtt clean {' '.join(settings)}"
     assert line().endswith(f"mpirun -n 2 {plain}")

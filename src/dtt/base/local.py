@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,14 @@ def torchrun_argv(processes: int, arguments: Sequence[str]) -> list[str]:
     """Return the command line of `dtt ARGUMENTS` as several processes under one local torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc_per_node", str(processes), "-m", "dtt.main", *arguments]
+
+
+def shell_command(argv: Sequence[str]) -> str:
+    """Return a command line as a user would type it."""
+    python = shlex.quote(sys.executable)
+    text = shlex.join(argv).replace(f"{python} -m torch.distributed.run", "torchrun")
+    text = text.replace(f"{python} -m dtt.main", "dtt")
+    return text.replace(f"{Path(sys.executable).parent}/", "")
 
 
 def without_slurm() -> dict[str, str]:

@@ -49,9 +49,13 @@ def train(
     """Train a model, or resume a job.
 
     Reads data/tokens/<name>/, writes jobs/<name>/. After SIGTERM or Ctrl-C it saves and exits with
-    75. torchrun exits with 1 after any failure; attempts/<n>/attempt.json in the job has the code.
+    75. Outside of torchrun and Slurm, it starts a process on each visible GPU, at most
+    launch.gpus_per_node. torchrun exits with 1 after any failure; attempts/<n>/attempt.json in the
+    job has the code.
     """
+    from dtt.launch import own_gpus
     from dtt.train import run as train
 
     options = config, job_or_overrides or [], allow_change or [], from_step, branch
+    own_gpus.start(*options, stage)
     train.run(*options, stage=stage, as_json=json)

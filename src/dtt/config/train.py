@@ -225,4 +225,5 @@ class PipelineConfig(Section):
     tokenize_processes: Processes = resumable(0)
     """Processes for `tokenize`, under mpirun; 0: one per core, at most 8. Without MPI: one."""
     train_processes: Processes = resumable(0)
-    """Processes for `train`, under torchrun; 0: one per GPU, or one on a CPU."""
+    """Processes for `train`, under torchrun, also of `dtt train` on a machine with several GPUs; 0:
+    one per visible GPU, at most `launch.gpus_per_node` if that is set, or one on a CPU."""

@@ -193,7 +193,7 @@ def run_step(step: PipelineStep, place: str, *, stdout: IO[str] | int | None = N
     """
     argv = step.argv()
     if log.isEnabledFor(logging.INFO):
-        line = f"\n[{place}] {step.title}: {shell_command(argv)}"
+        line = f"\n[{place}] {step.title}: {local.shell_command(argv)}"
         print(line, file=sys.stderr, flush=True)
     env = local.without_slurm() if step.command in ("clean", "tokenize") else None
     if step.command == "export" and step.run.stage is not None:
@@ -242,27 +242,38 @@ def on_cores(cfg: RunConfig, arguments: Sequence[str], *, is_done: bool) -> list
 
 
 def train_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
-    """Return the command line of `train`, under torchrun for more than one process.
-
-    `pipeline.train_processes=0` means one process per GPU, or one on a CPU.
-    """
-    processes = cfg.pipeline.train_processes
-    if processes == 0:
-        import torch
-
-        processes = max(1, torch.cuda.device_count()) if cfg.train.device != "cpu" else 1
+    """Return the command line of `train`, under torchrun for more than one process."""
+    processes = train_processes(cfg)
     arguments = ["train", *options]
     if processes == 1:
         return local.dtt_argv(*arguments)
     return local.torchrun_argv(processes, arguments)
 
 
-def shell_command(argv: Sequence[str]) -> str:
-    """Return a command line as a user would type it."""
-    python = shlex.quote(sys.executable)
-    text = shlex.join(argv).replace(f"{python} -m torch.distributed.run", "torchrun")
-    text = text.replace(f"{python} -m dtt.main", "dtt")
-    return text.replace(f"{Path(sys.executable).parent}/", "")
+def train_processes(cfg: RunConfig) -> int:
+    """Return the number of processes that train on this machine.
+
+    `pipeline.train_processes=0` means one process per visible GPU, at most `launch.gpus_per_node`
+    if that is set, or one on a CPU.
+    """
+    if cfg.pipeline.train_processes or cfg.train.device == "cpu":
+        return cfg.pipeline.train_processes or 1
+    import torch
+
+    visible = torch.cuda.device_count()
+    return max(1, min(visible, cfg.launch.gpus or visible))
+
+
+def reported_code(code: int, job: JobDir, *, started: bool) -> tuple[int, str]:
+    """Return the exit code of a training, and its reason or an empty string.
+
+    torchrun exits with 1 for every failure, after many log lines. If an attempt has `started`, both
+    are read from its `attempt.json`.
+    """
+    record = job.exit_record(job.attempt())
+    if started and code == ExitCode.BUG and record is not None:
+        return record["code"], record["reason"]
+    return code, ""
 
 
 def report_stop(
@@ -276,13 +287,10 @@ def report_stop(
 ) -> int:
     """Print where the pipeline, or another command `of` steps, stopped; return the exit code.
 
-    torchrun exits with 1 for every failure, after many log lines. If the step started
-    an attempt, the exit code and the reason are read from the `attempt.json` of that attempt.
+    `started` says that the step has started an attempt.
     """
-    reason = ""
-    record = job.exit_record(job.attempt())
-    if started and code == ExitCode.BUG and record is not None:
-        code, reason = record["code"], f"\n{record['reason']}"
+    code, reason = reported_code(code, job, started=started)
+    reason = reason and f"\n{reason}"
     print(f"\nthe {of} stopped in {step}, exit code {code}{reason}", file=sys.stderr)
     without = " without --redo-from" if redo else ""
     resume = f"run the same command{without} to resume"

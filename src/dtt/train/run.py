@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, Preempted
+from dtt.base.launcher import typed_torchrun
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited, waiting_for_space
@@ -226,7 +227,7 @@ def build_and_train(start: Start, attempt: Attempt, world: World, instrument: In
             f"stopped at step {trainer.position.step} of {trainer.schedule.steps}, with a "
             "checkpoint",
             why=attempt.requests.reason or "another rank received a stop request",
-            next=f"dtt train {job.root}",
+            next=typed_torchrun() or f"dtt train {job.root}",
         )
 
 

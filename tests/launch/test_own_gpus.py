@@ -1,0 +1,70 @@
+"""`dtt train` on a machine with several GPUs starts a process on each, and says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtt.base import local
+from dtt.launch import own_gpus
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """The commands that are started, on a machine that pretends eight GPUs."""
+    commands: list[list[str]] = []
+
+    def run(argv: Sequence[str], *_: object, **__: object) -> int:
+        commands.append(list(argv))
+        return 75
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "run", run)
+    monkeypatch.setattr(own_gpus, "_has_gpus", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "processes"),
+    [
+        ([], {}, 8),
+        (["launch.gpus_per_node=2"], {}, 2),
+        (["launch.gpus_per_node=16"], {}, 8),
+        (["launch.gpus_per_node=1"], {}, 1),
+        (["train.device=cpu"], {}, 1),
+        (["pipeline.train_processes=3"], {}, 3),
+        ([], {"SLURM_JOB_ID": "1"}, 1),
+        ([], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, 1),
+        (["no.such.key=1"], {}, 1),  # `dtt train` refuses it
+    ],
+)
+def test_a_process_starts_on_each_gpu_that_is_chosen(
+    started: list[list[str]],
+    arguments: list[str],
+    env: dict[str, str],
+    processes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    typed = ["train", "-c", "quickstart", *arguments]
+    monkeypatch.setattr(sys, "argv", ["dtt", *typed])
+    caplog.set_level("INFO")
+    options = "quickstart", arguments, (), None, None, None
+    if processes == 1:
+        own_gpus.start(*options)
+        assert started == []
+        return
+    with pytest.raises(SystemExit) as ended:
+        own_gpus.start(*options)
+    assert ended.value.code == 75
+    assert started == [local.torchrun_argv(processes, typed)]
+    assert f"a process on each of {processes} GPUs" in caplog.text
