@@ -23,8 +23,7 @@ def corpus(dtt: Dtt) -> Path:
 
 
 def steps(*settings: str) -> list[pipeline.PipelineStep]:
-    runs, _ = pipeline.find_runs(None, settings, settings, None)
-    return [*pipeline.steps(runs)]
+    return [*pipeline.steps(*pipeline.find_runs(None, settings, settings, None))]
 
 
 def commands(*settings: str) -> list[str]:
@@ -32,10 +31,10 @@ def commands(*settings: str) -> list[str]:
 
 
 def test_a_pipeline_cleans_after_the_download_where_it_is_configured() -> None:
-    assert commands() == ["download", "tokenize", "train"]
-    assert commands("clean.exact=true") == ["download", "clean", "tokenize", "train"]
+    assert commands() == ["download", "tokenize", "train", "export"]
+    assert commands("clean.exact=true") == ["download", "clean", "tokenize", "train", "export"]
     text = ("data.type=text", "tokenizer.type=file", "tokenizer.path=tokenizer.json")
-    assert commands("clean.exact=true", *text) == ["download", "clean", "train"]
+    assert commands("clean.exact=true", *text) == ["download", "clean", "train", "export"]
 
 
 def test_ranks_clean_only_if_the_selection_is_missing(

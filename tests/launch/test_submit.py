@@ -193,7 +193,8 @@ def test_invalid_process_counts_are_reported(
     command: str, changes: dict[str, int], problem: str, dtt: Dtt, tiny: Settings
 ) -> None:
     settings = tiny(download__dataset="python-stdlib", **changes)
-    assert problem in dtt("submit", command, *settings, "--dry-run", expect=2).stderr
+    how = ["--dry-run", *(["--in-one-job"] if command == "pipeline" else [])]
+    assert problem in dtt("submit", command, *settings, *how, expect=2).stderr
 
 
 @pytest.mark.slow
@@ -433,7 +434,8 @@ def test_the_other_commands_have_directories_of_their_own(
     (dtt.folder / "books.txt").write_text("words " * 100)
     data = ["name=n", "download.dataset=books.txt", "launch.nodes=2"]
     for command in ("download", "pipeline"):
-        dtt("submit", command, *data, **slurm)
+        how = ["--in-one-job"] if command == "pipeline" else []
+        dtt("submit", command, *data, *how, **slurm)
         script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
         assert f" -- {command} -c jobs/n-{command}/config.yaml\n" in script
         assert "#SBATCH --nodes=1\n" in script
@@ -492,7 +494,7 @@ def test_a_submitted_pipeline_reads_the_stages_from_its_own_configuration(
     dtt: Dtt, tiny: Settings, slurm: dict[str, str]
 ) -> None:
     stages = tiny(name="s", stages="[{name: a}, {name: b, seed: 5}]")
-    dtt("submit", "pipeline", *stages, **slurm)
+    dtt("submit", "pipeline", *stages, "--in-one-job", **slurm)
     script = (dtt.folder / "jobs/s-pipeline/slurm.sh").read_text()
     assert " -- pipeline -c jobs/s-pipeline/config.yaml\n" in script
     shown = dtt("config", "show", "-c", "jobs/s-pipeline/config.yaml", "--stage", "b").stdout

@@ -345,7 +345,7 @@ def test_a_pipeline_starts_its_own_ranks_and_resumes_after_a_limit(
     shutil.copy(tokens.parent / "counting.jsonl", dtt.folder)
     keys = [*settings(launch__nodes=1, data__tokens="null"), *TOKENIZE, "launch.cpus_per_task=2"]
     keys += ["pipeline.tokenize_processes=2", "pipeline.train_processes=2"]
-    report = json.loads(dtt("submit", "pipeline", *keys, "-y", "--json").stdout)
+    report = json.loads(dtt("submit", "pipeline", *keys, "--in-one-job", "-y", "--json").stdout)
     own, trained = (follow(path, report["job_id"]) for path in (report["job_dir"], "jobs/t"))
     trained.wait_for_step(80)
     cluster.ask_to_save(own.id)

@@ -56,6 +56,14 @@ RedoFrom = Annotated[
 ]
 
 
+After = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="JOB", help="Start when this job, chain or Slurm id has succeeded; repeatable."
+    ),
+]
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

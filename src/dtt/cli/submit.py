@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Cluster, Config, Json, RedoFrom
+from dtt.cli.options import After, Cluster, Config, Json, RedoFrom
 
 
 @cli.command(
@@ -15,6 +15,7 @@ from dtt.cli.options import Cluster, Config, Json, RedoFrom
     "dtt submit train jobs/run           # resume a job",
     "dtt submit eval jobs/run eval.tasks=[arc_easy]   # each checkpoint as it appears",
     "dtt submit tokenize -c run.yaml --print-script",
+    "dtt submit pipeline -c run.yaml --cluster generic --dry-run",
 )
 def submit(
     what: Annotated[
@@ -37,6 +38,10 @@ def submit(
         typer.Option(help="On resume, allow this key to change what is trained; repeatable."),
     ] = None,
     redo_from: RedoFrom = None,
+    after: After = None,
+    in_one_job: Annotated[
+        bool, typer.Option("--in-one-job", help="Run all steps of a pipeline in one Slurm job.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print the plan; submit nothing.")
     ] = False,
@@ -56,8 +61,27 @@ def submit(
     """Submit a command to Slurm, as a job that resumes after its time limit.
 
     Checks the configuration on the login node, writes jobs/<name>/ (for commands other than train:
-    jobs/<name>-<command>/) and submits its slurm.sh. `sbatch` with that file submits it again.
+    jobs/<name>-<command>/) and submits its slurm.sh. `sbatch` with that file submits it again. A
+    pipeline is one job per step, each of which waits for the one before.
     """
+    if what == "pipeline" and not in_one_job:
+        from dtt.launch import chain
+
+        given = {"--no-submit": no_submit, "--print-script": print_script}
+        given["--allow-change"] = bool(allow_change)
+        chain.run(
+            config,
+            job_or_overrides or [],
+            cluster=cluster,
+            dry_run=dry_run,
+            yes=yes,
+            as_json=json,
+            code_copy=code_copy,
+            redo_from=redo_from,
+            after=after or [],
+            of_one_job=[name for name, value in given.items() if value],
+        )
+        return
     from dtt.launch import submit
 
     submit.run(
@@ -73,4 +97,5 @@ def submit(
         as_json=json,
         code_copy=code_copy,
         redo_from=redo_from,
+        after=after or [],
     )

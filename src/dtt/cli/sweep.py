@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtt.cli.app import cli
-from dtt.cli.options import Cluster, Json
+from dtt.cli.options import After, Cluster, Json
 from dtt.cli.parser import Commands
 
 sweep_cli = Commands(help="Run and evaluate hyperparameter sweeps.")
@@ -43,6 +43,7 @@ def sweep_submit(
     ],
     local: Local = None,
     cluster: Cluster = None,
+    after: After = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan; start nothing.")
@@ -57,7 +58,8 @@ def sweep_submit(
     """
     from dtt.launch.sweep import run as sweep
 
-    sweep.submit(file, local, cluster=cluster, yes=yes, dry_run=dry_run, as_json=json)
+    how: dict[str, bool] = {"yes": yes, "dry_run": dry_run, "as_json": json}
+    sweep.submit(file, local, cluster=cluster, after=after or [], **how)
 
 
 @sweep_cli.command(name="status")

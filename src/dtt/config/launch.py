@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, ValidationError
 
 from dtt.config.base import Processes, Section, must_be, resumable
 
@@ -87,6 +87,15 @@ OF_KEYS = {
     "tres-per-task": "gpus_per_node",
 }
 """Options of sbatch that the script sets from other keys."""
+
+
+Step = Literal["download", "clean", "tokenize", "export"]
+"""The steps of a chain whose resources are not those of the training."""
+Resource = Literal[
+    "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem", "time",
+    "partition", "account", "qos", "exclude",
+]  # fmt: skip
+"""Keys of `launch` that a step may have of its own; `tasks_per_node` is `processes_per_node`."""
 
 
 class NoContainer(Section):
@@ -201,6 +210,10 @@ class LaunchConfig(Section):
     """Write what NCCL logs (`NCCL_DEBUG=INFO`), a file for each process, to the job's `logs/`."""
     template: Path | None = resumable(None)
     """Jinja2 template to use in place of dtt's own job script."""
+    steps: dict[Step, dict[Resource, Value]] = resumable({})
+    """Resources of other steps than the training, by step (`download`, `clean`, `tokenize`,
+    `export`): `nodes`, `tasks_per_node`, `gpus_per_node`, `cpus_per_task`, `mem`, `time`,
+    `partition`, `account`, `qos`, `exclude`; the others are those of `launch`."""
 
     @property
     def gpus(self) -> int:
@@ -221,6 +234,26 @@ class LaunchConfig(Section):
     def processes(self) -> int:
         """The number of processes on each node."""
         return self.processes_per_node or self.gpus or 1
+
+    def of_step(self, step: str, *, tasks: int | None = None) -> LaunchConfig:
+        """Return the section for a command: what `steps` sets for it, else what it needs.
+
+        `download` and `export` need no GPU. With `tasks`, for a step of a chain: one node without
+        GPUs, and this number of processes, or one per core if it is 0.
+        """
+        values = self.model_dump()
+        if tasks is not None or step in ("download", "export"):
+            cores = self.cpus_per_task or 1
+            without = tuple(one for one in self.directives if not one.startswith("--gres=gpu"))
+            values |= {"gpus_per_node": 0, "directives": without}
+            if tasks is not None:
+                values |= {"nodes": 1, "processes_per_node": tasks or cores}
+            if tasks is not None and step in ("clean", "tokenize") and self.cpus_per_task:
+                values["cpus_per_task"] = max(1, cores // values["processes_per_node"])
+        given = dict(self.steps.get(step, {}))  # type: ignore[call-overload]
+        if "tasks_per_node" in given:
+            given["processes_per_node"] = given.pop("tasks_per_node")
+        return type(self).model_validate({**values, **given, "steps": {}})
 
     @property
     def time_limit(self) -> int | None:
@@ -251,5 +284,12 @@ class LaunchConfig(Section):
                 yield "directives", f"--{option} is set by dtt itself"
         if self._gres_gpus and self.gpus_per_node not in (0, "0"):
             yield "directives", "--gres requests GPUs, as gpus_per_node does: omit one of them"
+        for step in self.steps:
+            try:
+                self.of_step(step)
+            except ValidationError as error:
+                for one in error.errors():
+                    name = ".".join(map(str, one["loc"])).replace("processes_", "tasks_")
+                    yield f"steps.{step}.{name}", one["msg"]
         if self.mpi == "mpirun" and isinstance(self.container, PyxisConfig):
             yield "mpi", "a pyxis container is started by srun: omit mpirun"

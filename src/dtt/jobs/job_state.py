@@ -319,6 +319,8 @@ class _Derivation:
     def saved_work(self) -> str:
         """Return a description of the work that an attempt ended by Slurm has saved."""
         files = self.files
+        if self.slurm is not None and self.slurm.reason == "DependencyNeverSatisfied":
+            return "the job that it waited for did not succeed"
         if not files.attempt:
             return "before it started"
         if files.saved:

@@ -12,7 +12,8 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.log import log
 from dtt.base.reading import fits
 from dtt.base.terminal import one_line
-from dtt.jobs import job_state
+from dtt.jobs import chain_steps, job_state
+from dtt.jobs.chain_steps import LinkedStep
 from dtt.jobs.clock import in_words
 from dtt.jobs.goodput import goodput
 from dtt.jobs.job_state import State, Status
@@ -64,6 +65,22 @@ def _print_stages(folder: Path, jobs: Sequence[JobDir], *, as_json: bool) -> Non
     _print_table([(status.job.root.name, status) for status in statuses])
     if whole.slurm is not None:
         print(f"slurm job {whole.slurm.id}: {whole.slurm.state}")
+
+
+def _print_chain(folder: Path, steps: Sequence[LinkedStep], *, as_json: bool) -> None:
+    """Print the state of each step of a chain; steps that were done before have no job."""
+    pairs = list(zip(steps, chain_steps.examine(steps), strict=True))
+    if as_json:
+        facts = [
+            {"step": one.title} | (_facts(status) if status else {"job": None, "state": "done"})
+            for one, status in pairs
+        ]
+        print(json.dumps({"job": str(folder), "steps": facts}))
+        return
+    for one, status in pairs:
+        if status is None:
+            print(f"{one.title}: done before this chain was submitted")
+    _print_table([(one.title, status) for one, status in pairs if status is not None])
 
 
 def _print_table(jobs: Sequence[tuple[str, Status]]) -> None:
@@ -131,8 +148,11 @@ def _short(detail: str, most: int = 100) -> str:
 def status(path: Path, *, as_json: bool) -> None:
     """Print the state of a job: progress, losses, heartbeat, Slurm state and the end of its log.
 
-    For the folder of several stages of training, prints a line for each.
+    For the folder of several stages of training, or of a chain, prints a line for each.
     """
+    if steps := chain_steps.read(path):
+        _print_chain(path, steps, as_json=as_json)
+        return
     if jobs := job_state.stages(path):
         _print_stages(path, jobs, as_json=as_json)
         return

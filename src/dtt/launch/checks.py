@@ -22,7 +22,7 @@ from dtt.base.reading import read_text
 from dtt.base.terminal import Message
 from dtt.checkpoint import store
 from dtt.config import parallel
-from dtt.config.data import GivenTokenizerConfig
+from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.config.init import HF
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.run import RunConfig
@@ -135,6 +135,17 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     if len(found) == len(sources) and len(cfg.token_sources) == len(cfg.sources):
         keys = [(source.label, tokens.key) for source, tokens in found]
         yield from caught(lambda: _check_same_data(keys, job))
+
+
+def problems_before_data(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
+    """Yield the problems of a training that are known before its token files exist."""
+    if isinstance(cfg.tokenizer, TrainedTokenizerConfig):
+        size = cfg.tokenizer.vocab_size
+        yield from caught(lambda: _check_model(cfg, size, job))
+    if cfg.eval.tasks:
+        from dtt.evaluate.tasks.definition import load_tasks  # most runs evaluate no tasks
+
+        yield from caught(lambda: load_tasks(cfg.eval.tasks))
 
 
 def _tokenizer_problems(cfg: RunConfig, folder: Path, tokens: TokensManifest) -> Iterator[DttError]:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +20,13 @@ from dtt.base.log import log
 from dtt.base.reading import read_record
 from dtt.base.terminal import Message
 from dtt.config.profile import Kind
-from dtt.jobs import job_state
+from dtt.jobs import chain_steps, job_state
+from dtt.jobs.chain_steps import LinkedStep
 from dtt.jobs.job_files import job_argv, newest_log, requester
 from dtt.jobs.job_state import State, Status
 from dtt.jobs.slurm import squeue, submissions
 from dtt.jobs.sweep_trials import SweepManifest
+from dtt.launch.checks import raise_all, sbatch_problems
 from dtt.launch.submit import confirmed
 
 POLL_SECONDS = 0.1
@@ -34,6 +36,8 @@ ACKNOWLEDGED = {
     "profile": "the job profiles its next steps, into profiles/",
 }
 """Action of a job after it acknowledged a request, by request."""
+CONTINUES = (State.QUEUED, State.RUNNING, State.PREEMPTED, State.SUSPENDED)
+"""States of a job for whose success another one can wait."""
 
 
 def stop(path: Path, *, yes: bool, wait: float) -> None:
@@ -44,6 +48,9 @@ def stop(path: Path, *, yes: bool, wait: float) -> None:
     job finds the request when it runs again. `wait` is the maximum number of seconds to wait for an
     acknowledgement.
     """
+    if steps := chain_steps.read(path):
+        _stop_chain(steps, wait)
+        return
     job = job_state.open_job(path)
     (status,) = job_state.examine([job])
     command = job_argv(job)[0]
@@ -67,6 +74,23 @@ def stop(path: Path, *, yes: bool, wait: float) -> None:
         _ask(status, "stop", wait)
     else:
         print(f"nothing to stop: {job.root} is {status.state}")
+
+
+def _stop_chain(steps: Sequence[LinkedStep], wait: float) -> None:
+    """Cancel the steps that wait, the last one first, and stop the one that runs."""
+    pairs = [
+        (one, status)
+        for one, status in zip(steps, chain_steps.examine(steps), strict=True)
+        if status is not None and one.job is not None
+    ]
+    for one, status in reversed(pairs):
+        assert one.job is not None
+        if status.alive:
+            stop(status.job.root, yes=True, wait=wait)
+        elif (id := chain_steps.slurm_id(one.job, status)) is not None:
+            _cancel(status, id, yes=True)
+    if not any(status.alive or status.queued for _, status in pairs):
+        print("nothing to stop: no step runs or waits")
 
 
 def _cancel(status: Status, id: str, *, yes: bool) -> None:
@@ -177,7 +201,13 @@ def _unacknowledged_hint(status: Status) -> str:
 
 
 def rm(path: Path, *, yes: bool) -> None:
-    """Delete a job directory; raise ConfigError if the job is or may be running or queued."""
+    """Delete a job directory; raise ConfigError if the job is or may be running or queued.
+
+    Of a chain, deletes its folder and those of its steps, but not that of the training.
+    """
+    if steps := chain_steps.read(path):
+        _rm_chain(path, steps, yes=yes)
+        return
     job = job_state.open_job(path)
     if SweepManifest.exists(job.root.parent):
         raise ConfigError(
@@ -194,11 +224,9 @@ def rm(path: Path, *, yes: bool) -> None:
         raise ConfigError(f"{job.root} may be running or queued", why=status.detail)
     folder = job.root.resolve()  # it may be a link to another disk
     size = sum(path.lstat().st_size for path in folder.rglob("*"))
-    steps = len(list(job.checkpoints.glob("step-*")))
-    what = f"{job.root}: {status.state}, {steps} checkpoints, {in_size(size)}"
-    asks = sys.stdin.isatty() and sys.stderr.isatty()  # without one, `confirmed` returns True
-    if not yes and not (asks and confirmed(f"delete {what}?")):
-        raise ConfigError(f"not deleted: {what}", next=f"dtt job rm {job.root} -y")
+    checkpoints = len(list(job.checkpoints.glob("step-*")))
+    what = f"{job.root}: {status.state}, {checkpoints} checkpoints, {in_size(size)}"
+    _confirm_deletion(what, path, yes=yes)
     with exclusive(folder, "dtt"):
         # Rename first: the rest of an interrupted deletion must not be mistaken for a job.
         aside = folder.with_name(f".removed-{folder.name}-{secrets.token_hex(4)}")
@@ -209,11 +237,60 @@ def rm(path: Path, *, yes: bool) -> None:
     print(f"deleted {what}")
 
 
+def _confirm_deletion(what: str, path: Path, *, yes: bool) -> None:
+    """Raise ConfigError unless the user agrees, or has said so before."""
+    asks = sys.stdin.isatty() and sys.stderr.isatty()  # without one, `confirmed` returns True
+    if not yes and not (asks and confirmed(f"delete {what}?")):
+        raise ConfigError(f"not deleted: {what}", next=f"dtt job rm {path} -y")
+
+
+def _rm_chain(path: Path, steps: Sequence[LinkedStep], *, yes: bool) -> None:
+    """Delete the folder of a chain and those of its steps, whose results are elsewhere."""
+    for status in chain_steps.examine(steps):
+        if status is not None:
+            status.check_idle()
+    others = [one.job for one in steps if one.job is not None and one.title != "train"]
+    folders = [job.root for job in others if job.root.exists()]
+    _confirm_deletion(f"{path} and its {len(folders)} steps, not the training", path, yes=yes)
+    for folder in folders:
+        rm(folder, yes=True)
+    shutil.rmtree(path)
+    print(f"deleted {path}")
+
+
+def _resume_chain(path: Path, steps: Sequence[LinkedStep]) -> None:
+    """Submit the steps again that are neither done nor in the queue, each after the one before."""
+    raise_all(list(sbatch_problems()))
+    with exclusive(path, "dtt submit"):
+        statuses = chain_steps.examine(steps)
+        before: list[str] = []
+        submitted = False
+        for one, status in zip(steps, statuses, strict=True):
+            if one.job is None or status is None or status.state is State.DONE:
+                continue
+            if status.state is State.UNKNOWN:
+                raise EnvironmentUnfit(f"the state of {one.job.root} is unknown", why=status.detail)
+            id = chain_steps.slurm_id(one.job, status)
+            if id is not None and status.state not in CONTINUES:
+                status.check_idle()  # it is ending, and nothing can wait for its success
+            if id is None:
+                id = submissions.submit_again(one.job, before)
+                submitted = True
+                print(f"submitted  {one.title}: {id}")
+            before = [id]
+    if not submitted:
+        what = "its steps are in the queue" if before else "it is done"
+        raise ConfigError(f"nothing to resume in {path}: {what}")
+
+
 def resume(path: Path) -> None:
     """Submit a stopped job's script again; without Slurm, print the command that resumes it.
 
     A stage that was submitted with the others resumes by the script of all stages.
     """
+    if steps := chain_steps.read(path):
+        _resume_chain(path, steps)
+        return
     job = job_state.open_job(path)
     (status,) = job_state.examine([job])
     if status.state is State.DONE:
@@ -242,7 +319,8 @@ def resume(path: Path) -> None:
 
 def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
     """Print the last `lines` lines of the newest attempt's log; with `follow`, also new lines."""
-    job = job_state.open_job(path)
+    steps = chain_steps.read(path)
+    job = _step_to_read(steps) if steps else job_state.open_job(path)
     newest = newest_log(job, node)
     if newest is None:
         there = sorted(p.name[7:-4] for p in job.logs.glob("latest-*.log"))
@@ -254,6 +332,12 @@ def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
         )
     log.info("%s", newest.resolve())
     _print_log(newest, lines, lambda: newest_log(job, node), follow=follow)
+
+
+def _step_to_read(steps: Sequence[LinkedStep]) -> JobDir:
+    """Return the job of the last step of a chain that has started; the first one before that."""
+    jobs = [status.job for status in chain_steps.examine(steps) if status is not None]
+    return next((job for job in reversed(jobs) if job.attempt()), jobs[0])
 
 
 def _print_log(path: Path, lines: int, newest: Callable[[], Path | None], *, follow: bool) -> None:

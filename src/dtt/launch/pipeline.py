@@ -21,18 +21,21 @@ from typing import IO, Any, Literal, assert_never
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.manifests import ExportManifest, TokensManifest
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.artifacts.token_folders import token_sources
 from dtt.base import local
-from dtt.base.errors import ConfigError, ExitCode
+from dtt.base.errors import ConfigError, DttError, ExitCode
 from dtt.base.log import log
 from dtt.config import source
 from dtt.config.clean import CleanConfig
+from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
+from dtt.config.source import Layer
 from dtt.config.train import SAMPLE_TEMPERATURE
+from dtt.data.corpus.described import check_tokens, read_corpus
 from dtt.data.corpus.selection import selection_folder
-from dtt.jobs.stages import done, report_shadowed
+from dtt.jobs.stages import FinalCheckpoint, done, report_shadowed
 from dtt.report import run as report
 from dtt.track.summary import RunSummary, summarize
 from dtt.train.find_job import find_job, find_stages
@@ -45,11 +48,16 @@ Command = Literal["download", "clean", "tokenize", "train", "export"]
 class PipelineRun:
     """A training run of the pipeline: the only one, or a stage of training."""
 
-    cfg: RunConfig
+    resolved: Resolved
     job: JobDir
     stage: str | None
     options: tuple[str, ...]
     """Arguments that select its configuration."""
+
+    @property
+    def cfg(self) -> RunConfig:
+        """The validated configuration."""
+        return self.resolved.config
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,26 @@ class PipelineStep:
         named = self.run.stage is not None and self.command != "export"
         return f"{self.command} {self.run.stage}" if named else self.command
 
+    def has_output(self) -> bool:
+        """Return True if its files are complete, and those that its configuration describes."""
+        cfg = self.run.cfg
+        match self.command:
+            case "download":
+                return all(map(_is_downloaded, cfg.corpora))
+            case "clean":
+                return all(map(is_cleaned, cfg.corpora))
+            case "tokenize":
+                return all(map(_is_tokenized, cfg.corpora))
+            case "train":
+                final = FinalCheckpoint.of(self.run.job)
+                return final is not None and final.step >= cfg.train.steps > 0
+            case "export":
+                final, folder = FinalCheckpoint.of(self.run.job), _export_folder(cfg)
+                exported = ExportManifest.exists(folder) and ExportManifest.read(folder)
+                return bool(exported and final and exported.checkpoint_sha256 == final.sha256)
+            case _:
+                assert_never(self.command)
+
     def argv(self) -> list[str]:
         """Return its command line. Call it when the step is next: it checks the disk."""
         cfg, options = self.run.cfg, self.run.options
@@ -72,10 +100,9 @@ class PipelineStep:
             case "download":
                 return local.dtt_argv("download", *options)
             case "clean":
-                return on_cores(cfg, ["clean", *options], is_done=all(map(is_cleaned, cfg.corpora)))
+                return on_cores(cfg, ["clean", *options], is_done=self.has_output())
             case "tokenize":
-                tokenized = all(TokensManifest.exists(one.tokenize_dir) for one in cfg.corpora)
-                return on_cores(cfg, ["tokenize", *options], is_done=tokenized)
+                return on_cores(cfg, ["tokenize", *options], is_done=self.has_output())
             case "train":
                 return train_argv(cfg, options)
             case "export":
@@ -109,7 +136,7 @@ def run(
         if missing and not CorpusManifest.exists(one.cfg.corpus_dir):
             raise _no_dataset(one.stage)
     start = time.monotonic()
-    run_steps([*steps(waiting), PipelineStep("export", runs[-1])], as_json=as_json, redo=redo_from)
+    run_steps([*steps(runs, waiting)], as_json=as_json, redo=redo_from)
     seconds = time.monotonic() - start
     last = runs[-1].job
     folder = last.root if runs[-1].stage is None else last.root.parent
@@ -131,7 +158,10 @@ def _no_dataset(stage: str | None = None) -> ConfigError:
 
 
 def find_runs(
-    config: str | None, arguments: Sequence[str], options: tuple[str, ...], redo_from: str | None
+    config: str | Layer | None,
+    arguments: Sequence[str],
+    options: tuple[str, ...],
+    redo_from: str | None,
 ) -> tuple[list[PipelineRun], list[PipelineRun]]:
     """Return the runs of a configuration in order, and those of them that are not done.
 
@@ -140,10 +170,10 @@ def find_runs(
     stages = find_stages(config, arguments, redo_from)
     if not stages:
         resolved, job = find_job(config, arguments, ())
-        only = PipelineRun(resolved.config, job, None, options)
+        only = PipelineRun(resolved, job, None, options)
         return [only], [only]
     report_shadowed(stages, arguments)
-    runs = [PipelineRun(s.config, s.job, s.name, (*options, "--stage", s.name)) for s in stages]
+    runs = [PipelineRun(s.resolved, s.job, s.name, (*options, "--stage", s.name)) for s in stages]
     finals = done(stages)
     for one, final in zip(runs, finals, strict=True):
         if final is not None:
@@ -151,15 +181,15 @@ def find_runs(
     return runs, [one for one, final in zip(runs, finals, strict=True) if final is None]
 
 
-def steps(runs: Sequence[PipelineRun]) -> Iterator[PipelineStep]:
-    """Yield the steps that these runs need: the data of all of them, then the training of each.
+def steps(runs: Sequence[PipelineRun], waiting: Sequence[PipelineRun]) -> Iterator[PipelineStep]:
+    """Yield the steps that the runs `waiting` need, and the export of the last of all `runs`.
 
-    So an error in the data of a late stage is reported before hours of training. Runs share corpora
-    and token files.
+    The data of all of them comes first, then the training of each. So an error in the data of a
+    late stage is reported before hours of training. Runs share corpora and token files.
     """
     seen: set[Path] = set()
     cleaned: list[tuple[Path, CleanConfig]] = []
-    for one in runs:
+    for one in waiting:
         cfg = one.cfg
         if not cfg.reads_corpus:
             continue
@@ -171,7 +201,8 @@ def steps(runs: Sequence[PipelineRun]) -> Iterator[PipelineStep]:
         if cfg.data.reads_token_files and cfg.tokenize_dir not in seen:
             yield PipelineStep("tokenize", one)
         seen |= {cfg.corpus_dir, cfg.tokenize_dir}
-    yield from (PipelineStep("train", one) for one in runs)
+    yield from (PipelineStep("train", one) for one in waiting)
+    yield PipelineStep("export", runs[-1])
 
 
 def run_steps(todo: Sequence[PipelineStep], *, as_json: bool, redo: str | None) -> None:
@@ -219,6 +250,22 @@ def facts(runs: Sequence[PipelineRun], seconds: float, page: Path | None) -> dic
 
 def _export_folder(cfg: RunConfig) -> Path:
     return cfg.export.out or Path("exports") / cfg.name
+
+
+def _is_downloaded(cfg: RunConfig) -> bool:
+    try:
+        read_corpus(cfg)
+    except DttError:
+        return False
+    return True
+
+
+def _is_tokenized(cfg: RunConfig) -> bool:
+    try:
+        check_tokens(cfg, cfg.tokenize_dir, TokensManifest.read(cfg.tokenize_dir))
+    except DttError:
+        return False
+    return True
 
 
 def is_cleaned(cfg: RunConfig) -> bool:

@@ -1,4 +1,4 @@
-"""A submission that is prepared in memory, and the files that it writes."""
+"""A submission that is prepared in memory: its plan, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import dtt
 from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DttError
 from dtt.base.files import write_atomically
 from dtt.config import explain
@@ -17,8 +18,12 @@ from dtt.config.merging import Resolved
 from dtt.config.own import kept_files
 from dtt.config.run import RunConfig
 from dtt.config.shipped import shipped_configs
+from dtt.data.samples.schedules import resolve as resolve_schedules
 from dtt.jobs.slurm import job_script
 from dtt.jobs.stages import Stage
+
+SIGNAL_EARLY = 60
+"""Seconds by which Slurm may send the signal of `--signal` early, according to its manual."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +113,53 @@ def code_copied(folder: Path) -> Iterator[None]:
         raise
     finally:
         shutil.rmtree(before, ignore_errors=True)
+
+
+def plan(submission: Submission) -> Iterator[str]:
+    """Yield the lines of the plan that is shown before submission."""
+    launch, script = submission.script.launch, submission.script
+    processes = launch.processes if script.kind != "other" else 1
+    yield f"{submission.command:<10} {submission.job.root}{_progress(submission)}"
+    gpus = f", {launch.gpus} GPUs per node" if launch.gpus else ""
+    mpi = "mpirun" if launch.mpi == "mpirun" else "srun"
+    starter = launch.start if script.kind == "train" else mpi
+    yield f"processes  {script.nodes} nodes x {processes}, started by {starter}{gpus}"
+    yield from (
+        f"{'stage' if submission.stages else 'training':<10} {a}" for a in amounts(submission)
+    )
+    limit = "the partition's limit" if launch.time is None else str(launch.time)
+    yield f"time       {limit}; saves {script.lead} s before; then {launch.continuation}"
+    if launch.time_limit is not None and launch.time_limit - script.lead <= SIGNAL_EARLY:
+        yield f"warning    Slurm may send its signal {SIGNAL_EARLY} s early, which leaves no time"
+    where = [f"{k} {v}" for k in ("partition", "account", "qos") if (v := getattr(launch, k))]
+    yield f"where      {', '.join(where) or 'the default partition and account'}"
+    if script.code:
+        yield f"code       the copy in {submission.job.root / 'code'}"
+    yield f"script     {submission.job.script}"
+
+
+def amounts(submission: Submission) -> Iterator[str]:
+    """Yield how much is trained, for each stage that is not done."""
+    yield from (f"{stage.name}: {_amount(stage.config)}" for stage in submission.stages)
+    if submission.command == "train" and not submission.stages:
+        yield _amount(submission.config)
+
+
+def _progress(submission: Submission) -> str:
+    newest = submission.job.newest_checkpoint_name()
+    return f", resumes from {newest}" if newest is not None else ""
+
+
+def _amount(cfg: RunConfig) -> str:
+    paths = [source.place for source in cfg.sources]
+    if cfg.train.steps == 0:
+        return f"{cfg.train.epochs:g} epochs of {', '.join(map(str, paths))}"
+    batches, steps = resolve_schedules(cfg.train), cfg.train.steps
+    total = batches.tokens_before(steps)
+    most = "at most " if cfg.train.timed else ""
+    amount = f"{most}{steps} steps of {batches.describe(steps)}: {total / 1e6:.1f}M tokens"
+    if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` shows more
+        named = ", ".join(map(str, paths or cfg.data.input_paths(cfg)))
+        return f"{amount} of {named or f'{cfg.data.type} data'}"
+    available = TokensManifest.read(paths[0]).counts("train").tokens
+    return f"{amount}, {total / available:.2f} epochs of {paths[0]}"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import exclusive
 from dtt.base.terminal import Verbatim
@@ -23,17 +22,14 @@ from dtt.config.run import RunConfig
 from dtt.config.shipped import find
 from dtt.config.source import Layer, Leaf, is_config
 from dtt.data.samples import compatibility
-from dtt.data.samples.schedules import resolve as resolve_schedules
 from dtt.jobs import job_state
 from dtt.jobs.job_paths import enter, evaluation
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
-from dtt.launch.submission import Submission, code_copied, configurations, restored
+from dtt.launch.submission import Submission, code_copied, configurations, plan, restored
 from dtt.train.find_job import find_job, find_stages, model_of
 
-SIGNAL_EARLY = 60
-"""Seconds by which Slurm may send the signal of `--signal` early, according to its manual."""
 KINDS: dict[str, job_script.Kind] = {"train": "train", "clean": "tokenize", "tokenize": "tokenize"}
 """The kind of script of each command; of the others: `other`."""
 COMMANDS = ("download", "clean", "tokenize", "train", "eval", "export", "pipeline")
@@ -53,17 +49,21 @@ def run(
     code_copy: bool,
     no_submit: bool = False,
     redo_from: str | None = None,
+    after: Sequence[str] = (),
 ) -> None:
     """Check a command, show the plan, ask for confirmation at a terminal, and submit.
 
     Prints the id of the Slurm job. With `print_script`, only prints the job script. With `dry_run`,
     submits nothing. With `no_submit`, creates the job directory and prints the line that submits
-    it. The jobs of the stage `redo_from` and of the later ones are renamed before.
+    it. The jobs of the stage `redo_from` and of the later ones are renamed before. The job waits
+    until what `after` names has succeeded.
     """
     if redo_from is not None and (dry_run or print_script):
         raise ConfigError("--redo-from renames jobs: use it without --dry-run and --print-script")
     if print_script and as_json:
         raise ConfigError("--print-script and --json are mutually exclusive")
+    if after and (no_submit or print_script):
+        raise ConfigError("--after is an option of sbatch: use it without --no-submit")
     submission = prepare(
         command, config, arguments, cluster, allow_change, code_copy=code_copy, redo_from=redo_from
     )
@@ -71,6 +71,7 @@ def run(
     if print_script:
         print(Verbatim(text), end="")
         return
+    ids = waited_for(after)
     known = submission.job.submission_record()
     checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -78,7 +79,7 @@ def run(
     if no_submit and not dry_run:
         submit(submission, known, copy_code=code_copy, send=False)
     elif not dry_run and (yes or confirmed("submit?")):
-        job_id = submit(submission, known, copy_code=code_copy)
+        job_id = submit(submission, known, copy_code=code_copy, after=ids)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
@@ -88,6 +89,33 @@ def run(
         print(f"not submitted: sbatch {submission.job.script}")
     elif job_id is not None:
         print(f"submitted  {job_id}")
+
+
+def waited_for(after: Sequence[str]) -> list[str]:
+    """Return the Slurm ids of the jobs that `--after` names, without those that are done."""
+    if not after:
+        return []
+    from dtt.jobs import chain_steps  # most submissions wait for nothing
+
+    return [id for name in after for id in chain_steps.ids_to_wait_for(name)]
+
+
+def with_profile(config: str | None, cluster: str | None) -> str | Layer | None:
+    """Return a configuration on top of a cluster profile, as far as each is given."""
+    if cluster is None:
+        return config
+    names = [str(profile(cluster).absolute()), *([config] if config else [])]
+    return {("extends",): Leaf(names, "--cluster")}
+
+
+def refuse_folders(command: str, folders: Sequence[str]) -> None:
+    """Raise ConfigError if there are arguments that are not `key=value`."""
+    if folders:
+        named = folders[0] if is_config(folders[0]) else "CONFIG"
+        raise ConfigError(
+            f"cannot understand the argument {folders[0]!r}",
+            next=f"dtt submit {command} -c {named} KEY=VALUE",
+        )
 
 
 def prepare(
@@ -104,10 +132,7 @@ def prepare(
 
     Raises ConfigError for arguments that the command does not take.
     """
-    base: str | Layer | None = config
-    if cluster is not None:  # precedence: config, profile, configuration of the job
-        names = [str(profile(cluster).absolute()), *([config] if config else [])]
-        base = {("extends",): Leaf(names, "--cluster")}
+    base = with_profile(config, cluster)  # precedence: config, profile, that of the job
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if not folders and stage_names(base, overrides):
@@ -130,12 +155,7 @@ def prepare(
             changed.pop("eval.every", None)  # for training only
             argv += ["--watch"] * (command == "eval") + _pairs(changed)
         case "download" | "clean" | "tokenize" | "pipeline":
-            if folders:
-                named = folders[0] if is_config(folders[0]) else "CONFIG"
-                raise ConfigError(
-                    f"cannot understand the argument {folders[0]!r}",
-                    next=f"dtt submit {command} -c {named} KEY=VALUE",
-                )
+            refuse_folders(command, folders)
             resolved = resolve(base, overrides, model_of=model_of)
             trained = JobDir(resolved.config.job_dir)
             job = _beside(trained, command)
@@ -145,7 +165,8 @@ def prepare(
                 f"cannot submit {command!r}",
                 next=f"use one of {', '.join(COMMANDS)}, such as dtt submit train",
             )
-    script = _script(command, job, argv, resolved.config, code_copy=code_copy)
+    own = resolved.config.model_copy(update={"launch": resolved.config.launch.of_step(command)})
+    script = make_script(command, job, argv, own, code_copy=code_copy)
     return Submission(command, resolved, job, trained, script)
 
 
@@ -166,7 +187,7 @@ def _pairs(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _script(
+def make_script(
     command: str,
     job: JobDir,
     argv: Sequence[str],
@@ -175,6 +196,7 @@ def _script(
     *,
     code_copy: bool,
 ) -> job_script.Script:
+    """Return the parameters of the job script of a command; `cfg` has its own resources."""
     return job_script.Script(
         job_name=_job_name(job),
         job=job.root,
@@ -225,7 +247,7 @@ def _prepare_stages(
     first = (waiting or stages)[0]
     job = whole if command == "train" else _beside(whole, command)
     argv = ["train"] if command == "train" else [command, "-c", str(job.config)]
-    script = _script(command, job, argv, first.config, stages, code_copy=code_copy)
+    script = make_script(command, job, argv, first.config, stages, code_copy=code_copy)
     text = explain.show_stages([s.resolved for s in stages])
     return Submission(command, first.resolved, job, whole, script, waiting, text)
 
@@ -323,6 +345,19 @@ def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
         yield from checks.caught(status.check_idle)
 
 
+def known_problems(submission: Submission) -> Iterator[DttError]:
+    """Yield what would make a training fail, as far as it is known before its data exists.
+
+    `dtt train` checks the rest before its first step, with the same messages.
+    """
+    one = [(submission.job, submission.config)]
+    for job, cfg in [(s.job, s.config) for s in submission.stages] or one:
+        yield from checks.problems_before_data(cfg, job)
+        yield from checks.batch_problems("train", cfg, job)
+    yield from checks.launch_problems("train", submission.config)
+    yield from checks.time_problems((submission.stages or (submission,))[0].job, one[0][1].launch)
+
+
 def _stage_problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
     """Yield every error that would make a stage fail at its start."""
     command, stages = submission.command, submission.stages
@@ -340,50 +375,6 @@ def _stage_problems(submission: Submission, *, dry_run: bool) -> Iterator[DttErr
             yield from checks.caught(status.check_idle)
 
 
-def plan(submission: Submission) -> Iterator[str]:
-    """Yield the lines of the plan that is shown before submission."""
-    cfg, launch, script = submission.config, submission.config.launch, submission.script
-    processes = launch.processes if script.kind != "other" else 1
-    yield f"{submission.command:<10} {submission.job.root}{_progress(submission)}"
-    gpus = f", {launch.gpus} GPUs per node" if launch.gpus else ""
-    mpi = "mpirun" if launch.mpi == "mpirun" else "srun"
-    starter = launch.start if script.kind == "train" else mpi
-    yield f"processes  {script.nodes} nodes x {processes}, started by {starter}{gpus}"
-    for stage in submission.stages:
-        yield f"stage      {stage.name}: {_amount(stage.config)}"
-    if submission.command == "train" and not submission.stages:
-        yield f"training   {_amount(cfg)}"
-    limit = "the partition's limit" if launch.time is None else str(launch.time)
-    yield f"time       {limit}; saves {script.lead} s before; then {launch.continuation}"
-    if launch.time_limit is not None and launch.time_limit - script.lead <= SIGNAL_EARLY:
-        yield f"warning    Slurm may send its signal {SIGNAL_EARLY} s early, which leaves no time"
-    where = [f"{k} {v}" for k in ("partition", "account", "qos") if (v := getattr(launch, k))]
-    yield f"where      {', '.join(where) or 'the default partition and account'}"
-    if script.code:
-        yield f"code       the copy in {submission.job.root / 'code'}"
-    yield f"script     {submission.job.script}"
-
-
-def _progress(submission: Submission) -> str:
-    newest = submission.job.newest_checkpoint_name()
-    return f", resumes from {newest}" if newest is not None else ""
-
-
-def _amount(cfg: RunConfig) -> str:
-    paths = [source.place for source in cfg.sources]
-    if cfg.train.steps == 0:
-        return f"{cfg.train.epochs:g} epochs of {', '.join(map(str, paths))}"
-    batches, steps = resolve_schedules(cfg.train), cfg.train.steps
-    total = batches.tokens_before(steps)
-    most = "at most " if cfg.train.timed else ""
-    amount = f"{most}{steps} steps of {batches.describe(steps)}: {total / 1e6:.1f}M tokens"
-    if len(paths) != 1 or not TokensManifest.exists(paths[0]):  # `dtt data mix` shows more
-        named = ", ".join(map(str, paths or cfg.data.input_paths(cfg)))
-        return f"{amount} of {named or f'{cfg.data.type} data'}"
-    available = TokensManifest.read(paths[0]).counts("train").tokens
-    return f"{amount}, {total / available:.2f} epochs of {paths[0]}"
-
-
 def confirmed(question: str) -> bool:
     """Ask a yes/no question at a terminal. Return True by default, and without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -394,11 +385,17 @@ def confirmed(question: str) -> bool:
 
 
 def submit(
-    submission: Submission, known: dict[str, Any] | None, *, copy_code: bool, send: bool = True
+    submission: Submission,
+    known: dict[str, Any] | None,
+    *,
+    copy_code: bool,
+    send: bool = True,
+    after: Sequence[str] = (),
 ) -> str | None:
     """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
-    Without `send`, it is not submitted, and the result is None. Raises ConfigError unless
+    Without `send`, it is not submitted, and the result is None. It starts when the Slurm jobs
+    `after` have succeeded. Raises ConfigError unless
     `known` is still the record of the newest submission, as it was before the checks.
     If Slurm rejects the script, a new job directory is removed, and the files of an existing one
     are restored.
@@ -418,4 +415,4 @@ def submit(
         with restored(submission, new), code:
             job.write_environment()
             job.make_control()
-            return submissions.submit(submission.script, send=send)
+            return submissions.submit(submission.script, send=send, after=after)

@@ -27,7 +27,7 @@ from dtt.jobs.sweep_results import ResultRow, TrialProgress
 from dtt.jobs.sweep_trials import DroppedCombination, Sweep, SweepPlan, Trial
 from dtt.launch import checks
 from dtt.launch.checks import raise_all
-from dtt.launch.submit import confirmed, profile
+from dtt.launch.submit import confirmed, profile, waited_for
 from dtt.launch.sweep import local_trials, slurm_trials
 from dtt.report import run as report
 from dtt.train.find_job import model_of
@@ -52,9 +52,16 @@ def submit(
     yes: bool,
     dry_run: bool,
     as_json: bool,
+    after: Sequence[str] = (),
 ) -> None:
-    """Plan a sweep, show it, create the job directories, and start the trials that are new."""
+    """Plan a sweep, show it, create the job directories, and start the trials that are new.
+
+    On Slurm, they wait until what `after` names has succeeded.
+    """
     local = _trials_at_a_time(local)
+    if after and local is not None:
+        raise ConfigError("--after needs Slurm: trials on this machine start at once")
+    ids = waited_for(after)
     cluster_profile = None if cluster is None else profile(cluster)
     plan = _drop_invalid(planning.plan(file, cache(model_of), cluster_profile), local)
     if not as_json:
@@ -68,7 +75,7 @@ def submit(
         return
     new = not plan.root.exists()
     try:
-        _start(plan.write(), lambda one: one.state == State.NEW, local, as_json=as_json)
+        _start(plan.write(), lambda one: one.state == State.NEW, local, ids, as_json=as_json)
     except DttError:
         if new and local is None and not any(plan.root.glob("*/submission.json")):
             shutil.rmtree(plan.root)  # so that a corrected file need not match it
@@ -94,7 +101,12 @@ def retry(name: str, chosen: list[str], local: int | None, *, as_json: bool) -> 
 
 
 def _start(
-    sweep: Sweep, wanted: Callable[[TrialProgress], bool], local: int | None, *, as_json: bool
+    sweep: Sweep,
+    wanted: Callable[[TrialProgress], bool],
+    local: int | None,
+    ids_before: Sequence[str] = (),
+    *,
+    as_json: bool,
 ) -> None:
     """Start the trials that are `wanted`, and print the progress of the sweep.
 
@@ -108,7 +120,7 @@ def _start(
             log.info("%s: %d %s, not started", sweep.root, number, state)
         jobs = [sweep.job(trial) for trial in ids]
         if jobs:
-            _run_or_submit(sweep, jobs, local)
+            _run_or_submit(sweep, jobs, local, ids_before)
     after = sweep_results.progress(sweep)
     _print_progress(sweep, after, as_json=as_json)
     if local is not None:
@@ -118,10 +130,12 @@ def _start(
         sys.exit(next((one.code for one in after if one.trial in ids and one.code), ExitCode.DONE))
 
 
-def _run_or_submit(sweep: Sweep, jobs: Sequence[JobDir], local: int | None) -> None:
+def _run_or_submit(
+    sweep: Sweep, jobs: Sequence[JobDir], local: int | None, ids_before: Sequence[str]
+) -> None:
     concurrency = sweep.manifest.concurrency
     if local is None:
-        slurm_trials.submit(sweep, jobs, concurrency)
+        slurm_trials.submit(sweep, jobs, concurrency, ids_before)
         return
     for job in jobs:
         job.stop.unlink(missing_ok=True)  # left by `dtt sweep cancel`

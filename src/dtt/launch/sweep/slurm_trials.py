@@ -15,8 +15,12 @@ from dtt.jobs.slurm.job_script import Array, Script
 from dtt.jobs.sweep_trials import Sweep
 
 
-def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:
+def submit(
+    sweep: Sweep, jobs: Sequence[JobDir], cap: int | None, after: Sequence[str] = ()
+) -> None:
     """Submit all jobs as one Slurm array, at most `cap` at a time.
+
+    They start when the Slurm jobs `after` have succeeded.
 
     The tasks of an array share their resources, so jobs whose `launch` sections differ are
     submitted separately; raises ConfigError for these if there is a `cap`.
@@ -30,20 +34,21 @@ def submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None) -> None:
                 why="the trials differ in their `launch` section, so they are separate Slurm jobs",
                 next="omit `concurrency` in the sweep file",
             )
-        _submit_each(jobs)
+        _submit_each(jobs, after)
         return
     array = Array(tuple(job.root for job in jobs), cap)
     lead = max(job_script.lead(job, launch) for job in jobs)
-    number = submissions.submit(_script(sweep.manifest.name, sweep.root, configs[0], lead, array))
+    script = _script(sweep.manifest.name, sweep.root, configs[0], lead, array)
+    number = submissions.submit(script, after=after)
     log.info("%s: Slurm job %s, an array of %d", sweep.root, number, len(jobs))
 
 
-def _submit_each(jobs: Sequence[JobDir]) -> None:
+def _submit_each(jobs: Sequence[JobDir], after: Sequence[str]) -> None:
     """Submit every job to Slurm as a separate job."""
     for job in jobs:
         config = load_job(job.root)
         lead = job_script.lead(job, config.launch)
-        number = submissions.submit(_script(config.name, job.root, config, lead))
+        number = submissions.submit(_script(config.name, job.root, config, lead), after=after)
         log.info("%s: Slurm job %s", job.root, number)
 
 

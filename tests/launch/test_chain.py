@@ -1,0 +1,156 @@
+"""dtt submit pipeline: one Slurm job per step; a recording fake stands for Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.running import Dtt
+
+from dtt.launch import chain, pipeline
+
+SBATCH = """\
+echo "sbatch $*" >>"$CALLS"
+case "$*" in
+  *--test-only*) echo "sbatch: Job 9 to start at 2026-01-02T03:04:05 using 1" >&2; exit 0 ;;
+  *"$REJECTED"*) echo "no such partition" >&2; exit 1 ;;
+esac
+grep -c "^sbatch" "$CALLS"
+"""
+FAKES = {
+    "sbatch": SBATCH,
+    "squeue": 'printf "%b" "$QUEUE"',
+    "scancel": 'echo "scancel $*" >>"$CALLS"',
+}
+DATA = ("name=n", "download.dataset=books.txt", "launch.cpus_per_task=4", "launch.time=60")
+STEPS = ("download", "tokenize", "train", "export")
+
+Fake = dict[str, str]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Fake:
+    """Environment with an sbatch that counts from 1 and may reject, and a squeue with $QUEUE."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, body in FAKES.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    (tmp_path / "books.txt").write_text("words " * 100)
+    path = f"{folder}:{os.environ['PATH']}"
+    return {"PATH": path, "CALLS": str(tmp_path / "calls"), "QUEUE": "", "REJECTED": "nothing"}
+
+
+def waiting(id: int, state: str = "PENDING", reason: str = "Dependency") -> str:
+    return f"{id}|{state}||1|1|1|{reason}\\n"
+
+
+def calls(slurm: Fake) -> list[str]:
+    return [line.split(" ", 1)[1] for line in Path(slurm["CALLS"]).read_text().splitlines()]
+
+
+def states(dtt: Dtt, slurm: Fake) -> list[str]:
+    said = dtt("job", "status", "jobs/n-pipeline", "--json", **slurm).stdout
+    return [step["state"] for step in json.loads(said)["steps"]]
+
+
+def test_each_step_waits_for_the_one_before_and_is_seen_as_one_thing(dtt: Dtt, slurm: Fake) -> None:
+    keys = (*DATA, "launch.gpus_per_node=2", "launch.steps.tokenize.nodes=3")
+    slurm["QUEUE"] = waiting(77)
+    said = dtt("submit", "pipeline", *keys, "--after", "77", "-y", "--json", **slurm).stdout
+    facts = json.loads(said)
+    assert [step["job_id"] for step in facts["steps"]] == ["1", "2", "3", "4"]
+    jobs = ["jobs/n-download", "jobs/n-tokenize", "jobs/n", "jobs/n-export"]
+    assert [step["job_dir"] for step in facts["steps"]] == jobs
+    assert calls(slurm) == [
+        f"--parsable --dependency=afterok:{before} --kill-on-invalid-dep=yes {job}/slurm.sh"
+        for before, job in zip((77, 1, 2, 3), jobs, strict=True)
+    ]
+    scripts = {job: (dtt.folder / job / "slurm.sh").read_text() for job in jobs}
+    with_gpus = [job for job, text in scripts.items() if "--gpus-per-node" in text]
+    assert with_gpus == ["jobs/n"]
+    assert "--nodes=3\n#SBATCH --ntasks-per-node=4\n#SBATCH --cpus-per-task=1\n" in scripts[jobs[1]]
+    assert " -- tokenize -c jobs/n-tokenize/config.yaml\n" in scripts[jobs[1]]
+    assert " -- export jobs/n\n" in scripts[jobs[3]]
+
+    slurm["QUEUE"] = "".join(map(waiting, (1, 2, 3, 4)))
+    assert states(dtt, slurm) == ["queued"] * 4
+    again = dtt("submit", "pipeline", *keys, "-y", expect=2, **slurm).stderr
+    assert "jobs/n-download is queued as Slurm job 1" in again
+    dtt("job", "rm", "jobs/n-pipeline", "-y", expect=2, **slurm)
+
+    # A job that failed: Slurm cancels what waits for it. The others are submitted again.
+    dtt("download", *DATA)
+    reason = "DependencyNeverSatisfied"
+    slurm["QUEUE"] = waiting(1, "FAILED", "NonZeroExitCode")
+    slurm["QUEUE"] += "".join(waiting(id, "CANCELLED", reason) for id in (2, 3, 4))
+    assert states(dtt, slurm) == ["failed", "cancelled", "cancelled", "cancelled"]
+    why = dtt("job", "status", "jobs/n-export", **slurm).stdout
+    assert "the job that it waited for did not succeed" in why
+    assert "jobs/n-export is cancelled" not in why
+    refused = dtt("submit", "eval", "jobs/n", "--after", "jobs/n-export", expect=2, **slurm).stderr
+    assert "its success cannot be waited for" in refused
+    dtt("job", "resume", "jobs/n-pipeline", **slurm)
+    assert [one.split()[-1] for one in calls(slurm)[4:]] == [f"{job}/slurm.sh" for job in jobs]
+    assert "afterok:7 " in calls(slurm)[7]
+
+    slurm["QUEUE"] = "".join(map(waiting, (5, 6, 7, 8)))
+    dtt("job", "stop", "jobs/n-pipeline", **slurm)
+    assert calls(slurm)[8:] == ["8", "7", "6", "5"]
+    slurm["QUEUE"] = "".join(waiting(id, "CANCELLED") for id in (5, 6, 7, 8))
+    dtt("job", "rm", "jobs/n-pipeline", "-y", **slurm)
+    assert [path.name for path in (dtt.folder / "jobs").iterdir()] == ["n"]
+
+    # Steps whose files exist are not submitted, and a dry run writes nothing.
+    shown = dtt("submit", "pipeline", *keys, "--dry-run", **slurm).stdout
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "download done" in rows
+    start = "2026-01-02T03:04:05"
+    assert f"tokenize 3 4 0 60 3.0 node-hours the default {start}" in rows
+    assert f"train 1 2 2 60 2.0 GPU-hours the default {start}" in rows
+    assert not (dtt.folder / "jobs/n-pipeline").exists()
+
+
+def test_a_rejected_step_takes_back_those_before_it(dtt: Dtt, slurm: Fake) -> None:
+    slurm["REJECTED"] = "jobs/n/slurm.sh"
+    said = dtt("submit", "pipeline", *DATA, "-y", expect=78, **slurm).stderr
+    assert "no such partition" in said
+    assert calls(slurm)[3:] == ["1", "2"]
+    assert not (dtt.folder / "jobs/n-pipeline").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("launch.continuation=singleton",), 2, "cannot wait for a job with launch.continuation"),
+        (("launch.steps.tokenize.time=never",), 2, "launch.steps.tokenize.time"),
+        (("launch.steps.eval.nodes=2",), 2, "launch.steps.eval"),
+        (("--no-submit",), 2, "--no-submit concerns one job"),
+        (("model.vocab_size=30", "tokenizer.vocab_size=300"), 2, "outside the embedding"),
+        (("--after", "4000"), 2, "Slurm does not know it"),
+        (("--after", "jobs/none"), 66, "jobs/none is not a job directory"),
+    ],
+)
+def test_what_a_chain_cannot_do_is_refused(
+    arguments: tuple[str, ...], code: int, said: str, dtt: Dtt, slurm: Fake
+) -> None:
+    done = dtt("submit", "pipeline", *DATA, *arguments, "-y", expect=code, **slurm)
+    assert said in done.stderr
+    assert not Path(slurm["CALLS"]).exists()
+
+
+def test_without_slurm_the_steps_run_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[object] = []
+
+    def run(config: str, arguments: list[str], *_: object, **__: object) -> None:
+        ran.append((config, arguments))
+
+    monkeypatch.setattr(pipeline, "run", run)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    chain.run(
+        "quickstart", ["name=n"], cluster=None, redo_from=None, after=(), of_one_job=(),
+        dry_run=False, yes=False, as_json=False, code_copy=False,
+    )  # fmt: skip
+    assert ran == [("quickstart", ["name=n"])]
