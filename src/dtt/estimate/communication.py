@@ -66,7 +66,8 @@ def _link(case: Case, ranks: int) -> float:
 def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     """Yield the communication of FSDP2, HSDP or DDP.
 
-    FSDP2 all-gathers weights in the compute dtype in every micro-batch: an untied head once, the
+    FSDP2 all-gathers weights in the compute dtype in every micro-batch: an untied head once, or up
+    to three times if its rank has several stages, the
     others outside of blocks once for each stage of a rank, those of blocks in the forward pass, and
     in the backward pass again if they were resharded in between. It reduce-scatters gradients in
     fp32, after the last micro-batch or after each, and all-reduces the shards over replicas (HSDP).
@@ -86,8 +87,12 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     experts = [w for w in case.weights if EXPERTS in w.name]
     others = [w for w in case.weights if w.in_block and EXPERTS not in w.name]
     passes = 2 if case.cfg.parallel.reshard else 1
-    outside = bytes_gathered(case, case.outside)
-    outside += (len(case.own_stages) - 1) * bytes_gathered(case, case.in_root)
+    stages, root = len(case.own_stages), bytes_gathered(case, case.in_root)
+    head = bytes_gathered(case, case.outside) - root
+    # Backward passes of a rank's other stages free the head between its own passes, and prefetch it
+    # for themselves (traced).
+    heads = 3 - 2 / case.accumulation if stages > 1 else 1
+    outside = stages * root + heads * head
     each = case.cfg.parallel.reduce == "each"
     none: list[Weight] = []
     for weights, more, at_ends, name, spread, stride in (
