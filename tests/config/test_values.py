@@ -70,6 +70,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("model.family=olmoe", "model.n_shared_experts=2"), "olmoe has no n_shared_experts"),
     ((*DOTS, "data.type=preference", "objective.type=dpo", "train.balance_loss=0.1"),
      "the loss is per pair"),
+    (("model={family: transformers, config: {model_type: mixtral, output_router_logits: true}}",
+      "data.type=preference", "objective.type=dpo"), "adds a loss per token to objective.type=dpo"),
 ]  # fmt: skip
 
 

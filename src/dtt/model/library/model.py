@@ -107,9 +107,12 @@ class LibraryModel(Model):
 
         Beside them are the logits of routers, [B * T, E] each, if the model has a loss of these.
         """
+        # Given positions, the library looks for documents, and masks with a table of all pairs,
+        # which fused kernels of attention are spared where none is needed.
+        separate = context.documents is not None
         found = self.body(
             input_ids=tokens_BT,
-            position_ids=context.positions.expand_as(tokens_BT),
+            position_ids=context.positions.expand_as(tokens_BT) if separate else None,
             attention_mask=self._masks(tokens_BT, context),
             use_cache=False,
         )
