@@ -465,7 +465,8 @@ def memory(session: Session) -> None:
 def run_tests(session: Session, folder: str) -> None:
     """Run tests of `tests/gpu`; without a GPU, those that show that they work."""
     with session.part("pytest") as figures:
-        command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--maxfail", "20", "--all", folder]
+        command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--maxfail=20", "--all", folder]
+        command += ["-p", "no:xdist"]  # one at a time: they share the GPU
         if folder == "tests/gpu":  # without those that have a block of their own
             command += ["--ignore", "tests/gpu/nccl"]
         # Not captured: what has passed is in the log even if the block is ended.
