@@ -29,7 +29,7 @@ def bare(kind: str) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(kind, **SIZES, **HEADS, vocab_size=VOCABULARY)
-    model: Any = AutoModelForCausalLM.from_config(config).float()
+    model: Any = AutoModelForCausalLM.from_config(config).float()  # type: ignore[no-untyped-call]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     times = [time.process_time()]
     for _ in range(STEPS):

@@ -13,7 +13,7 @@ from support.running import Dtt
 from dtt.base.errors import ExitCode
 from dtt.main import commands
 
-REPEATABLE = {"allow_change", "copied", "prompt"}
+REPEATABLE = {"after", "allow_change", "copied", "prompt"}
 
 
 def options(command: typer.core.TyperGroup, path: str = "dtt") -> list[tuple[str, str, bool]]:

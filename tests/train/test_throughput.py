@@ -275,3 +275,22 @@ def test_ranks_that_wait_for_gradients_say_so_and_name_the_one_they_wait_for() -
         assert reading["slowest_rank"] == 1
         assert reading["slowest_behind"] > 0.5
         assert reading["slowest_node"]
+
+
+def test_flops_are_counted_once_for_each_length_and_not_in_each_step(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a model that its family builds, counting runs the whole model on tensors of no values."""
+    counted: list[int] = []
+    right = count.flops_per_token
+
+    def counting(arch: Any, seq_len: int, **how: Any) -> int:
+        counted.append(seq_len)
+        return right(arch, seq_len, **how)
+
+    monkeypatch.setattr(count, "flops_per_token", counting)
+    meter = make()
+    for length in (SEQ_LEN, SEQ_LEN, SEQ_LEN // 2, SEQ_LEN):
+        with meter.step(64, length):
+            pass
+    assert sorted(counted) == [SEQ_LEN // 2] * 2 + [SEQ_LEN] * 2

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import psutil
 
-from dtt.base import local
 from dtt.base.errors import DttError, PeerLost
 from dtt.base.ranks import Launcher, Ranks
 from dtt.base.secrets import redacted
@@ -85,6 +84,9 @@ def typed_torchrun() -> str | None:
         starters = [] if above is None else [Path(one).name for one in above.cmdline()[:3]]
         if not {"dtt", "dtt.main"}.isdisjoint(starters):
             return None
+        # Only here: a submission, which opens few files, needs nothing of it.
+        from dtt.base import local
+
         return redacted(local.shell_command(torchrun.cmdline()))
     except psutil.Error:
         return None

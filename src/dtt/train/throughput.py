@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -80,7 +80,9 @@ class ThroughputMeter:
         The waiting time of `optimizers` that are `Waiter`s counts as communication. `adapter` is
         the number of its weights, if all others are frozen.
         """
-        self._flops_per_token = partial(count.flops_per_token, arch, adapter=adapter)
+        # Counted once for each length: a model that its family builds is copied and run on tensors
+        # without values for it. Twice in each step, that took a quarter of a small model's time.
+        self._flops_per_token = cache(partial(count.flops_per_token, arch, adapter=adapter))
         self._world, self._device = world, world.device
         # The data sheets give bf16 peaks, so MFU of fp32 would compare different units.
         self._peak = peak_flops(self._device) if compute_dtype is torch.bfloat16 else None
