@@ -17,7 +17,6 @@ from dtt.hf.weights import to_hf
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.model.library.model import whole_state
 from dtt.model.output import Output
 from dtt.verify.folder import initialized
 
@@ -70,4 +69,5 @@ def in_library(
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
     tensors = {name: tensor.contiguous() for name, tensor in to_hf(state, arch).items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return whole_state(library_folder.loaded(folder, torch.float64)[0])
+    found: dict[str, Tensor] = library_folder.loaded(folder, torch.float64)[0].state_dict()
+    return found

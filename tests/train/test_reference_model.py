@@ -201,7 +201,7 @@ def test_rows_of_another_key_are_computed_anew(dataset: Dataset, tmp_path: Path)
     the_pass().write(dataset, tmp_path, KEY, SEQ_LEN)
     before = (tmp_path / "train-00000.f32").read_bytes()
     other = the_pass()
-    initialize(other.step.module, seed=1)  # type: ignore[arg-type]
+    initialize(other.passes.module, seed=1)  # type: ignore[arg-type]
     other.write(dataset, tmp_path, "another key", SEQ_LEN)
     assert is_complete(tmp_path, "another key")
     assert (tmp_path / "train-00000.f32").read_bytes() != before
