@@ -14,7 +14,8 @@ from dtt.base.errors import ConfigError, EnvironmentUnfit, ExitCode
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.verify import fuzz, run
-from dtt.verify.layout_runs import CannotRun, LayoutRuns
+from dtt.verify.differences import EXACT
+from dtt.verify.layout_runs import MARGIN, CannotRun, LayoutRuns, tolerances
 from dtt.verify.layouts import layouts_of
 from dtt.verify.shrink import shrink
 
@@ -121,3 +122,27 @@ def test_random_configurations_follow_from_the_seed() -> None:
 
     assert first(1) == first(1)
     assert first(1) != first(2)
+
+
+def test_two_equal_runs_leave_the_last_bit_to_rounding() -> None:
+    found = tolerances({"L": 0.0, "G": 1e-7, "U": 2e-7})
+    assert found["L"] == EXACT["L"]
+    assert found["N"] == EXACT["N"]
+    assert found["G"] == MARGIN * 1e-7
+    assert found["S"] == found["U"] == MARGIN * 2e-7
+
+
+@pytest.mark.slow
+def test_a_model_that_differs_from_itself_is_compared_with_no_layout(dtt: Dtt) -> None:
+    """The tolerances of two runs with dropout would let anything pass."""
+    sizes = (
+        "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, "
+        "num_key_value_heads: 2, head_dim: 16"
+    )
+    said = dtt(
+        "verify", f"model={{family: transformers, config: {{model_type: seed_oss, {sizes}}}}}",
+        "data.type=synthetic", "data.vocab_size=256", "train.seq_len=32", "train.micro_batch=2",
+        "train.global_batch_tokens=256", "parallel.shard=2", "name=v", expect=ExitCode.USAGE,
+    )  # fmt: skip
+    assert "two runs of one process differ" in said.stderr
+    assert "attention_dropout=0.0" in said.stderr
