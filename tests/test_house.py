@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from support.ranks import start_process
 
 from dtt.main import commands
 
@@ -89,15 +88,31 @@ def test_a_name_has_one_meaning_in_the_package() -> None:
     assert {name for name, n in classes.items() if n > 1} == {"Phase"}
 
 
-def ended_with_the_hub() -> None:
+FORKED = """
+import sys
+from support.ranks import start_process
+
+def ended_with_the_hub():
     sys.exit("huggingface_hub" in sys.modules)
 
-
-def test_what_tests_import_ahead_reads_no_variables_of_the_hub() -> None:
-    """Else HF_ENDPOINT has no effect; modules that import it belong to `READ_ENVIRONMENT`."""
+if __name__ == "__main__":
     process = start_process(ended_with_the_hub)
     process.join()
-    assert process.exitcode == 0
+    sys.exit(process.exitcode)
+"""
+
+
+def test_what_tests_import_ahead_reads_no_variables_of_the_hub(tmp_path: Path) -> None:
+    """Else HF_ENDPOINT has no effect; modules that import it belong to `READ_ENVIRONMENT`."""
+    # In a process of its own: one has a single fork server, and earlier tests may have started it
+    # with what `dtt verify` imports ahead.
+    file = tmp_path / "forked_alone.py"
+    file.write_text(FORKED)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, file], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_loader_may_run_the_code_of_a_folder() -> None:
