@@ -211,8 +211,9 @@ class LibraryModel(Model):
         if self.config._attn_implementation != "eager":  # noqa: SLF001  it has no public name
             return seen_BTT[:, None]
         dtype = self._head().weight.dtype
-        # Added to scores.
-        return torch.where(seen_BTT, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+        # Added to scores. Not `where` of two numbers, which are fp32: the least of fp64 is none.
+        added_BTT = torch.zeros_like(seen_BTT, dtype=dtype)
+        return added_BTT.masked_fill(~seen_BTT, torch.finfo(dtype).min)[:, None]
 
     def head_weight(self) -> Tensor:
         """Return the weight of the head, [V, D]; columns of its bias follow if it has one."""
