@@ -216,7 +216,7 @@ class JobDir:
     def next_attempt(self) -> int:
         """Return the number of the attempt to begin, from 1.
 
-        That is the newest one if the supervisor of this Slurm job has begun it for these processes.
+        That is the newest one if the supervisor of this Slurm job started it for these processes.
         """
         newest = self.attempt()
         record = self.attempt_record(newest) or {}

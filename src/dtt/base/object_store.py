@@ -140,7 +140,7 @@ class ObjectStore:
         if info.get("size") is None:
             raise InputError(
                 "the server does not say how large a file is", where=self._shown(path),
-                why="without it, a truncated answer cannot be told", next="download it yourself",
+                why="without it, a truncated answer is not detected", next="download it yourself",
             )  # fmt: skip
         return StoredObject(path, name, int(info["size"]), version_of(info))
 

@@ -140,7 +140,7 @@ def discard(descriptor: int) -> None:
 def protect_output(*, may_fail: bool = False) -> None:
     """Make stdout and stderr escape what is written to them.
 
-    Without stderr a command goes on; without stdout only with `may_fail`: if its result is in
+    Without stderr a command continues; without stdout only with `may_fail`: if its result is in
     files. A stream that is closed from the start becomes /dev/null, or the next file that is opened
     would take its place, and messages of libraries would be written into it.
     """

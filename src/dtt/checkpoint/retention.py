@@ -65,7 +65,7 @@ def note_dependent(checkpoint: Path, job: Path) -> None:
     """
     path = str(job.resolve())
     record = {"job": path, "step": int(checkpoint.name.removeprefix(store.PREFIX))}
-    # One record for each job and step: a job may be trained anew from another step.
+    # One record for each job and step: a job may be trained again from another step.
     name = f"{checkpoint.name}-{hashlib.sha256(path.encode()).hexdigest()[:16]}.json"
     try:
         folder = JobDir(checkpoint.parents[1]).dependents

@@ -6,7 +6,7 @@ bands, sorted. Pass 2 merges the keys of all units until a process can hold the 
 partitions of the range of keys, whose number follows from the number of keys. Pass 3 compares the
 shingles of candidate pairs exactly. One process then walks through the documents in order: one is
 removed if an earlier kept document is its twin. Each result is a step with a marker, and a rerun
-after a kill goes on with those that are finished (`clean/steps.py`); one fingerprint of texts and
+after a kill continues with those that are finished (`clean/steps.py`); one fingerprint of texts and
 settings says whether they are of the same selection.
 """
 
@@ -218,7 +218,7 @@ def _key_of_steps(
     """Return a fingerprint of everything that determines the files of the steps.
 
     `key` has the settings and the texts of all corpora. Constants are added because another version
-    of dtt may go on with what this one has left behind; that of py3langid may have another model.
+    of dtt may use what this one has left behind; that of py3langid may have another model.
     """
     language = None if section.language is None else metadata.version("py3langid")
     sizes = [placed.unit.text_bytes for placed in units]

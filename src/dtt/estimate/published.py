@@ -1,4 +1,4 @@
-"""What others have published of runs on several GPUs, beside the estimate of the same run.
+"""Published speeds of runs on several GPUs, as shares of the estimates of the same runs.
 
 An estimate counts FLOPs, bytes and the communication that nothing hides. It is a bound: messages
 between computations, slower cards of a node and limits of power make each published run slower.

@@ -76,7 +76,7 @@ def _convert(rule: WeightConverter, name: str, sources: Sources, library: Any) -
 
 @dataclass
 class _Target:
-    """What the tensors of a folder become: a renamed one, or several that a rule converts."""
+    """The result for tensors of a folder: a renamed one, or several that a rule converts."""
 
     rule: WeightConverter | None
     sources: dict[str, list[FullTensor]] = field(default_factory=lambda: defaultdict(list))

@@ -12,7 +12,7 @@ set-up of the nodes, and rank 0 adds its fields:
                         attempts in a row that started from it
     successor           id of the Slurm job that continues this one, with continuation: singleton
 The rank that ends first completes it; for a command other than `train`, and for an attempt that no
-rank has begun, the supervisor does:
+rank has started, the supervisor does:
     ended               the end, in seconds since 1970
     code, reason        the exit code; the error message or the reason of the stop
     step                step of the last record
@@ -68,7 +68,7 @@ def after_rank_0(ranks: Ranks, requests: Requests) -> Iterator[None]:
 
     A launcher ends all ranks as soon as one has ended, and rank 0 may still be importing. The other
     ranks therefore wait up to `SECONDS_FOR_RANK_0` before they raise. If rank 0 has passed the
-    checks and begun the attempt, the error is this rank's own: it raises at once, and writes
+    checks and started the attempt, the error is this rank's own: it raises at once, and writes
     `attempt.json`, because rank 0 only learns that a rank has ended.
     """
     try:

@@ -37,7 +37,7 @@ def command(kept: str = "") -> Iterator[None]:
     """Run a command's body, and end the process with the exit code of its outcome.
 
     `kept` is printed after Ctrl-C: what remains of the work, and how to continue. With it, the work
-    goes on if stdout is closed or full, and the exit code is that of the work. User errors are
+    continues if stdout is closed or full, and the exit code is that of the work. User errors are
     printed without a traceback (DTT_DEBUG=1 shows it), bugs with one. If this is one of several
     ranks, the other ranks end too.
     """

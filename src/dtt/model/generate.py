@@ -332,7 +332,7 @@ def _keep(logits_BV: Tensor, cache: KVCache, rows: Sequence[int]) -> Tensor:
 
 
 def _asynchronous(device: torch.device) -> bool:
-    """Return True if the host may go on while the device computes."""
+    """Return True if the host may continue while the device computes."""
     return device.type == "cuda"
 
 

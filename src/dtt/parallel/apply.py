@@ -93,7 +93,7 @@ def apply(
 class FixedBuckets(DistributedDataParallel):
     """DDP whose buckets are the same in every step of a process, so that a run resumes bit for bit.
 
-    DDP groups gradients anew after its first step, in the order in which they became ready. Over
+    DDP groups gradients again after its first step, in the order in which they became ready. Over
     three or more ranks, the place of a number in its bucket decides in which order the ranks'
     numbers are added, so the first step after a resume would round as no step of the whole run.
     """

@@ -198,7 +198,7 @@ class _Schedule:
 
         hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
         nothing = torch.empty(1, device="meta")
-        # torch 2.11 compares the outputs with what it was told.
+        # torch 2.11 compares the outputs with what it was given.
         loss = torch.empty(1, dtype=wide_dtype(hidden), device="meta")
         last = len(pipeline.layers) - 1
         stages = [

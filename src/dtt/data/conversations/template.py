@@ -81,7 +81,7 @@ equals text at inference.
 """
 
 COSTLY_SHARE = 10
-"""One render of so many may be beyond the limits: then the row is to blame, not the template."""
+"""A single render may be beyond the limits: then the row is to blame, not the template."""
 
 CALL = (
     {"role": "user", "content": "Weather?"},

@@ -84,7 +84,7 @@ class TaskRunner:
         task, total = data.task, len(data.questions)
         writer = ResultWriter(None, ResultContent(), {})
         with ExitStack() as stack:
-            # Runs on rank 0. Its result or error reaches all ranks, so all go on or all stop.
+            # Runs on rank 0. Its result or error reaches all ranks, so all continue or all stop.
             def open_file() -> tuple[TaskResult | None, int, int]:
                 nonlocal writer
                 if file is not None:

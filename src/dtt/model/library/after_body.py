@@ -1,4 +1,4 @@
-"""What the library's own `forward` computes after the body of a model: logits, losses of routers.
+"""Logits and losses of routers, which the library's own `forward` computes after the body.
 
 Shapes: B sequences, T tokens, D width of the hidden states, E experts, N = B * T.
 """

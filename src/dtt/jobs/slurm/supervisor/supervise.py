@@ -171,7 +171,7 @@ class Supervisor:
         return taken
 
     def _begin(self) -> bool:
-        """Record the start of an attempt; return False if another job has just begun it.
+        """Record the start of an attempt; return False if another job has just started it.
 
         Rank 0 adds the facts about the ranks. Recorded before the set-up of the nodes, so that
         attempts are counted whose node dies in it.
@@ -240,7 +240,7 @@ class Supervisor:
         return self._ending(code, status, asked_by)
 
     def _record_end(self, status: int) -> Tuple[Optional[int], int]:
-        """Record how an attempt ended that no rank of a training has begun.
+        """Record how an attempt ended that no rank of a training has started.
 
         Return the exit code of dtt, None if there is none, and that of this script.
         """

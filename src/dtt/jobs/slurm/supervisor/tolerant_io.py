@@ -19,7 +19,7 @@ def message(text: str) -> None:
 
 @contextmanager
 def reported(path: Path) -> Iterator[None]:
-    """Report that a file could not be written, and go on."""
+    """Report that a file could not be written, and continue."""
     try:
         yield
     except OSError as error:
