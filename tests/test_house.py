@@ -115,6 +115,13 @@ def test_what_tests_import_ahead_reads_no_variables_of_the_hub(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
+def test_only_the_server_of_clean_processes_forks() -> None:
+    # A process of tests may have grown so large that the kernel refuses to copy it (ENOMEM).
+    folder = Path(__file__).parent
+    forking = [path for path in folder.rglob("*.py") if "os.fork" + "()" in path.read_text()]
+    assert forking == [folder / "support/warm_python.py"]
+
+
 def test_no_loader_may_run_the_code_of_a_folder() -> None:
     """`transformers` asks a question otherwise, and runs the code if the answer is `y`.
 

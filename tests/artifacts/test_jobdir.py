@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from support.forked import as_user
 
 from dtt.artifacts.jobdir import PACKAGE, JobDir, git_state, own_slurm_id
 from dtt.base.errors import ExitCode
@@ -160,30 +161,6 @@ OWNER, TEAMMATE, STRANGER, TEAM = 31_001, 31_002, 31_003, 32_000
 """Ids of users and of a group; none of them needs to exist."""
 
 
-def as_user(action: Callable[[], object], user: int, *groups: int) -> bool:
-    """Do something as another user, in a child process; return True if it is permitted.
-
-    The child starts no program: the interpreter may lie in a folder that only root can read.
-    """
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.setgroups(groups)
-            os.setgid(groups[0] if groups else user)
-            os.setuid(user)
-            os.umask(0o022)
-            action()
-            code = 0
-        except PermissionError:
-            code = 13
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 13)
-    return code == 0
-
-
 @pytest.mark.parametrize("is_team", [True, False])
 def test_a_teammate_may_ask_a_job_only_in_the_folder_of_a_team(is_team: bool) -> None:
     if os.geteuid() != 0:
@@ -196,8 +173,10 @@ def test_a_teammate_may_ask_a_job_only_in_the_folder_of_a_team(is_team: bool) ->
         os.chown(job.root.parent, OWNER, TEAM)
         job.root.parent.chmod(0o2775 if is_team else 0o755)
         assert as_user(job.begin_attempt, OWNER, OWNER, TEAM)
-        assert as_user(lambda: write_atomically(job.stop, "a"), TEAMMATE, TEAMMATE, TEAM) == is_team
-        assert not as_user(lambda: write_atomically(job.save, "a"), STRANGER, STRANGER)
+        assert (
+            as_user(partial(write_atomically, job.stop, "a"), TEAMMATE, TEAMMATE, TEAM) == is_team
+        )
+        assert not as_user(partial(write_atomically, job.save, "a"), STRANGER, STRANGER)
         if is_team:
             assert as_user(job.stop.unlink, OWNER, OWNER, TEAM)
             assert job.stop.parent.stat().st_gid == TEAM

@@ -3,12 +3,13 @@ nothing: most of a short run of dtt is the import of torch and of dtt itself."""
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -116,6 +117,32 @@ def surroundings(folder: Path, env: Mapping[str, str]) -> Surroundings:
     umask = os.umask(0)
     os.umask(umask)
     return folder, dict(os.environ) | dict(env), umask, warm_python.start(CONTEXT)
+
+
+def as_user(action: Callable[[], object], user: int, *groups: int) -> bool:
+    """Do something as another user, in a process of its own; return True if it is permitted.
+
+    The process starts no program: the interpreter may lie in a folder that only root can read.
+    Nor is it a fork of the caller: a process of tests that has run long may hold more memory than
+    the machine has left, and then cannot be forked (ENOMEM).
+    """
+    process = CONTEXT.Process(target=become_user, args=(action, user, groups))
+    process.start()
+    process.join()
+    assert process.exitcode in (0, errno.EACCES)
+    return process.exitcode == 0
+
+
+def become_user(action: Callable[[], object], user: int, groups: tuple[int, ...]) -> None:
+    """Become another user, and do something; exit with EACCES if it is not permitted."""
+    os.setgroups(groups)
+    os.setgid(groups[0] if groups else user)
+    os.setuid(user)
+    os.umask(0o022)
+    try:
+        action()
+    except PermissionError:
+        sys.exit(errno.EACCES)
 
 
 def become_dtt(
