@@ -115,7 +115,7 @@ def attach(model: Model, cfg: LoraConfig, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class MergedTensor:
-    """The weight W + s B A of an adapted layer, computed in fp32 for each part that is read."""
+    """The weight W + s B A of an adapted layer in fp32, computed for each part that is read."""
 
     weight: FullTensor
     a: FullTensor
@@ -135,11 +135,12 @@ class MergedTensor:
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Return a part of the weight; with (), all of it."""
         rows, columns = (*index, slice(None), slice(None))[:2]
-        # Only the parts of A and B that this part of the product needs. Whoever stores the result
-        # rounds it: once, as W is not rounded before.
-        product = self.b[rows, :].float() @ self.a[:, columns].float()
+        # Only the parts of A and B that this part of the product needs. In fp64: the order of a
+        # fp32 sum depends on the shape and the CPU, and a rank that reads its shard would then
+        # get other bits than one that reads the whole weight (seen on one of two machines).
+        product = self.b[rows, :].double() @ self.a[:, columns].double()
         # Not in place: `weight` may be in memory, and would be merged again by the next reader.
-        return torch.add(self.weight[index].float(), product, alpha=self.scale)
+        return torch.add(self.weight[index].double(), product, alpha=self.scale).float()
 
 
 def merged(
