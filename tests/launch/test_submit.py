@@ -390,15 +390,23 @@ def test_submit_asks_for_confirmation_at_a_terminal(
 
 
 @pytest.mark.slow
-def test_the_config_overrides_a_profile(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+def test_a_profile_overrides_the_config_key_by_key_and_lists_may_be_added_to(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
     (dtt.folder / "mine.yaml").write_text(
-        "launch: {partition: slow, account: me, environment: {A: 1}}"
+        "launch: {partition: slow, account: me, environment: {A: 1}, setup: [echo mine]}"
     )
-    (dtt.folder / "run.yaml").write_text("launch: {partition: fast, environment: {B: 2}}")
+    (dtt.folder / "run.yaml").write_text(
+        "launch: {partition: fast, qos: low, environment: {A: 2, B: 2}, setup+: [echo run]}"
+    )
     arguments = ("-c", "run.yaml", *tiny(), "--cluster", "mine.yaml", "--print-script")
     script = dtt("submit", "train", *arguments, **slurm).stdout
-    assert "#SBATCH --partition=fast\n#SBATCH --account=me\n" in script
-    assert "export A=1\n    export B=2\n" in script
+    assert "#SBATCH --partition=slow\n#SBATCH --account=me\n#SBATCH --qos=low\n" in script
+    assert "export A=1\n    export B=2\n    echo mine || return\n    echo run ||" in script
+    arguments = (*arguments, "launch.partition=mid", "launch.setup+=[echo typed]")
+    script = dtt("submit", "train", *arguments, **slurm).stdout
+    assert "#SBATCH --partition=mid\n" in script
+    assert "    echo mine || return\n    echo run || return\n    echo typed || return\n" in script
     dtt("submit", "train", "-c", "run.yaml", *tiny(), **slurm)
     arguments = ("jobs/t", "--cluster", "mine.yaml", "--print-script")
     assert "--account=me" in dtt("submit", "train", *arguments, **slurm).stdout

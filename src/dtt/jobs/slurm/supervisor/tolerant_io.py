@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterator, List, Optional
 def message(text: str) -> None:
     """Write a line to the log of this script."""
     with suppress(OSError):
-        os.write(1, "{} slurm: {}\n".format(time.strftime("%H:%M:%S"), text).encode())
+        os.write(1, "{} slurm: {}\n".format(time.strftime("%Y-%m-%d %H:%M:%S"), text).encode())
 
 
 @contextmanager
