@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -302,14 +303,15 @@ def test_a_rejection_by_sbatch_is_reported_with_its_message(
     assert not config.exists()
     config.write_text("name: t")
     files = {config: "name: t"}
-    for name in ("slurm.sh", "env.json", "code/dtt/old.py"):
+    for name in ("slurm.sh", "env.json", "code/dtt/old.py", "supervisor/supervise.py"):
         files[dtt.folder / "jobs/t" / name] = name
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     dtt("submit", "train", *tiny(), "--code-copy", expect=78, **slurm)
     assert {path: path.read_text() for path in files} == files
-    assert [path.name for path in (dtt.folder / "jobs/t/code/dtt").iterdir()] == ["old.py"]
+    for folder in ("code/dtt", "supervisor"):
+        [_] = (dtt.folder / "jobs/t" / folder).iterdir()
     assert not (dtt.folder / "jobs/t/.code.before").exists()
 
 
@@ -441,6 +443,7 @@ def test_the_other_commands_have_directories_of_their_own(
 ) -> None:
     (dtt.folder / "books.txt").write_text("words " * 100)
     data = ["name=n", "download.dataset=books.txt", "launch.nodes=2"]
+    data.append("tokenize.validation_fraction=0")  # of one document
     for command in ("download", "pipeline"):
         how = ["--in-one-job"] if command == "pipeline" else []
         dtt("submit", command, *data, *how, **slurm)
@@ -454,6 +457,13 @@ def test_the_other_commands_have_directories_of_their_own(
     dtt("submit", "tokenize", *data, "launch.processes_per_node=2", **slurm)
     script = (dtt.folder / "jobs/n-tokenize/slurm.sh").read_text()
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script
+    # What the script counts as finished units is what the commands write.
+    dtt("submit", "clean", *data, "clean.exact=true", **slurm)
+    for command in ("clean", "tokenize"):
+        dtt(command, "-c", f"jobs/n-{command}/config.yaml")
+        script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
+        [pattern] = re.findall("--units='(.*)'", script)
+        assert len(list(dtt.folder.glob(pattern))) > 0
 
 
 @pytest.mark.slow

@@ -186,8 +186,8 @@ class LaunchConfig(Section):
     continuation: Literal["requeue", "singleton", "none"] = resumable("requeue")
     """Continuation of a job after its time limit or a transient failure: `requeue` puts it back
     into the queue under the same id; `singleton` submits a successor that waits in the queue for
-    its end; `none` does not continue it. After three consecutive attempts without a new checkpoint
-    the job gives up."""
+    its end; `none` does not continue it. After three consecutive attempts without a new checkpoint,
+    or a finished unit of another command, the job gives up."""
     lead_seconds: PositiveInt | None = resumable(None)
     """Seconds before the time limit at which the job saves and stops; null: derived from the
     measured step and save times of the job, 120 before there are any."""

@@ -27,7 +27,14 @@ from dtt.jobs.job_paths import enter, evaluation
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
-from dtt.launch.submission import Submission, code_copied, configurations, plan, restored
+from dtt.launch.submission import (
+    Submission,
+    code_copied,
+    configurations,
+    plan,
+    progress,
+    restored,
+)
 from dtt.train.find_job import find_job, find_stages, model_of
 
 KINDS: dict[str, job_script.Kind] = {"train": "train", "clean": "tokenize", "tokenize": "tokenize"}
@@ -194,6 +201,7 @@ def make_script(
     code_copy: bool,
 ) -> job_script.Script:
     """Return the parameters of the job script of a command; `cfg` has its own resources."""
+    units, received = progress(command, [stage.config for stage in stages] or [cfg])
     return job_script.Script(
         job_name=_job_name(job),
         job=job.root,
@@ -204,6 +212,8 @@ def make_script(
         device=cfg.train.device,
         lead=job_script.lead(job, cfg.launch),
         stages=tuple(stage.job.root for stage in stages),
+        units=units,
+        received=received,
         code=code_copy or (job.root / "code").is_dir(),
     )
 

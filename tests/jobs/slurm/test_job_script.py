@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from dtt.config.shipped import shipped_configs
 from dtt.jobs.job_files import JobFiles
 from dtt.jobs.slurm import job_script
 from dtt.jobs.slurm.job_script import Array, Script, render
+from dtt.launch.submission import progress
 
 # ---- the text ----------------------------------------------------------------------------------
 
@@ -68,6 +70,20 @@ EXAMPLES = {
 }
 
 
+UNITS = {
+    "download": {
+        "received": (
+            "data/corpus/docs/**/*",
+            "data/corpus/docs/.parts/*",
+            "data/corpus/docs/.cache/huggingface/download/**/*.incomplete",
+        )
+    },
+    "tokenize": {"units": ("data/tokens/docs-bpe4096/.units/*.json",)},
+    "train": {},
+}
+"""The progress of each, as `dtt submit` names it for the dataset `docs`."""
+
+
 def example(command: str) -> Script:
     """What stands in sbatch/: run.yaml and the profile `generic`, on four nodes."""
     profile = shipped_configs() / "clusters/generic.yaml"
@@ -83,7 +99,21 @@ def example(command: str) -> Script:
         argv=argv,
         kind=kind,  # type: ignore[arg-type]
         launch=resolve(profile, settings, env={}).config.launch,
+        **UNITS[command],  # type: ignore[arg-type]
     )
+
+
+def test_the_progress_of_each_command_is_that_of_its_folders() -> None:
+    cfg = resolve(None, ["download.dataset=docs", "clean.exact=true"], env={}).config
+    named = {command: progress(command, [cfg]) for command in (*EXAMPLES, "clean", "pipeline")}
+    for command, given in UNITS.items():
+        assert named[command] == (given.get("units", ()), given.get("received", ()))
+    assert named["clean"] == (("data/corpus/docs/selection-*/.work/*.json",), ())
+    assert named["pipeline"] == (named["clean"][0] + named["tokenize"][0], named["download"][1])
+    # A folder may have characters of a pattern.
+    two = resolve(None, ["download.datasets=[{dataset: a}, {dataset: b}]", "tokenize.out=t[1]"])
+    assert progress("tokenize", [two.config])[0] == ("t[[]1]/a/.units/*.json",
+                                                     "t[[]1]/b/.units/*.json")  # fmt: skip
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
@@ -451,6 +481,35 @@ def test_a_pipeline_counts_the_checkpoints_of_all_its_stages(tmp_path: Path, fak
     for _ in range(2):
         _, output = execute(text, tmp_path, fakes, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
     assert "consecutive attempts without a new checkpoint" in output
+
+
+def test_finished_units_and_received_bytes_are_progress(tmp_path: Path, fakes: Path) -> None:
+    """A tokenization, or a download, may reach any number of time limits."""
+    job, kinds = Path("jobs/run-x"), {"units": ("t/.units/*.json",), "received": ("c/.parts/*",)}
+    install(tmp_path / job, MAX_STALLED_ATTEMPTS=2)
+    for folder in ("t/.units", "c/.parts"):
+        (tmp_path / folder).mkdir(parents=True)
+    part = tmp_path / "c/.parts/0"
+
+    def attempt(kind: str, does: str, restart: int = 1) -> str:
+        text = script(directory=tmp_path, job=job, argv=("x",), kind="other", **{kind: kinds[kind]})
+        (fakes / "python").write_text(f"#!/bin/bash\n{does}; exit 74\n")
+        restarted = {"SLURM_RESTART_COUNT": str(restart)}
+        return execute(render(text), tmp_path, fakes, **restarted)[1].splitlines()[-1]
+
+    for number in range(4):
+        assert attempt("units", f"touch t/.units/{number}.json").endswith("requeued")
+    assert attempt("units", "touch t/.units/0.json").endswith("requeued")
+    assert "2 consecutive attempts finished nothing more" in attempt("units", "true")
+    shutil.rmtree(tmp_path / job / "attempts")
+    for _ in range(4):
+        assert attempt("received", "echo some >>c/.parts/0").endswith("requeued")
+    assert newest(tmp_path / job)["saved"] == part.stat().st_size - len("some\n")
+    # A file that starts anew each time, and never gets as far as it was, is no progress.
+    assert attempt("received", "echo so >c/.parts/0").endswith("requeued")
+    assert "2 consecutive attempts" in attempt("received", "echo some >>c/.parts/0")
+    # A submission by the user counts from what is there.
+    assert attempt("received", "echo some >>c/.parts/0", restart=0).endswith("requeued")
 
 
 def shlex_words(line: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Small files, and commands of Slurm: a full disk or a silent controller must not end the job."""
 
+import glob
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import subprocess
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 
 def message(text: str) -> None:
@@ -63,6 +64,19 @@ def largest(folder: Path, prefix: str = "") -> int:
     # Nine digits, as dtt itself counts: a folder of a longer name is nobody's attempt.
     found = (re.match(re.escape(prefix) + "([0-9]{1,9})$", name) for name in names)
     return max((int(match.group(1)) for match in found if match), default=-1)
+
+
+def finished_work(units: Sequence[str], received: Sequence[str]) -> int:
+    """Return a number that grows with each finished unit of work, and with each received byte.
+
+    `units` are patterns of files that are written when a unit is complete, `received` patterns of
+    files that the next attempt continues.
+    """
+    count = sum(len(glob.glob(pattern)) for pattern in units)
+    for path in [path for pattern in received for path in glob.glob(pattern, recursive=True)]:
+        with suppress(OSError):
+            count += 0 if os.path.isdir(path) else os.path.getsize(path)
+    return count
 
 
 def attempt_record(job: Path) -> Dict[str, Any]:
