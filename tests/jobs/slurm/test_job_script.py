@@ -1017,10 +1017,13 @@ def test_a_submission_from_within_a_job_hands_on_nothing_of_it(
 @pytest.mark.parametrize(
     ("directive", "gpus"),
     [("--gres=gpu:2", 2), ("--gres=gpu", 1), ("--gres=gpu:a100:4", 4), ("--gres=gpu:a100", 1),
-     ("--gre=tmp:5,gpu:3(S:0-1)", 3), ("--gres=shard:8", 0), ("--gres-flags=enforce-binding", 0)],
+     ("--gre=tmp:5,gpu:3(S:0-1)", 3), ("--gres=shard:8", 0), ("--gres-flags=enforce-binding", 0),
+     ("--gpus=8", 8), ("--gpus=a100:2", 2), ("--gpus-per-task=4", 4),
+     ("--gpus-per-task=h100:2", 2)],
 )  # fmt: skip
-def test_gpus_of_gres_are_the_gpus_of_the_job(directive: str, gpus: int) -> None:
-    asked = script(directives=(directive,), preflight=True)
+def test_gpus_of_directives_are_the_gpus_of_the_job(directive: str, gpus: int) -> None:
+    asked = script(directives=(directive,), preflight=True, nodes=1)
+    assert [*asked.launch.problems()] == []
     assert asked.launch.gpus == gpus
     assert asked.launch.processes == max(gpus, 1)
     text = render(asked)
@@ -1033,9 +1036,30 @@ def test_gpus_of_gres_are_the_gpus_of_the_job(directive: str, gpus: int) -> None
 
 @pytest.mark.parametrize(
     ("option", "key"),
-    [("gpus=8", "gpus_per_node"), ("gpus-per-task=1", "gpus_per_node"), ("acc=x", "account"),
+    [("gpus-per-node=8", "gpus_per_node"), ("tres-per-task=1", "gpus_per_node"),
+     ("acc=x", "account"),
      ("ntasks=3", "processes_per_node"), ("tim=3", "time"), ("gpus-per-socket=1", "gpus_per_node")],
 )  # fmt: skip
 def test_an_option_that_is_a_key_is_refused_with_the_key(option: str, key: str) -> None:
     [(_, why)] = LaunchConfig(directives=(f"--{option}",)).problems()
     assert f"launch.{key}" in why
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"directives": ("--gpus=8",), "nodes": 2}, "set launch.gpus_per_node=4 instead"),
+     ({"directives": ("--gpus=8", "--gres=gpu:8")}, "omit one of them"),
+     ({"directives": ("--gpus-per-task=8",), "gpus_per_node": 8}, "omit one of them"),
+     ({"directives": ("--gpus-per-task=1",), "start": "srun"}, "needs launch.processes_per_node")],
+)  # fmt: skip
+def test_an_ambiguous_number_of_gpus_is_refused(settings: dict[str, Any], said: str) -> None:
+    [(key, why)] = LaunchConfig.model_validate(settings).problems()
+    assert key == "directives"
+    assert said in why
+
+
+def test_each_task_of_srun_has_its_gpus() -> None:
+    settings = {"directives": ("--gpus-per-task=1",), "start": "srun", "processes_per_node": 4}
+    launch = LaunchConfig.model_validate({**settings, "steps": {}})
+    assert (launch.gpus, launch.processes, [*launch.problems()]) == (4, 4, [])
+    assert launch.of_step("export").directives == ()
