@@ -567,6 +567,26 @@ def test_a_set_up_that_exits_on_a_node_only_ends_with_78_there(tmp_path: Path, f
     assert "cannot set up" in (tmp_path / "jobs/run/logs/latest.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("program", "mode", "status"), [("torchrun", None, 127), ("python", 0o644, 126)]
+)
+def test_a_program_that_is_missing_after_set_up_is_not_started_again(
+    program: str, mode: int | None, status: int, tmp_path: Path, fakes: Path
+) -> None:
+    start = "torchrun" if program == "torchrun" else "srun"
+    text = render(script(directory=tmp_path, start=start))
+    if mode is None:
+        (fakes / program).unlink()
+    else:  # found first on PATH, but nothing that can be executed
+        text = text.replace("exec python -m", f"exec {fakes / program} -m")
+        (fakes / program).chmod(mode)
+    code, output = execute(text, tmp_path, fakes)
+    assert code == status
+    assert f"exit code {status}: a program is missing" in output.splitlines()[-1]
+    assert REQUEUE not in calls(tmp_path)
+    assert program in (tmp_path / "jobs/run/logs/latest.log").read_text()
+
+
 def test_set_up_may_go_to_another_folder(tmp_path: Path, fakes: Path) -> None:
     text = render(script(directory=tmp_path, setup=("cd /", "host=else", "set -eu")))
     code, output = execute(text, tmp_path, fakes)
@@ -764,6 +784,28 @@ def test_a_successor_is_queued_at_the_start_and_cancelled_at_the_end(
     assert ("scancel 77" in calls(tmp_path)) == cancelled, output
     assert REQUEUE not in calls(tmp_path)
     assert JobFiles.read(JobDir(tmp_path / "jobs/run")).slurm_ids == ["42", "77"]
+
+
+def test_a_successor_is_known_before_the_next_stage_has_started(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, stages=STAGES, continuation="singleton"))
+    whole = JobDir(tmp_path / "jobs/run")
+    whole.root.mkdir(parents=True)
+    sent = {"time": time.time(), "job_id": "42", "argv": ["train"], "directory": str(tmp_path)}
+    whole.submission.write_text(json.dumps(sent))
+    execute(text, tmp_path, fakes, SAVES="step-000001")
+    assert (
+        newest(tmp_path / STAGES[0])["decision"]
+        == "again: stage pretrain is done; job 77 continues"
+    )
+    assert not (tmp_path / STAGES[1]).exists()
+    assert JobFiles.read(whole).slurm_ids == ["42", "77"]
+    # The successor has a successor of its own, and the last stage cancels that.
+    execute(text, tmp_path, fakes, "--continues=42", SLURM_JOB_ID="77", SAVES="step-000001")
+    assert newest(tmp_path / STAGES[1])["decision"] == "over: done"
+    assert JobFiles.read(whole).slurm_ids == ["42", "77"]
+    assert json.loads(whole.submission.read_text()) == {**sent, "slurm": "77", "successor": None}
 
 
 def test_a_successor_does_not_continue_a_finished_or_cancelled_job(

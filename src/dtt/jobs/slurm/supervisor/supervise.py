@@ -37,6 +37,7 @@ from .tolerant_io import (
     link,
     message,
     nodes_of_job,
+    parsed,
     read,
     remove,
     reported,
@@ -378,6 +379,8 @@ class Supervisor:
         self._record("over", decision.reason)
         if self.successor:
             run("scancel", self.successor)
+            self.successor = ""
+            self._tell_next_stage()
         # Nothing depends on the page: it comes last and may fail. A run that is done has one.
         if self.plan.report and decision.code and largest(self.trained / "attempts") >= 0:
             command = f"timeout 120 python -m dtt.main report {quote(str(self.trained))}"
@@ -410,6 +413,18 @@ class Supervisor:
             return
         self.successor = found.group(1)
         self._update(successor=self.successor)
+        self._tell_next_stage()
+
+    def _tell_next_stage(self) -> None:
+        """Record this job and its successor in the submission of all stages.
+
+        Between two stages the successor waits, and the next stage has no attempt that names it.
+        """
+        path = Path(self.plan.job) / "submission.json"
+        record = parsed(path)
+        if self.plan.stages and record:
+            record.update(slurm=self.id, successor=self.successor or None)
+            write(path, json.dumps(record, indent=1) + "\n")
 
 
 def main(argv: List[str]) -> int:

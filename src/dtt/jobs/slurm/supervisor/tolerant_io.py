@@ -79,15 +79,21 @@ def finished_work(units: Sequence[str], received: Sequence[str]) -> int:
     return count
 
 
+def parsed(path: Path) -> Dict[str, Any]:
+    """Return a small file of JSON; empty if it cannot be read."""
+    with suppress(ValueError):
+        found = json.loads(read(path))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def attempt_record(job: Path) -> Dict[str, Any]:
     """Return attempt.json of the newest attempt of a job; empty if there is none yet."""
     folder = job / "attempts" / str(largest(job / "attempts"))
     record: Dict[str, Any] = {}
     # Older versions recorded the end of an attempt in a file of its own.
     for name in ("exit.json", "attempt.json"):
-        with suppress(ValueError):
-            found = json.loads(read(folder / name))
-            record.update(found if isinstance(found, dict) else {})
+        record.update(parsed(folder / name))
     return record
 
 
