@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,19 @@ def test_a_job_may_be_created_for_a_later_sbatch(
     assert not (dtt.folder / "calls").exists()
     fake.write_text(text)
     assert dtt("submit", "train", "jobs/t", **slurm).stdout.endswith("submitted  17\n")
+
+
+def test_a_second_terminal_does_not_submit_while_the_first_one_does(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    again = shlex.join([sys.executable, "-m", "dtt.main", "submit", "train", *tiny(), "-y"])
+    (Path(slurm["PATH"].split(":")[0]) / "sbatch").write_text(
+        '#!/bin/bash\necho sbatch >>"$CALLS"\n'
+        f'[[ $(wc -l <"$CALLS") != 1 ]] || {again} >"$CALLS.second" 2>&1\necho 17\n'
+    )
+    assert dtt("submit", "train", *tiny(), **slurm).stdout.endswith("submitted  17\n")
+    assert (dtt.folder / "calls").read_text() == "sbatch\n"
+    assert "is running dtt train or dtt submit there" in (dtt.folder / "calls.second").read_text()
 
 
 def test_a_dry_run_and_the_script_alone_write_nothing(

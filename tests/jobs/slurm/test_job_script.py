@@ -786,6 +786,16 @@ def test_a_successor_is_queued_at_the_start_and_cancelled_at_the_end(
     assert JobFiles.read(JobDir(tmp_path / "jobs/run")).slurm_ids == ["42", "77"]
 
 
+def test_a_successor_gets_no_variable_of_its_predecessor(tmp_path: Path, fakes: Path) -> None:
+    (fakes / "sbatch").write_text("#!/bin/bash\nenv >given\necho Welcome\necho '77;cluster'\n")
+    text = render(script(directory=tmp_path, continuation="singleton"))
+    execute(text, tmp_path, fakes, SLURM_CONF="/etc/slurm.conf", SLURM_NTASKS="3", MINE="1")
+    given = (tmp_path / "given").read_text().splitlines()
+    assert [line for line in given if line.startswith("SLURM")] == ["SLURM_CONF=/etc/slurm.conf"]
+    assert "MINE=1" in given
+    assert newest(tmp_path / "jobs/run")["successor"] == "77"
+
+
 def test_a_successor_is_known_before_the_next_stage_has_started(
     tmp_path: Path, fakes: Path
 ) -> None:
