@@ -14,14 +14,14 @@ from dtt.base.log import log, progress, setup_logging
 from dtt.base.ranks import Ranks
 
 
-def test_lines_go_to_stderr_with_the_time_and_stdout_stays_clean(
+def test_lines_go_to_stderr_with_date_and_time_and_stdout_stays_clean(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     setup_logging(Ranks())
     log.info("reading %d files", 3)
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(r"\d\d:\d\d:\d\d reading 3 files\n", err)
+    assert re.fullmatch(r"\d{4}(-\d\d){2} \d\d:\d\d:\d\d reading 3 files\n", err)
 
 
 def test_a_second_set_up_does_not_double_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +37,7 @@ def test_other_ranks_log_only_warnings_with_their_rank(
     setup_logging(Ranks(1, 2, 1, 2, "pmi"))
     log.info("hidden")
     log.warning("shown")
-    assert re.fullmatch(r"\S+ \[rank 1\] shown\n", capsys.readouterr().err)
+    assert re.fullmatch(r"\S+ \S+ \[rank 1\] shown\n", capsys.readouterr().err)
 
 
 def test_progress_without_a_terminal_is_periodic_plain_lines(
@@ -51,7 +51,7 @@ def test_progress_without_a_terminal_is_periodic_plain_lines(
             advance(1_000_000)
     out, err = capsys.readouterr()
     assert out == ""
-    assert [line[9:] for line in err.splitlines()] == [
+    assert [line[20:] for line in err.splitlines()] == [
         "tokenizing: 1 of 4 MB, 12 s left",  # soon, to say what takes long
         "tokenizing: 3 of 4 MB, 5 s left",
     ]

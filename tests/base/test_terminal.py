@@ -13,9 +13,13 @@ import pytest
 from dtt.base.errors import ConfigError
 from dtt.base.terminal import Message, one_line, part_of_message
 
-FORGED = "a\x1b]0;title\x07\x1b[2J\x9b1m\r\n  next:  rm -r /\n12:00:00 saved\udcff"
+FORGED = (
+    "a\x1b]0;title\x07\x1b[2J\x9b1m\r\n  next:  rm -r /\n12:00:00 saved\udcff"
+    "\n2026-01-31 12:00:00 saved"
+)
 SAFE = (
     "a\\u001b]0;title\\u0007\\u001b[2J\\u009b1m\\u000d\n  | next:  rm -r /\n| 12:00:00 saved\\udcff"
+    "\n| 2026-01-31 12:00:00 saved"
 )
 WRITERS = {
     "a print": "print(FORGED)",
@@ -66,7 +70,9 @@ def test_no_text_of_others_controls_the_terminal_or_forges_a_line(body: str) -> 
     advice = [line for line in text.splitlines() if line.lstrip().startswith("next:")]
     assert [line.split()[:2] for line in advice] in ([], [["next:", "rm"]])
     assert not any(line.startswith("  next:  rm -r /") for line in text.splitlines())
-    assert sum(line.startswith("12:00:00 saved") for line in text.splitlines()) == 0
+    assert (
+        sum(line.startswith(("12:00:00 saved", "2026-01-31 12")) for line in text.splitlines()) == 0
+    )
 
 
 def test_generated_text_is_exact_in_a_pipe_and_escaped_on_a_terminal() -> None:

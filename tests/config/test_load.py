@@ -53,6 +53,56 @@ def test_layers_go_from_defaults_to_options(tmp_path: Path) -> None:
     assert resolved.origin("train.clip_norm") == "default"
 
 
+def test_a_key_with_a_plus_adds_to_the_list_of_lower_layers(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("launch:\n  setup: [module load gcc]\n")
+    for name, text in {
+        "run.yaml": "extends: [site.yaml]\nlaunch.setup+: [on, 'x: y', module load gcc]\n",
+        "run.toml": "extends = ['site.yaml']\n[launch]\n'setup+' = ['on', 'x: y']\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+        arguments = ["launch.setup+=[echo 1]", "launch.setup+=[echo 2]"]
+        resolved = resolve(tmp_path / name, arguments, env={})
+        # `on` is text as it is written, and an entry that the list has is not added.
+        lines = ("module load gcc", "on", "x: y", "echo 1", "echo 2")
+        assert resolved.config.launch.setup == lines
+        site, here = resolved.origin("launch.setup").split(" + ", 1)
+        assert site == f"{tmp_path}/site.yaml:2"
+        line = ":2" if name == "run.yaml" else ""
+        assert here == f"{tmp_path / name}{line} + argument"
+        shown = explain.explain("launch.setup", resolved.config, resolved.layer) or ""
+        assert f"({site} + {here})" in shown
+    # A job that resumes has the lines already.
+    (tmp_path / "config.yaml").write_text(explain.show(resolved))
+    again = resolve(tmp_path / "run.toml", arguments, env={}, job_config=tmp_path / "config.yaml")
+    assert again.config.launch.setup == lines
+    # The same in the entry of a stage, which adds to the common part.
+    (tmp_path / "s.yaml").write_text(
+        "launch: {setup: [a]}\nstages: [{name: one, launch: {setup+: [b]}}]\n"
+    )
+    assert resolve(tmp_path / "s.yaml", env={}, stage="one").config.launch.setup == ("a", "b")
+    # Names of variables are free: theirs is no plus of a list.
+    with pytest.raises(ConfigError, match="name of a variable"):
+        resolve(None, ["launch.environment.A+=1"], env={})
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("launch.setup+=echo", "'echo' is no list"), ("train.steps+=[3]", "1000 is no list"),
+     ("launch.setup+={a: 1}", "is no list"), ("launch.stup+=[a]", "did you mean launch.setup")],
+)  # fmt: skip
+def test_only_a_list_can_be_added_to_a_list(argument: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(None, [argument], env={})
+    assert said in str(caught.value)
+    assert "argument" in str(caught.value)
+
+
+def test_a_list_is_set_or_added_to_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("launch:\n  setup: [a]\n  setup+: [b]\n")
+    with pytest.raises(ConfigError, match=r"launch\.setup appears twice"):
+        resolve(tmp_path / "a.yaml", env={})
+
+
 def test_explicit_zero_false_and_null_win() -> None:
     cfg = resolve(
         None, ["train.eval_every=0", "train.compile=false", "train.clip_norm=null"], env={}
@@ -194,7 +244,7 @@ def test_a_file_that_is_not_a_configuration_is_reported_with_its_line(
 def test_an_empty_section_sets_nothing_wherever_it_stands(tmp_path: Path, text: str) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(text)
-    _, layer = read_file(run, explain.key_types())
+    layer = read_file(run, explain.key_types())
     assert {key: leaf.value for key, leaf in layer.items()} == {("a", "b"): 1}
 
 
@@ -264,6 +314,6 @@ def test_aliases_that_multiply_are_refused_by_line(tmp_path: Path) -> None:
 def test_aliases_repeat_values(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("a: &n 32\nb: *n\nc: &l [1, 2]\nd: [*l, *l]\n")
-    _, layer = read_file(path, explain.key_types())
+    layer = read_file(path, explain.key_types())
     values = {key: leaf.value for key, leaf in layer.items()}
     assert values == {("a",): 32, ("b",): 32, ("c",): [1, 2], ("d",): [[1, 2], [1, 2]]}

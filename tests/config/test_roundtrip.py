@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dtt.config import explain
 from dtt.config.load import resolve
-from dtt.config.merging import Resolved, merge, nested
+from dtt.config.merging import Resolved, merge, nested, take_extends
 from dtt.config.run import RunConfig
 from dtt.config.source import Leaf, from_arguments, from_environment, from_mapping, read_file
 
@@ -85,7 +85,7 @@ def test_what_dtt_writes_it_reads(tmp_path: Path, values: dict[str, Any]) -> Non
     (tmp_path / "run.json").write_text(json.dumps(values))
     long_name = "x" * 1100 in json.dumps(values)  # which YAML has only after a `?`
     for name in ("run.yaml",) if long_name else ("run.yaml", "run.json"):
-        extends, layer = read_file(tmp_path / name, TYPES)
+        extends, layer = take_extends(read_file(tmp_path / name, TYPES))
         found = nested(merge([DEFAULTS, layer], TYPES.variants)[0])
         assert not extends
         for key in HOSTILE:

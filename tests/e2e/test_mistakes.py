@@ -642,7 +642,9 @@ def render(printed: Mapping[str, str]) -> str:
     out = [INTRODUCTION, *(f"| {code} | {MEANINGS[code]} |\n" for code in ExitCode)]
     for mistake in examples():
         # What is logged before differs from machine to machine, and its time from run to run.
-        message = re.sub(r"(?m)^\d\d:\d\d:\d\d ", "12:00:00 ", printed[mistake.name])
+        message = re.sub(
+            r"(?m)^\d{4}(-\d\d){2} \d\d:\d\d:\d\d ", "12:00:00 ", printed[mistake.name]
+        )
         start = re.search(r"(?m)^(12:00:00 rejected|dtt: |Usage: )", message)
         assert start is not None
         message = message[start.start() :]

@@ -85,7 +85,9 @@ def test_a_command_says_that_it_loads_libraries_before_it_does(
         (tmp_path / f"{name}.py").write_text("raise SystemExit(7)\n")
     dtt = Dtt(trained)
     done = dtt(*command.split(), expect=7, PYTHONPATH=str(tmp_path))
-    assert re.fullmatch(r"..:..:.. loading (PyTorch|libraries)", done.stderr.splitlines()[-1])
+    assert re.fullmatch(
+        r"....-..-.. ..:..:.. loading (PyTorch|libraries)", done.stderr.splitlines()[-1]
+    )
     assert done.stdout == ""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -104,6 +106,19 @@ def test_a_job_may_be_created_for_a_later_sbatch(
     assert not (dtt.folder / "calls").exists()
     fake.write_text(text)
     assert dtt("submit", "train", "jobs/t", **slurm).stdout.endswith("submitted  17\n")
+
+
+def test_a_second_terminal_does_not_submit_while_the_first_one_does(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
+    again = shlex.join([sys.executable, "-m", "dtt.main", "submit", "train", *tiny(), "-y"])
+    (Path(slurm["PATH"].split(":")[0]) / "sbatch").write_text(
+        '#!/bin/bash\necho sbatch >>"$CALLS"\n'
+        f'[[ $(wc -l <"$CALLS") != 1 ]] || {again} >"$CALLS.second" 2>&1\necho 17\n'
+    )
+    assert dtt("submit", "train", *tiny(), **slurm).stdout.endswith("submitted  17\n")
+    assert (dtt.folder / "calls").read_text() == "sbatch\n"
+    assert "is running dtt train or dtt submit there" in (dtt.folder / "calls.second").read_text()
 
 
 def test_a_dry_run_and_the_script_alone_write_nothing(
@@ -302,14 +317,15 @@ def test_a_rejection_by_sbatch_is_reported_with_its_message(
     assert not config.exists()
     config.write_text("name: t")
     files = {config: "name: t"}
-    for name in ("slurm.sh", "env.json", "code/dtt/old.py"):
+    for name in ("slurm.sh", "env.json", "code/dtt/old.py", "supervisor/supervise.py"):
         files[dtt.folder / "jobs/t" / name] = name
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     dtt("submit", "train", *tiny(), "--code-copy", expect=78, **slurm)
     assert {path: path.read_text() for path in files} == files
-    assert [path.name for path in (dtt.folder / "jobs/t/code/dtt").iterdir()] == ["old.py"]
+    for folder in ("code/dtt", "supervisor"):
+        [_] = (dtt.folder / "jobs/t" / folder).iterdir()
     assert not (dtt.folder / "jobs/t/.code.before").exists()
 
 
@@ -390,15 +406,23 @@ def test_submit_asks_for_confirmation_at_a_terminal(
 
 
 @pytest.mark.slow
-def test_the_config_overrides_a_profile(dtt: Dtt, tiny: Settings, slurm: dict[str, str]) -> None:
+def test_a_profile_overrides_the_config_key_by_key_and_lists_may_be_added_to(
+    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
+) -> None:
     (dtt.folder / "mine.yaml").write_text(
-        "launch: {partition: slow, account: me, environment: {A: 1}}"
+        "launch: {partition: slow, account: me, environment: {A: 1}, setup: [echo mine]}"
     )
-    (dtt.folder / "run.yaml").write_text("launch: {partition: fast, environment: {B: 2}}")
+    (dtt.folder / "run.yaml").write_text(
+        "launch: {partition: fast, qos: low, environment: {A: 2, B: 2}, setup+: [echo run]}"
+    )
     arguments = ("-c", "run.yaml", *tiny(), "--cluster", "mine.yaml", "--print-script")
     script = dtt("submit", "train", *arguments, **slurm).stdout
-    assert "#SBATCH --partition=fast\n#SBATCH --account=me\n" in script
-    assert "export A=1\n    export B=2\n" in script
+    assert "#SBATCH --partition=slow\n#SBATCH --account=me\n#SBATCH --qos=low\n" in script
+    assert "export A=1\n    export B=2\n    echo mine || return\n    echo run ||" in script
+    arguments = (*arguments, "launch.partition=mid", "launch.setup+=[echo typed]")
+    script = dtt("submit", "train", *arguments, **slurm).stdout
+    assert "#SBATCH --partition=mid\n" in script
+    assert "    echo mine || return\n    echo run || return\n    echo typed || return\n" in script
     dtt("submit", "train", "-c", "run.yaml", *tiny(), **slurm)
     arguments = ("jobs/t", "--cluster", "mine.yaml", "--print-script")
     assert "--account=me" in dtt("submit", "train", *arguments, **slurm).stdout
@@ -433,6 +457,7 @@ def test_the_other_commands_have_directories_of_their_own(
 ) -> None:
     (dtt.folder / "books.txt").write_text("words " * 100)
     data = ["name=n", "download.dataset=books.txt", "launch.nodes=2"]
+    data.append("tokenize.validation_fraction=0")  # of one document
     for command in ("download", "pipeline"):
         how = ["--in-one-job"] if command == "pipeline" else []
         dtt("submit", command, *data, *how, **slurm)
@@ -446,6 +471,13 @@ def test_the_other_commands_have_directories_of_their_own(
     dtt("submit", "tokenize", *data, "launch.processes_per_node=2", **slurm)
     script = (dtt.folder / "jobs/n-tokenize/slurm.sh").read_text()
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script
+    # What the script counts as finished units is what the commands write.
+    dtt("submit", "clean", *data, "clean.exact=true", **slurm)
+    for command in ("clean", "tokenize"):
+        dtt(command, "-c", f"jobs/n-{command}/config.yaml")
+        script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
+        [pattern] = re.findall("--units='(.*)'", script)
+        assert len(list(dtt.folder.glob(pattern))) > 0
 
 
 @pytest.mark.slow

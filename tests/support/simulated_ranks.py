@@ -246,7 +246,7 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
 def case_of(options: argparse.Namespace) -> Case:
     """Return the case that the arguments describe."""
     file = shipped_configs() / "models" / f"{options.model}.yaml"
-    _, layer = read_file(file, explain.key_types())
+    layer = read_file(file, explain.key_types())
     sizes = [f"{'.'.join(key)}={leaf.value}" for key, leaf in layer.items()]
     vocabulary = next(leaf.value for key, leaf in layer.items() if key[-1] == "vocab_size")
     if options.layers:

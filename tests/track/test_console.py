@@ -68,7 +68,9 @@ def test_without_a_terminal_each_report_is_a_plain_line_on_stderr() -> None:
     assert run.stdout == ""
     assert "\r" not in run.stderr
     assert "\x1b" not in run.stderr
-    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in run.stderr.splitlines()]
+    lines = [
+        re.sub(r"^\d{4}(-\d\d){2} \d\d:\d\d:\d\d ", "", line) for line in run.stderr.splitlines()
+    ]
     expected = [SAID[0], FIRST, SECOND, *SAID[1:], "    def f():", "        pass", *LEFT_OUT]
     assert lines == expected
 

@@ -31,14 +31,16 @@ SLOW_IMPORTS = {
 
 
 def setup_logging(ranks: Ranks) -> None:
-    """Send dtt's log lines to stderr.
+    """Send dtt's log lines to stderr, with the time, and with the date unless it is a terminal.
 
     Ranks other than 0 log only warnings. With several ranks, each line names its rank. With
     DTT_QUIET=1 (`-q`) all ranks log only warnings.
     """
     who = f"[rank {ranks.rank}] " if ranks.size > 1 else ""
     handler = _Handler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", "%H:%M:%S"))
+    # The log of a job is read days later, and spans several; a terminal shows today.
+    date = "" if sys.stderr.isatty() else "%Y-%m-%d "
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", f"{date}%H:%M:%S"))
     log.handlers[:] = [handler]
     log.propagate = False
     quiet = not ranks.first or os.environ.get("DTT_QUIET") == "1"

@@ -16,7 +16,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters except tabs and line breaks, and bytes of a name that are not UTF-8."""
 IN_A_LINE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069]")
 """Also line breaks, tabs, and the marks that reverse the direction of what follows."""
-POSING = r"([ \t]*)(?=(?:dtt|where|why|next):|\d\d:\d\d:\d\d )"
+POSING = r"([ \t]*)(?=(?:dtt|where|why|next):|(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d )"
 """The beginning of a line that looks like a part of an error message, or a log line, of dtt."""
 POSING_LATER = re.compile(rf"(?<=\n){POSING}")
 POSING_ANYWHERE = re.compile(rf"^{POSING}", re.MULTILINE)

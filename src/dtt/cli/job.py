@@ -17,7 +17,9 @@ cli.add_typer(job_cli, name="job")
 Wait = Annotated[
     float,
     typer.Option(
-        min=0.0, metavar="SECONDS", help="Time to wait for the job to acknowledge the request."
+        min=0.0,
+        metavar="SECONDS",
+        help="Time to wait for the job to acknowledge the request; NFS may hide it for a minute.",
     ),
 ]
 
@@ -56,7 +58,7 @@ def job_status(job: Job, json: Json = False) -> None:
 @job_cli.command("dtt job stop jobs/run", name="stop")
 def job_stop(
     job: Job,
-    wait: Wait = 30.0,
+    wait: Wait = 90.0,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Also cancel a job that is queued.")
     ] = False,
@@ -72,7 +74,7 @@ def job_stop(
 
 
 @job_cli.command("dtt job save jobs/run", name="save")
-def job_save(job: Job, wait: Wait = 30.0) -> None:
+def job_save(job: Job, wait: Wait = 90.0) -> None:
     """Ask a running job to save a checkpoint now and continue.
 
     Writes a request to its control/.
@@ -89,7 +91,7 @@ def job_profile(
         Literal["torch", "memory", "nsys"] | None,
         typer.Option(help="Profiler to use; default: profile.kind."),
     ] = None,
-    wait: Wait = 30.0,
+    wait: Wait = 90.0,
 ) -> None:
     """Profile the next three steps of a running job.
 

@@ -70,10 +70,8 @@ OF_KEYS = {
     "account": "account",
     "cpus-per-task": "cpus_per_task",
     "exclude": "exclude",
-    "gpus": "gpus_per_node",
     "gpus-per-node": "gpus_per_node",
     "gpus-per-socket": "gpus_per_node",
-    "gpus-per-task": "gpus_per_node",
     "mem": "mem",
     "no-requeue": "continuation",
     "nodes": "nodes",
@@ -176,7 +174,8 @@ class LaunchConfig(Section):
     """Nodes to exclude, such as `n[1-3],n7`."""
     directives: tuple[Directive, ...] = resumable(())
     """Additional options of `sbatch`, such as `--exclusive`, `--constraint=a100&nvlink` or
-    `--reservation=maintenance`; each becomes a `#SBATCH` line."""
+    `--reservation=maintenance`; each becomes a `#SBATCH` line. `--gres=gpu:4`, `--gpus=4` for one
+    node and `--gpus-per-task` may take the place of `gpus_per_node`."""
     start: Literal["torchrun", "srun"] = resumable("torchrun")
     """Launcher of the processes of `train`: `torchrun` on each node, or `srun` for every
     process."""
@@ -186,8 +185,8 @@ class LaunchConfig(Section):
     continuation: Literal["requeue", "singleton", "none"] = resumable("requeue")
     """Continuation of a job after its time limit or a transient failure: `requeue` puts it back
     into the queue under the same id; `singleton` submits a successor that waits in the queue for
-    its end; `none` does not continue it. After three consecutive attempts without a new checkpoint
-    the job gives up."""
+    its end; `none` does not continue it. After three consecutive attempts without a new checkpoint,
+    or a finished unit of another command, the job gives up."""
     lead_seconds: PositiveInt | None = resumable(None)
     """Seconds before the time limit at which the job saves and stops; null: derived from the
     measured step and save times of the job, 120 before there are any."""
@@ -217,18 +216,27 @@ class LaunchConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs on each node, by `gpus_per_node` or by `--gres` in `directives`."""
-        return int(str(self.gpus_per_node).rpartition(":")[2]) or self._gres_gpus
+        """The number of GPUs on each node, by `gpus_per_node` or by `directives`."""
+        asked = int(str(self.gpus_per_node).rpartition(":")[2])
+        return asked or max(self._gpus_of_directives.values(), default=0)
 
     @property
-    def _gres_gpus(self) -> int:
-        """The number of GPUs that `--gres=gpu:TYPE:N` requests on each node; 0 without it."""
-        options = (directive[2:].partition("=") for directive in self.directives)
-        # sbatch accepts abbreviated options, and lets the last one win.
-        values = [text for name, _, text in options if "gres".startswith(name)]
-        resources = [one.partition("(")[0].split(":") for one in "".join(values[-1:]).split(",")]
-        counts = (parts[-1] for parts in resources if parts[0] == "gpu")
-        return sum(int(count) if count.isdecimal() else 1 for count in counts)
+    def _gpus_of_directives(self) -> dict[str, int]:
+        """The number of GPUs on each node that options of sbatch request, by their names."""
+        found: dict[str, int] = {}
+        for directive in self.directives:  # sbatch lets the last of several win
+            name, _, text = directive[2:].partition("=")
+            resources = [one.partition("(")[0].split(":") for one in text.split(",")]
+            counts = [int(parts[-1]) if parts[-1].isdecimal() else 1 for parts in resources]
+            if "gres".startswith(name):  # sbatch accepts abbreviated options
+                pairs = zip(counts, resources, strict=True)
+                found["gres"] = sum(count for count, parts in pairs if parts[0] == "gpu")
+            elif name == "gpus":
+                found[name] = sum(counts) // self.nodes
+            elif name == "gpus-per-task":  # torchrun is the only task of its node
+                tasks = self.processes_per_node if self.start == "srun" else 1
+                found[name] = sum(counts) * max(tasks, 1)
+        return {name: count for name, count in found.items() if count}
 
     @property
     def processes(self) -> int:
@@ -244,7 +252,8 @@ class LaunchConfig(Section):
         values = self.model_dump()
         if tasks is not None or step in ("download", "export"):
             cores = self.cpus_per_task or 1
-            without = tuple(one for one in self.directives if not one.startswith("--gres=gpu"))
+            theirs = ("--gres=gpu", "--gpus=", "--gpus-per-task=")
+            without = tuple(one for one in self.directives if not one.startswith(theirs))
             values |= {"gpus_per_node": 0, "directives": without}
             if tasks is not None:
                 values |= {"nodes": 1, "processes_per_node": tasks or cores}
@@ -266,6 +275,20 @@ class LaunchConfig(Section):
         given = zip(parts, units, strict=False)
         return 86_400 * int(days or 0) + sum(part * unit for part, unit in given)
 
+    def _gpu_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error if it is ambiguous how many GPUs a node has."""
+        asked = [f"--{name}" for name in self._gpus_of_directives]
+        keys = ["gpus_per_node"] if self.gpus_per_node not in (0, "0") else []
+        if len(asked) + len(keys) > 1:
+            one, other, *_ = [*asked, *keys]
+            yield "directives", f"{one} requests GPUs, as {other} does: omit one of them"
+        if "--gpus" in asked and self.nodes > 1:
+            right = f"launch.gpus_per_node={self._gpus_of_directives['gpus']}"
+            why = f"--gpus may give {self.nodes} nodes different numbers: set {right} instead"
+            yield "directives", why
+        if "--gpus-per-task" in asked and self.start == "srun" and not self.processes_per_node:
+            yield "directives", "--gpus-per-task needs launch.processes_per_node with start: srun"
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each combination of values that cannot work."""
         limit = self.time_limit
@@ -276,14 +299,14 @@ class LaunchConfig(Section):
         for directive in self.directives:
             option = directive.partition("=")[0][2:]
             # sbatch accepts abbreviated options: --part means --partition.
-            keys = [key for own, key in OF_KEYS.items() if own.startswith(option)]
+            understood = option in ("gpus", "gpus-per-task")
+            keys = [k for own, k in OF_KEYS.items() if own.startswith(option) and not understood]
             if keys:
                 key = OF_KEYS.get(option, keys[0])
                 yield "directives", f"--{option} has a key of its own: set launch.{key} instead"
             elif any(own.startswith(option) for own in OF_DTT):
                 yield "directives", f"--{option} is set by dtt itself"
-        if self._gres_gpus and self.gpus_per_node not in (0, "0"):
-            yield "directives", "--gres requests GPUs, as gpus_per_node does: omit one of them"
+        yield from self._gpu_problems()
         for step in self.steps:
             try:
                 self.of_step(step)

@@ -22,7 +22,15 @@ from dtt.base.secrets import holds_secret, named_secret
 from dtt.config import explain, source, stages
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.key_types import STAGES
-from dtt.config.merging import Resolved, merge, nested, origin_of
+from dtt.config.merging import (
+    Resolved,
+    extended_lists,
+    merge,
+    nested,
+    origin_of,
+    overlap,
+    take_extends,
+)
 from dtt.config.own import run_config
 from dtt.config.removed import without_removed
 from dtt.config.run import RunConfig
@@ -113,6 +121,19 @@ def stage_names(
     return tuple(entry.name for entry in entries)
 
 
+def on_profile(config: str | Path | Layer | None, profile: Path) -> Layer:
+    """Return a configuration whose keys a cluster profile overrides, one by one.
+
+    What the configuration adds to a list, as with `launch.setup+`, is added to that of the profile.
+    """
+    names, own = take_extends(config if isinstance(config, dict) else {})
+    names += [] if config is None or isinstance(config, dict) else [str(config)]
+    theirs = [key for layer in _with_extends(profile, ()) for key in layer]
+    kept = {k: leaf for k, leaf in own.items() if not any(overlap(k, key) for key in theirs)}
+    added = extended_lists(_with_extended(names, own, Path(), ()))
+    return {**kept, **added, ("extends",): Leaf([*names, str(profile)], "--cluster")}
+
+
 def _layers(
     config: str | Path | Layer | None,
     arguments: Sequence[str],
@@ -135,7 +156,7 @@ def _layers(
         layers += stored
     own = len(layers)
     if isinstance(config, dict):
-        layers += _with_extended(*source.take_extends(config), Path(), ())
+        layers += _with_extended(*take_extends(config), Path(), ())
     elif config is not None:
         layers += _with_extends(find(config), ())
     env = os.environ if env is None else env
@@ -289,9 +310,8 @@ def _with_extends(path: Path, trail: tuple[Path, ...]) -> list[Layer]:
     # Resolved paths: a link or `./` must not hide a cycle.
     if path.resolve() in trail:
         raise ConfigError(f"{path} extends itself", where=" -> ".join(map(str, trail)))
-    return _with_extended(
-        *source.read_file(path, explain.key_types()), path.parent, (*trail, path.resolve())
-    )
+    layer = source.read_file(path, explain.key_types())
+    return _with_extended(*take_extends(layer), path.parent, (*trail, path.resolve()))
 
 
 def _with_extended(

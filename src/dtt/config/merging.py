@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtt.base.errors import ConfigError
 from dtt.config.key_types import TAGS, Key, Variants
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer
+from dtt.config.source import Layer, Leaf, entries, shown
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,21 @@ def origin_of(layer: Layer, key: Key) -> str:
     return next((origin for origin in below if origin != "default"), "default")
 
 
+def take_extends(layer: Layer) -> tuple[list[str], Layer]:
+    """Return the `extends` list of a layer, and the layer without it."""
+    rest = dict(layer)
+    leaf = rest.pop(("extends",), Leaf([], ""))
+    names = [leaf.value] if isinstance(leaf.value, str) else leaf.value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            "extends must be a list of files or shipped configs",
+            where=leaf.origin,
+            why=f"got {shown(leaf.value)}",
+            next="for example extends: [models/llama-tiny.yaml]",
+        )
+    return names, rest
+
+
 def merge(layers: Iterable[Layer], variants: Variants | None = None) -> tuple[Layer, Layer]:
     """Merge layers key by key, of which later ones override earlier ones; return what they dropped.
 
@@ -55,8 +71,48 @@ def merge(layers: Iterable[Layer], variants: Variants | None = None) -> tuple[La
             _drop_below(merged, key)
             for parent in _parents(key):
                 merged.pop(parent, None)
-            merged[key] = leaf
+            merged[key] = _extended(key, merged[key], leaf) if key in merged else leaf
     return merged, {key: leaf for key, leaf in dropped.items() if key not in merged}
+
+
+def _extended(key: Key, below: Leaf, leaf: Leaf) -> Leaf:
+    """Return `leaf`, or the list of both if it extends a list.
+
+    Entries that the list has are not added: else a job that resumes with its file, on top of its
+    own configuration, would get the lines of `setup+` twice.
+    """
+    if not leaf.extends:
+        return leaf
+    before = entries(key, below, leaf.origin)
+    added = [entry for entry in entries(key, leaf, leaf.origin) if entry not in before]
+    if before and not added:
+        return below
+    origin = f"{below.origin} + {leaf.origin}" if before else leaf.origin
+    return Leaf([*before, *added], origin, below.extends)
+
+
+def extended_lists(layers: Iterable[Layer]) -> Layer:
+    """Return all entries that layers add to lists, as one layer that adds them."""
+    found: Layer = {}
+    for key, leaf in (pair for layer in layers for pair in layer.items()):
+        if leaf.extends:
+            found[key] = _extended(key, found[key], leaf) if key in found else leaf
+    return found
+
+
+def refuse_extended(layer: Layer) -> None:
+    """Raise ConfigError if a file that extends nothing adds to a list, as with `setup+`."""
+    for key, leaf in layer.items():
+        if leaf.extends:
+            name = ".".join(key)
+            why = "there is no list below this file"
+            next = f"set {name}"
+            raise ConfigError(f"{name}+ adds to nothing", where=leaf.origin, why=why, next=next)
+
+
+def overlap(one: Key, other: Key) -> bool:
+    """Return True if one of two keys is the other, or a section that holds it."""
+    return all(a == b for a, b in zip(one, other, strict=False))
 
 
 def _change_type(

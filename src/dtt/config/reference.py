@@ -18,7 +18,8 @@ Generated from the code by `python docs/generate.py`.
 One file (YAML, JSON or TOML) serves every command; each command reads its own sections. Values
 come, from lowest to highest precedence, from the defaults, the files under `extends` from left to
 right, the file itself (`-c`), the environment (`DTT_TRAIN__STEPS=500`), arguments
-(`train.steps=500`) and named options (`-d`). When a job is resumed, its own `config.yaml` takes
+(`train.steps=500`) and named options (`-d`). The `launch` keys of a profile (`--cluster`) come
+between the file and the environment. When a job is resumed, its own `config.yaml` takes
 precedence over the defaults, and another value for a key that *must stay* is refused unless
 `--allow-change` names the key. Where the default is `null`, the last column states its meaning.
 
@@ -28,6 +29,9 @@ YAML. A key that appears twice in a file, nested or dotted, is an error. Names i
 such as `launch.environment`, are taken whole, with dots and case. If a higher layer sets another
 `type`, the keys of lower layers that this type has stay; the others are dropped, and named in the
 log and in the configuration.
+
+A list replaces that of lower layers. With a plus behind its name it adds the entries that the list
+lacks: `setup+: [module load gcc]` in a file, `launch.setup+='[module load gcc]'` as an argument.
 
 `dtt config explain KEY` prints the same for one key or section; `dtt config show` prints the
 configuration of a run, each value with its origin.

@@ -42,6 +42,8 @@ class Leaf:
 
     value: Any
     origin: str
+    extends: bool = False
+    """True if its entries are added to the list of lower layers, as those of `setup+` are."""
 
 
 Layer = dict[Key, Leaf]
@@ -175,7 +177,9 @@ class _Nodes:
         elif key == STAGES and isinstance(node, yaml.SequenceNode):
             layer[key] = Leaf([*map(self._stage, node.value)], self._origin(node))
         else:
-            _set(layer, key, Leaf(self._value(node, key), self._origin(node)))
+            own = self._types.extended(key)
+            value = self._value(node, own or key)
+            _set(layer, own or key, Leaf(value, self._origin(node), own is not None))
 
     def _stage(self, node: yaml.Node) -> Layer:
         """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
@@ -232,8 +236,8 @@ def _twice(key: Key, here: str, first: str) -> ConfigError:
     )
 
 
-def read_file(path: Path, types: KeyTypes) -> tuple[list[str], Layer]:
-    """Read a config file; return its `extends` list and its values with their lines.
+def read_file(path: Path, types: KeyTypes) -> Layer:
+    """Read a config file; return its values with their lines.
 
     Values of keys that hold text are text as it is written, unless the file is TOML, where text
     has quotes. Raises ConfigError for a key that appears twice, nested or dotted.
@@ -250,6 +254,7 @@ def read_file(path: Path, types: KeyTypes) -> tuple[list[str], Layer]:
     try:
         if path.suffix == ".toml":
             _flatten(tomllib.loads(text), (), str(path), layer)
+            layer = _with_extended_lists(layer, types)
         elif (node := yaml.compose(text, _Loader)) is not None:
             if not isinstance(node, yaml.MappingNode):
                 raise ConfigError(
@@ -281,7 +286,16 @@ def read_file(path: Path, types: KeyTypes) -> tuple[list[str], Layer]:
         raise ConfigError(
             f"{path} is not YAML", why=error.reason, next="use a text file with `key: value` lines"
         ) from None
-    return take_extends(layer)
+    return layer
+
+
+def _with_extended_lists(layer: Layer, types: KeyTypes) -> Layer:
+    """Return a layer in which keys such as `launch.setup+` extend their lists."""
+    found: Layer = {}
+    for key, leaf in layer.items():
+        own = types.extended(key)
+        _set(found, own or key, Leaf(leaf.value, leaf.origin, own is not None))
+    return found
 
 
 def _check_stages(layer: Layer) -> None:
@@ -292,21 +306,6 @@ def _check_stages(layer: Layer) -> None:
         for key, leaf in entry.items():
             if (*stage, *key) in layer:
                 raise _twice((*stage, *key), layer[(*stage, *key)].origin, leaf.origin)
-
-
-def take_extends(layer: Layer) -> tuple[list[str], Layer]:
-    """Return the `extends` list of a layer, and the layer without it."""
-    rest = dict(layer)
-    leaf = rest.pop(("extends",), Leaf([], ""))
-    names = [leaf.value] if isinstance(leaf.value, str) else leaf.value or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            "extends must be a list of files or shipped configs",
-            where=leaf.origin,
-            why=f"got {shown(leaf.value)}",
-            next="for example extends: [models/llama-tiny.yaml]",
-        )
-    return names, rest
 
 
 def _set(layer: Layer, key: Key, leaf: Leaf) -> None:
@@ -367,6 +366,10 @@ def _said(key: Key, text: str, origin: str, types: KeyTypes) -> Layer:
     a section such as `{type: wsd, decay: 5%}` is split into its keys. An argument has no comments,
     which YAML has: `5 # five` stays whole, and validation reports it.
     """
+    own = types.extended(key)
+    if own is not None:
+        listed = _said(own, text, origin, types).get(own, Leaf(text, origin))
+        return {own: Leaf(listed.value, origin, extends=True)}
     kinds = types.text(key)
     if kinds is not None:
         return {key: Leaf(_as_written(text, kinds), origin)}
@@ -412,7 +415,8 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str], types: Key
 def from_arguments(arguments: Iterable[str], types: KeyTypes) -> Layer:
     """Return the layer of `key.path=value` arguments; of several for a key, the last counts.
 
-    Values of keys that hold text are text as it is typed.
+    `key.path+=[…]` adds to the list of earlier arguments and of lower layers. Values of keys that
+    hold text are text as it is typed.
     """
     layer: Layer = {}
     for argument in arguments:
@@ -421,11 +425,25 @@ def from_arguments(arguments: Iterable[str], types: KeyTypes) -> Layer:
             raise ConfigError(f"{argument} is a configuration file", next=f"-c {argument}")
         key = types.split(name.split("."))
         free = types.depth(key) and all(key)
-        if not equals or not (free or re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", name)):
+        if not equals or not (free or re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*\+?", name)):
             raise ConfigError(
                 f"cannot understand the argument {argument!r}",
                 why="arguments after the options have the form key.path=value",
                 next="for example train.steps=500; `dtt config explain` lists the keys",
             )
-        layer |= _said(key, text, "argument", types)
+        for own, leaf in _said(key, text, "argument", types).items():
+            if leaf.extends and own in layer:
+                before, more = (entries(own, one, leaf.origin) for one in (layer[own], leaf))
+                leaf = Leaf([*before, *more], leaf.origin, layer[own].extends)
+            layer[own] = leaf
     return layer
+
+
+def entries(key: Key, leaf: Leaf, where: str) -> list[Any]:
+    """Return the entries of a list that `key+` extends at `where`; ConfigError if it is none."""
+    value = [] if leaf.value is None else leaf.value
+    if not isinstance(value, list):
+        name, why = ".".join(key), f"{shown(value)} is no list"
+        next = f"for example {name}+=[ENTRY], or set {name} itself"
+        raise ConfigError(f"{name}+ adds entries to a list", where=where, why=why, next=next)
+    return value

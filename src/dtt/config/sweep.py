@@ -20,7 +20,7 @@ from dtt.base.errors import ConfigError, DttError, InputError
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.key_types import Key, KeyTypes
-from dtt.config.merging import Resolved, nested
+from dtt.config.merging import Resolved, nested, refuse_extended, take_extends
 from dtt.config.own import OwnCodeError
 from dtt.config.run import NAME, RunConfig
 from dtt.config.shipped import shipped_configs, shipped_file
@@ -253,14 +253,8 @@ class SweepFile:
         return replace(resolved, layer=said)
 
     def on_cluster(self, profile: Path) -> SweepFile:
-        """Return the same sweep with a cluster profile below the base of its trials."""
-        base = self.base if isinstance(self.base, Mapping) else {}
-        extends = base[("extends",)].value if ("extends",) in base else []
-        names = [extends] if isinstance(extends, str) else list(extends)
-        if isinstance(self.base, str | Path):
-            names.append(str(self.base))
-        leaf = Leaf([str(profile), *names], "--cluster")
-        return replace(self, base={**base, ("extends",): leaf})
+        """Return the same sweep with a cluster profile that overrides the base of its trials."""
+        return replace(self, base=load.on_profile(self.base, profile))
 
 
 def read(path: Path) -> SweepFile:
@@ -270,6 +264,7 @@ def read(path: Path) -> SweepFile:
     """
     path = find(path)
     layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
+    refuse_extended({key: leaf for key, leaf in layer.items() if key[0] != "base"})
     for key, leaf in layer.items():
         if key[0] == "exclude":
             raise ConfigError(
@@ -331,7 +326,7 @@ def find(name: Path) -> Path:
 
 
 def _from_text(path: Path) -> Layer:
-    extends, layer = source.read_file(path, _key_types())
+    extends, layer = take_extends(source.read_file(path, _key_types()))
     if extends:
         raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
     return layer

@@ -104,9 +104,12 @@ class JobFiles:
     def slurm_ids(self) -> list[str]:
         """Slurm's ids of the newest attempt, its successor and the newest submission, newest last.
 
-        Others are over: a job is submitted again only when nothing of it is in the queue.
+        Others are over: a job is submitted again only when nothing of it is in the queue. The
+        supervisor records those that train several stages in turn with their submission.
         """
-        submitted, chain = [self.submission.get("job_id")], [self.slurm_id, self.successor]
+        given = (self.submission.get(key) for key in ("job_id", "slurm", "successor"))
+        submitted = [id if is_kind(id, str) else None for id in given]
+        chain = [self.slurm_id, self.successor]
         ids = chain + submitted if self.submitted > self.started else submitted + chain
         return list(dict.fromkeys(id for id in ids if id is not None))
 

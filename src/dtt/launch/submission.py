@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 import dtt
@@ -50,13 +51,14 @@ class Submission:
 
 @contextmanager
 def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
-    """Write the configurations of a submission; if Slurm rejects the job, undo this and the job
-    script and environment that were written inside.
+    """Write the configurations of a submission; if Slurm rejects the job, undo this, and the job
+    script, the supervisor and the environment that were written inside.
 
     `new` are the job directories that did not exist before.
     """
     texts, job = configurations(submission), submission.job
-    paths = (*texts, job.script, job.root / "env.json")
+    supervisor = [job.supervisor / path.name for path in job_script.SUPERVISOR.glob("*.py")]
+    paths = (*texts, job.script, job.root / "env.json", *supervisor)
     before = {path: path.read_bytes() if path.is_file() else None for path in paths}
     for stage in submission.stages:
         stage.create()
@@ -88,6 +90,29 @@ def configurations(submission: Submission) -> dict[Path, str | bytes]:
         texts |= kept_files(resolved.config, job.root)
         texts[job.config] = (not jobs and submission.text) or explain.show(resolved)
     return texts
+
+
+def progress(command: str, configs: Sequence[RunConfig]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what of a command's files is progress, so that it may reach many time limits.
+
+    That is patterns of files that each stand for a unit of work, and of files of which each byte
+    is kept.
+    """
+    units: dict[str, None] = {}
+    received: dict[str, None] = {}
+    for one in (one for cfg in configs for one in cfg.corpora):
+        corpus, tokens = escape(str(one.corpus_dir)), escape(str(one.tokenize_dir))
+        if command in ("clean", "pipeline") and one.clean is not None:
+            from dtt.artifacts.selection_manifest import SelectionManifest  # training needs none
+
+            units[f"{corpus}/selection-*/{SelectionManifest.work}/*.json"] = None
+        if command in ("tokenize", "pipeline"):
+            units[f"{tokens}/{TokensManifest.work}/*.json"] = None
+        if command in ("download", "pipeline"):
+            # Complete files, and what the Hub and other stores have sent of the others.
+            incomplete = (".parts/*", ".cache/huggingface/download/**/*.incomplete")
+            received |= dict.fromkeys(f"{corpus}/{name}" for name in ("**/*", *incomplete))
+    return tuple(units), tuple(received)
 
 
 @contextmanager

@@ -16,18 +16,25 @@ from dtt.base.terminal import Verbatim
 from dtt.checkpoint import store
 from dtt.config import explain
 from dtt.config.init import InitConfig
-from dtt.config.load import load_job, resolve, stage_names
+from dtt.config.load import load_job, on_profile, resolve, stage_names
 from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
 from dtt.config.shipped import find
-from dtt.config.source import Layer, Leaf, is_config
+from dtt.config.source import Layer, is_config
 from dtt.data.samples import compatibility
 from dtt.jobs import job_state
 from dtt.jobs.job_paths import enter, evaluation
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
-from dtt.launch.submission import Submission, code_copied, configurations, plan, restored
+from dtt.launch.submission import (
+    Submission,
+    code_copied,
+    configurations,
+    plan,
+    progress,
+    restored,
+)
 from dtt.train.find_job import find_job, find_stages, model_of
 
 KINDS: dict[str, job_script.Kind] = {"train": "train", "clean": "tokenize", "tokenize": "tokenize"}
@@ -101,11 +108,8 @@ def waited_for(after: Sequence[str]) -> list[str]:
 
 
 def with_profile(config: str | None, cluster: str | None) -> str | Layer | None:
-    """Return a configuration on top of a cluster profile, as far as each is given."""
-    if cluster is None:
-        return config
-    names = [str(profile(cluster).absolute()), *([config] if config else [])]
-    return {("extends",): Leaf(names, "--cluster")}
+    """Return a configuration below a cluster profile, as far as each is given."""
+    return config if cluster is None else on_profile(config, profile(cluster).absolute())
 
 
 def refuse_folders(command: str, folders: Sequence[str]) -> None:
@@ -132,7 +136,7 @@ def prepare(
 
     Raises ConfigError for arguments that the command does not take.
     """
-    base = with_profile(config, cluster)  # precedence: config, profile, that of the job
+    base = with_profile(config, cluster)  # precedence: profile, config, that of the job
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if not folders and stage_names(base, overrides):
@@ -197,6 +201,7 @@ def make_script(
     code_copy: bool,
 ) -> job_script.Script:
     """Return the parameters of the job script of a command; `cfg` has its own resources."""
+    units, received = progress(command, [stage.config for stage in stages] or [cfg])
     return job_script.Script(
         job_name=_job_name(job),
         job=job.root,
@@ -207,6 +212,8 @@ def make_script(
         device=cfg.train.device,
         lead=job_script.lead(job, cfg.launch),
         stages=tuple(stage.job.root for stage in stages),
+        units=units,
+        received=received,
         code=code_copy or (job.root / "code").is_dir(),
     )
 

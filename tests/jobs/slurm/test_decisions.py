@@ -139,8 +139,8 @@ def test_the_lead_before_the_limit_is_at_most_half_of_the_time(
 
 def test_python_3_6_can_run_it_without_other_packages() -> None:
     allowed = {
-        "argparse", "contextlib", "importlib", "json", "os", "pathlib", "re", "select", "shlex",
-        "signal", "socket", "subprocess", "sys", "time", "typing",
+        "argparse", "contextlib", "glob", "importlib", "json", "os", "pathlib", "re", "select",
+        "shlex", "signal", "socket", "subprocess", "sys", "time", "typing",
     }  # fmt: skip
     for path in SUPERVISOR.glob("*.py"):
         tree = ast.parse(path.read_text(), feature_version=(3, 6))

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from dtt.config.shipped import shipped_configs
 from dtt.jobs.job_files import JobFiles
 from dtt.jobs.slurm import job_script
 from dtt.jobs.slurm.job_script import Array, Script, render
+from dtt.launch.submission import progress
 
 # ---- the text ----------------------------------------------------------------------------------
 
@@ -68,6 +70,20 @@ EXAMPLES = {
 }
 
 
+UNITS = {
+    "download": {
+        "received": (
+            "data/corpus/docs/**/*",
+            "data/corpus/docs/.parts/*",
+            "data/corpus/docs/.cache/huggingface/download/**/*.incomplete",
+        )
+    },
+    "tokenize": {"units": ("data/tokens/docs-bpe4096/.units/*.json",)},
+    "train": {},
+}
+"""The progress of each, as `dtt submit` names it for the dataset `docs`."""
+
+
 def example(command: str) -> Script:
     """What stands in sbatch/: run.yaml and the profile `generic`, on four nodes."""
     profile = shipped_configs() / "clusters/generic.yaml"
@@ -83,7 +99,21 @@ def example(command: str) -> Script:
         argv=argv,
         kind=kind,  # type: ignore[arg-type]
         launch=resolve(profile, settings, env={}).config.launch,
+        **UNITS[command],  # type: ignore[arg-type]
     )
+
+
+def test_the_progress_of_each_command_is_that_of_its_folders() -> None:
+    cfg = resolve(None, ["download.dataset=docs", "clean.exact=true"], env={}).config
+    named = {command: progress(command, [cfg]) for command in (*EXAMPLES, "clean", "pipeline")}
+    for command, given in UNITS.items():
+        assert named[command] == (given.get("units", ()), given.get("received", ()))
+    assert named["clean"] == (("data/corpus/docs/selection-*/.work/*.json",), ())
+    assert named["pipeline"] == (named["clean"][0] + named["tokenize"][0], named["download"][1])
+    # A folder may have characters of a pattern.
+    two = resolve(None, ["download.datasets=[{dataset: a}, {dataset: b}]", "tokenize.out=t[1]"])
+    assert progress("tokenize", [two.config])[0] == ("t[[]1]/a/.units/*.json",
+                                                     "t[[]1]/b/.units/*.json")  # fmt: skip
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
@@ -453,6 +483,35 @@ def test_a_pipeline_counts_the_checkpoints_of_all_its_stages(tmp_path: Path, fak
     assert "consecutive attempts without a new checkpoint" in output
 
 
+def test_finished_units_and_received_bytes_are_progress(tmp_path: Path, fakes: Path) -> None:
+    """A tokenization, or a download, may reach any number of time limits."""
+    job, kinds = Path("jobs/run-x"), {"units": ("t/.units/*.json",), "received": ("c/.parts/*",)}
+    install(tmp_path / job, MAX_STALLED_ATTEMPTS=2)
+    for folder in ("t/.units", "c/.parts"):
+        (tmp_path / folder).mkdir(parents=True)
+    part = tmp_path / "c/.parts/0"
+
+    def attempt(kind: str, does: str, restart: int = 1) -> str:
+        text = script(directory=tmp_path, job=job, argv=("x",), kind="other", **{kind: kinds[kind]})
+        (fakes / "python").write_text(f"#!/bin/bash\n{does}; exit 74\n")
+        restarted = {"SLURM_RESTART_COUNT": str(restart)}
+        return execute(render(text), tmp_path, fakes, **restarted)[1].splitlines()[-1]
+
+    for number in range(4):
+        assert attempt("units", f"touch t/.units/{number}.json").endswith("requeued")
+    assert attempt("units", "touch t/.units/0.json").endswith("requeued")
+    assert "2 consecutive attempts finished nothing more" in attempt("units", "true")
+    shutil.rmtree(tmp_path / job / "attempts")
+    for _ in range(4):
+        assert attempt("received", "echo some >>c/.parts/0").endswith("requeued")
+    assert newest(tmp_path / job)["saved"] == part.stat().st_size - len("some\n")
+    # A file that starts anew each time, and never gets as far as it was, is no progress.
+    assert attempt("received", "echo so >c/.parts/0").endswith("requeued")
+    assert "2 consecutive attempts" in attempt("received", "echo some >>c/.parts/0")
+    # A submission by the user counts from what is there.
+    assert attempt("received", "echo some >>c/.parts/0", restart=0).endswith("requeued")
+
+
 def shlex_words(line: str) -> list[str]:
     """What bash's `printf %q` wrote, read by bash."""
     read = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
@@ -506,6 +565,26 @@ def test_a_set_up_that_exits_on_a_node_only_ends_with_78_there(tmp_path: Path, f
     text = render(script(directory=tmp_path, setup=(line,), continuation="none"))
     assert execute(text, tmp_path, fakes)[0] == 78
     assert "cannot set up" in (tmp_path / "jobs/run/logs/latest.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("program", "mode", "status"), [("torchrun", None, 127), ("python", 0o644, 126)]
+)
+def test_a_program_that_is_missing_after_set_up_is_not_started_again(
+    program: str, mode: int | None, status: int, tmp_path: Path, fakes: Path
+) -> None:
+    start = "torchrun" if program == "torchrun" else "srun"
+    text = render(script(directory=tmp_path, start=start))
+    if mode is None:
+        (fakes / program).unlink()
+    else:  # found first on PATH, but nothing that can be executed
+        text = text.replace("exec python -m", f"exec {fakes / program} -m")
+        (fakes / program).chmod(mode)
+    code, output = execute(text, tmp_path, fakes)
+    assert code == status
+    assert f"exit code {status}: a program is missing" in output.splitlines()[-1]
+    assert REQUEUE not in calls(tmp_path)
+    assert program in (tmp_path / "jobs/run/logs/latest.log").read_text()
 
 
 def test_set_up_may_go_to_another_folder(tmp_path: Path, fakes: Path) -> None:
@@ -705,6 +784,38 @@ def test_a_successor_is_queued_at_the_start_and_cancelled_at_the_end(
     assert ("scancel 77" in calls(tmp_path)) == cancelled, output
     assert REQUEUE not in calls(tmp_path)
     assert JobFiles.read(JobDir(tmp_path / "jobs/run")).slurm_ids == ["42", "77"]
+
+
+def test_a_successor_gets_no_variable_of_its_predecessor(tmp_path: Path, fakes: Path) -> None:
+    (fakes / "sbatch").write_text("#!/bin/bash\nenv >given\necho Welcome\necho '77;cluster'\n")
+    text = render(script(directory=tmp_path, continuation="singleton"))
+    execute(text, tmp_path, fakes, SLURM_CONF="/etc/slurm.conf", SLURM_NTASKS="3", MINE="1")
+    given = (tmp_path / "given").read_text().splitlines()
+    assert [line for line in given if line.startswith("SLURM")] == ["SLURM_CONF=/etc/slurm.conf"]
+    assert "MINE=1" in given
+    assert newest(tmp_path / "jobs/run")["successor"] == "77"
+
+
+def test_a_successor_is_known_before_the_next_stage_has_started(
+    tmp_path: Path, fakes: Path
+) -> None:
+    text = render(script(directory=tmp_path, stages=STAGES, continuation="singleton"))
+    whole = JobDir(tmp_path / "jobs/run")
+    whole.root.mkdir(parents=True)
+    sent = {"time": time.time(), "job_id": "42", "argv": ["train"], "directory": str(tmp_path)}
+    whole.submission.write_text(json.dumps(sent))
+    execute(text, tmp_path, fakes, SAVES="step-000001")
+    assert (
+        newest(tmp_path / STAGES[0])["decision"]
+        == "again: stage pretrain is done; job 77 continues"
+    )
+    assert not (tmp_path / STAGES[1]).exists()
+    assert JobFiles.read(whole).slurm_ids == ["42", "77"]
+    # The successor has a successor of its own, and the last stage cancels that.
+    execute(text, tmp_path, fakes, "--continues=42", SLURM_JOB_ID="77", SAVES="step-000001")
+    assert newest(tmp_path / STAGES[1])["decision"] == "over: done"
+    assert JobFiles.read(whole).slurm_ids == ["42", "77"]
+    assert json.loads(whole.submission.read_text()) == {**sent, "slurm": "77", "successor": None}
 
 
 def test_a_successor_does_not_continue_a_finished_or_cancelled_job(
@@ -958,10 +1069,13 @@ def test_a_submission_from_within_a_job_hands_on_nothing_of_it(
 @pytest.mark.parametrize(
     ("directive", "gpus"),
     [("--gres=gpu:2", 2), ("--gres=gpu", 1), ("--gres=gpu:a100:4", 4), ("--gres=gpu:a100", 1),
-     ("--gre=tmp:5,gpu:3(S:0-1)", 3), ("--gres=shard:8", 0), ("--gres-flags=enforce-binding", 0)],
+     ("--gre=tmp:5,gpu:3(S:0-1)", 3), ("--gres=shard:8", 0), ("--gres-flags=enforce-binding", 0),
+     ("--gpus=8", 8), ("--gpus=a100:2", 2), ("--gpus-per-task=4", 4),
+     ("--gpus-per-task=h100:2", 2)],
 )  # fmt: skip
-def test_gpus_of_gres_are_the_gpus_of_the_job(directive: str, gpus: int) -> None:
-    asked = script(directives=(directive,), preflight=True)
+def test_gpus_of_directives_are_the_gpus_of_the_job(directive: str, gpus: int) -> None:
+    asked = script(directives=(directive,), preflight=True, nodes=1)
+    assert [*asked.launch.problems()] == []
     assert asked.launch.gpus == gpus
     assert asked.launch.processes == max(gpus, 1)
     text = render(asked)
@@ -974,9 +1088,30 @@ def test_gpus_of_gres_are_the_gpus_of_the_job(directive: str, gpus: int) -> None
 
 @pytest.mark.parametrize(
     ("option", "key"),
-    [("gpus=8", "gpus_per_node"), ("gpus-per-task=1", "gpus_per_node"), ("acc=x", "account"),
+    [("gpus-per-node=8", "gpus_per_node"), ("tres-per-task=1", "gpus_per_node"),
+     ("acc=x", "account"),
      ("ntasks=3", "processes_per_node"), ("tim=3", "time"), ("gpus-per-socket=1", "gpus_per_node")],
 )  # fmt: skip
 def test_an_option_that_is_a_key_is_refused_with_the_key(option: str, key: str) -> None:
     [(_, why)] = LaunchConfig(directives=(f"--{option}",)).problems()
     assert f"launch.{key}" in why
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"directives": ("--gpus=8",), "nodes": 2}, "set launch.gpus_per_node=4 instead"),
+     ({"directives": ("--gpus=8", "--gres=gpu:8")}, "omit one of them"),
+     ({"directives": ("--gpus-per-task=8",), "gpus_per_node": 8}, "omit one of them"),
+     ({"directives": ("--gpus-per-task=1",), "start": "srun"}, "needs launch.processes_per_node")],
+)  # fmt: skip
+def test_an_ambiguous_number_of_gpus_is_refused(settings: dict[str, Any], said: str) -> None:
+    [(key, why)] = LaunchConfig.model_validate(settings).problems()
+    assert key == "directives"
+    assert said in why
+
+
+def test_each_task_of_srun_has_its_gpus() -> None:
+    settings = {"directives": ("--gpus-per-task=1",), "start": "srun", "processes_per_node": 4}
+    launch = LaunchConfig.model_validate({**settings, "steps": {}})
+    assert (launch.gpus, launch.processes, [*launch.problems()]) == (4, 4, [])
+    assert launch.of_step("export").directives == ()

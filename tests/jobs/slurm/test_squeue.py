@@ -17,6 +17,7 @@ from dtt.jobs.slurm import squeue
         ("17|RUNNING|n1", None),
         ("slurm is down for maintenance", None),
         ("\xff\xfe|\x00", None),
+        ("17|RUNNING|n1|\xb2|\xb2|\xb2|x", "RUNNING"),  # ² is a digit, but no number
         ("17|CANCELLED by 0|n1|Unknown|Unknown|N/A|a|b", "CANCELLED"),
     ],
 )

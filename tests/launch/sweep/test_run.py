@@ -331,19 +331,20 @@ def test_trials_with_different_resources_are_separate_jobs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["none", "keys", "file", "extends"])
-def test_the_base_of_a_sweep_overrides_a_cluster_profile(
+def test_a_cluster_profile_overrides_the_base_of_a_sweep_key_by_key(
     base: str, dtt: Dtt, tiny: Settings, slurm: Path
 ) -> None:
     (dtt.folder / "mine.yaml").write_text("launch: {partition: slow, account: me}")
-    (dtt.folder / "run.yaml").write_text("launch: {partition: fast}")
+    (dtt.folder / "run.yaml").write_text("launch: {partition: fast, qos: low}")
     bases: dict[str, Any] = {
-        "none": {}, "keys": {"base": {"launch": {"partition": "fast"}}},
+        "none": {}, "keys": {"base": {"launch": {"partition": "fast", "qos": "low"}}},
         "file": {"base": "run.yaml"}, "extends": {"base": {"extends": "run.yaml"}},
     }  # fmt: skip
     write_sweep(dtt, tiny(), {"seed": [0, 1]}, **bases[base])
     dtt("sweep", "submit", "s.json", "--cluster", "mine.yaml")
     script = (dtt.folder / "jobs/s/slurm.sh").read_text()
     assert "#SBATCH --account=me\n" in script
-    assert f"#SBATCH --partition={'slow' if base == 'none' else 'fast'}\n" in script
+    assert "#SBATCH --partition=slow\n" in script
+    assert ("#SBATCH --qos=low\n" in script) == (base != "none")
     refused = dtt("sweep", "submit", "s.json", "--cluster", "run.json", expect=66)
     assert "clusters/run.json" in refused.stderr

@@ -22,7 +22,7 @@ from dtt.base.patterns import pattern_problem, replacement_problem
 from dtt.base.reading import read_small
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
-from dtt.config.merging import nested
+from dtt.config.merging import nested, refuse_extended
 from dtt.config.shipped import shipped_configs
 from dtt.config.source import Layer
 from dtt.evaluate.tasks.prompt_template import fields, template_problems
@@ -380,13 +380,14 @@ def _read(path: Path) -> Layer:
     try:
         text = read_small(path, MAX_BYTES).decode()
         _check_events(text, path)
-        extends, layer = source.read_file(path, replace(types, texts=texts))
+        layer = source.read_file(path, replace(types, texts=texts))
     except OSError as error:
         raise InputError(f"cannot read {path}", why=error.strerror) from None
     except ValueError as error:  # text that is not UTF-8, or a lone surrogate
         raise ConfigError(f"cannot read {path}", why=str(error)) from None
-    if extends:
+    if ("extends",) in layer:
         raise ConfigError(f"{path}: a task cannot extend a file")
+    refuse_extended(layer)
     return layer
 
 

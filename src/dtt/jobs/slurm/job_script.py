@@ -82,6 +82,10 @@ class Script:
     """Job directories of all stages of training, in order, if the job trains several."""
     device: str = "auto"
     """Device that the job trains on: `cuda`, `cpu`, or `auto` for GPUs if the job has any."""
+    units: tuple[str, ...] = ()
+    """Patterns of files that are written when a unit of work is complete, which is progress."""
+    received: tuple[str, ...] = ()
+    """Patterns of files whose bytes are progress, as the next attempt continues them."""
     code: bool = False
     """True if the job runs the copy of dtt in `code/` of its directory."""
 
@@ -248,6 +252,8 @@ def _options(script: Script) -> Iterator[str]:
         yield f"--trials {' '.join(map(_quoted, script.array.trials))}"
     if script.stages:
         yield f"--stages {' '.join(map(_quoted, script.stages))}"
+    yield from (f"--units={_quoted(pattern)}" for pattern in script.units)
+    yield from (f"--received={_quoted(pattern)}" for pattern in script.received)
     if launch.preflight and command == "train":
         on_gpus = launch.gpus > 0 if script.device == "auto" else script.device.startswith("cuda")
         yield f"--preflight={'gpu' if on_gpus else 'cpu'}"

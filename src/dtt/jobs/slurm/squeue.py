@@ -184,7 +184,7 @@ def _parse(out: str) -> dict[str, SlurmJob]:
             state=state,
             nodes="" if nodes == "None assigned" else nodes,
             reason="" if reason == "None" else reason,
-            since=float(when) if when.isdigit() else 0.0,
+            since=float(when) if when.isdecimal() else 0.0,
             before=jobs[id].state if id in jobs else "",
         )
     if not jobs and any(line.strip() for line in lines):

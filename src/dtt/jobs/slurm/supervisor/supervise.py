@@ -28,13 +28,16 @@ from .decisions import (
     slurm_state,
     stalled_before,
 )
+from .node_scripts import EVERY_NODE, FIRST_NODE, RANKS
 from .tolerant_io import (
     attempt_record,
+    finished_work,
     first_free_port,
     largest,
     link,
     message,
     nodes_of_job,
+    parsed,
     read,
     remove,
     reported,
@@ -45,34 +48,6 @@ from .tolerant_io import (
 
 TICK = 5.0
 """Seconds between looks at the clock and at the file `lead`."""
-
-# Set-up runs in shells of its own: a line of it may fail, call `exit` or change the folder. The
-# trap also covers a program that cannot be executed.
-SET_UP_FAILED = """
-_dtt_failed() { echo "slurm: cannot set up $(hostname)" >&2; exit 78; }
-trap _dtt_failed EXIT
-"""
-# Arguments: the code for every node, `bash`, a module, the arguments of the module.
-FIRST_NODE = f"""{SET_UP_FAILED}
-_dtt_prepare || exit
-_dtt_launch bash -c "$@"
-"""
-EVERY_NODE = f"""
-cd -- "$_dtt_directory" || exit 66
-exec >>"$_dtt_job/logs/$_dtt_log-${{SLURMD_NODENAME:-$(hostname)}}.log" 2>&1
-{SET_UP_FAILED}
-_dtt_set_up || exit
-cd -- "$_dtt_directory" || exit
-"""
-# Slurm sends its signals to the launcher, too. torchrun would die of SIGUSR1 and SIGUSR2, and of
-# SIGTERM before the ranks have saved. Ignored signals stay ignored after exec; ranks install their
-# own handlers.
-# A first node whose name does not resolve is reached by the address that srun knows.
-RANKS = """
-trap '' USR1 USR2 TERM
-getent hosts "$_dtt_host" >/dev/null || _dtt_host=$SLURM_LAUNCH_NODE_IPADDR
-"""
-
 
 STOPS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT)
 
@@ -139,12 +114,15 @@ class Supervisor:
                 return self._end(Decision(False, 0, f"job {predecessor} was cancelled"))
         self.before = self._saved_steps()
         continued = bool(predecessor) or self.restarts > 0
+        if self.plan.units or self.plan.received:  # files that are begun anew are no progress
+            most = newest.get("saved") if continued else 0
+            self.before = max(self.before, most if isinstance(most, int) else 0)
         self.stalled = stalled_before(newest, self.before, continued)
         saves = self.trains or self.command[0] == "pipeline"
         # `dtt job status` recognizes "N consecutive attempts".
         self.give_up = "{} consecutive attempts {}: see logs/latest.log, then run {}".format(
             MAX_STALLED_ATTEMPTS,
-            "without a new checkpoint" if saves else "did not finish",
+            "without a new checkpoint" if saves else "finished nothing more",
             self.resume,
         )
         if self.stalled >= MAX_STALLED_ATTEMPTS:
@@ -205,10 +183,16 @@ class Supervisor:
         if self.command[0] == "eval":  # an evaluation resumes after the last answer
             answers = Path(self.command[1]).glob("evals/*/*.jsonl")
             return sum(read(path).count("\n") for path in answers)
-        if self.plan.stages and not self.trains:
-            folders = self.trained.glob("*/checkpoints")
-            return sum(1 + largest(folder, "step-") for folder in folders)  # 0: no checkpoint
-        return largest(self.trained / "checkpoints", "step-")
+        if self.trains:
+            return largest(self.trained / "checkpoints", "step-")
+        # Tokens, selections and texts, and in a pipeline the checkpoints of all stages; 0: none.
+        folders = [*self.trained.glob("checkpoints"), *self.trained.glob("*/checkpoints")]
+        saved = sum(1 + largest(folder, "step-") for folder in folders)
+        return saved + finished_work(self.plan.units, self.plan.received)
+
+    def _has_saved(self) -> bool:
+        now = self._saved_steps()
+        return now != self.before if self.trains else now > self.before
 
     def _time_limit(self) -> Optional[int]:
         return seconds(slurm_record(self.id).get("EndTime", ""))
@@ -273,7 +257,7 @@ class Supervisor:
             slurm="" if final else slurm_state(slurm_record(self.id)),
             user_request=self._user_asked(),
             stalled=self.stalled,
-            saved=self._saved_steps() != self.before,
+            saved=self._has_saved(),
             stage=stage,
         )  # fmt: skip
 
@@ -395,6 +379,8 @@ class Supervisor:
         self._record("over", decision.reason)
         if self.successor:
             run("scancel", self.successor)
+            self.successor = ""
+            self._tell_next_stage()
         # Nothing depends on the page: it comes last and may fail. A run that is done has one.
         if self.plan.report and decision.code and largest(self.trained / "attempts") >= 0:
             command = f"timeout 120 python -m dtt.main report {quote(str(self.trained))}"
@@ -427,6 +413,18 @@ class Supervisor:
             return
         self.successor = found.group(1)
         self._update(successor=self.successor)
+        self._tell_next_stage()
+
+    def _tell_next_stage(self) -> None:
+        """Record this job and its successor in the submission of all stages.
+
+        Between two stages the successor waits, and the next stage has no attempt that names it.
+        """
+        path = Path(self.plan.job) / "submission.json"
+        record = parsed(path)
+        if self.plan.stages and record:
+            record.update(slurm=self.id, successor=self.successor or None)
+            write(path, json.dumps(record, indent=1) + "\n")
 
 
 def main(argv: List[str]) -> int:
@@ -439,6 +437,8 @@ def main(argv: List[str]) -> int:
     parser.add_argument("--continues", default="", help="id of the job that this one succeeds")
     parser.add_argument("--trials", nargs="*", default=[], help="job directories of an array")
     parser.add_argument("--stages", nargs="*", default=[], help="job directories of all stages")
+    parser.add_argument("--units", action="append", default=[], help="pattern of finished work")
+    parser.add_argument("--received", action="append", default=[], help="pattern of a download")
     parser.add_argument("--preflight", help="test all processes before training: `cpu` or `gpu`")
     parser.add_argument("--fixed-lead", action="store_true", help="do not read the file `lead`")
     parser.add_argument("--mpirun", action="store_true", help="mpirun starts the processes")

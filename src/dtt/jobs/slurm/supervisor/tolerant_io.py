@@ -1,5 +1,6 @@
 """Small files, and commands of Slurm: a full disk or a silent controller must not end the job."""
 
+import glob
 import json
 import os
 import re
@@ -8,13 +9,13 @@ import subprocess
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 
 def message(text: str) -> None:
     """Write a line to the log of this script."""
     with suppress(OSError):
-        os.write(1, "{} slurm: {}\n".format(time.strftime("%H:%M:%S"), text).encode())
+        os.write(1, "{} slurm: {}\n".format(time.strftime("%Y-%m-%d %H:%M:%S"), text).encode())
 
 
 @contextmanager
@@ -65,15 +66,34 @@ def largest(folder: Path, prefix: str = "") -> int:
     return max((int(match.group(1)) for match in found if match), default=-1)
 
 
+def finished_work(units: Sequence[str], received: Sequence[str]) -> int:
+    """Return a number that grows with each finished unit of work, and with each received byte.
+
+    `units` are patterns of files that are written when a unit is complete, `received` patterns of
+    files that the next attempt continues.
+    """
+    count = sum(len(glob.glob(pattern)) for pattern in units)
+    for path in [path for pattern in received for path in glob.glob(pattern, recursive=True)]:
+        with suppress(OSError):
+            count += 0 if os.path.isdir(path) else os.path.getsize(path)
+    return count
+
+
+def parsed(path: Path) -> Dict[str, Any]:
+    """Return a small file of JSON; empty if it cannot be read."""
+    with suppress(ValueError):
+        found = json.loads(read(path))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def attempt_record(job: Path) -> Dict[str, Any]:
     """Return attempt.json of the newest attempt of a job; empty if there is none yet."""
     folder = job / "attempts" / str(largest(job / "attempts"))
     record: Dict[str, Any] = {}
     # Older versions recorded the end of an attempt in a file of its own.
     for name in ("exit.json", "attempt.json"):
-        with suppress(ValueError):
-            found = json.loads(read(folder / name))
-            record.update(found if isinstance(found, dict) else {})
+        record.update(parsed(folder / name))
     return record
 
 
