@@ -24,7 +24,7 @@ from dtt.mesh.dist import World
 from dtt.track import jsonl
 from dtt.train.actions.action import StepAction, Stop
 from dtt.train.actions.sample import Sample
-from dtt.train.actions.save import Save
+from dtt.train.actions.save import SaveCheckpoint
 from dtt.train.actions.step_log import Log
 from dtt.train.actions.tasks import Tasks
 from dtt.train.actions.validate import Validate
@@ -95,7 +95,7 @@ class Simulation:
         run = cast("Run", self)
         actions = [
             Simulated(self.cfg, lambda: self.steps, of, self)
-            for of in (Log, Save, Validate, Tasks, Sample)
+            for of in (Log, SaveCheckpoint, Validate, Tasks, Sample)
         ]
         while True:
             for action in actions:

@@ -8,7 +8,7 @@ from dtt.data.samples.loader import BatchReader
 from dtt.train.actions.action import StepAction
 from dtt.train.actions.own import Own
 from dtt.train.actions.sample import Sample, make_sampler
-from dtt.train.actions.save import Save
+from dtt.train.actions.save import SaveCheckpoint
 from dtt.train.actions.step_log import Log
 from dtt.train.actions.tasks import Tasks, make_tasks
 from dtt.train.actions.validate import Validate, make_answers, make_evaluator
@@ -28,7 +28,7 @@ def make_actions(
     by.
     """
     cfg = inputs.cfg
-    actions: list[StepAction] = [Log(cfg, steps), Save(cfg, steps)]
+    actions: list[StepAction] = [Log(cfg, steps), SaveCheckpoint(cfg, steps)]
     if (evaluator := make_evaluator(inputs, state, reader)) is not None:
         actions.append(Validate(cfg, steps, evaluator, make_answers(inputs)))
     if (tasks := make_tasks(inputs, state)) is not None:

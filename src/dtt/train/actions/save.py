@@ -12,7 +12,7 @@ from dtt.train.data_hash import check_ranks
 from dtt.train.state import Position, rng_tensors
 
 
-class Save(StepAction):
+class SaveCheckpoint(StepAction):
     """A checkpoint every `checkpoint.every` steps, at the end, and when one is requested."""
 
     name = pause = "save"
