@@ -46,7 +46,7 @@ INTERFACE = {
     "RunView": "dtt.train.objectives.loss_function",
     "Schedule": "dtt.config.schedule",
     "Source": "dtt.config.sources",
-    "StepView": "dtt.train.own_action",
+    "StepView": "dtt.train.actions.own",
     "evaluate": "dtt.library",
     "export": "dtt.library",
     "generate": "dtt.library",

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,12 @@ from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.track import jsonl
-from dtt.train.actions import StepAction, Stop, rules
+from dtt.train.actions.action import StepAction, Stop
+from dtt.train.actions.sample import Sample
+from dtt.train.actions.save import SaveCheckpoint
+from dtt.train.actions.step_log import Log
+from dtt.train.actions.tasks import Tasks
+from dtt.train.actions.validate import Validate
 from dtt.train.components import Run
 from dtt.train.run import run as train
 from dtt.train.state import Position
@@ -75,7 +79,7 @@ class Simulation:
     done: Done = field(default_factory=list)
     saved: Any = None
 
-    def work(self, name: str, _run: Run, _stop: Stop) -> list[Any] | None:
+    def work(self, name: str) -> list[Any] | None:
         self.count += 1
         if self.count in self.cuts and name in ("validate", "tasks"):
             return None
@@ -88,9 +92,11 @@ class Simulation:
 
     def attempt(self) -> bool:
         """Run to the end (True) or until a stop request (False)."""
-        rule, run = rules(self.cfg, lambda: self.steps), cast("Run", self)
-        order = ("log", "save", "validate", "tasks", "sample")
-        actions = [StepAction(name, rule[name], partial(self.work, name)) for name in order]
+        run = cast("Run", self)
+        actions = [
+            Simulated(self.cfg, lambda: self.steps, of, self)
+            for of in (Log, SaveCheckpoint, Validate, Tasks, Sample)
+        ]
         while True:
             for action in actions:
                 if action.due(self.position) and action.run(run, lambda: False) is None:
@@ -112,6 +118,24 @@ class Simulation:
             step = self.position.step
             self.done = [] if self.saved is None else [d for d in self.done if d[0] <= step]
             self.position.done |= {name: step for at, name in self.done if at == step}
+
+
+@dataclass(frozen=True)
+class Simulated(StepAction):
+    """An action with the rule of a real one."""
+
+    real: type[StepAction]
+    simulation: Simulation
+
+    @property
+    def name(self) -> str:
+        return str(self.real.name)
+
+    def rule(self, position: Position) -> bool:
+        return self.real.rule(self, position)
+
+    def work(self, run: Run, stop: Stop) -> list[Any] | None:
+        return self.simulation.work(self.name)
 
 
 def wanted(cfg: RunConfig, steps: int) -> Done:

@@ -33,8 +33,9 @@ from dtt.model.decoder import Decoder
 from dtt.optim.muon import optimizer as muon
 from dtt.train import assemble, step
 from dtt.train.anomaly_guard import Guard
-from dtt.train.build import make_experts, make_loss
+from dtt.train.build import make_experts
 from dtt.train.components import TrainState
+from dtt.train.objectives.loss_function import make_loss
 from dtt.train.trainer import Trainer
 
 SMALL = [

@@ -31,8 +31,8 @@ from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import attach
 from dtt.optim.muon import optimizer as muon
 from dtt.train import assemble, trainer
-from dtt.train.build import make_loss
 from dtt.train.objectives import dpo
+from dtt.train.objectives.loss_function import make_loss
 from dtt.train.step import Passes, update
 
 STARTS = torch.tensor([0, 30, 31, 140])

@@ -220,8 +220,8 @@ class JobDir:
         """
         newest = self.attempt()
         record = self.attempt_record(newest) or {}
-        begun = record.get("ranks") == 0 and not fits(record, ENDED)
-        ours = begun and record["slurm"] is not None and record["slurm"] == own_slurm_id()
+        started = record.get("ranks") == 0 and not fits(record, ENDED)
+        ours = started and record["slurm"] is not None and record["slurm"] == own_slurm_id()
         return newest if ours else newest + 1
 
     def begin_attempt(self, launch: str = "", ranks: int = 1) -> int:

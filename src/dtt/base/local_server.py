@@ -38,7 +38,7 @@ HEADERS = {
 
 
 class Site(Protocol):
-    """What a server offers."""
+    """The routes and the checks of a server."""
 
     def answer(self, connection: Connection, path: str, query: str) -> None:
         """Answer a request that had the token; `path` starts after it, or after the first slash."""

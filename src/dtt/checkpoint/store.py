@@ -263,7 +263,7 @@ def steps(folder: Path) -> list[int]:
     names = {path.name for path in folder.glob(f"{PREFIX}*") if path.is_dir()}
     numbers = (name.removeprefix(PREFIX) for name in names)
     found = sorted(int(number) for number in numbers if number.isdecimal())
-    # `step-7` is no checkpoint of dtt: numbers have six digits or more, so the name must be
+    # `step-7` is not a checkpoint of dtt: numbers have six digits or more, so the name must be
     # reproduced exactly.
     return [step for step in found if folder_of(folder, step).name in names]
 

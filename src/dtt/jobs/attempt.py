@@ -80,16 +80,16 @@ def after_rank_0(ranks: Ranks, requests: Requests) -> Iterator[None]:
         # The signal thread needs it: a stop during the wait should still report the refusal.
         refusal = in_words(error) if isinstance(error, OSError) else error
         requests.refusal = refusal
-        until, begun = time.monotonic() + SECONDS_FOR_RANK_0, None
-        while not ranks.first and begun is None and time.monotonic() < until:
+        until, started = time.monotonic() + SECONDS_FOR_RANK_0, None
+        while not ranks.first and started is None and time.monotonic() < until:
             if requests.reason:  # SIGTERM from the launcher: rank 0 has reported the error
                 raise SystemExit(refusal.exit_code) from None
             # Slowly: the looks of a thousand ranks should not load the file server.
             time.sleep(0.2)
-            begun = None if requests.job is None else _begun(requests.job)
-        if begun is not None and requests.job is not None:
+            started = None if requests.job is None else _started(requests.job)
+        if started is not None and requests.job is not None:
             with suppress(OSError):  # the error itself is what must be reported
-                requests.job.end_attempt(refusal.exit_code, str(refusal), ranks.rank, attempt=begun)
+                requests.job.end_attempt(refusal.exit_code, str(refusal), ranks.rank, attempt=started)
         raise
 
 
@@ -98,7 +98,7 @@ def _launch() -> str:
     return "-".join([launch_name(os.environ), *(os.environ.get(name, "") for name in MEETING)])
 
 
-def _begun(job: JobDir) -> int | None:
+def _started(job: JobDir) -> int | None:
     """Return the number of the attempt that rank 0 of this launch has announced, if it has."""
     number = job.attempt()
     record = job.attempt_record(number)

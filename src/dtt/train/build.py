@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtt import __version__
 from dtt.artifacts.manifest import fingerprint
@@ -25,25 +25,15 @@ from dtt.train.objectives.reference_logprobs import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from dtt.artifacts.manifests import Reference
     from dtt.checkpoint.saver import Saver
     from dtt.checkpoint.store import Checkpoint
-    from dtt.data.samples.dataset import Dataset
     from dtt.data.samples.loader import BatchReader
-    from dtt.evaluate.answers import AnswerEvaluator
-    from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
-    from dtt.evaluate.validation import Evaluator, Sampler
-    from dtt.mesh.dist import World
-    from dtt.mesh.mesh import Mesh
     from dtt.optim.ema import Ema
-    from dtt.train.actions import StepAction
+    from dtt.train.actions.action import StepAction
     from dtt.train.assemble import LaidOutModel
     from dtt.train.components import Observers, TrainState
     from dtt.train.expert_load import ExpertLoad
-    from dtt.train.run_plan import RunPlan
-    from dtt.train.step import LossFunction, Passes
     from dtt.train.supervise.time_budget import TimeBudget
     from dtt.train.trainer import Trainer
 
@@ -52,8 +42,8 @@ def build(inputs: Inputs) -> Trainer:
     """Build the trainer of a run; all ranks call it together."""
     from dtt.data.samples.loader import training_batches
     from dtt.data.samples.reference import with_reference
-    from dtt.train.actions import make_actions
-    from dtt.train.objectives.loss_function import RunView
+    from dtt.train.actions.action_list import make_actions
+    from dtt.train.objectives.loss_function import make_loss
     from dtt.train.run_schedule import RunSchedule
     from dtt.train.supervise.stop_lead import StopLead
     from dtt.train.trainer import Trainer
@@ -68,15 +58,7 @@ def build(inputs: Inputs) -> Trainer:
     dataset, budget = inputs.dataset, make_budget(inputs)
     schedule = RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, budget)
     saved_run_id = None if inputs.resume is None else inputs.resume.position()["run_id"]
-    actions = make_actions(
-        cfg,
-        lambda: schedule.steps,
-        make_evaluator(inputs, state.passes, state.layout, reader),
-        make_answers(cfg, world, dataset),
-        make_tasks(inputs, state),
-        make_sampler(cfg, dataset),
-        RunView.of(inputs, state.layout),
-    )
+    actions = make_actions(inputs, state, reader, lambda: schedule.steps)
     return Trainer(
         **vars(inputs),
         run_id=world.from_first(job.run_id(saved_run_id) if world.first else ""),
@@ -88,21 +70,6 @@ def build(inputs: Inputs) -> Trainer:
         observers=make_observers(inputs, state, actions),
         saver=make_saver(inputs),
         stop_lead=StopLead(job),
-    )
-
-
-def make_loss(
-    cfg: RunConfig, plan: RunPlan, token_bytes: Tensor | None = None, *, evaluates: bool = False
-) -> LossFunction:
-    """Return the loss of the run; for evaluation, with the bytes of text of each token."""
-    from dtt.train.objectives.loss_function import loss_function
-
-    return loss_function(
-        cfg.objective,
-        z_loss=cfg.train.z_loss,
-        contexts=plan.sizes.context,
-        evaluates=evaluates,
-        token_bytes=token_bytes,
     )
 
 
@@ -292,76 +259,6 @@ def make_saver(inputs: Inputs) -> Saver:
     return Saver(inputs.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
 
 
-def make_evaluator(
-    inputs: Inputs, passes: Passes, mesh: Mesh, reader: BatchReader
-) -> Evaluator | None:
-    """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
-    import torch
-
-    from dtt.evaluate.validation import Evaluator, held_out
-
-    cfg, plan = inputs.cfg, inputs.plan
-    parts = held_out(inputs.dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
-    if not parts:
-        log.warning("no validation: there is no held-out text, or less than one sequence")
-        return None
-    table = inputs.dataset.token_bytes()
-    token_bytes = None if table is None else torch.from_numpy(table).to(inputs.world.device)
-    measure = partial(passes.evaluate, objective=make_loss(cfg, plan, token_bytes, evaluates=True))
-    return Evaluator(parts, reader, passes.module, measure, mesh, cfg.objective.per_pair)
-
-
-def make_answers(cfg: RunConfig, world: World, dataset: Dataset) -> AnswerEvaluator | None:
-    """Return the evaluator of answers to held-out conversations; None if there are none."""
-    from dtt.evaluate.answers import AnswerEvaluator, first_prompts
-
-    chat, sources = dataset.manifest.chat, [s for s in dataset.validation if s is not None]
-    if chat is None or not cfg.train.eval_answers:
-        return None
-    prompts = first_prompts(sources, cfg.train.eval_answers)
-    if not prompts:
-        return None
-    limit, batch = cfg.train.eval_answer_tokens, cfg.train.micro_batch
-    return AnswerEvaluator(prompts, dataset.manifest.until_ids, limit, batch, world)
-
-
-def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
-    """Return the evaluator of benchmark tasks; None if the configuration names none."""
-    from dtt.data.text.tokenizer import add_in_front, open_tokenizer
-    from dtt.evaluate.evaluation import open_evaluation
-    from dtt.evaluate.tasks.encoding import QuestionEncoder
-    from dtt.evaluate.tasks.runner import TaskRunner
-    from dtt.evaluate.tasks.scorer import Generator, Scorer
-    from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
-
-    cfg, plan, world, dataset = inputs.cfg.eval, inputs.plan, inputs.world, inputs.dataset
-    if not cfg.tasks:
-        return None
-    how: dict[str, Any] = {
-        "batch_tokens": cfg.batch_tokens,
-        "multiple": plan.sizes.tensor,
-        "collective": state.layout.sharded,
-    }
-    end = dataset.manifest.end_of_document
-    model, stages = state.without_context(), plan.sizes.pipeline
-    runner = TaskRunner(
-        Scorer(model, world, precision=plan.precision, pipeline=stages, **how),
-        Generator(model, world, **how),
-        QuestionEncoder(
-            add_in_front(open_tokenizer(dataset.tokenizer), dataset.manifest.begin_of_document),
-            end,
-            plan.arch.max_seq_len,
-            cfg.bos,
-            None,
-        ),
-        world,
-        until_ids=dataset.manifest.until_ids,
-    )
-    tasks = open_evaluation(cfg, world).tasks
-    runner.check(tasks)
-    return TaskEvaluator(tasks, runner)
-
-
 def make_budget(inputs: Inputs) -> TimeBudget | None:
     """Return the time budget of a run with a time limit, on rank 0; None otherwise.
 
@@ -386,34 +283,3 @@ def make_budget(inputs: Inputs) -> TimeBudget | None:
     if resume is not None and (speed := resume.position().get("speed")):
         budget.restore(speed)
     return budget
-
-
-def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
-    """Return the sampler of texts during training, or None if `train.sample_tokens` is 0.
-
-    In a run on conversations, it answers `train.sample_prompt` as the message of a user, or the
-    first conversation of the held-out ones. In a run on text, it continues `train.sample_prompt`,
-    or the first words of a held-out document.
-    """
-    from dtt.data.text.encoding_errors import encoding
-    from dtt.data.text.tokenizer import add_in_front, open_tokenizer
-    from dtt.evaluate.answers import chat_prompt, first_prompts
-    from dtt.evaluate.validation import Sampler, first_words
-
-    train, facts, text = cfg.train, dataset.manifest, cfg.train.sample_prompt
-    if train.sample_tokens == 0:
-        return None
-    tokenizer = add_in_front(open_tokenizer(dataset.tokenizer), facts.begin_of_document)
-    held_out = [source for source in dataset.validation if source is not None]
-    if facts.chat is None:
-        # On-the-fly text has no beginning to go back to.
-        read = held_out or (dataset.sources if cfg.data.reads_token_files else ())
-        text = text or first_words(read, tokenizer, facts.end_of_document)
-        with encoding(dataset.tokenizer):
-            prompt = tokenizer.encode(text, add_special_tokens=True).ids or [facts.end_of_document]
-    elif text:
-        prompt = chat_prompt(cfg, dataset)
-    else:
-        prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [facts.end_of_document])
-    shown = text if facts.chat is None else tokenizer.decode(prompt, skip_special_tokens=False)
-    return Sampler(train, tokenizer, prompt, shown, facts.until_ids, cfg.seed)

@@ -10,9 +10,12 @@ from dtt.checkpoint.store import Checkpoint
 from dtt.config.run import RunConfig
 from dtt.evaluate.tasks.definition import load_tasks
 from dtt.track import jsonl
+from dtt.train.actions.sample import Sample
+from dtt.train.actions.tasks import Tasks
+from dtt.train.actions.validate import Validate
 from dtt.train.state import Position
 
-KINDS = {"validate": "eval", "tasks": "task", "sample": "sample"}
+KINDS = {action.name: action.kind for action in (Validate, Tasks, Sample)}
 """The kind of the records of each action that may follow a save."""
 
 

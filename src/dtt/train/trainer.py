@@ -17,8 +17,10 @@ from dtt.jobs.stop import Request
 from dtt.mesh.compilation import compiler
 from dtt.optim.groups import peak_lr, set_learning_rate
 from dtt.track.base import Record
-from dtt.train import garbage, own_action
-from dtt.train.actions import StepAction, finished_saves
+from dtt.train import garbage
+from dtt.train.actions.action import StepAction
+from dtt.train.actions.own import name_of, restore_actions
+from dtt.train.actions.step_log import finished_saves
 from dtt.train.anomaly_guard import finite
 from dtt.train.components import Run
 from dtt.train.data_hash import check_order
@@ -267,11 +269,11 @@ class Trainer(Run):
         vars(self.position).update(vars(self.world.from_first(position)))
         record = resume.position()
         self.dataset.restore(record["sources"])
-        own_action.restore(self.cfg.actions, record.get("own_actions", {}))
+        restore_actions(self.cfg.actions, record.get("own_actions", {}))
         # Without the action that ended it, the run continues.
         for action in self.cfg.actions:
-            if own_action.name_of(action) == record.get("ended_by"):
-                self.schedule.end_now(resume.step, own_action.name_of(action))
+            if name_of(action) == record.get("ended_by"):
+                self.schedule.end_now(resume.step, name_of(action))
         check_order(self.position, self.dataset)
         log.info("resumed from %s", resume.path)
 

@@ -35,7 +35,7 @@ SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes of a command ended."""
+    """The end of the processes of a command."""
 
     code: int | None
     """Exit code of the first rank that failed, 0 if none did; None if they did not end."""

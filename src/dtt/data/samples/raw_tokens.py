@@ -85,7 +85,7 @@ def read_header(path: Path, raw_dtype: str) -> Header:
         size = os.fstat(file.fileno()).st_size
         head = file.read(HEAD_BYTES)
         known = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
-        # Under 12 bytes there is no header of llm.c: these are ids that start like one.
+        # Under 12 bytes llm.c has no header: these are ids that start like one.
         if known is None or (isinstance(known, tuple) and len(head) < 12):
             known = _other(head, size, file)
     if isinstance(known, str):

@@ -111,5 +111,5 @@ def _damaged(path: Path, why: str) -> DamagedError:
         where=path,
         why=why,
         next="copy the file again from where it is intact, or `dtt tokenize` encodes it again; "
-        "then continue from a checkpoint of before it was read, or start anew",
+        "then continue from a checkpoint of before it was read, or start again",
     )

@@ -18,6 +18,7 @@ from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.objective import Objective
 from dtt.config.own import own_code, own_file_of
+from dtt.config.run import RunConfig
 from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import FullTensor
@@ -25,6 +26,7 @@ from dtt.model.output import TEXT_BYTES, Output
 from dtt.track.base import OWN
 from dtt.train.inputs import Inputs
 from dtt.train.objectives.next_token import NextTokenConfig
+from dtt.train.run_plan import RunPlan
 from dtt.train.step import LossFunction
 
 OBJECTIVE = "objective"
@@ -66,6 +68,19 @@ class RunView:
         if source not in self._inputs.cfg.objective.models():
             log.warning("dtt plan does not count %s: `models` of the objective lacks it", source)
         return load_frozen(source, self._inputs, self._mesh)
+
+
+def make_loss(
+    cfg: RunConfig, plan: RunPlan, token_bytes: Tensor | None = None, *, evaluates: bool = False
+) -> LossFunction:
+    """Return the loss of the run; for evaluation, with the bytes of text of each token."""
+    return loss_function(
+        cfg.objective,
+        z_loss=cfg.train.z_loss,
+        contexts=plan.sizes.context,
+        evaluates=evaluates,
+        token_bytes=token_bytes,
+    )
 
 
 def loss_function(

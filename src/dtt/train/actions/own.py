@@ -17,6 +17,7 @@ from dtt.config.own import own_code
 from dtt.evaluate.validation import evaluating
 from dtt.params.table import Params
 from dtt.track.base import OWN, Record
+from dtt.train.actions.action import StepAction, Stop
 from dtt.train.components import Run
 from dtt.train.objectives.loss_function import RunView
 from dtt.train.state import Position
@@ -93,32 +94,54 @@ class StepView(RunView):
         return "cut" in self._said
 
 
+@dataclass(frozen=True)
+class Own(StepAction):
+    """An action of a user's own, with its keys, and what it may see of any run."""
+
+    pause = "evaluate"
+
+    action: Action
+    facts: RunView
+
+    @property
+    def name(self) -> str:
+        """Its name, which is also the kind of its records."""
+        return name_of(self.action)
+
+    kind = name
+
+    def rule(self, position: Position) -> bool:
+        """Return True for each position after which it runs."""
+        with own_code(self.action, KEY):
+            return self.action.due(position.step, self.steps())
+
+    def work(self, run: Run, stop: Stop) -> list[Record] | None:
+        """Run it and return its record; None if a stop request cut it short."""
+        action, step = self.action, run.position.step
+        view = StepView(
+            **vars(self.facts), step=step, eval_loss=run.position.eval_loss, model=run.state.model,
+            params=run.state.params, _run=run, _stop=stop,
+        )  # fmt: skip
+        with own_code(action, KEY):
+            before = _as_json(action)
+            found = action.run(view)
+        if "cut" in view._said:  # noqa: SLF001  its own class
+            # The step's checkpoint may follow. The action must then find the state that it began
+            # with.
+            with own_code(action, KEY):
+                action.restore(before)
+            return None
+        with own_code(action, KEY):
+            numbers = _checked(found)
+        if why := run.world.from_first(view._said.get("end")):  # noqa: SLF001
+            run.schedule.end_now(step, self.name)
+            log.info("%s ends the run after step %d: %s", action.label, step, why)
+        return [{"kind": self.name, "step": step, **numbers}] if numbers else []
+
+
 def name_of(action: Action) -> str:
     """Return the kind of an action's records, by which the run also knows it."""
     return f"{OWN}{action.label}"
-
-
-def run_action(action: Action, facts: RunView, run: Run, stop: Callable[[], bool]) -> Any:
-    """Run an action and return its record; None if a stop request cut it short."""
-    step = run.position.step
-    view = StepView(
-        **vars(facts), step=step, eval_loss=run.position.eval_loss, model=run.state.model,
-        params=run.state.params, _run=run, _stop=stop,
-    )  # fmt: skip
-    with own_code(action, KEY):
-        before = _as_json(action)
-        found = action.run(view)
-    if "cut" in view._said:  # noqa: SLF001  its own class
-        # The step's checkpoint may follow. The action must then find the state that it began with.
-        with own_code(action, KEY):
-            action.restore(before)
-        return None
-    with own_code(action, KEY):
-        numbers = _checked(found)
-    if why := run.world.from_first(view._said.get("end")):  # noqa: SLF001
-        run.schedule.end_now(step, name_of(action))
-        log.info("%s ends the run after step %d: %s", action.label, step, why)
-    return [{"kind": name_of(action), "step": step, **numbers}] if numbers else []
 
 
 def _checked(found: Any) -> Record:
@@ -151,7 +174,7 @@ def states_of(actions: Sequence[Action], position: Position) -> dict[str, Any]:
     return found
 
 
-def restore(actions: Sequence[Action], saved: Mapping[str, Any]) -> None:
+def restore_actions(actions: Sequence[Action], saved: Mapping[str, Any]) -> None:
     """Give the actions their state in a checkpoint; one that is new has none."""
     for action in actions:
         if action.label in saved:
