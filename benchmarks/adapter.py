@@ -35,9 +35,9 @@ def dtt(folder: Path, *arguments: object) -> None:
     subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr)
 
 
-def prepare(folder: Path, rows: Path, dim: int) -> None:
-    """Write token files of the rows, and an untrained model in `exports/base`."""
-    lines = rows.read_text().split("\n")[:3000]
+def prepare(folder: Path, rows: Path, dim: int, *keys: str) -> None:
+    """Write token files of the rows, and a model in `exports/base`: untrained without `keys`."""
+    lines = [line for line in rows.read_text().split("\n") if line][:3000]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
     texts = (" ".join(m["content"] for m in json.loads(line)["messages"]) for line in lines)
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -47,7 +47,7 @@ def prepare(folder: Path, rows: Path, dim: int) -> None:
         "tokenizer.chat_tokens=true", f"model.dim={dim}", f"model.n_heads={dim // 64}",
         "model.n_layers=6", f"train.seq_len={SEQ_LEN}", "train.steps=2", "export.dtype=fp32",
         f"train.global_batch_tokens={SEQ_LEN}", "train.micro_batch=1", "train.sample_tokens=0",
-        "schedule.warmup=0", "train.precision=fp32",
+        "schedule.warmup=0", "train.precision=fp32", *keys,
     )  # fmt: skip
     for step in ("download", "tokenize"):
         dtt(folder, step, *settings(0))

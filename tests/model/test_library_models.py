@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from support.library_types import HEADS, JOINED, SIZES, TYPES, built, exact, ids, initialized
 
 from dtt.base.errors import DttError
 from dtt.base.ranks import Ranks
@@ -29,64 +29,7 @@ from dtt.model.nf4 import rounded
 from dtt.model.output import Output
 from dtt.train.warm_start import take_base
 
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
-HEADS = {**SIZES, "head_dim": 16}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 8}
-LATENT = {
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24,
-    "kv_lora_rank": 24, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}  # fmt: skip
-TYPES: dict[str, dict[str, Any]] = {
-    "lfm2": SIZES,
-    "granite": SIZES,
-    "cohere2": HEADS,
-    "ministral3": HEADS,
-    "seed_oss": {**HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0},
-    "gemma2": HEADS,
-    "nanochat": SIZES,
-    "glm4_moe": {**HEADS, **EXPERTS},
-    "deepseek_v3": {**SIZES, **EXPERTS, **LATENT},
-    "gpt_oss": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_5_text": HEADS,
-    "mamba2": {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 16,
-        "n_groups": 1, "chunk_size": 16,
-    },
-}  # fmt: skip
 MOE_OF_64 = {"moe_intermediate_size": 64}
-JOINED = ("qwen3_5_text", "mamba2")
-"""Types whose state runs through all tokens of a row: no mask separates documents."""
-
-
-IN_FP32 = ("mamba2", "qwen3_5_text")
-"""Types of which the library computes a part in fp32, whatever dtype the weights have."""
-ROUNDED = ("cohere2", "gemma2", "glm4_moe", "deepseek_v3", "gpt_oss")
-"""Types of which that shows only in the shapes of other rows: norms, routers, angles."""
-
-
-def built(kind: str, **more: Any) -> BuiltArchitecture:
-    section = TransformersFamily(config={"model_type": kind, **TYPES.get(kind, HEADS), **more})
-    return BuiltArchitecture(section=section, vocab_size=256, max_seq_len=64)
-
-
-def initialized(arch: BuiltArchitecture, dtype: torch.dtype = torch.float32) -> Any:
-    model = make_model(arch)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device="cpu")
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    initialize(model, seed=0)
-    if model.tied:
-        model.library.tie_weights()  # its own head is none of ours
-    return model.to(dtype).eval()
-
-
-def ids(*shape: int) -> Tensor:
-    return torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module", params=TYPES)
@@ -183,8 +126,7 @@ def test_three_steps_are_those_of_a_plain_loop(model: Any, *, separate: bool) ->
     if separate and model.config.model_type in JOINED:
         return  # refused at the start: no mask and no positions separate its documents
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    in_fp32 = (*IN_FP32, *(ROUNDED if separate else ()))
-    exact = 1e-6 if model.config.model_type in in_fp32 else 1e-10
+    tolerance = exact(model.config.model_type, separate=separate)
     model.double()
     for step in range(3):
         inputs, targets = ids(2, 16)[:, :-1].roll(step, 1), ids(2, 16)[:, 1:].roll(step, 1)
@@ -199,12 +141,14 @@ def test_three_steps_are_those_of_a_plain_loop(model: Any, *, separate: bool) ->
         parts = inputs.tensor_split([9], dim=1) if separate else [inputs]
         logits = torch.cat([model.library(input_ids=one).logits for one in parts], dim=1)
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        assert float(output.loss.detach() / 30) == pytest.approx(float(expected), abs=exact)
+        assert float(output.loss.detach() / 30) == pytest.approx(float(expected), abs=tolerance)
         expected.backward()
         with torch.no_grad():
             for name, parameter in named.items():
                 if parameter.grad is not None:
-                    torch.testing.assert_close(ours[name], parameter.grad, rtol=exact, atol=exact)
+                    torch.testing.assert_close(
+                        ours[name], parameter.grad, rtol=tolerance, atol=tolerance
+                    )
                     parameter -= 0.1 * parameter.grad
         model.zero_grad()
     model.float()
