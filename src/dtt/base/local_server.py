@@ -38,7 +38,7 @@ HEADERS = {
 
 
 class Site(Protocol):
-    """The routes and the checks of a server."""
+    """A responder to the requests that a server accepted."""
 
     def answer(self, connection: Connection, path: str, query: str) -> None:
         """Answer a request that had the token; `path` starts after it, or after the first slash."""

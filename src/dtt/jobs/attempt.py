@@ -89,7 +89,9 @@ def after_rank_0(ranks: Ranks, requests: Requests) -> Iterator[None]:
             started = None if requests.job is None else _started(requests.job)
         if started is not None and requests.job is not None:
             with suppress(OSError):  # the error itself is what must be reported
-                requests.job.end_attempt(refusal.exit_code, str(refusal), ranks.rank, attempt=started)
+                requests.job.end_attempt(
+                    refusal.exit_code, str(refusal), ranks.rank, attempt=started
+                )
         raise
 
 
