@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import safetensors
 
@@ -22,9 +21,11 @@ DTYPES = frozenset(("F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL"))
 """Dtypes that a checkpoint may contain, by their safetensors names."""
 
 
-@dataclass(frozen=True)
-class HeaderEntry:
-    """A box of a tensor as described by a header."""
+class HeaderEntry(NamedTuple):
+    """A box of a tensor as described by a header.
+
+    A tuple, because a thousand ranks exchange millions of them.
+    """
 
     name: str
     dtype: str
@@ -58,11 +59,11 @@ def entries(path: Path, file: Any) -> list[HeaderEntry]:
         raise _damaged(path, str(error)) from None
 
 
-def check(paths: Iterable[Path]) -> None:
-    """Raise DamagedError unless the boxes in `paths` cover every tensor exactly once."""
+def check(files: Mapping[Path, Iterable[HeaderEntry]]) -> None:
+    """Raise DamagedError unless the boxes in `files` cover every tensor exactly once."""
     by_name: dict[str, list[tuple[Path, HeaderEntry]]] = defaultdict(list)
-    for path in paths:
-        for entry in entries(path, opened(path, "np")):
+    for path, found in files.items():
+        for entry in found:
             by_name[entry.name].append((path, entry))
     for name, boxes in by_name.items():
         path, first = boxes[0]

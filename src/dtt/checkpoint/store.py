@@ -13,10 +13,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import FileRecord
@@ -44,6 +45,10 @@ PREFIX, STAGING_PREFIX, SUPERSEDED_PREFIX = "step-", ".tmp-step-", "superseded-s
 REJECTED_SUFFIX = "-rejected"
 
 
+Headers = dict[str, list[header.HeaderEntry]]
+"""The entries of the headers of tensor files, by the names of the files."""
+
+
 def rank_file(kind: str, rank: int) -> str:
     """Return the name of the file with the shards that `rank` writes."""
     return f"{kind}-{rank:05d}.safetensors"
@@ -55,6 +60,8 @@ class Checkpoint:
 
     path: Path
     manifest: CheckpointManifest
+    headers: Headers = field(default_factory=dict, compare=False, repr=False)
+    """The headers of tensor files that need not be read again."""
 
     @property
     def step(self) -> int:
@@ -69,7 +76,7 @@ class Checkpoint:
         """Return the tensors of a kind as `Stored` objects, which read only what is indexed."""
         from dtt.checkpoint import tensors
 
-        return tensors.read(self.files(kind))
+        return tensors.read(self.files(kind), self.headers)
 
     def reference(self) -> Reference:
         """Return a reference to this checkpoint, for the manifest of one that builds on it."""
@@ -204,6 +211,15 @@ def verify(path: Path) -> Checkpoint:
 
     Files that are not in the manifest (notes, leftovers of NFS) are ignored and never read.
     """
+    manifest = read_manifest(path)
+    checkpoint = Checkpoint(path, manifest)
+    check_headers(path, verify_files(path, manifest.files))
+    check_readable(checkpoint)
+    return checkpoint
+
+
+def read_manifest(path: Path) -> CheckpointManifest:
+    """Return the manifest of a folder; DamagedError if it is not that of a checkpoint."""
     try:
         manifest = retrying(lambda: CheckpointManifest.read(path))
     except OSError as error:
@@ -218,20 +234,56 @@ def verify(path: Path) -> Checkpoint:
     if POSITION not in names or len(set(names)) < len(names) or any("/" in n for n in names):
         why = f"{manifest.filename} does not list the files of a checkpoint"
         raise DamagedError(f"checkpoint {path} is damaged", why=why)
+    return manifest
+
+
+def verify_files(path: Path, files: Sequence[FileRecord]) -> Headers:
+    """Verify files of a checkpoint; return the headers of those that hold tensors."""
     # Threads, as sha256 releases the GIL.
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        list(pool.map(partial(verify_file, path), manifest.files))
-    checkpoint = Checkpoint(path, manifest)
+        list(pool.map(partial(verify_file, path), files))
+    # The hashes prove that the bytes are those written. The headers are still checked, because a
+    # seal proves no author.
+    names = [file.path for file in files if file.path.startswith((f"{MODEL}-", f"{STATE}-"))]
     try:
-        # The hashes prove that the bytes are those written. The headers are still checked, because
-        # a seal proves no author.
-        for kind in (MODEL, STATE):
-            retrying(partial(header.check, checkpoint.files(kind)))
+        return {name: retrying(partial(_header, path / name)) for name in names}
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _header(path: Path) -> list[header.HeaderEntry]:
+    return header.entries(path, header.opened(path, "np"))
+
+
+def check_headers(path: Path, headers: Headers, part: int = 0, parts: int = 1) -> None:
+    """Raise DamagedError unless the files hold every tensor once; `part` of `parts` of the names.
+
+    The headers are those of all files of the checkpoint.
+    """
+    for kind in (MODEL, STATE):
+        found = {path / name: one for name, one in headers.items() if name.startswith(f"{kind}-")}
+        if parts > 1:
+            names = {entry.name for entries in found.values() for entry in entries}
+            # Not `hash`, which differs between processes.
+            own = {name for name in names if crc32(name.encode()) % parts == part}
+            found = {
+                file: [entry for entry in entries if entry.name in own]
+                for file, entries in found.items()
+            }
+        header.check(found)
+
+
+def check_readable(checkpoint: Checkpoint) -> None:
+    """Raise DamagedError unless the position can be read."""
+    try:
         retrying(checkpoint.position)
     except OSError as error:
-        why = f"{error.filename or path} cannot be read: {error}"
-        raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
-    return checkpoint
+        raise _unreadable(checkpoint.path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DamagedError:
+    why = f"{error.filename or path} cannot be read: {error}"
+    return DamagedError(f"checkpoint {path} is damaged", why=why)
 
 
 def verify_file(path: Path, record: FileRecord) -> None:
@@ -268,8 +320,14 @@ def steps(folder: Path) -> list[int]:
     return [step for step in found if folder_of(folder, step).name in names]
 
 
+Verify = Callable[[Path], Checkpoint]
+"""Function that returns the checkpoint in a folder, or raises DamagedError."""
+
+
 def newest(
-    folder: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
+    folder: Path,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    verified: Verify = verify,
 ) -> Checkpoint | None:
     """Return the newest checkpoint that passes verification; None if there are no checkpoints.
 
@@ -277,7 +335,7 @@ def newest(
     are checkpoints but none passes, raises DamagedError: only the user may decide to start over.
     """
     rejected = 0
-    for checkpoint in _newest_first(folder, check):
+    for checkpoint in _newest_first(folder, check, verified):
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         rejected += 1
@@ -292,13 +350,13 @@ def newest(
 
 
 def _newest_first(
-    folder: Path, check: Callable[[Checkpoint], None]
+    folder: Path, check: Callable[[Checkpoint], None], verified: Verify
 ) -> Iterator[Checkpoint | DttError]:
     # Newest first, and lazily: usually the first one passes, and hashing others would take minutes.
     for step in reversed(steps(folder)):
         path = folder_of(folder, step)
         try:
-            checkpoint = verify(path)
+            checkpoint = verified(path)
             check(checkpoint)
             yield checkpoint
         except (DamagedError, InputError) as error:
@@ -350,10 +408,10 @@ def locate(reference: str) -> tuple[Path, int | None]:
     return folder, step
 
 
-def at_step(folder: Path, step: int) -> Checkpoint:
+def at_step(folder: Path, step: int, verified: Verify = verify) -> Checkpoint:
     """Return the verified checkpoint of a step; InputError lists the existing steps."""
     try:
-        return verify(existing(folder, step))
+        return verified(existing(folder, step))
     except DamagedError as error:
         raise DamagedError(
             str(error), next="omit the step to use the newest complete checkpoint"

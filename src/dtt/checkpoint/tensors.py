@@ -15,6 +15,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dtt.artifacts.manifest import FileRecord
 from dtt.base.errors import DamagedError
 from dtt.base.files import named
 from dtt.checkpoint import header
+from dtt.checkpoint.header import HeaderEntry
 from dtt.mesh.sharding import Box, LaidOut, local
 
 CHUNK = 2**24
@@ -163,14 +165,26 @@ def _safetensors(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
 
 
 @dataclass
+class TensorFile:
+    """A safetensors file that is opened when a tensor of it is first read."""
+
+    path: Path
+
+    @cached_property
+    def opened(self) -> Any:
+        """The open file, which is mapped into memory."""
+        return header.opened(self.path, "pt")
+
+
+@dataclass
 class Stored:
     """A tensor in files, read lazily: `stored[10:20, :]` reads a part, `stored[()]` everything."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: list[tuple[Any, Box]] = field(default_factory=list)
-    """Open files, each with the box of the tensor that it contains."""
+    boxes: list[tuple[TensorFile, Box]] = field(default_factory=list)
+    """Files, each with the box of the tensor that it contains."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Read a part of the tensor to the CPU; DamagedError if elements of it are in no file."""
@@ -179,14 +193,14 @@ class Stored:
         # Only the part that was asked for: a rank never holds a full sharded tensor.
         tensor = torch.empty([end - begin for begin, end in wanted], dtype=self.dtype)
         missing = tensor.numel()
-        for file, (offset, shape) in self.boxes:
+        for file, (offset, shape) in self._near(wanted):
             ranges = zip(wanted, offset, shape, strict=True)
             common = [(max(b, o), min(e, o + n)) for (b, e), o, n in ranges]
             # Boxes of other ranks are not read at all.
             if all(begin < end for begin, end in common):
                 there = _shifted(common, offset)
                 here = _shifted(common, [begin for begin, _ in wanted])
-                tensor[here] = file.get_slice(self.name)[there]
+                tensor[here] = file.opened.get_slice(self.name)[there]
                 missing -= math.prod(end - begin for begin, end in common)
         # Counted instead of marked: boxes do not overlap, as `header.check` has found.
         if missing:
@@ -196,19 +210,37 @@ class Stored:
             )
         return tensor
 
+    def _near(self, wanted: Sequence[tuple[int, ...]]) -> Iterable[tuple[TensorFile, Box]]:
+        """Return the boxes that share an index of the first dimension with `wanted`."""
+        if not wanted:
+            return self.boxes
+        # A thousand ranks have a thousand boxes of each tensor, and each rank reads one of them:
+        # two comparisons for each of the others.
+        first, end = wanted[0]
+        return [
+            one for one in self.boxes if first < one[1][0][0] + one[1][1][0] and one[1][0][0] < end
+        ]
+
 
 def _shifted(ranges: Iterable[tuple[int, int]], offset: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(b - o, e - o) for (b, e), o in zip(ranges, offset, strict=True))
 
 
-def read(paths: Iterable[Path]) -> dict[str, Stored]:
-    """Return the tensors in `paths` by name; reads and validates only the headers of the files."""
+def read(
+    paths: Iterable[Path], known: Mapping[str, Sequence[HeaderEntry]] | None = None
+) -> dict[str, Stored]:
+    """Return the tensors in `paths` by name; reads and validates only the headers of the files.
+
+    `known` holds the entries of headers that have been read already, by the names of the files.
+    """
     found: dict[str, Stored] = {}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     for path in paths:
-        file = header.opened(path, "pt")  # maps the file and reads no tensor
-        for entry in header.entries(path, file):
-            stored = Stored(entry.name, entry.shape, dtypes[entry.dtype])
-            box = Box(entry.offset, entry.extent)
-            found.setdefault(entry.name, stored).boxes.append((file, box))
+        file = TensorFile(path)
+        entries = (known or {}).get(path.name)
+        for entry in header.entries(path, file.opened) if entries is None else entries:
+            stored = found.get(entry.name)
+            if stored is None:
+                stored = found[entry.name] = Stored(entry.name, entry.shape, dtypes[entry.dtype])
+            stored.boxes.append((file, Box(entry.offset, entry.extent)))
     return found

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
@@ -44,7 +45,7 @@ from dtt.train.supervise.lost_rank import lost_rank_named
 from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from dtt.checkpoint.store import Checkpoint
+    from dtt.checkpoint.store import Checkpoint, Verify
     from dtt.data.samples.dataset import Dataset
     from dtt.mesh.dist import World
     from dtt.train.trainer import Trainer
@@ -253,20 +254,22 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from, the same on every rank, or None for a new job.
 
-    Rank 0 chooses and verifies it. Raises ConfigError on all ranks if it was trained on other
-    data, and DamagedError if the data is not the same on every rank.
+    Rank 0 chooses it, and all ranks verify it, each some of its files. Raises ConfigError on all
+    ranks if it was trained on other data, and DamagedError if the data is not the same on every
+    rank.
     """
+    from dtt.checkpoint import verified_by_all
     from dtt.train.data_hash import check_nodes
 
     check_nodes(dataset, world)
-    resume = world.from_first(choose_checkpoint(attempt, from_step) if world.first else None)
+    resume = verified_by_all.find(world, partial(choose_checkpoint, attempt, from_step))
     if resume is not None:
         compatibility.check_data(resume.manifest, dataset.manifest.named_keys, attempt.job)
     return resume
 
 
-def choose_checkpoint(attempt: Attempt, from_step: int | None) -> Checkpoint | None:
-    """Return the newest verified checkpoint, or that of `from_step`; None if there are none.
+def choose_checkpoint(attempt: Attempt, from_step: int | None, verify: Verify) -> Checkpoint | None:
+    """Return the newest checkpoint that `verify` accepts, or that of `from_step`; None if none.
 
     Before, delete the folders of saves that did not finish.
     """
@@ -278,8 +281,8 @@ def choose_checkpoint(attempt: Attempt, from_step: int | None) -> Checkpoint | N
         retention.sweep_staging(folder)
         log.info("verifying a checkpoint in %s", folder)
     if from_step is None:
-        return store.newest(folder, check_position)
-    checkpoint = store.at_step(folder, from_step)
+        return store.newest(folder, check_position, verify)
+    checkpoint = store.at_step(folder, from_step, verify)
     check_position(checkpoint)
     retention.check_dependents(attempt.job, after=from_step)  # later ones are renamed
     return checkpoint

@@ -264,6 +264,8 @@ class Trainer(Run):
         saved, seed = resume.stored(store.STATE), self.cfg.seed + resume.step
         self.state.restore(resume.stored(store.MODEL), saved)
         restore_rng(saved, self.world.rank, seed, self.world.device)
+        # A thousand ranks have millions of entries.
+        resume.headers.clear()
         # Rank 0 reads the records: the trackers are there, and have dropped what is repeated.
         position = position_of(resume, self.job, self.cfg) if self.world.first else None
         vars(self.position).update(vars(self.world.from_first(position)))
