@@ -116,3 +116,40 @@ def test_memory_that_runs_out_on_all_ranks_is_named(dtt: Dtt, tokens: Path, devi
     assert done.returncode != 0
     assert "memory" in done.stderr, done.stderr
     assert "this is a bug" not in done.stderr
+
+
+GREEDY = '''
+import os
+
+import torch
+import dtt
+
+class Greedy(dtt.Objective):
+    """Cross-entropy; with a file in the folder, rank 1 asks for more memory than there is."""
+
+    def loss(self, out, batch):
+        if os.environ.get("RANK") == "1" and os.path.exists("{go}"):
+            torch.empty(2**46, device=out.device)
+        return out.sum()
+'''
+
+
+def test_memory_that_runs_out_on_one_rank_ends_all_and_the_run_resumes(
+    dtt: Dtt, tokens: Path, device: str
+) -> None:
+    go = dtt.folder / "go"
+    (dtt.folder / "greedy.py").write_text(GREEDY.format(go=go))
+    own = "objective.type=greedy.py:Greedy"
+    process = started(dtt, tokens, device, own, "train.hang_seconds=30")
+    go.touch()
+    said = dtt.wait(process).stderr
+    assert "memory" in said, said
+    assert "rank 1" in said, said
+    assert "this is a bug" not in said
+    go.unlink()
+    steps = len(values(dtt, "run", "train"))
+    log = train(
+        dtt, 1, "jobs/run", "parallel.shard=1", f"train.steps={steps + 2}",
+        "--allow-change", "train.steps",
+    )  # fmt: skip
+    assert "resumed from" in log
