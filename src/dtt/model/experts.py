@@ -157,8 +157,9 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
         """Return the weighted sum of the experts of each token: [N, D] → [N, D]."""
-        # Stable, so that an expert sees its tokens in their order on every device.
-        order_M = experts_NK.flatten().argsort(stable=True)
+        # Stable, so that an expert sees its tokens in their order on every device. Of 16 bits: a
+        # GPU sorts byte by byte, and the 64 of an index would be eight passes in place of two.
+        order_M = experts_NK.flatten().to(torch.int16).argsort(stable=True)
         place_M = inverse(order_M)
         counts_E = load(experts_NK[None], self.experts)[0]
         rows_MD = _sorted(x_ND, order_M, place_M, experts_NK.shape[1])

@@ -21,6 +21,9 @@ T = TypeVar("T")
 OWNER = "ema"
 """First component of the paths of the EMA state in a checkpoint."""
 UPDATES = f"{OWNER}/updates/count"
+AT_ONCE = 32
+"""Number of parameters that an update converts to fp32 at once: about three blocks of a Llama. One
+by one, small tensors would cost a kernel each."""
 
 
 class Ema:
@@ -73,9 +76,13 @@ class Ema:
             return
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
         # Weight 0 leaves the averages as they are. A skipped step is then no branch on the host.
-        weights = [(1 - decay) * (1 - skip)] * len(self._averages)
-        parameters = [wide(parameter) for parameter in _locals(self._parameters)]
-        torch._foreach_lerp_(_locals(self._averages), parameters, weights)
+        weight = (1 - decay) * (1 - skip)
+        averages, parameters = _locals(self._averages), _locals(self._parameters)
+        for start in range(0, len(parameters), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            # Of bf16 weights `wide` is a copy: of all at once, twice the memory of the weights.
+            some = [wide(parameter) for parameter in parameters[part]]
+            torch._foreach_lerp_(averages[part], some, [weight] * len(some))
         self._updates += 1 - skip
 
     @contextmanager
