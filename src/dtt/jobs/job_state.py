@@ -189,8 +189,7 @@ Verdict = tuple[State, str]
 class _Derivation:
     """The derivation of a job's state: a pure function of its files and Slurm's answer.
 
-    `verdict` tests the cases in order of precedence; most other methods handle one of them. The
-    table in docs/slurm.md has the same order.
+    `verdict` tests the cases in order of precedence; most other methods handle one of them.
     """
 
     files: JobFiles
