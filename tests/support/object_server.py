@@ -12,7 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
-Fault = Literal["reset", "throttled", "truncated"] | None
+Fault = Literal["reset", "throttled", "truncated", "cut"] | None
+"""`truncated`: the answer ends too early; `cut`: half of what was sent arrives, and counts."""
+KEY = "planted-secret-of-the-environment"
 LISTED = "bucket-of-10000"
 """A bucket that the proxy itself lists: moto sorts all keys for each page of many objects."""
 PAGE, OBJECTS = 1000, 10_000
@@ -35,6 +37,14 @@ class ObjectServer:
         self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
         self.endpoint = f"http://127.0.0.1:{self._proxy.server_address[1]}"
+        self.environment = {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": "planted-id-of-the-environment",
+            "AWS_SECRET_ACCESS_KEY": KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",
+        }
+        """Variables with which dtt finds the server."""
 
     def close(self) -> None:
         self._proxy.shutdown()
@@ -80,6 +90,8 @@ class ObjectServer:
                     self.close_connection = True
                     self.connection.close()
                     return
+                if fault == "cut":
+                    body = body[: len(body) // 2]
                 if fault == "throttled":
                     text = b"<Error><Code>SlowDown</Code><Message>slow down</Message></Error>"
                     status, headers, content = 503, [("Content-Type", "application/xml")], text

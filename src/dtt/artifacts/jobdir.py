@@ -57,6 +57,11 @@ HEARTBEAT: dict[str, Kind] = {
 """Fields of heartbeat.json."""
 ANSWER: dict[str, Kind] = {"request": str, "by": str, "step": int, "time": float}
 """Fields of control/acknowledged.json."""
+MIRRORED: dict[str, Kind] = {
+    "url": str, "time": float, "steps": list, "uploading": (int, NONE), "pending": list,
+    "failure": (dict, NONE),
+}  # fmt: skip
+"""Fields of mirror.json. `steps` are those with a complete copy."""
 STAGE: dict[str, Kind] = {"stages": list, "data_key": (str, NONE), "predecessor": (dict, NONE)}
 """Fields of stage.json. Before the first start, only `stages` is known."""
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")
@@ -105,6 +110,8 @@ class JobDir:
     """Folder of records of other jobs whose adapters need a checkpoint of this one."""
     checkpoints = _Below("checkpoints")
     """Folder of the checkpoints."""
+    mirror = _Below("mirror.json")
+    """Record of the copies of checkpoints in `checkpoint.mirror`."""
     reference = _Below("reference")
     """Folder of the log-probabilities of the reference model of DPO."""
     stop = _Below("control/stop")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -100,7 +101,7 @@ class ObjectStore:
 
         self.url = url.rstrip("/")
         scheme = url.partition("://")[0]
-        self._extra = EXTRAS[scheme]
+        self._extra = EXTRAS.get(scheme)
         self._is_web = scheme in ("http", "https")
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if self._is_web:
@@ -116,19 +117,19 @@ class ObjectStore:
                 next=f"pip install 'dtt-lm[{self._extra}]'",
             ) from None
         except ValueError as error:  # of adlfs without the name of an account
-            raise self._refused(error) from None
+            raise self.refused(error) from None
         self._said = False
 
     def objects(self) -> list[StoredObject]:
         """Return the object that the URL names, or all below it, in the order of the store."""
-        info = self._patiently(self.url, lambda: self.fs.info(self.root))
+        info = self.patiently(self.url, lambda: self.fs.info(self.root))
         if self._is_web or info["type"] == "file":
             name = unquote(urlsplit(self.root).path) if self._is_web else self.root
             name = name.rpartition("/")[2]
             if not name:
                 raise InputError(f"{self.url} is not a file", next="name the files themselves")
             return [self._stored(self.root, name, info)]
-        found = self._patiently(self.url, lambda: self.fs.find(self.root, detail=True))
+        found = self.patiently(self.url, lambda: self.fs.find(self.root, detail=True))
         start = len(self.root) + 1
         return [
             self._stored(path, path[start:], info)
@@ -139,12 +140,13 @@ class ObjectStore:
     def _stored(self, path: str, name: str, info: dict[str, Any]) -> StoredObject:
         if info.get("size") is None:
             raise InputError(
-                "the server does not say how large a file is", where=self._shown(path),
+                "the server does not say how large a file is", where=self.shown(path),
                 why="without it, a truncated answer is not detected", next="download it yourself",
             )  # fmt: skip
         return StoredObject(path, name, int(info["size"]), version_of(info))
 
-    def _shown(self, path: str) -> str:
+    def shown(self, path: str) -> str:
+        """Return the URL of an object for a message."""
         return redacted(path if self._is_web else f"{self.url.partition('://')[0]}://{path}")
 
     def read(self, one: StoredObject, start: int) -> bytes:
@@ -157,8 +159,9 @@ class ObjectStore:
         def request() -> bytes:
             # A HEAD request; s3fs then asks for this ETag only (If-Match).
             with self.fs.open(one.path, "rb", block_size=RANGE_BYTES, cache_type="none") as stream:
-                # The details of a web server's file lack its ETag.
-                self._check(one, self.fs.info(one.path) if self._is_web else stream.details)
+                # The details of a web server's file lack its ETag, and a local file has none.
+                details = None if self._is_web else getattr(stream, "details", None)
+                self._check(one, details or self.fs.info(one.path))
                 try:
                     stream.seek(start)
                     data = bytes(stream.read(stop - start))
@@ -168,7 +171,7 @@ class ObjectStore:
                 raise ShortRead(f"{len(data)} of {stop - start} bytes arrived")
             return data
 
-        return self._patiently(self._shown(one.path), request)
+        return self.patiently(self.shown(one.path), request)
 
     def read_complete(self, one: StoredObject, sink: BinaryIO) -> None:
         """Write an object to `sink` from its start, for servers that know no ranges."""
@@ -185,72 +188,92 @@ class ObjectStore:
             if sink.tell() != one.bytes:
                 raise ShortRead(f"{sink.tell()} of {one.bytes} bytes arrived")
 
-        self._patiently(self._shown(one.path), request)
+        self.patiently(self.shown(one.path), request)
+
+    def download(self, one: StoredObject, part: Path) -> Iterator[int]:
+        """Complete the incomplete file `part` of an object; yield the number of bytes of each read.
+
+        Raises DamagedError if the object is not in its listed state at the end.
+        """
+        with part.open("ab") as sink:
+            if sink.tell() > one.bytes:
+                sink.truncate(0)
+            while (start := sink.tell()) < one.bytes:
+                try:
+                    data = self.read(one, start)
+                except NoRanges:
+                    self.read_complete(one, sink)
+                    yield one.bytes - start
+                else:
+                    sink.write(data)
+                    yield len(data)
+        self.check_unchanged(one)
 
     def check_unchanged(self, one: StoredObject) -> None:
         """Raise DamagedError if an object is no longer in its listed state."""
-        shown = self._shown(one.path)
-        self._check(one, self._patiently(shown, lambda: self.fs.info(one.path)))
+        shown = self.shown(one.path)
+        self._check(one, self.patiently(shown, lambda: self.fs.info(one.path)))
 
     def _check(self, one: StoredObject, info: dict[str, Any]) -> None:
         now = info.get("size"), version_of(info)
         if now != (one.bytes, one.version):
             raise DamagedError(
                 "an object changed while it was downloaded",
-                where=self._shown(one.path),
+                where=self.shown(one.path),
                 why=f"{one.bytes} bytes, version {one.version or 'unknown'} when it was listed; "
                 f"{now[0]} bytes, version {now[1] or 'unknown'} now",
                 next="run the same command again once nothing writes there",
             )
 
-    def _patiently(self, shown: str, request: Callable[[], T]) -> T:
+    def patiently(self, shown: str, request: Callable[[], T]) -> T:
         """Return the answer to a request; repeat it with longer waits while the store is busy."""
         for delay in (*DELAYS, None):
             try:
                 return request()
-            except tuple(_errors()) as error:
-                if _is_permanent(error):
-                    raise self._refused(error, shown) from None
+            except tuple(store_errors()) as error:
+                if is_permanent(error):
+                    raise self.refused(error, shown) from None
                 if delay is None:
                     raise EnvironmentUnfit(
                         f"cannot read {shown}: tried {len(DELAYS) + 1} times",
-                        why=_reason(error),
+                        why=reason(error),
                         next="try again later; what has been fetched is kept",
                     ) from None
                 if not self._said:
                     self._said = True
                     log.warning(
                         "%s: %s; such requests are repeated, with longer waits", shown,
-                        _reason(error),
+                        reason(error),
                     )  # fmt: skip
                 time.sleep(delay)
         raise AssertionError
 
-    def _refused(self, error: Exception, shown: str | None = None) -> InputError | EnvironmentUnfit:
+    def refused(self, error: Exception, shown: str | None = None) -> InputError | EnvironmentUnfit:
+        """Return the error for a request that would fail again."""
         shown = shown or self.url
         keys = KEYS.get(self._extra or "")
         if isinstance(error, PERMANENT) and not isinstance(error, PermissionError):
             return InputError(
                 f"there is nothing at {shown}",
-                why=_reason(error),
+                why=reason(error),
                 next="check the name; patterns go into download.include",
             )
         return EnvironmentUnfit(
             f"access to {shown} is refused",
-            why=_reason(error),
+            why=reason(error),
             next=None if keys is None else f"set {keys}",
         )
 
 
 def version_of(info: dict[str, Any]) -> str:
     """Return what identifies the content of an object, or an empty string."""
-    for key in ("generation", "blob_id", "ETag", "etag", "Last-Modified", "last_modified"):
+    for key in ("generation", "blob_id", "ETag", "etag", "Last-Modified", "last_modified", "mtime"):
         if info.get(key):
             return str(info[key]).strip('"')
     return ""
 
 
-def _errors() -> Iterator[type[Exception]]:
+def store_errors() -> Iterator[type[Exception]]:
     """Yield the classes of errors that the loaded libraries raise for a failed request."""
     yield OSError
     for module, name in LIBRARIES.items():
@@ -259,13 +282,15 @@ def _errors() -> Iterator[type[Exception]]:
                 yield getattr(importlib.import_module(module), name)
 
 
-def _is_permanent(error: Exception) -> bool:
+def is_permanent(error: Exception) -> bool:
+    """Return True if the same request would fail again."""
     status = getattr(error, "status", getattr(error, "code", None))
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
         return True
     return isinstance(error, PERMANENT) or type(error).__name__ in PERMANENT_NAMES
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return the first line of an error, without secrets."""
     text = str(error).strip() or type(error).__name__
     return redacted(text.splitlines()[0])

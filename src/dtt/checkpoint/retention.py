@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +29,19 @@ def kept(
     `diverged` is the step before the latest divergence, or None if there was none: weights after it
     may already have been diverging, so the newest checkpoint from before is kept, too.
     """
-    steps = store.steps(folder)
+    return selected(store.steps(folder), rules, diverged, losses, dependents(folder))
+
+
+def selected(
+    steps: Sequence[int],
+    rules: CheckpointConfig,
+    diverged: int | None,
+    losses: Mapping[int, float],
+    needed: Container[int],
+) -> set[int]:
+    """Return those of the ascending `steps` to keep, as `kept`; `needed` are kept in any case."""
     # The newest one is among them, as keep_last is at least 1.
-    keep = set(steps[-rules.keep_last :]) | dependents(folder).keys()
+    keep = set(steps[-rules.keep_last :]) | {step for step in steps if step in needed}
     if rules.keep_every:
         # Step 0 is a multiple of every number, but nothing was trained by then.
         keep |= {step for step in steps if step and step % rules.keep_every == 0}
@@ -126,12 +136,15 @@ def prune(
     rules: CheckpointConfig,
     diverged: int | None = None,
     losses: Mapping[int, float] | None = None,
+    also: Container[int] = (),
 ) -> list[int]:
     """Delete the checkpoints that `kept` does not select, and return their steps.
 
-    Call this only after the newest checkpoint has been verified.
+    Those of the steps `also` stay for now. Call this only after the newest checkpoint has been
+    verified.
     """
-    gone = sorted(set(store.steps(folder)) - kept(folder, rules, diverged, losses or {}))
+    keep = kept(folder, rules, diverged, losses or {})
+    gone = [step for step in store.steps(folder) if step not in keep and step not in also]
     for step in gone:
         delete(store.folder_of(folder, step))
     return gone

@@ -30,6 +30,7 @@ from dtt.base.files import check_space, forget_cached
 from dtt.base.log import log
 from dtt.base.reading import SECONDS_BETWEEN_LOOKS_FOR_SPACE, retrying, waiting_for_space
 from dtt.checkpoint import retention, store, tensors
+from dtt.checkpoint.mirror import SECONDS_AT_END, SECONDS_AT_STOP, Mirror
 from dtt.checkpoint.tensors import TensorShard
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
@@ -84,13 +85,15 @@ class Saver:
         config: CheckpointConfig,
         facts: Mapping[str, Any],
         stop_wanted: Callable[[], bool] = lambda: False,
+        mirror: Mirror | None = None,
     ) -> None:
         """Prepare to save to `job`; `facts` identify the run and go into every manifest.
 
+        `mirror` gets each verified checkpoint, on rank 0.
         While a save waits for disk space, it polls `stop_wanted`. If that is True on any rank, the
         save fails with DiskFull on all ranks.
         """
-        self._stop_wanted = stop_wanted
+        self._stop_wanted, self.mirror = stop_wanted, mirror
         self._diverged = job.diverged_after()
         self.losses = retention.eval_losses(job) if config.keep_best and world.first else {}
         """Validation losses by step, which decide which checkpoints are kept."""
@@ -179,11 +182,23 @@ class Saver:
         if error is not None:
             raise error
 
+    def finish_mirror(self, *, ended: bool) -> None:
+        """Wait for the mirror's uploads, on all ranks together; less if the run has not `ended`."""
+        if self.mirror is not None:
+            seconds = SECONDS_AT_END if ended else SECONDS_AT_STOP
+            self.mirror.finish(seconds, self._stop_wanted)
+        if self._config.mirror is not None:
+            # The other ranks wait here: some launchers end all ranks soon after the first that
+            # ends.
+            self._world.exchange(None)
+
     def close(self) -> None:
         """Wait up to SECONDS_TO_SETTLE for a save in progress; call after a failure elsewhere."""
         self._save_is_due.set()
         if self._thread is not None:
             self._thread.join(timeout=SECONDS_TO_SETTLE)
+        if self.mirror is not None:
+            self.mirror.finish(SECONDS_AT_STOP)
 
     def finished(self) -> list[Save]:
         """Return the saves that completed successfully since the last call."""
@@ -296,6 +311,8 @@ class Saver:
         save.verify_seconds = time.perf_counter() - started - save.write_seconds
         # Only after verification: until then the older checkpoint is the one to resume from.
         if first:
+            if self.mirror is not None:
+                self.mirror.add(save.step)
             self._prune()
             log.info("saved %s", path)
         return None
@@ -361,7 +378,8 @@ class Saver:
 
     def _prune(self) -> None:
         try:
-            retention.prune(self._job.checkpoints, self._config, self._diverged, self.losses)
+            also = set() if self.mirror is None else self.mirror.needed
+            retention.prune(self._job.checkpoints, self._config, self._diverged, self.losses, also)
             retention.remove_rejected(self._job.checkpoints)
         except OSError as error:  # a failure to delete an old checkpoint should not stop training
             log.warning("an old checkpoint could not be deleted: %s", error)

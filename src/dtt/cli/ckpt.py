@@ -63,3 +63,24 @@ def ckpt_diff(
     from dtt.checkpoint import inspect as ckpt
 
     ckpt.diff(one, other, as_json=json)
+
+
+@ckpt_cli.command(
+    "dtt ckpt fetch jobs/run", "dtt ckpt fetch s3://bucket/prefix/run 500", name="fetch"
+)
+def ckpt_fetch(
+    source: Annotated[
+        str, typer.Argument(metavar="JOB|URL", help="Job, or its folder in the mirror.")
+    ],
+    step: Annotated[
+        int | None, typer.Argument(metavar="[STEP]", help="Step; default: the newest.")
+    ] = None,
+) -> None:
+    """Bring a checkpoint back from checkpoint.mirror, and verify every byte.
+
+    Writes jobs/<name>/checkpoints/step-N/ at once when all files are there. A URL also brings back
+    the files of a job whose folder is lost; `dtt train` then resumes it.
+    """
+    from dtt.checkpoint import fetch
+
+    fetch.run(source, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -29,6 +30,8 @@ from dtt.config.budget import Stretch
 
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
+WRITABLE = r"/|(s3a?|gs|gcs|abfss?|az|file)://."
+"""The beginning of a folder into which dtt can write: a path, or a URL."""
 SAMPLE_TEMPERATURE = 0.8
 """Of the samples of a run; the rate of answers that stop is that of greedy ones."""
 
@@ -194,6 +197,16 @@ class CheckpointConfig(Section):
     on_full: Literal["wait", "stop"] = resumable("stop")
     """Action when the disk is full: `wait` for space (training continues until the next save is
     due), or `stop` with exit code 74. Existing checkpoints stay intact either way."""
+    mirror: str | None = resumable(None)
+    """Folder to which each verified checkpoint is copied in the background, kept by the same rules:
+    `s3://bucket/prefix`, `gs://`, `abfs://`, `file://` or an absolute path on another disk. A
+    failed upload is logged and repeated, and never stops training; `dtt ckpt fetch` brings a copy
+    back. Credentials come from the environment."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error for a mirror into which dtt cannot write."""
+        if self.mirror is not None and not re.match(WRITABLE, self.mirror):
+            yield "mirror", "must be an absolute path, or a URL: s3://, gs://, abfs:// or file://"
 
 
 class WandbConfig(Section):

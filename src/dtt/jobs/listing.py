@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtt.artifacts.jobdir import JobDir
+from dtt.artifacts.jobdir import MIRRORED, JobDir
 from dtt.base.log import log
-from dtt.base.reading import fits
+from dtt.base.reading import fits, read_record
 from dtt.base.terminal import one_line
 from dtt.jobs import chain_steps, job_state
 from dtt.jobs.chain_steps import LinkedStep
@@ -182,6 +182,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "seconds_left": status.seconds_left,
         "parent": status.job.parent_record(),
         "checkpoint": status.job.newest_checkpoint_name(),
+        "mirror": read_record(status.job.mirror, MIRRORED),
         "goodput": useful.record() if (useful := goodput(status.job)) is not None else None,
         "heartbeat": files.heartbeat,
         "heartbeat_age": files.now - files.heartbeat["time"] if files.heartbeat else None,
@@ -211,6 +212,7 @@ def _report(status: Status) -> Iterator[str]:
             where = os.path.normpath(status.job.root / parent["job"])
             yield f"parent      {where}@{parent['step']}"
         yield f"checkpoint  {status.job.newest_checkpoint_name() or 'none'}"
+        yield from _mirror(status)
         if (useful := goodput(status.job)) is not None:
             yield f"goodput     {useful.describe()}"
     if slurm is not None:
@@ -224,6 +226,21 @@ def _report(status: Status) -> Iterator[str]:
             yield f"{'' if i else 'ending':<12}{line}"
     for i, line in enumerate(status.log_tail):
         yield f"{'' if i else 'log':<12}{line}"
+
+
+def _mirror(status: Status) -> Iterator[str]:
+    """Yield the copies in `checkpoint.mirror`, what is not there yet, and the last failure."""
+    if (record := read_record(status.job.mirror, MIRRORED)) is None:
+        return
+    steps = ", ".join(map(str, record["steps"]))
+    yield f"mirror      {record['url']}: " + (f"step {steps}" if steps else "no complete copy")
+    missing = {step for step in (*record["pending"], record["uploading"]) if step is not None}
+    if missing:
+        yield f"            not there yet: step {', '.join(map(str, sorted(missing)))}"
+    failure = record["failure"]
+    if failure is not None and fits(failure, {"reason": str, "tries": int, "step": int}):
+        times = "once" if failure["tries"] == 1 else f"{failure['tries']} times"
+        yield f"            step {failure['step']} failed {times}: {failure['reason']}"
 
 
 def _step(status: Status) -> str:

@@ -26,6 +26,7 @@ from dtt.train.objectives.reference_logprobs import (
 
 if TYPE_CHECKING:
     from dtt.artifacts.manifests import Reference
+    from dtt.checkpoint.mirror import Mirror
     from dtt.checkpoint.saver import Saver
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.loader import BatchReader
@@ -255,8 +256,25 @@ def make_saver(inputs: Inputs) -> Saver:
         "code": {name: file.sha256 for name, file in own_files(cfg).items()},
         "models": inputs.models,
     }
-    stop_asked = attempt.requests.stop_asked_here
-    return Saver(inputs.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked)
+    stop_asked, mirror = attempt.requests.stop_asked_here, open_mirror(inputs)
+    saver = Saver(
+        inputs.job, attempt.number, inputs.world, cfg.checkpoint, facts, stop_asked, mirror
+    )
+    if mirror is not None:
+        newest = None if inputs.resume is None else inputs.resume.step
+        mirror.start(newest, lambda: dict(saver.losses))
+    return saver
+
+
+def open_mirror(inputs: Inputs) -> Mirror | None:
+    """Return the mirror of the checkpoints, on rank 0; None without `checkpoint.mirror`."""
+    from dtt.checkpoint.mirror import Mirror, mirror_url
+
+    cfg, job = inputs.cfg, inputs.job
+    if cfg.checkpoint.mirror is None or not inputs.world.first:
+        return None
+    url = mirror_url(cfg.checkpoint.mirror, cfg.name)
+    return Mirror(url, job, job.run_id(), cfg.checkpoint)
 
 
 def make_budget(inputs: Inputs) -> TimeBudget | None:

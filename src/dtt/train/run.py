@@ -17,6 +17,7 @@ from dtt.base.launcher import typed_torchrun
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited, waiting_for_space
+from dtt.checkpoint import retention
 from dtt.config.load import stage_names
 from dtt.config.merging import Resolved
 from dtt.config.source import Layer
@@ -29,7 +30,7 @@ from dtt.jobs.stop import Requests
 from dtt.report import run as report
 from dtt.track import summary
 from dtt.train import garbage
-from dtt.train.build import build
+from dtt.train.build import build, open_mirror
 from dtt.train.description import (
     warn_of_decay_change,
     warn_of_early_end,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from dtt.mesh.dist import World
     from dtt.train.trainer import Trainer
 
+SECONDS_FOR_MIRROR = 86_400.0
+"""Time for the uploads of a job that is done, when its command is run again."""
 Instrument = Callable[["Trainer"], "Trainer"]
 """Function that returns the trainer to run in place of the one that was built."""
 
@@ -205,6 +208,9 @@ def build_and_train(start: Start, attempt: Attempt, world: World, instrument: In
         # Rank 0 reads the records for all: a file server may show them late on another node.
         if resume is not None and world.from_first(done):
             log.info("%s is done: the last checkpoint is %s", job.root, resume.path)
+            if (mirror := open_mirror(inputs)) is not None:
+                mirror.start(resume.step, lambda: retention.eval_losses(job))
+                mirror.finish(SECONDS_FOR_MIRROR, attempt.requests.stop_asked_here)
             attempt.requests.forget(world)
             return
         if world.first:
@@ -244,6 +250,9 @@ def announce(inputs: Inputs) -> None:
     """Log what is about to be trained, and record the command and its environment, on rank 0."""
     if inputs.resume is None and (adopted := describe_adopted(inputs.resolved)):
         log.info("%s", adopted)
+    if inputs.resume is None and (mirror := open_mirror(inputs)) is not None:
+        # A wrong bucket of a new run is an error now. A run that resumes does not depend on it.
+        mirror.check()
     log.info("%s", inputs.plan.describe(inputs.world))
     warn_of_early_end(inputs.dataset, inputs.cfg.train.steps)
     write_provenance(inputs.job)
@@ -273,7 +282,7 @@ def choose_checkpoint(attempt: Attempt, from_step: int | None, verify: Verify) -
 
     Before, delete the folders of saves that did not finish.
     """
-    from dtt.checkpoint import retention, store
+    from dtt.checkpoint import store
     from dtt.train.state import check_position
 
     folder = attempt.job.checkpoints

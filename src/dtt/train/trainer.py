@@ -69,9 +69,11 @@ class Trainer(Run):
                 self.saver.wait()
         self.observers.log(*finished_saves(self))
         self.observers.time_breakdown.finish(self.position.step, meter)
+        ended = self.position.step == self.schedule.steps
+        with self.watchdog.phase("save"):
+            self.saver.finish_mirror(ended=ended)
         self.attempt.requests.forget(self.world)
         # False for a stop request, and for a run whose last evaluation was cut short: both resume.
-        ended = self.position.step == self.schedule.steps
         return ended and not any(action.due(self.position) for action in self.actions)
 
     def train(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.object_server import LISTED, OBJECTS, ObjectServer, object_server
+from support.object_server import KEY, LISTED, OBJECTS, ObjectServer, object_server
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base import object_store
@@ -21,7 +21,6 @@ from dtt.data.corpus.download import download
 from dtt.data.corpus.file_choice import FilePatterns
 
 pytest.importorskip("moto")
-KEY = "planted-secret-of-the-environment"
 Log = pytest.LogCaptureFixture
 
 
@@ -35,11 +34,8 @@ def started() -> Iterator[ObjectServer]:
 def server(started: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
     started.requests.clear()
     started.fault = lambda method, path: None
-    monkeypatch.setenv("AWS_ENDPOINT_URL", started.endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted-id-of-the-environment")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    for name, value in started.environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(object_store, "DELAYS", (0, 0, 0))
     monkeypatch.setattr(object_store, "RANGE_BYTES", 1000)
     return started

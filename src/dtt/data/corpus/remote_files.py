@@ -16,7 +16,7 @@ from dtt.artifacts.corpus import CorpusFile
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import check_space, remove, sha256_file
 from dtt.base.log import log, progress
-from dtt.base.object_store import NoRanges, ObjectStore, StoredObject
+from dtt.base.object_store import ObjectStore, StoredObject
 from dtt.base.safe_names import checked_name
 from dtt.data.corpus.file_choice import FilePatterns
 from dtt.data.corpus.local_files import (
@@ -140,7 +140,7 @@ def fetch(
     with progress(f"downloading {dataset}", needed) as advance:
 
         def bring(file: RemoteCorpusFile) -> str:
-            for count in _bring(file, parts / file.part):
+            for count in file.store.download(file.object, parts / file.part):
                 with lock:
                     advance(count)
             return sha256_file(parts / file.part)
@@ -157,20 +157,3 @@ def fetch(
         (parts / file.part).replace(folder / file.path)
     remove(parts)
     return [hashes.get(file.path) or known[file.path].sha256 for file in files]
-
-
-def _bring(file: RemoteCorpusFile, part: Path) -> Iterator[int]:
-    """Complete the incomplete file `part`; yield the number of bytes of each read."""
-    with part.open("ab") as sink:
-        if sink.tell() > file.object.bytes:
-            sink.truncate(0)
-        while (start := sink.tell()) < file.object.bytes:
-            try:
-                data = file.store.read(file.object, start)
-            except NoRanges:
-                file.store.read_complete(file.object, sink)
-                yield file.object.bytes - start
-            else:
-                sink.write(data)
-                yield len(data)
-    file.store.check_unchanged(file.object)
