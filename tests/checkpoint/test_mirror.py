@@ -101,12 +101,13 @@ def check_equal(server: ObjectServer, bucket: str, job: JobDir, step: int) -> No
 def test_each_checkpoint_is_copied_and_the_copies_are_kept_by_the_same_rules(
     server: ObjectServer, tmp_path: Path
 ) -> None:
-    run = Mirrored(tmp_path, server.bucket("kept", {}), keep_last=2, keep_every=3)
-    for step in range(1, 6):
+    run = Mirrored(tmp_path, server.bucket("kept", {}), keep_last=2, keep_every=4, keep_best=1)
+    for step in range(1, 9):
+        run.saver.losses[step] = abs(step - 2.2)
         run.save(step)
     assert run.finish()
-    assert store.steps(run.job.checkpoints) == whole(server, "kept") == [3, 4, 5]
-    for step in (3, 4, 5):
+    assert store.steps(run.job.checkpoints) == whole(server, "kept") == [2, 4, 7, 8]
+    for step in (2, 4, 7, 8):
         check_equal(server, "kept", run.job, step)
     assert not any(name.startswith("run/step-000001/") for name in keys(server, "kept"))
     assert server.object("kept", "run/job/metrics.jsonl") == run.job.metrics.read_bytes()
@@ -265,9 +266,9 @@ def test_a_file_that_changed_on_the_disk_is_not_copied(
 
 
 @pytest.fixture
-def copied(server: ObjectServer, tmp_path: Path, request: pytest.FixtureRequest) -> Mirrored:
+def copied(server: ObjectServer, tmp_path: Path) -> Mirrored:
     """A job with copies of steps 1 and 2."""
-    name = f"bucket-{abs(hash(request.node.name))}"
+    name = tmp_path.name.lower().replace("_", "-")  # a bucket for each test
     run = Mirrored(tmp_path, server.bucket(name, {}), keep_last=5)
     run.save(1)
     run.save(2)

@@ -71,18 +71,19 @@ class RemoteFolder(ObjectStore):
     def put(self, source: Path, name: str) -> str:
         """Upload a file, check the size that the store reports, and return the sha256 of its bytes.
 
-        An interruption may leave a part of the file under `name`.
+        What is appended to the file meanwhile is left out. An interruption may leave a part of the file under `name`.
         """
         path, size = self.path(name), source.stat().st_size
-        digest = hashlib.sha256()
+        digest, left = hashlib.sha256(), size
         with self._translated(path):
             if self._local:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
             part = max(PART_BYTES, -(-size // PARTS))
             with source.open("rb") as file, self.fs.open(path, "wb", block_size=part) as sink:
-                while data := file.read(part):
+                while data := file.read(min(part, left)):
                     digest.update(data)
                     sink.write(data)
+                    left -= len(data)
             if self._local:
                 fsync_file(Path(path))
             stored = int(self.fs.info(path)["size"])

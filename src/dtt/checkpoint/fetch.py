@@ -23,6 +23,7 @@ from dtt.base.files import (
     write_atomically,
 )
 from dtt.base.log import log, progress
+from dtt.base.reading import read_whole
 from dtt.base.remote_folder import RemoteFolder
 from dtt.base.safe_names import checked_name
 from dtt.checkpoint import store
@@ -121,7 +122,7 @@ def _fetch(remote: RemoteFolder, job: JobDir, step: int) -> store.Checkpoint:
     content = remote.content(f"{final.name}/{MARKER}")
     if content is None:
         raise InputError(f"{remote.url}/{final.name} was deleted meanwhile")
-    if final.is_dir() and (final / MARKER).is_file() and (final / MARKER).read_bytes() == content:
+    if (final / MARKER).is_file() and read_whole(final / MARKER) == content:
         try:
             return store.verify(final)
         except DamagedError as error:

@@ -27,6 +27,7 @@ from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import ConfigError, DamagedError, DttError
 from dtt.base.files import write_atomically
 from dtt.base.log import log
+from dtt.base.reading import read_whole
 from dtt.base.remote_folder import RemoteFolder
 from dtt.checkpoint import retention, store
 from dtt.config.own import CODE
@@ -80,7 +81,7 @@ class Mirror:
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._uploading: int | None = None
-        self._finishing = False
+        self._finishing = self._saved = False
         self._failure: dict[str, Any] | None = None
         self._done: list[int] = []
         self._sent: dict[str, tuple[int, int]] = {}
@@ -105,6 +106,7 @@ class Mirror:
         """Copy the verified checkpoint of a step, in the background."""
         with self._changed:
             self._pending = {older for older in self._pending if older < step} | {step}
+            self._saved = True
             self._changed.notify()
 
     @property
@@ -203,7 +205,7 @@ class Mirror:
         self._claim()
         folder = store.folder_of(self._job.checkpoints, step)
         manifest = CheckpointManifest.read(folder)
-        text = (folder / MARKER).read_bytes()
+        text = read_whole(folder / MARKER)
         if self._remote.content(f"{folder.name}/{MARKER}") != text:
             # A copy of another timeline of this step stops being one before its files change.
             self._remote.delete([f"{folder.name}/{MARKER}"])
@@ -229,14 +231,15 @@ class Mirror:
         """Copy the files of the job that have changed since this process copied them."""
         for path in self._job_files():
             with suppress(FileNotFoundError):
-                stat = path.stat()
-                name, state = (
-                    str(path.relative_to(self._job.root)),
-                    (stat.st_size, stat.st_mtime_ns),
-                )
-                if self._sent.get(name) != state:
-                    self._remote.write(f"{JOB}/{name}", path.read_bytes())
-                    self._sent[name] = state
+                name = str(path.relative_to(self._job.root))
+                state = path.stat().st_size, path.stat().st_mtime_ns
+                if self._sent.get(name) == state:
+                    continue
+                if path == self._job.metrics:  # of any size, and still growing
+                    self._remote.put(path, f"{JOB}/{name}")
+                else:
+                    self._remote.write(f"{JOB}/{name}", read_whole(path))
+                self._sent[name] = state
 
     def _job_files(self) -> Iterator[Path]:
         for pattern in JOB_FILES:
@@ -260,7 +263,8 @@ class Mirror:
         whole, torn = copies(self._remote.sizes())
         local = store.steps(self._job.checkpoints)
         newest = max(local, default=0)
-        current = [step for step in whole if step <= newest]
+        # Until this run has saved, a newer copy may be all that is left of a damaged checkpoint.
+        current = [step for step in whole if step <= newest or not self._saved]
         needed = retention.dependents(self._job.checkpoints).keys()
         diverged = self._job.diverged_after()
         keep = retention.selected(current, self._rules, diverged, self._losses(), needed)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 def build(inputs: Inputs) -> Trainer:
     """Build the trainer of a run; all ranks call it together."""
+    from dtt.checkpoint.mirror import SECONDS_AT_STOP
     from dtt.data.samples.loader import training_batches
     from dtt.data.samples.reference import with_reference
     from dtt.train.actions.action_list import make_actions
@@ -70,7 +71,7 @@ def build(inputs: Inputs) -> Trainer:
         actions=actions,
         observers=make_observers(inputs, state, actions),
         saver=make_saver(inputs),
-        stop_lead=StopLead(job),
+        stop_lead=StopLead(job, SECONDS_AT_STOP if cfg.checkpoint.mirror else 0.0),
     )
 
 

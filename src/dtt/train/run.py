@@ -208,9 +208,7 @@ def build_and_train(start: Start, attempt: Attempt, world: World, instrument: In
         # Rank 0 reads the records for all: a file server may show them late on another node.
         if resume is not None and world.from_first(done):
             log.info("%s is done: the last checkpoint is %s", job.root, resume.path)
-            if (mirror := open_mirror(inputs)) is not None:
-                mirror.start(resume.step, lambda: retention.eval_losses(job))
-                mirror.finish(SECONDS_FOR_MIRROR, attempt.requests.stop_asked_here)
+            complete_mirror(inputs, resume.step)
             attempt.requests.forget(world)
             return
         if world.first:
@@ -236,6 +234,13 @@ def build_and_train(start: Start, attempt: Attempt, world: World, instrument: In
             why=attempt.requests.reason or "another rank received a stop request",
             next=typed_torchrun() or f"dtt train {job.root}",
         )
+
+
+def complete_mirror(inputs: Inputs, newest: int) -> None:
+    """Upload the checkpoints up to step `newest` that the mirror of a job that is done lacks."""
+    if (mirror := open_mirror(inputs)) is not None:
+        mirror.start(newest, lambda: retention.eval_losses(inputs.job))
+        mirror.finish(SECONDS_FOR_MIRROR, inputs.attempt.requests.stop_asked_here)
 
 
 def write_run_files(inputs: Inputs) -> None:

@@ -16,9 +16,12 @@ RECENT = 10
 class StopLead:
     """The duration of the slowest recent step and save, which a job script reads from a file."""
 
-    def __init__(self, job: JobDir) -> None:
-        """Create the record of `job`, without durations."""
-        self._job = job
+    def __init__(self, job: JobDir, after_save: float = 0.0) -> None:
+        """Create the record of `job`, without durations.
+
+        After its last save, a run that stops may go on for `after_save` seconds.
+        """
+        self._job, self._after_save = job, after_save
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._saves: deque[float] = deque(maxlen=RECENT)
 
@@ -43,6 +46,7 @@ class StopLead:
         """
         try:
             with waiting_for_space(None):
-                self._job.write_lead(max(self._steps, default=0.0), self.slowest_save)
+                save = self.slowest_save + self._after_save
+                self._job.write_lead(max(self._steps, default=0.0), save)
         except OSError as error:
             log.warning("lead is not up to date: %s", in_words(error))
