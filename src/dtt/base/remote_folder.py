@@ -71,7 +71,8 @@ class RemoteFolder(ObjectStore):
     def put(self, source: Path, name: str) -> str:
         """Upload a file, check the size that the store reports, and return the sha256 of its bytes.
 
-        What is appended to the file meanwhile is left out. An interruption may leave a part of the file under `name`.
+        What is appended to the file meanwhile is left out. An interruption may leave a part of it
+        under `name`.
         """
         path, size = self.path(name), source.stat().st_size
         digest, left = hashlib.sha256(), size
