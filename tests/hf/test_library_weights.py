@@ -96,6 +96,8 @@ class Reads:
 def test_each_of_two_ranks_reads_its_half_with_the_values_of_the_library(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     expected, reads = written(kind, tmp_path).state_dict(), Reads(monkeypatch)
     state = read(tmp_path)
     assert reads.read == 0

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils.loading_report import LoadStateDictInfo
 
 from dtt.base.errors import DamagedError, InputError
 from dtt.mesh.sharding import FullTensor
@@ -71,6 +72,7 @@ def _convert(rule: WeightConverter, name: str, sources: Sources, library: Any) -
         for tensor in tensors:
             rule.add_tensor(name, name, pattern, tensor[()])  # type: ignore[arg-type]
     found = rule.convert(name, model=library, config=library.config)
+    found = found[0] if isinstance(found, tuple) else found  # transformers 5.0 adds its errors
     return {key: one[0] if isinstance(one, list) else one for key, one in found.items()}
 
 
@@ -111,16 +113,16 @@ def named_by_library(
     for name, target in targets.items():
         state |= target.parameters(name, library)
     _tie(state, model, folder)
-    report: Any = LoadStateDictInfo(
+    report = SimpleNamespace(
         missing_keys=expected.keys() - state.keys() - _heads(model),
         unexpected_keys=extra | (state.keys() - expected.keys()),
-        mismatched_keys=set(),
-        error_msgs=[],
-        conversion_errors={},
-        skipped_pp_keys=set(),
     )
     # The rules of its classes: tables that older versions saved, layers that only others use.
-    library._adjust_missing_and_unexpected_keys(report)  # noqa: SLF001
+    adjust = library._adjust_missing_and_unexpected_keys  # noqa: SLF001
+    if "loading_info" in signature(adjust).parameters:
+        adjust(report)
+    else:  # transformers 5.0
+        report.missing_keys, report.unexpected_keys = adjust(**vars(report))
     wrong = {"missing": report.missing_keys, "unknown": report.unexpected_keys}
     shapes = {
         f"{name} is {list(tensor.shape)}, not {list(expected[name].shape)}"
