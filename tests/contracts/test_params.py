@@ -27,7 +27,7 @@ from dtt.config.schedule import RunFacts
 from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
-from dtt.mesh.sharding import Box, from_local, layout_of, local, local_shard, world_size
+from dtt.mesh.sharding import TensorSlice, from_local, layout_of, local, local_shard, world_size
 from dtt.optim import built
 from dtt.optim.adamw import AdamWSettings
 from dtt.optim.ema import Ema
@@ -106,7 +106,7 @@ class OfRank(NamedTuple):
     """What one rank computed."""
 
     norms: list[float]
-    parts: dict[str, tuple[Box, list[Any]]]
+    parts: dict[str, tuple[TensorSlice, list[Any]]]
     groups: dict[str, list[str]]
     average: dict[str, list[Any]]
 

@@ -24,7 +24,7 @@ from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.report import InspectOptions, Report
 from dtt.data.inspect.token_ids import IdStatistics, count, places
 from dtt.data.samples import compatibility
-from dtt.data.samples.token_shards import Ends, Shard
+from dtt.data.samples.token_shards import DocumentEnds, Shard
 from dtt.data.token_file import TokenFile, idx_path
 
 
@@ -58,7 +58,7 @@ def test_place_by_place_every_document_is_seen_once(
     stem = tmp_path_factory.mktemp("pair") / "a"
     write_pair(stem, documents)
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
-    where = TokenFile(stem) if pair else Ends(ends.astype("<u8"))
+    where = TokenFile(stem) if pair else DocumentEnds(ends.astype("<u8"))
     total = sum(map(len, documents))
     shard = Shard(stem.with_suffix(".bin"), total, "<u2", "", lambda: where)
     assert count(where) == len(documents)

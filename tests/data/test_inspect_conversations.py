@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import pty
-import sys
 from pathlib import Path
 
 import pytest
+from support import pseudo_terminal
 from support.conversation_files import conversation, jsonl, write_tokenizer
 from support.running import Dtt
 
@@ -60,11 +59,8 @@ def test_a_terminal_shows_trained_tokens_in_color(dtt: Dtt) -> None:
 def in_terminal(dtt: Dtt, **env: str) -> str:
     """Return what `dtt data inspect` writes to a terminal; an empty variable is not set."""
     env = {name: value for name, value in env.items() if value}
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(dtt.folder)
-        command = [sys.executable, "-m", "dtt.main", "data", "inspect", "tokens", "--samples", "1"]
-        os.execvpe(sys.executable, command, os.environ | env)
+    arguments = ["data", "inspect", "tokens", "--samples", "1"]
+    process, terminal = pseudo_terminal.start_dtt(arguments, dtt.folder, env)
     shown = b""
     while True:
         try:
@@ -74,7 +70,8 @@ def in_terminal(dtt: Dtt, **env: str) -> str:
         if not part:
             break
         shown += part
-    os.waitpid(child, 0)
+    os.close(terminal)
+    process.wait()
     return shown.decode()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pty
 import re
 import select
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import pseudo_terminal
 from support.running import TIMEOUT, Dtt
 from support.tiny_job import (
     END_OF_DOCUMENT,
@@ -314,7 +314,7 @@ class Terminal:
     """`dtt chat` in a pseudo-terminal."""
 
     number: int
-    pid: int
+    process: subprocess.Popen[bytes]
     said: str = ""
 
     def type(self, text: str) -> None:
@@ -341,7 +341,7 @@ class Terminal:
         """Wait for the end; return the exit code."""
         while more := self._read():
             self.said += more
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.process.wait(TIMEOUT)
 
     def _read(self) -> str:
         try:
@@ -352,16 +352,15 @@ class Terminal:
 
 @contextmanager
 def terminal(folder: Path, *arguments: object) -> Iterator[Terminal]:
-    pid, number = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        environment = os.environ | {"TERM": "dumb"}
-        command = [sys.executable, "-m", "dtt.main", "chat", *map(str, arguments)]
-        os.execve(sys.executable, command, environment)
+    process, number = pseudo_terminal.start_dtt(
+        ["chat", *map(str, arguments)], folder, {"TERM": "dumb"}
+    )
     try:
-        yield Terminal(number, pid)
+        yield Terminal(number, process)
     finally:
         os.close(number)
+        process.kill()
+        process.wait()
 
 
 def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dtt.jobs.stop import Requests
 from dtt.mesh.dist import World
 from dtt.optim.groups import set_learning_rate
 from dtt.train.build import build as wire
-from dtt.train.inputs import Inputs
+from dtt.train.inputs import StartedRun
 from dtt.train.run_plan import make_plan
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.trainer import Trainer
@@ -44,7 +44,7 @@ def build(world: World, folder: Path, tokens: Path, *settings: str) -> Trainer:
     attempt = Attempt(job, Requests(), number)
     resume = world.from_first(store.newest(job.checkpoints) if world.first else None)
     return wire(
-        Inputs(
+        StartedRun(
             resolved=resolved, job=job, dataset=dataset, plan=plan, from_step=None, branch=None,
             stage=None, predecessor=None, attempt=attempt, world=world, watchdog=watchdog,
             resume=resume,

@@ -27,7 +27,7 @@ from dtt.base.errors import DamagedError
 from dtt.base.files import named
 from dtt.checkpoint import header
 from dtt.checkpoint.header import HeaderEntry
-from dtt.mesh.sharding import Box, LaidOut, local
+from dtt.mesh.sharding import LaidOut, TensorSlice, local
 
 CHUNK = 2**24
 """Bytes hashed and written at a time; small enough to stay in the CPU cache in between."""
@@ -73,7 +73,7 @@ def cut(tensors: Mapping[str, LaidOut], rank: int) -> list[TensorShard]:
     """
     # Only ranks that hold the same part can divide it. Under HSDP these are the replicas of a
     # shard, under DDP all ranks.
-    by_ranks: dict[tuple[int, ...], list[tuple[str, Tensor, Box]]] = defaultdict(list)
+    by_ranks: dict[tuple[int, ...], list[tuple[str, Tensor, TensorSlice]]] = defaultdict(list)
     # Names break ties, so that all ranks divide the same list: each derives its part without a
     # message.
     for name, held in sorted(tensors.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])):
@@ -89,7 +89,7 @@ def cut(tensors: Mapping[str, LaidOut], rank: int) -> list[TensorShard]:
 
 
 def _divided(
-    parts: Sequence[tuple[str, Tensor, Box]], replica: int, replicas: int
+    parts: Sequence[tuple[str, Tensor, TensorSlice]], replica: int, replicas: int
 ) -> Iterator[TensorShard]:
     """Yield the shards that replica `replica` of `replicas` writes of parts that all of them hold.
 
@@ -183,7 +183,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: list[tuple[TensorFile, Box]] = field(default_factory=list)
+    boxes: list[tuple[TensorFile, TensorSlice]] = field(default_factory=list)
     """Files, each with the box of the tensor that it contains."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
@@ -210,7 +210,7 @@ class Stored:
             )
         return tensor
 
-    def _near(self, wanted: Sequence[tuple[int, ...]]) -> Iterable[tuple[TensorFile, Box]]:
+    def _near(self, wanted: Sequence[tuple[int, ...]]) -> Iterable[tuple[TensorFile, TensorSlice]]:
         """Return the boxes that share an index of the first dimension with `wanted`."""
         if not wanted:
             return self.boxes
@@ -242,5 +242,5 @@ def read(
             stored = found.get(entry.name)
             if stored is None:
                 stored = found[entry.name] = Stored(entry.name, entry.shape, dtypes[entry.dtype])
-            stored.boxes.append((file, Box(entry.offset, entry.extent)))
+            stored.boxes.append((file, TensorSlice(entry.offset, entry.extent)))
     return found

@@ -190,7 +190,7 @@ class TokenFile:
         )
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """Sizes and hashes of the files of a shard, returned by `TokenFileWriter.close`."""
 
     sequences: int
@@ -254,14 +254,14 @@ class TokenFileWriter:
             self._index.write(lengths.astype("<i4", copy=False).data)
         self._sequences += len(lengths)
 
-    def close(self) -> Written:
+    def close(self) -> WrittenFile:
         """Sync the `.bin`, write the index, and return their sizes and hashes."""
         _flush(self._file, bin_path(self._stem))
         if self._mask is not None:
             _flush(self._mask, mask_path(self._stem))
         with named(idx_path(self._stem)):
             tokens = self._complete_index()
-        return Written(
+        return WrittenFile(
             sequences=self._sequences,
             tokens=tokens,
             bin_sha256=self._hash.hexdigest(),

@@ -17,7 +17,7 @@ from dtt.optim.muon.optimizer import BATCH_ELEMENTS
 from dtt.optim.muon.shard_assignment import Matrix, buckets
 
 
-class Phase(NamedTuple):
+class MuonPhase(NamedTuple):
     """One phase of the update of a bucket, between two yields of `Muon._update`; in bytes."""
 
     peak: float
@@ -44,7 +44,7 @@ def buffers(case: Case) -> int:
     return int(worst)
 
 
-def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
+def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[MuonPhase]:
     """Yield the phases of a bucket on the first device, which gets the most expensive matrix.
 
     The phases are: update momenta and send them to the assigned ranks; orthogonalise and send the
@@ -63,20 +63,20 @@ def _phases(case: Case, bucket: Sequence[Matrix]) -> Iterator[Phase]:
     applying = _applying(case, batch)
     orthogonalizing = max(_newton_schulz(case, owned), _row_norms(case, owned))
     if case.stage_devices == 1:
-        yield Phase(max(averaging, w * held + orthogonalizing, e * held + applying), 0)
+        yield MuonPhase(max(averaging, w * held + orthogonalizing, e * held + applying), 0)
         return
     there = e * (2 * own + held / _copies(case) if case.sizes.sharded else own)
     home = e * (2 * held + _copies(case) * own)
     asking = max(averaging, w * held + there)
     answering = there + max(orthogonalizing, e * own + home)
     if case.sizes.sharded:
-        yield Phase(asking, there)
-        yield Phase(answering, home)
+        yield MuonPhase(asking, there)
+        yield MuonPhase(answering, home)
     else:
-        yield Phase(max(asking, answering), home)
+        yield MuonPhase(max(asking, answering), home)
     if case.sizes.sharded and case.muon is not None and case.muon.scale == "hyperball":
-        yield Phase(home + applying, home)  # the sums over matrices are in flight
-    yield Phase(home + applying, 0)
+        yield MuonPhase(home + applying, home)  # the sums over matrices are in flight
+    yield MuonPhase(home + applying, 0)
 
 
 def _applying(case: Case, batch: float) -> float:

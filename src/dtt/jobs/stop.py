@@ -42,7 +42,7 @@ class Request(IntEnum):
 
 
 @dataclass(frozen=True)
-class Agreed:
+class AgreedRequest:
     """The requests that all ranks have agreed on after a step."""
 
     request: Request
@@ -147,7 +147,7 @@ class Requests:
         failed: bool = False,
         end: int = 0,
         uncompiled: bool = False,
-    ) -> Agreed:
+    ) -> AgreedRequest:
         """Return the action that all ranks take after `step`; all ranks call it together.
 
         `failed` is True if this rank's last save has failed. The same all-reduce shares two more
@@ -167,7 +167,7 @@ class Requests:
             profile_kind = world.from_first(_lines(self.job, "profile")[1:] or [""])[0]
         if world.first and request in (Request.PROFILE, Request.SAVE, Request.STOP):
             self._acknowledge(request, step)
-        return Agreed(request, end, bool(any_uncompiled), profile_kind)
+        return AgreedRequest(request, end, bool(any_uncompiled), profile_kind)
 
     def stop_wanted(self, world: World) -> bool:
         """Return True if any rank has a request to stop; all ranks call it together.

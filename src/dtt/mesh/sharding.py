@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from dtt.base.errors import DamagedError
 
 
-class Box(NamedTuple):
+class TensorSlice(NamedTuple):
     """A rectangular part of a tensor: its offset and shape."""
 
     offset: tuple[int, ...]
@@ -63,12 +63,12 @@ class TensorLayout:
         group: dist.ProcessGroup = mesh.get_group()
         return group
 
-    def box(self, rank: int) -> Box:
+    def box(self, rank: int) -> TensorSlice:
         """Return the part of the tensor that `rank` holds."""
         return _box(self.shape, self.placements, self.mesh_shape, self._coordinate(rank))
 
     @cached_property
-    def boxes(self) -> Mapping[int, Box]:
+    def boxes(self) -> Mapping[int, TensorSlice]:
         """The part of the tensor that each rank holds, by rank."""
         return {rank: self.box(rank) for rank in self.ranks}
 
@@ -183,7 +183,7 @@ class LocalShard(NamedTuple):
     """The part of a tensor that this rank holds."""
 
     local: Tensor
-    box: Box
+    box: TensorSlice
     shape: tuple[int, ...]
     """Shape of the full tensor."""
 
@@ -227,7 +227,7 @@ def local_shard(tensor: Tensor) -> LocalShard:
         return LocalShard(local(tensor), layout.box(this_rank()), layout.shape)
     # A rank that has a plain tensor has all of it, whichever ranks do.
     shape = tuple(tensor.shape)
-    return LocalShard(tensor, Box((0,) * len(shape), shape), shape)
+    return LocalShard(tensor, TensorSlice((0,) * len(shape), shape), shape)
 
 
 @torch.no_grad()
@@ -249,7 +249,7 @@ def fill(tensor: Tensor, full: FullTensor) -> None:
 
 def _box(
     shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], place: Sequence[int]
-) -> Box:
+) -> TensorSlice:
     """Return the part at coordinates `place` of a mesh of shape `sizes`.
 
     Each dimension is split as `torch.chunk` does. FSDP2 splits what tensor parallelism has already
@@ -266,7 +266,7 @@ def _box(
         first = min(rows * place[i], extent[dim])
         offset[dim] += first
         extent[dim] = min(rows, extent[dim] - first)
-    return Box(tuple(offset), tuple(extent))
+    return TensorSlice(tuple(offset), tuple(extent))
 
 
 def zeros_sharded_as(parameter: Tensor, shape: Sequence[int], **how: Any) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dtt.base import local as machine
 from dtt.base.errors import ConfigError
 from dtt.config.own import own_code
-from dtt.mesh.sharding import Box, fill, local, local_shard
+from dtt.mesh.sharding import TensorSlice, fill, local, local_shard
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.contract import Model
 
@@ -192,13 +192,13 @@ def _normal(parameter: Tensor, std: float, seed: int, name: str) -> Iterator[Fil
         yield from _matrix(local_part, box, shape, draw, f"{seed}:{name}")
         return
     for e, matrix in enumerate(local_part, start=box.offset[0]):
-        of_matrix = Box(box.offset[1:], box.shape[1:])
+        of_matrix = TensorSlice(box.offset[1:], box.shape[1:])
         yield from _matrix(matrix, of_matrix, shape[1:], draw, f"{seed}:{name}[{e}]")
 
 
 def _matrix(
     local_part: Tensor,
-    box: Box,
+    box: TensorSlice,
     shape: Sequence[int],
     draw: Callable[[Tensor, torch.Generator], None],
     key: str,

@@ -59,7 +59,7 @@ class AnomalousStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class StepVerdict:
     """The guard's judgement of one step, on the device."""
 
     skip: Tensor
@@ -86,7 +86,7 @@ class Guard:
     # ---- on the device ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def judge(self, values: Tensor) -> Judgement:
+    def judge(self, values: Tensor) -> StepVerdict:
         """Judge a step by its loss and gradient norm [2], without a host synchronisation.
 
         They must be bitwise equal on all ranks, as `Mesh.mean` makes them.
@@ -107,7 +107,7 @@ class Guard:
             moved = torch.cat([self._window[1:], log.view(1)])
             good = log.isfinite() & (verdict == FINE)
             self._window.copy_(torch.where(good, moved, self._window))
-        return Judgement((verdict != FINE).float(), torch.cat([values, verdict.view(1)]))
+        return StepVerdict((verdict != FINE).float(), torch.cat([values, verdict.view(1)]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state for a checkpoint, so that a resumed run reaches the same verdicts."""
@@ -129,7 +129,7 @@ class Guard:
     ) -> Iterator[Record]:
         """Yield the records of a step: `record` completed and, if anomalous, a `guard` record.
 
-        `values` are `Judgement.values` on the host. After the records of an anomalous step, raise
+        `values` are `StepVerdict.values` on the host. After the records of an anomalous step, raise
         Diverged if it is to stop the run.
         """
         loss, norm, verdict = values

@@ -17,7 +17,7 @@ from dtt.config.own import own_code, own_files
 from dtt.config.run import RunConfig
 from dtt.optim.lr_curves import WsdConfig
 from dtt.train.initial import carry_optimizers, initialise_from
-from dtt.train.inputs import Inputs
+from dtt.train.inputs import StartedRun
 from dtt.train.objectives.reference_logprobs import (
     check_reference,
     named_reference,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dtt.train.trainer import Trainer
 
 
-def build(inputs: Inputs) -> Trainer:
+def build(inputs: StartedRun) -> Trainer:
     """Build the trainer of a run; all ranks call it together."""
     from dtt.checkpoint.mirror import SECONDS_AT_STOP
     from dtt.data.samples.loader import training_batches
@@ -75,7 +75,7 @@ def build(inputs: Inputs) -> Trainer:
     )
 
 
-def make_state(inputs: Inputs) -> tuple[TrainState, BatchReader]:
+def make_state(inputs: StartedRun) -> tuple[TrainState, BatchReader]:
     """Return the model with its optimizers, its weight average and the anomaly guard.
 
     Also return the reader of this rank's samples.
@@ -143,7 +143,7 @@ def make_experts(cfg: RunConfig, laid_out: LaidOutModel) -> ExpertLoad | None:
     return ExpertLoad(laid_out.model, laid_out.layout, cfg.train.balance_rate)
 
 
-def make_ema(inputs: Inputs, laid_out: LaidOutModel) -> Ema | None:
+def make_ema(inputs: StartedRun, laid_out: LaidOutModel) -> Ema | None:
     """Return the average of the weights; None if the configuration asks for none."""
     from dtt.config.schedule import first_steps
     from dtt.optim.ema import Ema
@@ -158,7 +158,7 @@ def make_ema(inputs: Inputs, laid_out: LaidOutModel) -> Ema | None:
 
 
 def load_initial_weights(
-    inputs: Inputs, laid_out: LaidOutModel, reader: BatchReader
+    inputs: StartedRun, laid_out: LaidOutModel, reader: BatchReader
 ) -> tuple[Checkpoint | None, Reference | None]:
     """Replace the fresh weights of a new job, which `assemble` made, by those of `init.from`.
 
@@ -206,7 +206,9 @@ def load_initial_weights(
     return start, base_reference(source, start, inputs.world, inputs.job.root)
 
 
-def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[StepAction]) -> Observers:
+def make_observers(
+    inputs: StartedRun, state: TrainState, actions: Sequence[StepAction]
+) -> Observers:
     """Return the measurements and the trackers of a run."""
     from dtt.model.adapted_layers import adapter_weights
     from dtt.parallel.pipelining import Pipeline
@@ -243,7 +245,7 @@ def make_observers(inputs: Inputs, state: TrainState, actions: Sequence[StepActi
     )
 
 
-def make_saver(inputs: Inputs) -> Saver:
+def make_saver(inputs: StartedRun) -> Saver:
     """Return the saver, with the facts that the manifest of each checkpoint records."""
     import torch
 
@@ -267,7 +269,7 @@ def make_saver(inputs: Inputs) -> Saver:
     return saver
 
 
-def open_mirror(inputs: Inputs) -> Mirror | None:
+def open_mirror(inputs: StartedRun) -> Mirror | None:
     """Return the mirror of the checkpoints, on rank 0; None without `checkpoint.mirror`."""
     from dtt.checkpoint.mirror import Mirror, mirror_url
 
@@ -278,7 +280,7 @@ def open_mirror(inputs: Inputs) -> Mirror | None:
     return Mirror(url, job, job.run_id(), cfg.checkpoint)
 
 
-def make_budget(inputs: Inputs) -> TimeBudget | None:
+def make_budget(inputs: StartedRun) -> TimeBudget | None:
     """Return the time budget of a run with a time limit, on rank 0; None otherwise.
 
     Logs when the run will end, and restores the measured speed from the checkpoint.

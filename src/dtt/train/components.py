@@ -22,7 +22,7 @@ from dtt.track.base import Record, Tracker
 from dtt.train.anomaly_guard import Guard
 from dtt.train.assemble import LaidOutModel
 from dtt.train.expert_load import ExpertLoad
-from dtt.train.inputs import Inputs
+from dtt.train.inputs import StartedRun
 from dtt.train.objectives import loss_function
 from dtt.train.profiler import Profiler
 from dtt.train.run_schedule import RunSchedule
@@ -103,7 +103,7 @@ class Observers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Inputs):
+class Run(StartedRun):
     """The parts of a run; none of them is replaced while it trains. `Trainer` extends it.
 
     `cfg.objective` and `cfg.actions` are live objects: their classes may keep state in them, which

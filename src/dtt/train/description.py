@@ -23,7 +23,7 @@ from dtt.data.samples import compatibility
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
-    from dtt.train.inputs import Start
+    from dtt.train.inputs import PreparedRun
     from dtt.train.run_plan import RunPlan
 
 RATE_JUMP = 1.1
@@ -31,7 +31,7 @@ RATE_JUMP = 1.1
 less than this between two steps."""
 
 
-def write_description(start: Start, resume: Checkpoint | None) -> None:
+def write_description(start: PreparedRun, resume: Checkpoint | None) -> None:
     """Write the files of the job directory that describe the run; rank 0 calls it."""
     job, resolved = start.job, start.resolved
     if start.stage is not None and resume is None:  # before config.yaml makes the folder a job

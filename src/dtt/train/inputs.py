@@ -1,7 +1,7 @@
 """A run before it has a model: what its checks found, then what the ranks of an attempt share.
 
-One object that grows: `Start`, then `Inputs`, and with model, schedule and trackers `Run`, of which
-the only instance is a `Trainer`.
+One object that grows: `PreparedRun`, `StartedRun`, and with model, schedule and trackers `Run`, of
+which the only instance is a `Trainer`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # keeps torch out of checks that come before it is needed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class PreparedRun:
     """A start of a job that passed all checks."""
 
     resolved: Resolved
@@ -57,7 +57,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs(Start):
+class StartedRun(PreparedRun):
     """A start whose ranks have met, and know the checkpoint that they resume from."""
 
     attempt: Attempt

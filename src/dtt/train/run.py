@@ -40,7 +40,7 @@ from dtt.train.description import (
 )
 from dtt.train.find_job import find_job
 from dtt.train.initial import describe_adopted
-from dtt.train.inputs import Inputs, Start
+from dtt.train.inputs import PreparedRun, StartedRun
 from dtt.train.start import prepare, recorded_refusal
 from dtt.train.supervise.lost_rank import lost_rank_named
 from dtt.train.supervise.watchdog import Watchdog
@@ -126,7 +126,11 @@ def under_time_pressure(job: JobDir) -> bool:
 
 
 def run_attempt(
-    start: Start, ranks: Ranks, requests: Requests, startup: PhaseTimer, instrument: Instrument
+    start: PreparedRun,
+    ranks: Ranks,
+    requests: Requests,
+    startup: PhaseTimer,
+    instrument: Instrument,
 ) -> None:
     """Lock the job, join the other ranks and train; `startup` has timed the start so far."""
     from dtt.mesh import dist
@@ -175,7 +179,9 @@ def _stage_of(
     return Stage(job, stage_names(config, arguments), resolved)
 
 
-def build_and_train(start: Start, attempt: Attempt, world: World, instrument: Instrument) -> None:
+def build_and_train(
+    start: PreparedRun, attempt: Attempt, world: World, instrument: Instrument
+) -> None:
     """Build the trainer, resume from a checkpoint if there is one, and run to the end.
 
     Raises Preempted if a stop was requested before the last step.
@@ -198,7 +204,7 @@ def build_and_train(start: Start, attempt: Attempt, world: World, instrument: In
             plan = start.plan.with_decay(branch.timed_decay(job, resume))
             start = replace(start, plan=plan)
             watchdog.expect(plan.steps)
-        inputs = Inputs(
+        inputs = StartedRun(
             **vars(start), attempt=attempt, world=world, watchdog=watchdog, resume=resume
         )
         if world.first:
@@ -223,9 +229,8 @@ def build_and_train(start: Start, attempt: Attempt, world: World, instrument: In
             if world.first and start.from_step is not None:
                 # Only now: a run that cannot be built must leave the newer checkpoints.
                 set_aside(attempt, start.from_step)
-            stack.push(
-                attempt.requests.note_failure
-            )  # called first, before the trackers are closed
+            # Called first, before the trackers are closed.
+            stack.push(attempt.requests.note_failure)
             finished = trainer.run()
     if not finished:
         raise Preempted(
@@ -236,14 +241,14 @@ def build_and_train(start: Start, attempt: Attempt, world: World, instrument: In
         )
 
 
-def complete_mirror(inputs: Inputs, newest: int) -> None:
+def complete_mirror(inputs: StartedRun, newest: int) -> None:
     """Upload the checkpoints up to step `newest` that the mirror of a job that is done lacks."""
     if (mirror := open_mirror(inputs)) is not None:
         mirror.start(newest, lambda: retention.eval_losses(inputs.job))
         mirror.finish(SECONDS_FOR_MIRROR, inputs.attempt.requests.stop_asked_here)
 
 
-def write_run_files(inputs: Inputs) -> None:
+def write_run_files(inputs: StartedRun) -> None:
     """Write the files that describe the run, and warn of what a resume changes, on rank 0."""
     if inputs.resume is not None:
         warn_of_rate_jump(inputs.job, inputs.resume, inputs.plan)
@@ -251,7 +256,7 @@ def write_run_files(inputs: Inputs) -> None:
     write_description(inputs, inputs.resume)
 
 
-def announce(inputs: Inputs) -> None:
+def announce(inputs: StartedRun) -> None:
     """Log what is about to be trained, and record the command and its environment, on rank 0."""
     if inputs.resume is None and (adopted := describe_adopted(inputs.resolved)):
         log.info("%s", adopted)
@@ -310,7 +315,7 @@ def set_aside(attempt: Attempt, from_step: int) -> None:
         log.info("renamed newer checkpoint: %s", path)
 
 
-def is_done(inputs: Inputs, resume: Checkpoint) -> bool:
+def is_done(inputs: StartedRun, resume: Checkpoint) -> bool:
     """Return True if the last step is saved and its evaluation is recorded."""
     from dtt.evaluate.tasks.definition import load_tasks
 

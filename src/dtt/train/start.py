@@ -31,7 +31,7 @@ from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stages import Stage
 from dtt.jobs.stop import Requests
 from dtt.train.initial import check_source, check_vocabulary_of_stage
-from dtt.train.inputs import Start
+from dtt.train.inputs import PreparedRun
 from dtt.train.objectives.reference_logprobs import check_initial_weights, named_reference
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def prepare(
     branch: Branch | None,
     startup: PhaseTimer,
     stage: Stage | None = None,
-) -> Start:
+) -> PreparedRun:
     """Check a start, and return what it found; raise the same DttError on all ranks.
 
     Each rank checks on its own, because there is no process group yet.
@@ -112,7 +112,7 @@ def prepare(
         if predecessor is not None:
             check_vocabulary_of_stage(dataset.tokenizer, predecessor.job.tokenizer)
     startup.end_phase("data")
-    return Start(
+    return PreparedRun(
         resolved=resolved,
         job=job,
         dataset=dataset,

@@ -41,7 +41,7 @@ Span = tuple[float, Mark, Mark]
 
 
 @runtime_checkable
-class Waiter(Protocol):
+class CommunicationTimer(Protocol):
     """An optimizer whose ranks wait for each other's messages."""
 
     @property
@@ -77,8 +77,8 @@ class ThroughputMeter:
     ) -> None:
         """Create the meter, and measure the speed of matrix products; all ranks call it together.
 
-        The waiting time of `optimizers` that are `Waiter`s counts as communication. `adapter` is
-        the number of its weights, if all others are frozen.
+        `optimizers` that are a `CommunicationTimer` report their waiting time, which counts as
+        communication. `adapter` is the number of its weights, if all others are frozen.
         """
         # Counted once for each length: a model that its family builds is copied and run on tensors
         # without values for it. Twice in each step, that took a quarter of a small model's time.
@@ -96,7 +96,7 @@ class ThroughputMeter:
         self._spans: deque[Span] = deque(maxlen=RECENT)
         self._first: Span | None = None
         self._paused = self._waited = 0.0
-        self._waiters = [o for o in optimizers if isinstance(o, Waiter)]
+        self._waiters = [o for o in optimizers if isinstance(o, CommunicationTimer)]
         self._pipeline: Pipeline | None = None
         self._gradients: Mark | None = None
         self._gradients_known = world.size == 1

@@ -44,7 +44,7 @@ class Trainer(Run):
     actions: Sequence[StepAction]
     """What the run does after a step, in order."""
     _unread: list[tuple[Record, Tensor, Names]] = field(default_factory=list)
-    """Records of steps, values that are still on the device (the guard's `Judgement.values`, then
+    """Records of steps, values that are still on the device (the guard's `StepVerdict.values`, then
     auxiliary losses and metrics), and the names of the latter."""
     _reported: list[str] = field(default_factory=list)
     """Names of the values of the first step, which all ranks have."""

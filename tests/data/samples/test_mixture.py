@@ -17,7 +17,7 @@ from dtt.data.samples.mixture import (
     LONGEST_PATTERN,
     Mixture,
     OnExhausted,
-    Pattern,
+    SourcePattern,
     Weights,
     pattern,
     shares,
@@ -267,7 +267,7 @@ def test_the_work_of_a_plan_grows_with_the_samples_of_the_run(
 
 def test_a_pattern_that_grows_is_the_same_as_at_once() -> None:
     counts = (3, 500, 77, 0, 1)
-    grown, whole = Pattern(counts), Pattern(counts)
+    grown, whole = SourcePattern(counts), SourcePattern(counts)
     for slots in (1, 7, 8, 64, 200, sum(counts)):
         for part, expected in zip(grown.first(slots), whole.first(sum(counts)), strict=True):
             assert np.array_equal(part[:slots], expected[:slots])

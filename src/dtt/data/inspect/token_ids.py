@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dtt.base.errors import DamagedError
 from dtt.data.inspect.report import ODDITIES_SHOWN, Sample, spread
-from dtt.data.samples.token_shards import DocumentBounds, Ends, Shard
+from dtt.data.samples.token_shards import DocumentBounds, DocumentEnds, Shard
 from dtt.data.token_file import TokenFile, Tokens
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def count(documents: DocumentBounds) -> int:
     match documents:
         case TokenFile():
             return len(documents.documents) - 1
-        case Ends():
+        case DocumentEnds():
             return len(documents.ends)
         case _:
             raise TypeError(type(documents))

@@ -25,7 +25,7 @@ from dtt.data.samples.protocol import (
     SOURCE_SHIFT,
     Counts,
     DocumentSpan,
-    Opened,
+    OpenedSource,
     SampleNumbers,
     SampleRows,
     SampleSource,
@@ -247,7 +247,7 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     )
 
 
-def _check_length(source: Opened, seq_len: int) -> None:
+def _check_length(source: OpenedSource, seq_len: int) -> None:
     """Raise ConfigError if a source has no sample."""
     train = source.train
     counts = train.packing_counts if isinstance(train, TokenSource) else None
@@ -264,7 +264,9 @@ def _check_length(source: Opened, seq_len: int) -> None:
         )
 
 
-def _manifest(cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[Opened]) -> DataManifest:
+def _manifest(
+    cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[OpenedSource]
+) -> DataManifest:
     paths = [source.place for source in given]
     paths = paths or [*cfg.data.input_paths(cfg), Path(cfg.data.type)][:1]
     sources = tuple(
@@ -291,7 +293,7 @@ def _manifest(cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[Opene
     )
 
 
-def _begin_of_document(cfg: RunConfig, opened: Sequence[Opened]) -> int | None:
+def _begin_of_document(cfg: RunConfig, opened: Sequence[OpenedSource]) -> int | None:
     """Return the token before documents of text; None if they begin without one.
 
     In a run on conversations only, it is what the tokenizer adds: the base model was trained so,
@@ -310,7 +312,7 @@ def _begin_of_document(cfg: RunConfig, opened: Sequence[Opened]) -> int | None:
 
 
 def _weights(
-    cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[Opened]
+    cfg: RunConfig, given: Sequence[AnySource], opened: Sequence[OpenedSource]
 ) -> list[tuple[int, Weights]]:
     """Return the mixture weights with the step, counted from 1, from which they hold.
 

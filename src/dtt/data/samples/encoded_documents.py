@@ -24,7 +24,7 @@ from dtt.data.samples.protocol import (
     count_targets,
     targets_of,
 )
-from dtt.data.samples.token_shards import Ends, spans_in
+from dtt.data.samples.token_shards import DocumentEnds, spans_in
 from dtt.data.text.encoder import Encoder
 
 UNIT_BYTES = 16 * 10**6
@@ -109,7 +109,7 @@ class EncodedDocuments:
         none = np.empty(0, dtype=np.int32)
         self.ids = np.concatenate([none, *(ids.astype(np.int32) for ids, _ in encoded)])
         lengths = np.concatenate([none, *(n for _, n in encoded)])
-        self.ends = Ends(np.cumsum(lengths, dtype=np.int64))
+        self.ends = DocumentEnds(np.cumsum(lengths, dtype=np.int64))
         self.places = [(d.file, d.span_start, d.number) for d in documents]
         """File, span and number of each document; see Document."""
         self._seq_len = seq_len

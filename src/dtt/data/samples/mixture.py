@@ -60,7 +60,7 @@ def shares(weights: Weights) -> tuple[int, ...]:
     return tuple(counts)
 
 
-class Pattern:
+class SourcePattern:
     """One period of the repeating order of sources in a phase, computed as far as it is used.
 
     A phase may end long before its pattern does: with hundreds of sources that are exhausted one
@@ -92,9 +92,9 @@ class Pattern:
 
 
 @lru_cache(maxsize=32)
-def pattern(counts: tuple[int, ...]) -> Pattern:
+def pattern(counts: tuple[int, ...]) -> SourcePattern:
     """Return the pattern in which each source has its `counts` of samples in a period."""
-    return Pattern(counts)
+    return SourcePattern(counts)
 
 
 def _slots(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -127,7 +127,7 @@ def _slots(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Phase:
+class WeightsPhase:
     """A range of positions of the run with one pattern."""
 
     first: int
@@ -142,7 +142,7 @@ class Phase:
         return shares(self.weights)
 
     @property
-    def pattern(self) -> Pattern:
+    def pattern(self) -> SourcePattern:
         """The pattern of the phase, which is not kept: hundreds of them would take 100s of MB."""
         return pattern(self.shares)
 
@@ -217,8 +217,8 @@ class Mixture:
         self.phases = self._plan(list(weights))
         self._firsts = [phase.first for phase in self.phases]
 
-    def _plan(self, weights: list[tuple[int, Weights]]) -> list[Phase]:
-        phases: list[Phase] = []
+    def _plan(self, weights: list[tuple[int, Weights]]) -> list[WeightsPhase]:
+        phases: list[WeightsPhase] = []
         gone: set[int] = set()  # exhausted sources, which are not repeated
         sizes = np.array(self.sizes, dtype=np.int64)
         first, consumed = 0, np.zeros_like(sizes)
@@ -229,7 +229,7 @@ class Mixture:
             if not any(left):
                 self.end = first
                 break
-            phase = Phase(first, consumed, left)
+            phase = WeightsPhase(first, consumed, left)
             phases.append(phase)
             # The nearest event ends the phase: a change of weights, an exhausted source, or the
             # end.
@@ -274,7 +274,7 @@ class Mixture:
         """Return [sources]: samples of each source before a position."""
         return self._phase(position).counts(position)
 
-    def rounded(self) -> list[tuple[int, Phase, Fraction, Fraction]]:
+    def rounded(self) -> list[tuple[int, WeightsPhase, Fraction, Fraction]]:
         """Return the shares of each phase that rounding changed by more than MOVED of themselves.
 
         Each is the source, the phase, the share by the weights, and the one in the pattern.
@@ -298,5 +298,5 @@ class Mixture:
         position = self.phases[before].after(source, size) if self.phases else None
         return None if position is None or position > self.end else position
 
-    def _phase(self, position: int) -> Phase:
+    def _phase(self, position: int) -> WeightsPhase:
         return self.phases[bisect_right(self._firsts, position) - 1]

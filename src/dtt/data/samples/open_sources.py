@@ -16,11 +16,11 @@ from dtt.data.samples import compatibility
 from dtt.data.samples.named_tokenizer import read_vocabulary
 from dtt.data.samples.own_rows import encoded, row_numbers
 from dtt.data.samples.own_source import open_own
-from dtt.data.samples.protocol import Opened, SampleSource, Vocabulary
+from dtt.data.samples.protocol import OpenedSource, SampleSource, Vocabulary
 from dtt.data.samples.token_source import TokenSource, open_tokens
 
 
-def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[Opened]:
+def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[OpenedSource]:
     """Open all `sources` of a run, or else the one that `cfg.data` is."""
     if isinstance(cfg.data, Source):
         return [_open_one(cfg, cfg.data, None, cfg.data.label)]
@@ -36,7 +36,7 @@ def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[Opened]:
     return opened
 
 
-def _open_source(cfg: RunConfig, source: AnySource, given: Vocabulary | None) -> Opened:
+def _open_source(cfg: RunConfig, source: AnySource, given: Vocabulary | None) -> OpenedSource:
     """Open a source of a mixture; `given` is the vocabulary of `data.tokenizer`."""
     held_out, name = source.validation, source.label
     opened = _open_one(cfg, source, given, name)
@@ -56,7 +56,7 @@ def _open_source(cfg: RunConfig, source: AnySource, given: Vocabulary | None) ->
 
 def _open_one(
     cfg: RunConfig, source: AnySource | Source, given: Vocabulary | None, name: str
-) -> Opened:
+) -> OpenedSource:
     """Open a source without its key `validation`."""
     if isinstance(source, SourceConfig):
         return _open_token_files(cfg, source, given)
@@ -68,7 +68,9 @@ def _open_one(
     return replace(opened, train=opened.train.made_from(name, row_numbers(folder)))
 
 
-def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | None) -> Opened:
+def _open_token_files(
+    cfg: RunConfig, source: SourceConfig, given: Vocabulary | None
+) -> OpenedSource:
     """Open the token files of one source.
 
     `given` is the vocabulary of `data.tokenizer`. It is needed for token files without a dtt
@@ -112,7 +114,7 @@ def _open_token_files(cfg: RunConfig, source: SourceConfig, given: Vocabulary | 
             why="token files that dtt did not create do not record it",
             next="data.tokenizer=PATH/tokenizer.json",
         )
-    return Opened(
+    return OpenedSource(
         train,
         validation if len(validation) else None,
         key,

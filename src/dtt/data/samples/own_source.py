@@ -17,7 +17,7 @@ from dtt.data.samples.named_tokenizer import read_vocabulary
 from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
-    Opened,
+    OpenedSource,
     SampleNumbers,
     SampleRows,
     Vocabulary,
@@ -129,7 +129,7 @@ class OwnSource:
         return [DocumentSpan(Path(self.name), self._numbers[sample], 0, 0, length)]
 
 
-def open_own(config: Source, cfg: RunConfig, name: str) -> Opened:
+def open_own(config: Source, cfg: RunConfig, name: str) -> OpenedSource:
     """Return the source of a class of a user's own; raise OwnCodeError if it cannot be used.
 
     `name` is its own, or that of the source whose held-out samples it has.
@@ -146,4 +146,4 @@ def open_own(config: Source, cfg: RunConfig, name: str) -> Opened:
     validation = OwnSource(name, config, held_out, vocabulary, cfg) if held_out else None
     # Not the file of the class, which a resume compares by itself: `--allow-change` takes another.
     key = fingerprint([keys_of(config), count, version, vocabulary.sha256])
-    return Opened(train, validation, key, vocabulary, None)
+    return OpenedSource(train, validation, key, vocabulary, None)

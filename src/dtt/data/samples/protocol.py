@@ -158,7 +158,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSource:
     """A configured source that has been opened for reading."""
 
     train: SampleSource

@@ -10,7 +10,7 @@ from dtt.config.sources import OneSource
 
 if TYPE_CHECKING:  # keeps numpy out of the check of a configuration
     from dtt.config.run import RunConfig
-    from dtt.data.samples.protocol import Opened
+    from dtt.data.samples.protocol import OpenedSource
 
 
 class SyntheticDataConfig(OneSource):
@@ -24,15 +24,15 @@ class SyntheticDataConfig(OneSource):
     vocab_size: int = Field(default=50257, ge=2, le=2**22)
     """Number of different ids."""
 
-    def open_samples(self, run: RunConfig) -> Opened:
+    def open_samples(self, run: RunConfig) -> OpenedSource:
         """Return random ids, with a tokenizer that shows them as numbers."""
         from dtt.artifacts.manifest import fingerprint
         from dtt.base.files import sha256_file
-        from dtt.data.samples.protocol import Opened, Vocabulary
+        from dtt.data.samples.protocol import OpenedSource, Vocabulary
         from dtt.data.samples.synthetic_source import NAME, SyntheticSource, numbers_tokenizer
 
         path = numbers_tokenizer(self.vocab_size)
-        return Opened(
+        return OpenedSource(
             SyntheticSource(self.vocab_size, run.train.seq_len, run.seed),
             None,
             fingerprint([NAME, self.vocab_size, run.seed]),

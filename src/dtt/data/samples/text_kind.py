@@ -10,7 +10,7 @@ from dtt.config.sources import OneSource
 
 if TYPE_CHECKING:
     from dtt.config.run import RunConfig
-    from dtt.data.samples.protocol import Opened
+    from dtt.data.samples.protocol import OpenedSource
 
 
 class TextDataConfig(OneSource):
@@ -30,7 +30,7 @@ class TextDataConfig(OneSource):
     """Exclude from the loss the targets that are the first token of a document, predicted from the
     end of the preceding one (Megatron's `--eod-mask-loss`)."""
 
-    def open_samples(self, run: RunConfig) -> Opened:
+    def open_samples(self, run: RunConfig) -> OpenedSource:
         """Open the corpus with the tokenizer that the run names."""
         from dtt.data.samples.text_source import open_text
 

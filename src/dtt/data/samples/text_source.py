@@ -48,7 +48,7 @@ from dtt.data.samples.encoded_documents import (
     EncodedDocuments,
     TextSamples,
 )
-from dtt.data.samples.protocol import Opened, SampleNumbers, Vocabulary
+from dtt.data.samples.protocol import OpenedSource, SampleNumbers, Vocabulary
 from dtt.data.samples.shuffle import permutation
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.side_files import tokenizer_content
@@ -67,7 +67,7 @@ RECENT_PARTS = 2**16
 A loader that prefetches requests the state at a position behind the newest sample it has read."""
 
 
-def open_text(cfg: RunConfig) -> Opened:
+def open_text(cfg: RunConfig) -> OpenedSource:
     """Open the corpus that `cfg` names and its held-out text, encoded with the given tokenizer."""
     assert isinstance(cfg.tokenizer, GivenTokenizerConfig)  # RunConfig validates this
     documents = CorpusDocuments(Corpus(cfg.corpus_dir, read_corpus(cfg), clean=cfg.clean))
@@ -102,7 +102,7 @@ def open_text(cfg: RunConfig) -> Opened:
     assert train.bytes_per_token is not None
     text_bytes = int(cfg.train.eval_tokens * train.bytes_per_token)
     validation = HeldOutText(documents, encoder, text_bytes=text_bytes, **options)
-    return Opened(
+    return OpenedSource(
         train,
         validation if len(validation) else None,
         fingerprint([train.identity, vocabulary.sha256]),

@@ -89,7 +89,7 @@ def spans_in(
 
 
 @dataclass(frozen=True)
-class Ends:
+class DocumentEnds:
     """Document boundaries given by the end of each document (exclusive), in ascending order."""
 
     ends: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
@@ -356,7 +356,7 @@ def _datatrove(path: Path) -> Shard:
         tokens,
         dtypes[0],
         _version(index),
-        lambda: Ends(map_file(index).view("<u8")),
+        lambda: DocumentEnds(map_file(index).view("<u8")),
         format="datatrove",
     )
 
@@ -382,7 +382,7 @@ def _raw(path: Path, dtype: str, end_of_document: int | None) -> Shard:
         header.tokens,
         header.dtype,
         f"{_version(path)} {end_of_document}",
-        lambda: Ends.of(path, header, end_of_document),
+        lambda: DocumentEnds.of(path, header, end_of_document),
         header.offset,
         header.format,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtt.mesh.dtypes import wide_dtype
-from dtt.mesh.sharding import Box, TensorLayout, local, this_rank
+from dtt.mesh.sharding import TensorLayout, TensorSlice, local, this_rank
 from dtt.optim.muon.all_to_all import NO_COMMUNICATION, AllToAll, StackSlice
 from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, holders, matrices
 
@@ -164,7 +164,7 @@ def _bucket(
     return alone._replace(shards=shards, rows=of_rows)
 
 
-def _overlap(part: Box, container: Box) -> Index:
+def _overlap(part: TensorSlice, container: TensorSlice) -> Index:
     """Return the index, relative to `container`, of its overlap with `part`; () without a row.
 
     The range of columns may be empty.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtt.mesh.sharding import Box, TensorLayout
+from dtt.mesh.sharding import TensorLayout, TensorSlice
 
 BUCKETS = 4
 """Target number of buckets where ranks exchange matrices: with several, one computes while the
@@ -23,7 +23,7 @@ class Matrix(NamedTuple):
     parameter: Tensor
     group: int
     """Index of the parameter's group in the optimizer."""
-    box: Box
+    box: TensorSlice
     """Position of the matrix in the parameter."""
     local_fraction: float
     """Fraction of the parameter held by the rank that holds most, 0 to 1."""
@@ -68,7 +68,7 @@ def matrices(
         row = 0
         for height in split or (rows,):
             offset, shape = (i, row, 0), (1, height, columns)
-            box = Box(offset, shape) if stack else Box(offset[1:], shape[1:])
+            box = TensorSlice(offset, shape) if stack else TensorSlice(offset[1:], shape[1:])
             yield Matrix(parameter, group, box, local_fraction, holders[i] if holders else ())
             row += height
 

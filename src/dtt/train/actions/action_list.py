@@ -13,12 +13,12 @@ from dtt.train.actions.step_log import Log
 from dtt.train.actions.tasks import Tasks, make_tasks
 from dtt.train.actions.validate import Validate, make_answers, make_evaluator
 from dtt.train.components import TrainState
-from dtt.train.inputs import Inputs
+from dtt.train.inputs import StartedRun
 from dtt.train.objectives.loss_function import RunView
 
 
 def make_actions(
-    inputs: Inputs, state: TrainState, reader: BatchReader, steps: Callable[[], int]
+    inputs: StartedRun, state: TrainState, reader: BatchReader, steps: Callable[[], int]
 ) -> list[StepAction]:
     """Return the actions of a run in their order; those without their part are left out.
 

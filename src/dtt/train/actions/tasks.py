@@ -14,7 +14,7 @@ from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
 from dtt.track.base import Record
 from dtt.train.actions.action import StepAction, Stop, every
 from dtt.train.components import Run, TrainState
-from dtt.train.inputs import Inputs
+from dtt.train.inputs import StartedRun
 from dtt.train.state import Position
 
 
@@ -41,7 +41,7 @@ class Tasks(StepAction):
         return self.evaluator.records(run.position.step, stop)
 
 
-def make_tasks(inputs: Inputs, state: TrainState) -> TaskEvaluator | None:
+def make_tasks(inputs: StartedRun, state: TrainState) -> TaskEvaluator | None:
     """Return the evaluator of benchmark tasks; None if the configuration names none."""
     cfg, plan, world, dataset = inputs.cfg.eval, inputs.plan, inputs.world, inputs.dataset
     if not cfg.tasks:

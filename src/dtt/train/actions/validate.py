@@ -14,7 +14,7 @@ from dtt.evaluate.validation import Evaluator, held_out
 from dtt.track.base import Record
 from dtt.train.actions.action import StepAction, Stop, every
 from dtt.train.components import Run, TrainState
-from dtt.train.inputs import Inputs
+from dtt.train.inputs import StartedRun
 from dtt.train.objectives.loss_function import make_loss
 from dtt.train.state import Position
 
@@ -57,7 +57,7 @@ class Validate(StepAction):
         return [record]
 
 
-def make_evaluator(inputs: Inputs, state: TrainState, reader: BatchReader) -> Evaluator | None:
+def make_evaluator(inputs: StartedRun, state: TrainState, reader: BatchReader) -> Evaluator | None:
     """Return the evaluator on held-out text; None, with a warning, if it has no full sequence."""
     cfg, plan = inputs.cfg, inputs.plan
     parts = held_out(inputs.dataset, max(1, cfg.train.eval_tokens // cfg.train.seq_len))
@@ -72,7 +72,7 @@ def make_evaluator(inputs: Inputs, state: TrainState, reader: BatchReader) -> Ev
     return Evaluator(parts, reader, state.passes.module, measure, state.layout, in_pairs)
 
 
-def make_answers(inputs: Inputs) -> AnswerEvaluator | None:
+def make_answers(inputs: StartedRun) -> AnswerEvaluator | None:
     """Return the evaluator of answers to held-out conversations; None if there are none."""
     cfg, dataset = inputs.cfg, inputs.dataset
     sources = [source for source in dataset.validation if source is not None]

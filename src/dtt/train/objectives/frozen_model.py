@@ -21,11 +21,11 @@ from dtt.model.contract import Model
 from dtt.model.decoder import make_model
 from dtt.parallel.apply import shard_frozen
 from dtt.train.assemble import allocate, allocate_shards
-from dtt.train.inputs import Inputs
+from dtt.train.inputs import StartedRun
 from dtt.train.warm_start import take_base
 
 
-def load_frozen(source: str, inputs: Inputs, mesh: Mesh) -> Model:
+def load_frozen(source: str, inputs: StartedRun, mesh: Mesh) -> Model:
     """Return the model that `source` names, in the compute dtype; all ranks call this together.
 
     A run that resumes takes the weights with which it began, whose reference `inputs.models`

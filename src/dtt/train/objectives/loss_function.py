@@ -24,7 +24,7 @@ from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import FullTensor
 from dtt.model.output import TEXT_BYTES, Output
 from dtt.track.base import OWN
-from dtt.train.inputs import Inputs
+from dtt.train.inputs import StartedRun
 from dtt.train.objectives.next_token import NextTokenConfig
 from dtt.train.run_plan import RunPlan
 from dtt.train.step import LossFunction
@@ -46,11 +46,11 @@ class RunView:
     steps: int
     path: Path
     """The folder of the job."""
-    _inputs: Inputs
+    _inputs: StartedRun
     _mesh: Mesh
 
     @classmethod
-    def of(cls, inputs: Inputs, mesh: Mesh) -> RunView:
+    def of(cls, inputs: StartedRun, mesh: Mesh) -> RunView:
         """Return what a class may see of the run that is built from `inputs`."""
         plan, world = inputs.plan, inputs.world
         dtype, path = plan.precision.compute_dtype, inputs.job.root

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.loader import BatchReader
     from dtt.train.assemble import LaidOutModel
-    from dtt.train.inputs import Inputs
+    from dtt.train.inputs import StartedRun
 
 
 def check_initial_weights(cfg: RunConfig) -> None:
@@ -38,7 +38,7 @@ def named_reference(cfg: RunConfig) -> str | None:
     return getattr(objective, "reference", None) if objective.needs_reference else None
 
 
-def check_reference(inputs: Inputs) -> None:
+def check_reference(inputs: StartedRun) -> None:
     """Raise InputError on every rank if a job with a checkpoint lacks the log-probabilities.
 
     They are not computed again: `init.from` or `objective.reference` may refer to other weights by
@@ -57,7 +57,7 @@ def check_reference(inputs: Inputs) -> None:
 
 
 def write_reference(
-    inputs: Inputs,
+    inputs: StartedRun,
     laid_out: LaidOutModel,
     reader: BatchReader,
     source: str,
@@ -82,7 +82,7 @@ def write_reference(
     reference.write(inputs.dataset, folder, key, cfg.train.seq_len)
 
 
-def _key(inputs: Inputs, source: str, checkpoint: Checkpoint | None) -> str:
+def _key(inputs: StartedRun, source: str, checkpoint: Checkpoint | None) -> str:
     """Return the hash of everything that determines the log-probabilities."""
     from dtt.hf.peft import TENSORS
 
