@@ -252,9 +252,8 @@ class LaunchConfig(Section):
         values = self.model_dump()
         if tasks is not None or step in ("download", "export"):
             cores = self.cpus_per_task or 1
-            theirs = ("--gres=gpu", "--gpus=", "--gpus-per-task=")
-            without = tuple(one for one in self.directives if not one.startswith(theirs))
-            values |= {"gpus_per_node": 0, "directives": without}
+            without = [left for one in self.directives if (left := without_gpus(one))]
+            values |= {"gpus_per_node": 0, "directives": tuple(without)}
             if tasks is not None:
                 values |= {"nodes": 1, "processes_per_node": tasks or cores}
             if tasks is not None and step in ("clean", "tokenize") and self.cpus_per_task:
@@ -316,3 +315,17 @@ class LaunchConfig(Section):
                     yield f"steps.{step}.{name}", one["msg"]
         if self.mpi == "mpirun" and isinstance(self.container, PyxisConfig):
             yield "mpi", "a pyxis container is started by srun: omit mpirun"
+
+
+def without_gpus(directive: str) -> str:
+    """Return an option of sbatch without the GPUs that it requests; "" if nothing else is left.
+
+    `--gres` also requests other resources, such as a local disk, which a step keeps.
+    """
+    name, _, text = directive[2:].partition("=")
+    if name in ("gpus", "gpus-per-task"):
+        return ""
+    if not "gres".startswith(name):  # sbatch accepts abbreviated options
+        return directive
+    others = [one for one in text.split(",") if one.partition("(")[0].partition(":")[0] != "gpu"]
+    return f"--{name}={','.join(others)}" if others else ""

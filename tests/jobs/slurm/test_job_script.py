@@ -1115,3 +1115,17 @@ def test_each_task_of_srun_has_its_gpus() -> None:
     launch = LaunchConfig.model_validate({**settings, "steps": {}})
     assert (launch.gpus, launch.processes, [*launch.problems()]) == (4, 4, [])
     assert launch.of_step("export").directives == ()
+
+
+@pytest.mark.parametrize(
+    ("directive", "left"),
+    [("--gres=gpu:4,nvme:1", ("--gres=nvme:1",)), ("--gres=nvme:1,gpu:a100:4", ("--gres=nvme:1",)),
+     ("--gre=gpu(S:0-1)", ()), ("--gres=gpu:4", ()), ("--gres=gpunode:1", ("--gres=gpunode:1",)),
+     ("--gpus=4", ()), ("--gpus-per-task=4", ()), ("--qos=low", ("--qos=low",))],
+)  # fmt: skip
+def test_a_download_asks_for_all_that_directives_do_but_gpus(
+    directive: str, left: tuple[str, ...]
+) -> None:
+    step = LaunchConfig(directives=(directive,)).of_step("download")
+    assert step.directives == left
+    assert step.gpus == 0
