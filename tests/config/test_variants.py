@@ -36,11 +36,11 @@ class Counting(OneSource):
     """Number of different ids."""
 
     def open_samples(self, run):
-        from dtt.data.samples.protocol import Opened, Vocabulary
+        from dtt.data.samples.protocol import OpenedSource, Vocabulary
         from dtt.data.samples.synthetic_source import SyntheticSource, numbers_tokenizer
         path = numbers_tokenizer(self.top)
         samples = SyntheticSource(self.top, run.train.seq_len, run.seed)
-        return Opened(samples, None, f"top {self.top}", Vocabulary(path, "0", self.top, 0), None)
+        return OpenedSource(samples, None, f"top {self.top}", Vocabulary(path, "0", self.top, 0), None)
 '''
 USE = """
 import sys

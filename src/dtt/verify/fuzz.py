@@ -153,6 +153,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
 WITHOUT_EFFECT = (
     "name", "actions", "download", "clean", "tokenizer", "tokenize", "track", "eval", "profile",
     "export", "pipeline", "launch", "checkpoint.every", "checkpoint.keep_", "checkpoint.on_full",
+    "checkpoint.mirror",
     "train.device", "train.eval_", "train.sample_", "train.log_every", "train.hang_seconds",
     "train.compile", "train.attention", "chat.template", "chat.kwargs", "chat.control_text",
     # Which file is read, not what is computed from it.
