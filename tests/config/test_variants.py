@@ -40,7 +40,8 @@ class Counting(OneSource):
         from dtt.data.samples.synthetic_source import SyntheticSource, numbers_tokenizer
         path = numbers_tokenizer(self.top)
         samples = SyntheticSource(self.top, run.train.seq_len, run.seed)
-        return OpenedSource(samples, None, f"top {self.top}", Vocabulary(path, "0", self.top, 0), None)
+        vocabulary = Vocabulary(path, "0", self.top, 0)
+        return OpenedSource(samples, None, f"top {self.top}", vocabulary, None)
 '''
 USE = """
 import sys
