@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
+import pytest
+
 Fault = Literal["reset", "throttled", "truncated", "cut"] | None
 """`truncated`: the answer ends too early; `cut`: half of what was sent arrives, and counts."""
 KEY = "planted-secret-of-the-environment"
@@ -45,6 +47,14 @@ class ObjectServer:
             "AWS_MAX_ATTEMPTS": "1",
         }
         """Variables with which dtt finds the server."""
+
+    def prepared(self, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+        """Forget requests and faults of the test before, and let dtt find the server."""
+        self.requests.clear()
+        self.fault = lambda method, path: None
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+        return self
 
     def close(self) -> None:
         self._proxy.shutdown()

@@ -25,11 +25,7 @@ def started() -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def server(started: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
-    started.requests.clear()
-    started.fault = lambda method, path: None
-    for name, value in started.environment.items():
-        monkeypatch.setenv(name, value)
-    return started
+    return started.prepared(monkeypatch)
 
 
 def copies(server: ObjectServer, bucket: str, folder: Path) -> dict[str, bool]:

@@ -32,13 +32,9 @@ def started() -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def server(started: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
-    started.requests.clear()
-    started.fault = lambda method, path: None
-    for name, value in started.environment.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(object_store, "DELAYS", (0, 0, 0))
     monkeypatch.setattr(object_store, "RANGE_BYTES", 1000)
-    return started
+    return started.prepared(monkeypatch)
 
 
 def lines(number: int) -> bytes:
