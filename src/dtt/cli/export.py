@@ -15,6 +15,7 @@ from dtt.cli.options import Checkpoint, Ema, Json, Overrides, Quiet
     "dtt export jobs/run",
     "dtt export jobs/run@500 --upload org/name --private",
     "dtt export jobs/run@500 --upload org/name --revision step-500",
+    "dtt export jobs/run --upload s3://bucket/models/run",
     kept="the checkpoint is unchanged; run the same command to export it",
 )
 def export(
@@ -26,7 +27,10 @@ def export(
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write to.")] = None,
     upload: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="Also upload to this Hub repository.")
+        str | None,
+        typer.Option(
+            metavar="ORG/NAME|URL", help="Also upload to this Hub repository, or s3:// folder."
+        ),
     ] = None,
     revision: Annotated[
         str | None,

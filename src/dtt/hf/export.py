@@ -65,15 +65,15 @@ def export(
     `source` is `JOB`, whose newest checkpoint is exported, or `JOB@STEP`.
     With `ema`, exports the exponential moving average of the weights; with `adapter`, only the
     adapter of the job, in the format of PEFT, to `exports/<name>-adapter` by default. Replaces an
-    earlier export of the same job. `upload` names a Hub repository to upload the folder to,
-    `revision` a branch of it; a new repository is created `private` if asked. `show` is called with
+    earlier export of the same job. `upload` names a Hub repository, or the URL of a folder, to
+    upload to, `revision` a branch of the repository; a new repository is created `private` if asked. `show` is called with
     the result before the upload, which takes long.
     """
     _check_options(overrides, upload, revision, adapter=adapter)
     checkpoints, step = store.parse(source)
     job = checkpoints.parent
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
-    from dtt.hf import publish
+    from dtt.hf import bucket, publish
     from dtt.hf import upload as hub
     from dtt.hf.read_checkpoint import find_checkpoint, read_adapter
 
@@ -87,7 +87,10 @@ def export(
     origin = publish.Origin(cfg.name, checkpoint.step, identity, ema, base, options)
     dtype = "fp32" if adapter else cfg.export.dtype
     publish.already_done(folder, origin, dtype)  # before a repository is created
-    if upload is not None:
+    in_bucket = upload is not None and "://" in upload
+    if upload is not None and in_bucket:
+        bucket.prepare(upload, cfg.name)
+    elif upload is not None:
         hub.prepare(upload, revision, private=private)
     url = None
     with publish.claimed(folder):  # also while it is uploaded
@@ -100,7 +103,11 @@ def export(
         if upload is not None:
             names = [manifest.filename, *manifest.names()]
             message = f"{cfg.name}, step {manifest.step}"
-            url = hub.upload(folder, names, upload, revision, message=message)
+            url = (
+                bucket.upload(folder, names, upload)
+                if in_bucket
+                else hub.upload(folder, names, upload, revision, message=message)
+            )
     return folder, manifest, url
 
 
@@ -216,8 +223,8 @@ def _check_options(
             f"{given[0]} does not apply to an adapter, which is one file in fp32",
             next="omit it, or omit --adapter to export the merged model",
         )
-    if revision is not None and upload is None:
-        raise ConfigError("--revision is a branch of the repository that --upload names")
+    if revision is not None and (upload is None or "://" in upload):
+        raise ConfigError("--revision is a branch of the Hub repository that --upload names")
 
 
 def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:
