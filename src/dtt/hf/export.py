@@ -65,11 +65,14 @@ def export(
     `source` is `JOB`, whose newest checkpoint is exported, or `JOB@STEP`.
     With `ema`, exports the exponential moving average of the weights; with `adapter`, only the
     adapter of the job, in the format of PEFT, to `exports/<name>-adapter` by default. Replaces an
-    earlier export of the same job. `upload` names a Hub repository, or the URL of a folder, to
-    upload to, `revision` a branch of the repository; a new repository is created `private` if asked. `show` is called with
-    the result before the upload, which takes long.
+    earlier export of the same job. `upload` names a Hub repository, or the URL of a folder in a
+    bucket, `revision` a branch of the repository; a new repository is created `private` if asked.
+    `show` is called with the result before the upload, which takes long.
     """
-    _check_options(overrides, upload, revision, adapter=adapter)
+    in_bucket = upload is not None and "://" in upload
+    _check_options(overrides, adapter=adapter)
+    if upload is None or in_bucket:
+        _check_no_repository(revision, private=private)
     checkpoints, step = store.parse(source)
     job = checkpoints.parent
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
@@ -87,7 +90,6 @@ def export(
     origin = publish.Origin(cfg.name, checkpoint.step, identity, ema, base, options)
     dtype = "fp32" if adapter else cfg.export.dtype
     publish.already_done(folder, origin, dtype)  # before a repository is created
-    in_bucket = upload is not None and "://" in upload
     if upload is not None and in_bucket:
         bucket.prepare(upload, cfg.name)
     elif upload is not None:
@@ -214,17 +216,21 @@ def _evaluation(job: JobDir, step: int) -> Record | None:
     return max(evaluations, key=lambda record: int(record["step"]), default=None)
 
 
-def _check_options(
-    overrides: Sequence[str], upload: str | None, revision: str | None, *, adapter: bool
-) -> None:
+def _check_options(overrides: Sequence[str], *, adapter: bool) -> None:
     """Raise ConfigError for options that the others leave nothing to do for."""
     if adapter and (given := [o for o in overrides if o.startswith(WHOLE)]):
         raise ConfigError(
             f"{given[0]} does not apply to an adapter, which is one file in fp32",
             next="omit it, or omit --adapter to export the merged model",
         )
-    if revision is not None and (upload is None or "://" in upload):
+
+
+def _check_no_repository(revision: str | None, *, private: bool) -> None:
+    """Raise ConfigError for options of a Hub repository where none is uploaded to."""
+    if revision is not None:
         raise ConfigError("--revision is a branch of the Hub repository that --upload names")
+    if private:  # a folder of a bucket is as public as the bucket: never promise otherwise
+        raise ConfigError("--private creates the Hub repository that --upload names as private")
 
 
 def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:
