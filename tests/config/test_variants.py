@@ -53,7 +53,7 @@ VARIANTS["objective"]["nothing"] = "counting:Nothing"
 from dtt.base.errors import ConfigError
 from dtt.config import explain
 from dtt.config.load import resolve
-from dtt.verify.fuzz import FEATURES
+from support.random_configurations import FEATURES
 chosen = ["schedule.type=ramp", "schedule.slope=2.0", "optim.type=still", "objective.type=nothing"]
 found = resolve(None, ["data.type=counting", "data.top=400", "train.seq_len=32", *chosen], env={})
 print(explain.explain("data", found.config, found.layer).count("data.top"))
@@ -73,7 +73,7 @@ print(dataset.read(dataset.order(0, 3)).ids.shape)
 
 def test_a_variant_is_its_module_and_a_line_in_the_table(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(KIND)
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"}
     done = subprocess.run([sys.executable, "-c", USE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "data.vocab_size: is for data.type=synthetic, not counting" in done.stdout

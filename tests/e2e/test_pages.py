@@ -93,7 +93,6 @@ CASES = {
         instead={"s3://bucket/prefix 'download.exclude=[old/]'": "~/books"}
     ),
     "dtt verify -c run.yaml": Case(instead=SHORT_VERIFICATION),
-    "dtt verify --fuzz 1 --minutes 60": Case(instead={"60": "0"}),
     # In one process: each of several would import all libraries and collect the same tests.
     "./env.sh pytest": Case(env={"PYTEST_ADDOPTS": "--collect-only -q -n 0 tests/test_house.py"}),
     # Collecting these tests takes ten seconds: that the paths are right is enough.

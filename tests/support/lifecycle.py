@@ -1,9 +1,9 @@
 """Random configurations that live a whole life: trained, resumed, evaluated, sampled, exported.
 
-`dtt verify --fuzz` compares layouts in fp64. This asks another question: does whatever the check of
-a configuration accepts also work, in the precision and on the layout it asks for? A combination is
-either refused before the first step, as a mistake of the user, or every command ends well and a
-resume gives the bits of the uninterrupted run.
+tests/verify/nightly_random.py compares layouts in fp64. This asks another question: does whatever
+the check of a configuration accepts also work, in the precision and on the layout it asks for? A
+combination is either refused before the first step, as a mistake of the user, or every command ends
+well and a resume gives the bits of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dtt.checkpoint import store
 from dtt.config.run import RunConfig
 from dtt.config.validation import validate
 from dtt.track import jsonl
-from dtt.verify import forked_ranks, fuzz
+from dtt.verify import forked_ranks
 from dtt.verify.differences import Difference, compare_bits
 from dtt.verify.layouts import reduced_layout
 from dtt.verify.random_text import write_inputs
 from dtt.verify.shrink import SEQUENCES, STEPS, Small, shrink
-from support import forked_runs
+from support import forked_runs, random_configurations
 from support.local_tasks import write_tasks
 from support.running import Done, Dtt
 
@@ -55,7 +55,7 @@ class Broken(AssertionError):
 def draws(seed: int) -> Iterator[tuple[str, RunConfig]]:
     """Yield random configurations that the check accepts, of four features and a precision."""
     source = random.Random(seed)
-    for arguments, cfg in fuzz.configurations(seed, counts=(4,)):
+    for arguments, cfg in random_configurations.configurations(seed, counts=(4,)):
         values = cfg.model_dump(mode="json")
         precision = source.choice(PRECISIONS)
         for argument in precision:

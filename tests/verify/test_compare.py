@@ -6,14 +6,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support import verify_faults
+from support import random_configurations, verify_faults
 from support.running import Dtt
 from support.verify_faults import FAULTS, faulty_runs
 
 from dtt.base.errors import ConfigError, EnvironmentUnfit, ExitCode
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
-from dtt.verify import fuzz, run
+from dtt.verify import run
 from dtt.verify.differences import EXACT
 from dtt.verify.layout_runs import MARGIN, CannotRun, LayoutRuns, tolerances
 from dtt.verify.layouts import layouts_of
@@ -117,7 +117,7 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 def test_random_configurations_follow_from_the_seed() -> None:
     def first(seed: int) -> list[str]:
-        found = fuzz.configurations(seed)
+        found = random_configurations.configurations(seed)
         return [next(found)[0] for _ in range(5)]
 
     assert first(1) == first(1)

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from support import random_configurations
 
 from dtt.config.base import Length
 from dtt.config.load import resolve, stage_names
 from dtt.config.run import RunConfig
 from dtt.config.shipped import shipped_configs
-from dtt.verify import fuzz
 from dtt.verify.layouts import layouts_of, not_covered
 from dtt.verify.shrink import CLIP_NORM, SEQ_LEN, STEPS, WINDOW, shrink
 
@@ -118,18 +118,20 @@ def test_layouts_are_the_mesh_and_the_mesh_without_each_dimension() -> None:
 
 
 def test_every_alternative_of_a_feature_is_valid() -> None:
-    for alternatives in fuzz.FEATURES.values():
+    for alternatives in random_configurations.FEATURES.values():
         for arguments in alternatives:
             assert shrink(config(*arguments)).run.train.steps == STEPS
 
 
 def test_every_key_that_affects_training_has_values_to_try() -> None:
     keys = [line for line in SURFACE.read_text().splitlines() if re.match(r"[a-z_]+[\[.]", line)]
-    tried = " ".join(a for feature in fuzz.FEATURES.values() for one in feature for a in one)
+    tried = " ".join(
+        a for feature in random_configurations.FEATURES.values() for one in feature for a in one
+    )
     missing = [
         key
         for key in keys
-        if not key.startswith(fuzz.WITHOUT_EFFECT)
+        if not key.startswith(random_configurations.WITHOUT_EFFECT)
         and not re.search(rf"\b{re.split(r'[^a-z0-9_]+', key)[-1]}\b", tried)
     ]
-    assert not missing, "add values to FEATURES in verify/fuzz.py, or to WITHOUT_EFFECT"
+    assert not missing, "add values to FEATURES or WITHOUT_EFFECT in random_configurations.py"

@@ -13,7 +13,6 @@ from dtt.cli.options import Config, Json, Overrides, Stage, resolve_each
 @cli.command(
     "dtt verify -c run.yaml",
     "dtt verify --model hf:LiquidAI/LFM2-350M",
-    "dtt verify --fuzz 1 --minutes 60    # random configurations",
 )
 def verify(
     overrides: Overrides = None,
@@ -26,11 +25,6 @@ def verify(
             help="Check the model of a Hugging Face folder instead.",
         ),
     ] = None,
-    fuzz: Annotated[
-        int | None,
-        typer.Option(metavar="SEED", min=0, help="Verify random configurations instead."),
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Duration of --fuzz.")] = 1.0,
     device: Annotated[
         str,
         typer.Option(
@@ -57,9 +51,6 @@ def verify(
         return
     from dtt.verify import run as body
 
-    if fuzz is not None:
-        body.fuzz(fuzz, minutes, as_json=json)
-        return
     if config is None and not overrides:
         raise body.missing_configuration()
     found = resolve_each(config, overrides, {}, stage=stage)
