@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from measurement import Table, free_port, rank_environment
 
@@ -22,7 +23,6 @@ from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
 from dtt.estimate import gpus
 from dtt.estimate.case import Case, make_case
-from dtt.estimate.measurement import probe
 from dtt.estimate.memory import memory
 from dtt.mesh.dist import start, stop
 
@@ -84,6 +84,9 @@ def case_of(name: str) -> Case:
 
 def one_rank(name: str, rank: int) -> None:
     """Run one rank and print its peak memory in bytes."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/gpu_free"))
+    from random_steps import probe  # type: ignore[import-not-found]
+
     ranks = CONFIGS[name][0]
     world = start(Ranks(rank, ranks, rank, ranks, "torchrun"), "cpu")
     print(json.dumps(probe(case_of(name), world).memory))

@@ -14,6 +14,7 @@ import fake_gpu  # before torch
 
 import torch  # isort: skip
 import torch.distributed as dist
+from random_steps import plan_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dtt.base.ranks import Ranks
 from dtt.config.load import resolve
 from dtt.data.samples.loader import Batch, MicroBatch
-from dtt.estimate import gpus, measurement
+from dtt.estimate import gpus
 from dtt.estimate.case import Case, make_case
 from dtt.mesh import sharding
 from dtt.mesh.compilation import compiler
@@ -69,7 +70,7 @@ class Step:
 
     def __init__(self, case: Case, world: World) -> None:
         """Build what the step uses; initial values are not drawn."""
-        plan = measurement._plan(case, world)
+        plan = plan_of(case, world)
         self.case, self.device = case, world.device
         self.assembled = parts = assemble.assemble(case.cfg, plan, world)
         state = TrainState(

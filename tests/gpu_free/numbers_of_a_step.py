@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from chunks import both_ranks
 from fake_run import make, training
+from random_steps import plan_of
 from serving import serve
 from step_cases import CASES, SMALL
 from torch import Tensor
@@ -22,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dtt.base.ranks import Ranks
 from dtt.config.adapter import LoraConfig
 from dtt.data.samples.loader import MicroBatch
-from dtt.estimate import measurement
 from dtt.estimate.case import Case
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
@@ -197,7 +197,7 @@ def _on_cpu(case: Case, precision: str, weights: dict[str, Tensor], batch: Micro
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    plan = measurement._plan(case, World(Ranks(), torch.device("cpu"), None))
+    plan = plan_of(case, World(Ranks(), torch.device("cpu"), None))
     objective = make_loss(case.cfg, plan)
     output = Passes(model, precision).run([batch], objective, _terms(case))
     named = dict(model.named_parameters())

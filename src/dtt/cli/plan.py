@@ -13,7 +13,6 @@ from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, resolve_eac
 @cli.command(
     "dtt plan -c run.yaml",
     "dtt plan -c run.yaml --gpu H100 --price 2.5 launch.nodes=8 launch.gpus_per_node=8",
-    "dtt plan -c run.yaml --gpu cpu --probe     # compare with three measured steps",
 )
 def plan(
     overrides: Overrides = None,
@@ -28,9 +27,6 @@ def plan(
     ] = None,
     price: Annotated[float | None, typer.Option(min=0.0, help="Price of a device hour.")] = None,
     stage: Stage = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Train three steps here and print the error.")
-    ] = False,
     json: Json = False,
 ) -> None:
     """Estimate the memory, time, communication, disk space and cost of a run.
@@ -46,6 +42,6 @@ def plan(
     found = resolve_each(config, overrides, options, stage=stage)
     configs = [resolved.config for resolved in found.values()]
     if stage in found:  # one stage, or a configuration without stages
-        body.run(configs[0], gpu, price, probe=probe, as_json=json)
+        body.run(configs[0], gpu, price, as_json=json)
     else:
-        body.run_stages(configs, gpu, price, probe=probe, as_json=json)
+        body.run_stages(configs, gpu, price, as_json=json)

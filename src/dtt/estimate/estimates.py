@@ -1,4 +1,4 @@
-"""The complete estimate of a run: memory, step, duration, and a change that makes it fit."""
+"""The complete estimate of a run: memory, step and duration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dtt.config.budget import seconds
 from dtt.config.run import RunConfig
-from dtt.estimate import advice, gpus
+from dtt.estimate import gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.duration import (
     RunEstimate,
@@ -32,8 +32,6 @@ class Estimate:
     slow_step: StepEstimate
     slow_run: RunEstimate
     """The same at the speed of the slowest published run that is divided alike."""
-    change: advice.Change | None
-    """Change that makes the run fit into memory; None if it fits or no such change was found."""
     price: float | None
     """Price of a device hour, in any currency; None: no cost is printed."""
 
@@ -64,22 +62,19 @@ def make_estimate(
     price: float | None,
     expected_size: int | None = None,
 ) -> Estimate:
-    """Return the estimate of a run on GPUs of one kind, with a remedy if it does not fit into them.
+    """Return the estimate of a run on GPUs of one kind.
 
     `expected_size` is the vocabulary size if neither token files nor a tokenizer exist yet. A time
     budget ends the run after the steps that it leaves time for.
     """
     vocab_size, steps, cfg = vocabulary_and_steps(cfg, expected_size)
-    estimate = estimate_of(cfg, device, price, vocab_size, steps)
-    if estimate.fits:
-        return estimate
-    return replace(estimate, change=advice.remedy(estimate.case))
+    return estimate_of(cfg, device, price, vocab_size, steps)
 
 
 def estimate_of(
     cfg: RunConfig, device: gpus.Gpu, price: float | None, vocab_size: int, steps: int
 ) -> Estimate:
-    """Return the estimate of a run, without a remedy."""
+    """Return the estimate of a run whose vocabulary and number of steps are known."""
     case = make_case(cfg, device, cfg.launch.nodes, cfg.launch.processes, vocab_size, steps)
     step = step_of(case)
     if (budget := cfg.train.budget) is not None:
@@ -88,4 +83,4 @@ def estimate_of(
         step = step_of(case)
     slow = slowed(case, step)
     runs = step, run_of(case, step), slow, run_of(case, slow)
-    return Estimate(case, by_rank(case), *runs, None, price)
+    return Estimate(case, by_rank(case), *runs, price)

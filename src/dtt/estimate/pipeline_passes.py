@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from dtt.config.parallel import even_division
 from dtt.estimate.activations import activations
 from dtt.estimate.case import Case
 
@@ -125,8 +124,3 @@ def idle(case: Case) -> float:
     """Return the time that a rank waits in a step for others, relative to that of its passes."""
     ranks, stages = case.sizes.pipeline, case.cfg.parallel.stages_per_rank
     return (ranks - 1) / (stages * case.accumulation)
-
-
-def division(layers: int, stages: int, last: int) -> tuple[int, ...]:
-    """Return the numbers of layers of the stages if the last one has `last`."""
-    return (*even_division(layers - last, stages - 1), last)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from dtt.base.errors import ConfigError
-from dtt.base.ranks import Ranks
 from dtt.config.run import RunConfig
-from dtt.estimate import advice, gpus, pipeline_report, published
+from dtt.estimate import gpus, pipeline_report, published
 from dtt.estimate.case import Case
 from dtt.estimate.communication import LINK
 from dtt.estimate.duration import SOURCE, achieved
 from dtt.estimate.estimates import Estimate, estimate_of, make_estimate
-from dtt.estimate.measurement import Measurement
-from dtt.estimate.measurement import probe as measure
-from dtt.estimate.memory import GIB, SPARE, memory
+from dtt.estimate.memory import GIB, SPARE
 from dtt.estimate.saved import checkpoint_bytes, checkpoints_at_once
 from dtt.estimate.vocabulary import vocabulary_and_steps
 from dtt.jobs.clock import in_words
-from dtt.mesh import dist
 from dtt.model import count
 
 
@@ -30,34 +25,23 @@ def run(
     gpu: str | None,
     price: float | None,
     *,
-    probe: bool,
     as_json: bool,
 ) -> None:
-    """Estimate the run and print the result, without building a model or reading tokens.
-
-    With `probe`, also trains three steps on this machine and prints the error of the estimate.
-    """
+    """Estimate the run and print the result, without building a model or reading tokens."""
     device = gpus.for_run(cfg, gpu)
     if device is None:
-        if probe:
-            raise ConfigError("--probe needs a device of this machine", next="--gpu cpu --probe")
         _compare(cfg, price, as_json=as_json)
         return
     estimate = make_estimate(cfg, device, price)
-    measured = probed(estimate.case) if probe else None
     if as_json:
-        probe_facts = {} if measured is None else {"probe": asdict(measured)}
-        print(json.dumps(facts(estimate) | probe_facts, indent=1))
-        return
-    print("\n".join(lines(estimate)))
-    if measured is not None:
-        print("\n".join(_probe_lines(estimate, measured)))
+        print(json.dumps(facts(estimate), indent=1))
+    else:
+        print("\n".join(lines(estimate)))
 
 
 def _compare(cfg: RunConfig, price: float | None, *, as_json: bool) -> None:
     """Print a line for each GPU in GPUS: the run is for GPUs, and nothing says for which."""
     size, steps, cfg = vocabulary_and_steps(cfg)
-    # Without remedies, whose search takes longer than all estimates.
     found = {n: facts(estimate_of(cfg, gpu, price, size, steps)) for n, gpu in gpus.GPUS.items()}
     if as_json:
         print(json.dumps({"gpus": found}, indent=1))
@@ -73,16 +57,10 @@ def run_stages(
     gpu: str | None,
     price: float | None,
     *,
-    probe: bool,
     as_json: bool,
 ) -> None:
-    """Estimate the stages of training and print a line for each, and their sum.
-
-    Raises ConfigError for `probe`, which measures one run.
-    """
+    """Estimate the stages of training and print a line for each, and their sum."""
     names = [cfg.name.rpartition("/")[2] for cfg in stages]
-    if probe:
-        raise ConfigError("--probe measures one stage", next=f"--stage {names[0]} --probe")
     estimates: list[Estimate] = []
     device = gpus.for_run(stages[0], gpu)
     if device is None:
@@ -110,7 +88,7 @@ def _stage_lines(
     yield from _table("stage", {**found, "total": total})
     for name, one in found.items():
         if not one["fits"]:
-            yield f"stage {name} does not fit into memory: dtt plan --stage {name} shows a remedy"
+            yield f"stage {name} does not fit into memory: dtt plan --stage {name} shows its parts"
     yield ""
     yield from _assumptions(estimates[0])
 
@@ -147,20 +125,6 @@ def missing_configuration() -> ConfigError:
     )
 
 
-def probed(case: Case) -> Measurement:
-    """Measure three steps of the run on this machine.
-
-    Raises ConfigError if the run has more than one device.
-    """
-    if case.devices > 1:
-        raise ConfigError(
-            f"--probe requires a plan for one device, and this one is for {case.devices}",
-            next="launch.nodes=1 launch.gpus_per_node=1, and a batch for one device",
-        )
-    world = dist.start(Ranks(), case.gpu.kind)
-    return measure(case, world)
-
-
 def facts(estimate: Estimate) -> dict[str, Any]:
     """Return the estimate for `--json`, in bytes, seconds and FLOPs."""
     case, one = estimate.case, estimate.step
@@ -189,7 +153,6 @@ def facts(estimate: Estimate) -> dict[str, Any]:
         "memory_peak_at": estimate.memory.moment,
         "memory_device": case.gpu.memory,
         "fits": estimate.fits,
-        "change": estimate.change,
         "communication": {
             each.kind: {"bytes": each.bytes, "seconds": each.seconds} for each in one.collectives
         },
@@ -282,13 +245,8 @@ def _memory_lines(estimate: Estimate) -> Iterator[str]:
         yield "  fits"
         return
     yield f"  does not fit: {estimate.room / GIB:.1f} GiB are usable"
-    if estimate.change is None:
-        yield "  no micro-batch, remat or mesh of these devices makes it fit: use a smaller model"
-        return
-    changed = advice.changed_by(case, estimate.change)
-    assert changed is not None, "advice.remedy has tried this change"
-    better = memory(changed).total / GIB
-    yield f"  fits with {advice.described(case, estimate.change)} ({better:.1f} GiB)"
+    yield "  less memory, the cheapest first: a smaller train.micro_batch, train.remat=selective,"
+    yield "  parallel.shard=-1, train.remat=full, parallel.reduce=each, parallel.tensor, more nodes"
 
 
 def _step_lines(estimate: Estimate) -> Iterator[str]:
@@ -333,27 +291,6 @@ def _total_lines(estimate: Estimate) -> Iterator[str]:
         "" if estimate.price is None else f" x {estimate.price:g} = {estimate.price * hours:,.0f}"
     )
     yield f"{'cost':<10}≈ {hours:,.3g} device hours{' at best' if until else ''}{cost}"
-
-
-def _probe_lines(estimate: Estimate, measured: Measurement) -> Iterator[str]:
-    """Yield a table of planned and measured values; an error is planned / measured - 1."""
-    planned = (
-        estimate.memory.total
-        - estimate.memory.parts["framework"]
-        - estimate.memory.parts["batches"]
-    )
-    memory_error = planned / measured.memory - 1
-    time_error = estimate.step.seconds / measured.seconds - 1
-    yield ""
-    yield f"{'measured in three steps':<30}{'plan':>10}{'measured':>10}{'error':>10}"
-    yield (
-        f"  {'memory above start, GiB':<28}{planned / GIB:>10.2f}{measured.memory / GIB:>10.2f}"
-        f"{memory_error:>+10.1%}"
-    )
-    yield (
-        f"  {'step, seconds':<28}{estimate.step.seconds:>10.3g}{measured.seconds:>10.3g}"
-        f"{time_error:>+10.1%}"
-    )
 
 
 def _assumptions(estimate: Estimate) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Measurement of three steps of a run on random tokens, to check the formulas."""
+"""Measurement of three steps of a run on random tokens, to check the formulas of `dtt plan`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def probe(case: Case, world: World) -> Measurement:
     import_module("torch._dynamo")
     before = _in_use(world.device)
     torch.manual_seed(world.rank)
-    laid_out = assemble(case.cfg, _plan(case, world), world)
+    laid_out = assemble(case.cfg, plan_of(case, world), world)
     run = RandomTraining(case, laid_out, world)
     seconds = 0.0
     for _ in range(STEPS):
@@ -95,8 +95,8 @@ class RandomTraining:
         self._steps += 1
 
 
-def _plan(case: Case, world: World) -> RunPlan:
-    """Return the plan that `make_plan` would make, without data."""
+def plan_of(case: Case, world: World) -> RunPlan:
+    """Return the `RunPlan` that `make_plan` would make, without data."""
     cfg, step_sizes = case.cfg, case.step_sizes
     return RunPlan(
         sizes=case.sizes,
