@@ -96,14 +96,10 @@ def test_one_command_each_downloads_tokenizes_and_trains_on_all(project: Dtt) ->
 
 def test_a_second_run_changes_nothing_and_another_text_is_refused(project: Dtt) -> None:
     project("download", "-c", "run.yaml")
-    planned = json.loads(project("tokenize", "-c", "run.yaml", "--dry-run", "--json").stdout)
-    assert [one["complete"] for one in planned] == [False, False]
     tokenized(project)
     before = files(OUT)
     assert all(one["already_done"] for one in tokenized(project))
     assert files(OUT) == before
-    planned = json.loads(project("tokenize", "-c", "run.yaml", "--dry-run", "--json").stdout)
-    assert [one["complete"] for one in planned] == [True, True]
     (OUT / "tokenizer.json").unlink()  # restored, with the same content
     tokenized(project)
     assert files(OUT) == before

@@ -14,7 +14,6 @@ from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, reso
     "dtt tokenize -c run.yaml",
     "mpirun -n 8 dtt tokenize -c run.yaml",
     "srun -N 4 -n 64 dtt tokenize -c run.yaml    # no MPI needed",
-    "dtt tokenize -c run.yaml --dry-run          # print what would be encoded",
     kept="the finished units are kept; run the same command to continue",
     ends_at_once=True,
 )
@@ -28,9 +27,6 @@ def tokenize(
             "--overwrite", help="Replace token files made from other text or with other settings."
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print which units would be encoded; write nothing.")
-    ] = False,
     stage: Stage = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -43,4 +39,4 @@ def tokenize(
     from dtt.data.tokenize import run as tokenize
 
     cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
-    tokenize.run(cfg, overwrite=overwrite, dry_run=dry_run, as_json=json)
+    tokenize.run(cfg, overwrite=overwrite, as_json=json)

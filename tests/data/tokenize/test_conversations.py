@@ -314,7 +314,7 @@ def test_the_report_counts_conversations_and_trained_tokens(workshop: Workshop) 
     assert facts["already_done"]
     assert facts["refused_rows"] == {"messages is empty": 1}
     assert facts["splits"]["train"]["trained_tokens"] == counts.trained
-    changed = dtt(*arguments(workshop.folder, "out"), "chat.turns=expand", "--dry-run", expect=2)
+    changed = dtt(*arguments(workshop.folder, "out"), "chat.turns=expand", expect=2)
     assert "chat.turns is 'all' there, 'expand' now" in changed.stderr
 
 

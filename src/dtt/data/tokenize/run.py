@@ -32,13 +32,10 @@ REASONS = 10
 """Maximum number of reasons for refused rows that are printed."""
 
 
-def run(
-    cfg: RunConfig, *, overwrite: bool = False, dry_run: bool = False, as_json: bool = False
-) -> None:
+def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> None:
     """Write the token files of each corpus; rank 0 prints a report, as JSON if `as_json` is set.
 
-    With `overwrite`, replaces token files of a different corpus, tokenizer or options. With
-    `dry_run`, only reports which units would be encoded, and why.
+    With `overwrite`, replaces token files of a different corpus, tokenizer or options.
     """
     # numpy's OpenBLAS threads would spin on all cores, although there is no linear algebra here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -52,16 +49,13 @@ def run(
 
     for one in cfg.corpora:
         read_corpus(one)
-    if cfg.download.datasets and not dry_run:
+    if cfg.download.datasets:
         from dtt.data.tokenize.shared_tokenizer import share_tokenizer
 
         share_tokenizer(cfg, comm, overwrite=overwrite)
     facts = []
     for one in cfg.corpora:
-        if dry_run:
-            report = _plan(cfg, one, comm, overwrite=overwrite, as_json=as_json)
-        else:
-            report = _tokenize(one, comm, overwrite=overwrite, as_json=as_json)
+        report = _tokenize(one, comm, overwrite=overwrite, as_json=as_json)
         facts.append(report)
         if comm.rank == 0 and not as_json:
             print(report)
@@ -102,43 +96,6 @@ def _tokenize(
     if nulls := result.manifest.nulls:
         log.warning("%d %s", nulls, NULLS)
     return _facts(out, result) if as_json else _report(out, result)
-
-
-def _plan(
-    cfg: RunConfig, one: RunConfig, comm: Comm, *, overwrite: bool, as_json: bool
-) -> dict[str, object] | str:
-    """Report which units of one corpus of `cfg` would be encoded."""
-    from dtt.data.tokenize.verification import NOT_MADE
-    from dtt.data.tokenize.work_plan import REDONE_SHOWN, TOKENIZER, make_plan
-
-    out, tokenizer = one.tokenize_dir, one.tokenizer
-    # A shared tokenizer that is not there yet would be trained first: nothing depends on it.
-    if cfg.download.datasets and not (out.parent / TOKENIZER).is_file():
-        tokenizer = cfg.tokenizer
-    plan = make_plan(
-        *(one.tokenize, tokenizer, one.corpus_dir, out, comm, _kind(one)),
-        clean=one.clean,
-        overwrite=overwrite,
-        dry_run=True,
-    )
-    pending = plan.pending
-    if as_json:
-        return {
-            "tokens": str(out),
-            "complete": plan.complete,
-            "units": len(plan.units),
-            "pending": len(pending),
-            "faults": pending,
-        }
-    again = [f"unit {unit:<7}{why}" for unit, why in pending.items() if why != NOT_MADE]
-    if len(again) > REDONE_SHOWN:
-        again[REDONE_SHOWN:] = [f"            … and {len(again) - REDONE_SHOWN} more"]
-    then = "nothing to do"
-    if not plan.complete:
-        then = f"units that would be encoded: {len(pending)}"
-    kept = f"{len(plan.units) - len(pending)} of {len(plan.units)} are finished and kept"
-    lines = [f"tokens      {out}", *again, f"units       {kept}", f"next        {then}"]
-    return "\n".join(lines)
 
 
 def _kind(cfg: RunConfig) -> DocumentKind:

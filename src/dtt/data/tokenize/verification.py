@@ -39,14 +39,11 @@ def find_pending(
     manifest: TokensManifest | None,
     units: int,
     comm: Comm,
-    *,
-    remember: bool,
 ) -> dict[int, str]:
     """Return why units are not finished, by their index; collective, same on all ranks.
 
     `key` is that of the markers; `manifest` is one for this content. Files on a node's local disk
-    are checked by the ranks of that node. Without `remember`, the results of the checks are not
-    recorded, so nothing is written.
+    are checked by the ranks of that node.
     """
     # The name of the node, not of the rank: a local disk is shared by the ranks of a node.
     here = socket.gethostname()
@@ -67,7 +64,7 @@ def find_pending(
             if _stem(out, shard, here) is None:
                 return shard.host
         stems = [(_stem(out, shard, here) or out, shard) for shard in shards]
-        damage = _damage(out, unit, stems, marker, remember=remember)
+        damage = _damage(out, unit, stems, marker)
         if damage is not None or marker is None:
             pending[unit] = damage or LOST_MARKER
         return None
@@ -111,8 +108,6 @@ def _damage(
     unit: int,
     stems: Sequence[tuple[Path, TokenShard]],
     marker: UnitMarker | None,
-    *,
-    remember: bool,
 ) -> str | None:
     """Return a message about the first bad file of a unit, or None if all files are intact."""
     known = {} if marker is None else marker.files
@@ -131,6 +126,6 @@ def _damage(
         except OSError as error:  # such as a failing disk
             return f"{path} cannot be read: {error.strerror}"
     # Only after all files of the unit are intact.
-    if remember and marker is not None and now != known:
+    if marker is not None and now != known:
         write_marker(out, unit, marker, now)
     return None

@@ -92,19 +92,18 @@ def make_plan(
     *,
     clean: CleanConfig | None = None,
     overwrite: bool = False,
-    dry_run: bool = False,
 ) -> Plan:
     """Return the plan for the token files in `out`, which then has its tokenizer; collective.
 
-    With `overwrite`, existing token files are removed first. With `dry_run`, nothing is written.
-    The documents of the corpus are of `kind`.
+    With `overwrite`, existing token files are removed first. The documents of the corpus are of
+    `kind`. What is left of unfinished units is removed.
 
     Raises ConfigError if `out` contains token files of a different corpus, tokenizer or options,
     and InputError if the corpus is empty.
     """
     found = None if overwrite else _shared(comm, read_key(out) if comm.rank == 0 else None)
     corpus, units, unit_bytes = divide(cfg, clean, corpus_folder, comm, found)
-    if overwrite and not dry_run:
+    if overwrite:
         clear(cfg, out)
         comm.barrier()
     key = None
@@ -117,20 +116,20 @@ def make_plan(
         resizable = cfg.unit_bytes is None
         if found and is_same(found, key, out, "token files", may_be_resized=resizable):
             key = found
-        elif found and not dry_run:
+        elif found:
             clear(cfg, out)
-        is_there = holds(out / TOKENIZER, key.tokenizer_sha256)
-        if key is found and not is_there:
-            log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
-        if not is_there and not dry_run:
+        if not holds(out / TOKENIZER, key.tokenizer_sha256):
+            if key is found:
+                log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
             content = given or _trained(cfg, tokenizer, corpus, units)
             key = write_tokenizer(out, content, key, WORK)
-        if not dry_run:
-            _write_files(out, kind)
+        for name, text in kind.files().items():
+            if not holds(out / name, hashlib.sha256(text.encode()).hexdigest()):
+                write_atomically(out / name, text)
     # If rank 0 raises, the others wait here until they are terminated.
     key = _shared(comm, key)
     assert key is not None
-    return _checked(out, corpus, units, key, comm, dry_run=dry_run)
+    return _checked(out, corpus, units, key, comm)
 
 
 def _asked(
@@ -159,24 +158,21 @@ def _asked(
     )
 
 
-def _checked(
-    out: Path, corpus: Corpus, units: list[Unit], key: TokensKey, comm: Comm, *, dry_run: bool
-) -> Plan:
+def _checked(out: Path, corpus: Corpus, units: list[Unit], key: TokensKey, comm: Comm) -> Plan:
     """Return the plan, by the units that are finished; remove what is left of the others."""
     manifest = sound_manifest(out)
     if manifest is not None and manifest.key != key.fingerprint:
         manifest = None
-    pending = find_pending(out, key.fingerprint, manifest, len(units), comm, remember=not dry_run)
+    pending = find_pending(out, key.fingerprint, manifest, len(units), comm)
     selection = None if corpus.selection is None else corpus.selection.facts()
     complete = (
         manifest is not None
         and manifest.selection == selection
         and all(why == LOST_MARKER for why in pending.values())
-        and (not dry_run or holds(out / TOKENIZER, key.tokenizer_sha256))
     )
     # Rank 0 decides: the others may have read the folder a moment later.
     complete = comm.broadcast(complete)
-    if comm.rank == 0 and not complete and not dry_run:
+    if comm.rank == 0 and not complete:
         _tidy(out, pending)
     comm.barrier()
     return Plan(out, corpus, units, key, {} if complete else pending, complete)
@@ -293,12 +289,6 @@ def write_tokenizer(out: Path, content: bytes, asked: TokensKey, work: str) -> T
     key = asked.model_copy(update={"tokenizer_sha256": hashlib.sha256(content).hexdigest()})
     write_atomically(out / work / KEY, key.model_dump_json(indent=1) + "\n")
     return key
-
-
-def _write_files(out: Path, kind: DocumentKind) -> None:
-    for name, text in kind.files().items():
-        if not holds(out / name, hashlib.sha256(text.encode()).hexdigest()):
-            write_atomically(out / name, text)
 
 
 def _tidy(out: Path, pending: dict[int, str]) -> None:
