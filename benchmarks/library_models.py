@@ -283,7 +283,7 @@ def adapt(arch: Any) -> str:
     from dtt.base.errors import InputError
     from dtt.config.adapter import LoraConfig
     from dtt.hf import library_export, peft, verify
-    from dtt.hf.read import Trained
+    from dtt.hf.read import LoadedModel
     from dtt.model.adapted_layers import adapted_layers
     from dtt.model.init import initialize
     from dtt.model.lora import attach, merged
@@ -322,7 +322,7 @@ def adapt(arch: Any) -> str:
         (path / "adapter").mkdir()
         adapter = peft.Adapter(weights, layers, str(path / "base"), None, path / "base", 0.0)
         peft.write_peft(path / "adapter", adapter, arch)
-        trained = Trained(arch, state, path, None, ())
+        trained = LoadedModel(arch, state, path, None, ())
         try:
             verify.check_adapter(path / "adapter", path / "base", trained)
         except InputError as error:

@@ -25,7 +25,7 @@ from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
 from dtt.evaluate.evaluation import Evaluation, choose_models, evaluate_each, open_evaluation
 from dtt.evaluate.models import EvaluatedModel
-from dtt.hf.read import Trained
+from dtt.hf.read import LoadedModel
 from dtt.mesh.dist import World
 
 ALONE = World(Ranks(), torch.device("cpu"), None)
@@ -47,7 +47,7 @@ def tasks() -> Evaluation:
 def deleting(model: EvaluatedModel, *, after: bool = False) -> EvaluatedModel:
     """The model, whose checkpoint is deleted before it is loaded, or `after`."""
 
-    def load() -> Trained:
+    def load() -> LoadedModel:
         if after:
             trained = model.load()
             state = {name: tensor.clone() for name, tensor in trained.state.items()}

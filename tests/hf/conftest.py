@@ -7,7 +7,7 @@ import torch
 from support.tiny_architectures import VARIANTS, tiny_architecture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dtt.hf.read import Trained
+from dtt.hf.read import LoadedModel
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 
@@ -33,18 +33,18 @@ def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=VARIANTS)
-def trained(request: pytest.FixtureRequest, tokenizer_json: Path) -> Trained:
+def trained(request: pytest.FixtureRequest, tokenizer_json: Path) -> LoadedModel:
     """A tiny model of each kind, with weights that are not tiny."""
     return make(request.param, tokenizer_json)
 
 
 @pytest.fixture
-def llama(tokenizer_json: Path) -> Trained:
+def llama(tokenizer_json: Path) -> LoadedModel:
     """One of them, for what does not depend on the kind."""
     return make("llama", tokenizer_json)
 
 
-def make(variant: str, tokenizer_json: Path) -> Trained:
+def make(variant: str, tokenizer_json: Path) -> LoadedModel:
     arch = tiny_architecture(variant, 300, 64)
     model = Decoder(arch)
     initialize(model, seed=0)
@@ -52,4 +52,4 @@ def make(variant: str, tokenizer_json: Path) -> Trained:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.empty_like(parameter).normal_(0, 0.1, generator=generator))
-    return Trained(arch, model.state_dict(), tokenizer_json, 0, (0,))
+    return LoadedModel(arch, model.state_dict(), tokenizer_json, 0, (0,))

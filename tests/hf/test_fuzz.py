@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from dtt.base.errors import DttError, InputError
-from dtt.hf.read import Trained, read_hf_folder
+from dtt.hf.read import LoadedModel, read_hf_folder
 from dtt.hf.verify import check_import
 from dtt.model.decoder import Decoder
 
@@ -265,14 +265,14 @@ def write_model(folder: Path, kind: str, tokenizer: Path, changes: Mapping[str, 
     (folder / "config.json").write_text(json.dumps(kept | changes))
 
 
-def read(folder: Path) -> Trained | DttError:
+def read(folder: Path) -> LoadedModel | DttError:
     try:
         return read_hf_folder(folder)
     except DttError as refused:
         return refused
 
 
-def difference(found: Trained, folder: Path) -> float | None:
+def difference(found: LoadedModel, folder: Path) -> float | None:
     """Return the largest difference of a logit from those of AutoModelForCausalLM; None if that
     cannot load the folder."""
     load: Any = transformers.AutoModelForCausalLM.from_pretrained

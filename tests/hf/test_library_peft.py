@@ -15,7 +15,7 @@ from dtt.config.adapter import LoraConfig
 from dtt.hf import library_export, library_folder, verify
 from dtt.hf import peft as ours
 from dtt.hf.model_source import find_model
-from dtt.hf.read import Trained
+from dtt.hf.read import LoadedModel
 from dtt.model.adapted_layers import adaptable, adapted_layers
 from dtt.model.architecture import BuiltArchitecture
 from dtt.model.contract import Model
@@ -71,7 +71,7 @@ def randomised(model: torch.nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def write_adapter(model: Model, folder: Path, cfg: LoraConfig) -> Trained:
+def write_adapter(model: Model, folder: Path, cfg: LoraConfig) -> LoadedModel:
     """Write an adapter of `model` into FOLDER/adapter, and return the merged model."""
     arch, base = model.arch, {name: p.detach().clone() for name, p in model.named_parameters()}
     layers = adapted_layers(cfg, arch)
@@ -82,7 +82,7 @@ def write_adapter(model: Model, folder: Path, cfg: LoraConfig) -> Trained:
     adapter = ours.Adapter(state, layers, str(base_folder), None, base_folder, 0.0)
     ours.write_peft(folder / "adapter", adapter, arch)
     whole = {name: tensor[()] for name, tensor in merged(base, state, layers).items()}
-    return Trained(arch, whole, folder, None, ())
+    return LoadedModel(arch, whole, folder, None, ())
 
 
 @pytest.mark.parametrize("kind", TYPES)

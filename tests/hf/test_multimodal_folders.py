@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from support.multimodal_folders import PARTS, write_multimodal
 from torch import Tensor
 
-from dtt.hf import hf, publish
+from dtt.hf import publish, write_folder
 from dtt.hf.model_source import on_device
-from dtt.hf.read import Trained, read_hf_folder
+from dtt.hf.read import LoadedModel, read_hf_folder
 from dtt.hf.released import Released
 from dtt.model.families import multimodal
 
@@ -30,7 +30,7 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
     return found
 
 
-def trained_further(found: Trained) -> Trained:
+def trained_further(found: LoadedModel) -> LoadedModel:
     torch.manual_seed(1)
     state = {n: t + 0.01 * torch.randn_like(t) for n, t in found.tensors.items()}
     return replace(found, state=state)
@@ -56,8 +56,8 @@ def test_the_text_model_is_trained_and_exported_with_the_others(
     ours = on_device(found, torch.device("cpu")).eval()
     torch.testing.assert_close(ours(tokens), logits(theirs, tokens), rtol=0, atol=1e-4)
     trained = trained_further(found)
-    hf.export(
-        trained, publish.Origin("job", 1, "c0ffee"), tmp_path / "out", dtype="fp32",
+    write_folder.export(
+        trained, publish.ExportSource("job", 1, "c0ffee"), tmp_path / "out", dtype="fp32",
         max_shard_size="100KB", card="", released=Released.of_folder(tmp_path / "whole"),
     )  # fmt: skip
     exported, report = transformers.AutoModelForImageTextToText.from_pretrained(

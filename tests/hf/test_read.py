@@ -16,8 +16,8 @@ from support.running import Dtt
 
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.model import LinearRopeScaling
-from dtt.hf import hf, publish
-from dtt.hf.read import Trained, read_hf_folder
+from dtt.hf import publish, write_folder
+from dtt.hf.read import LoadedModel, read_hf_folder
 from dtt.hf.verify import check_import
 from dtt.model import families
 from dtt.model.decoder import Decoder
@@ -67,9 +67,13 @@ def test_a_folder_that_transformers_wrote_is_read(
 
 
 @pytest.mark.parametrize("end", [None, [], "absent"])
-def test_a_model_may_not_say_how_documents_end(end: object, llama: Trained, tmp_path: Path) -> None:
+def test_a_model_may_not_say_how_documents_end(
+    end: object, llama: LoadedModel, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    hf.export(llama, publish.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="5GB", card="")
+    write_folder.export(
+        llama, publish.ExportSource("job", 7, ""), out, dtype="fp32", max_shard_size="5GB", card=""
+    )
     config = json.loads((out / "config.json").read_text()) | {"eos_token_id": end}
     if end == "absent":
         del config["eos_token_id"]
@@ -239,8 +243,8 @@ def test_the_text_model_of_a_multimodal_folder_is_read_and_exported_alone(
     assert "tensors of its other parts" in caplog.text
     assert found.arch.family == "gemma3"
     assert check_import(tmp_path, found) < 1e-5
-    hf.export(
-        found, publish.Origin("job", 1, "c0ffee"), tmp_path / "out", dtype="fp32",
+    write_folder.export(
+        found, publish.ExportSource("job", 1, "c0ffee"), tmp_path / "out", dtype="fp32",
         max_shard_size="5GB", card="",
     )  # fmt: skip
     text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -272,11 +276,11 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folder(llama: Trained, tmp_path: Path) -> Path:
+def folder(llama: LoadedModel, tmp_path: Path) -> Path:
     """An export in several files."""
     out = tmp_path / "run"
-    hf.export(
-        llama, publish.Origin("job", 7, ""), out, dtype="fp32", max_shard_size="40KB", card=""
+    write_folder.export(
+        llama, publish.ExportSource("job", 7, ""), out, dtype="fp32", max_shard_size="40KB", card=""
     )
     assert len(list(out.glob("model-*.safetensors"))) > 2
     return out

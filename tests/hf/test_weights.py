@@ -10,7 +10,7 @@ from support.stand_in import stored
 
 from dtt.base.errors import DamagedError
 from dtt.config.model import ModelConfig
-from dtt.hf.read import Trained
+from dtt.hf.read import LoadedModel
 from dtt.hf.weights import from_hf, to_hf
 from dtt.model import families
 from dtt.model.architecture import Architecture
@@ -37,7 +37,7 @@ def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def ours(trained: Trained, state: dict[str, torch.Tensor] | None = None) -> Decoder:
+def ours(trained: LoadedModel, state: dict[str, torch.Tensor] | None = None) -> Decoder:
     model = Decoder(trained.arch)
     model.load_state_dict(state or dict(trained.state))
     return model.eval()
@@ -45,7 +45,7 @@ def ours(trained: Trained, state: dict[str, torch.Tensor] | None = None) -> Deco
 
 @torch.no_grad()
 def test_hugging_face_weights_in_a_decoder_give_the_logits_of_transformers(
-    trained: Trained,
+    trained: LoadedModel,
 ) -> None:
     theirs = hf_model(trained.arch)
     arch = families.get(trained.arch.family).from_hf_config(theirs.config.to_dict())
@@ -54,7 +54,7 @@ def test_hugging_face_weights_in_a_decoder_give_the_logits_of_transformers(
     assert_equal(model(TOKENS), theirs(TOKENS).logits)
 
 
-def test_weights_of_the_base_class_are_accepted(trained: Trained) -> None:
+def test_weights_of_the_base_class_are_accepted(trained: LoadedModel) -> None:
     with_prefix = to_hf(trained.state, trained.arch)
     base = {n if n == "lm_head.weight" else n.partition(".")[2]: t for n, t in with_prefix.items()}
     got = from_hf(base, trained.arch)
@@ -62,7 +62,7 @@ def test_weights_of_the_base_class_are_accepted(trained: Trained) -> None:
     assert all(torch.equal(got[name], tensor) for name, tensor in trained.state.items())
 
 
-def test_gradients_equal_those_of_transformers(trained: Trained) -> None:
+def test_gradients_equal_those_of_transformers(trained: LoadedModel) -> None:
     theirs = hf_model(trained.arch)
     model = ours(trained, from_hf(stored(theirs), trained.arch))
     targets = TOKENS.roll(-1, 1)
@@ -79,7 +79,9 @@ def test_gradients_equal_those_of_transformers(trained: Trained) -> None:
 
 
 @torch.no_grad()
-def test_bf16_weights_give_the_bf16_logits_of_transformers_up_to_rounding(trained: Trained) -> None:
+def test_bf16_weights_give_the_bf16_logits_of_transformers_up_to_rounding(
+    trained: LoadedModel,
+) -> None:
     theirs = hf_model(trained.arch)
     model = ours(trained, from_hf(stored(theirs), trained.arch))
     exact = theirs(TOKENS).logits
@@ -104,7 +106,7 @@ def test_gemmas_embeddings_are_scaled_by_the_root_rounded_to_bf16() -> None:
     assert not torch.equal(seen[0], model.embed(TOKENS) * arch.embed_scale)
 
 
-def test_a_tensor_of_another_shape_is_named(trained: Trained) -> None:
+def test_a_tensor_of_another_shape_is_named(trained: LoadedModel) -> None:
     tensors = dict(to_hf(trained.state, trained.arch))
     name = next(name for name, tensor in tensors.items() if tensor.ndim == 1)
     tensors[name] = torch.zeros(7)
@@ -112,7 +114,7 @@ def test_a_tensor_of_another_shape_is_named(trained: Trained) -> None:
         from_hf(tensors, trained.arch)
 
 
-def test_missing_and_unknown_tensors_are_named(trained: Trained) -> None:
+def test_missing_and_unknown_tensors_are_named(trained: LoadedModel) -> None:
     state = dict(trained.state)
     state["layers.9.attn.q.weight"] = state.pop("layers.0.attn.q.weight")
     with pytest.raises(DamagedError, match=r"1 missing .*layers\.0.*1 unknown .*layers\.9"):

@@ -492,7 +492,7 @@ def test_squeue_prints_the_lines_that_the_fake_prints(cluster: Any, tmp_path: Pa
 def test_slurm_reports_unknown_jobs_and_missing_accounting(cluster: Any) -> None:
     said = printed(squeue.SQUEUE, "999999")
     assert (said.returncode, said.stderr.strip()) == (1, fake_slurm.FORGOTTEN)
-    assert squeue.ask(["999999"]) == squeue.Answer({})
+    assert squeue.ask(["999999"]) == squeue.QueueReply({})
     accounts = printed(squeue.SACCT, "999999")
     assert accounts.stdout == ""
     assert accounts.stderr.strip() in ("", fake_slurm.NO_ACCOUNTING)

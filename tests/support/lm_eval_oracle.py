@@ -43,8 +43,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dtt.config.model import Llama3RopeScaling, ModelConfig
 from dtt.evaluate.tasks import result_files
-from dtt.hf import hf, publish
-from dtt.hf.read import Trained
+from dtt.hf import publish, write_folder
+from dtt.hf.read import LoadedModel
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
@@ -206,9 +206,9 @@ def export(
     tokenizer.save(str(path))
     id_of_end = tokenizer.token_to_id(end)
     assert id_of_end is not None
-    trained = Trained(arch, model.state_dict(), path, id_of_end, (id_of_end,))
-    origin = publish.Origin(family, 0, "")
-    hf.export(trained, origin, out, dtype="fp32", max_shard_size="5GB", card="")
+    trained = LoadedModel(arch, model.state_dict(), path, id_of_end, (id_of_end,))
+    origin = publish.ExportSource(family, 0, "")
+    write_folder.export(trained, origin, out, dtype="fp32", max_shard_size="5GB", card="")
     shutil.copy(path, out / "tokenizer.json")  # an export adds no token in front of a text
     return out
 

@@ -543,22 +543,22 @@ def transposed() -> None:
 
 
 def scale_not_folded() -> None:
-    from dtt.hf import hf
+    from dtt.hf import write_folder
 
-    wrap(hf, "fold", lambda _run, trained: trained)
+    wrap(write_folder, "fold", lambda _run, trained: trained)
 
 
 def tied_head_stored_untied() -> None:
     import json
 
-    from dtt.hf import hf
+    from dtt.hf import write_folder
 
     def around(run: Any, trained: Any, folder: Any, *rest: Any) -> None:
         run(trained, folder, *rest)
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
 
-    wrap(hf, "_write_config", around)
+    wrap(write_folder, "_write_config", around)
 
 
 PIPELINE = "parallel.pipeline=2 parallel.replicate=1 model.tie_embeddings=false"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dtt.evaluate.tasks.runner import TaskRunner
     from dtt.evaluate.tasks.task_data import TaskData
     from dtt.hf.chat_format import ChatFormat
-    from dtt.hf.read import Trained
+    from dtt.hf.read import LoadedModel
     from dtt.mesh.dist import World
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ class Evaluation:
             found.append(result)
         return found
 
-    def runner(self, trained: Trained, world: World) -> TaskRunner:
+    def runner(self, trained: LoadedModel, world: World) -> TaskRunner:
         """Return the runner for a model, which is moved to the device of this rank in fp32."""
         from dtt.evaluate.tasks.encoding import QuestionEncoder
         from dtt.evaluate.tasks.runner import TaskRunner
@@ -256,7 +256,7 @@ def on_first(world: World | None, action: Callable[[], T]) -> T:
     return action() if world is None else world.on_first(action)
 
 
-def load_verified(model: EvaluatedModel, world: World) -> Trained:
+def load_verified(model: EvaluatedModel, world: World) -> LoadedModel:
     """Return the weights of a model, which rank 0 verifies; collective.
 
     If a rank cannot read them, all raise the same error: a checkpoint may be deleted meanwhile.

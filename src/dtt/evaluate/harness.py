@@ -154,14 +154,14 @@ class Harness:
         if model.step is None:
             yield model.path
             return
-        from dtt.hf import hf, publish
+        from dtt.hf import publish, write_folder
 
         model.verify()
         # Beside the results: /tmp is often too small. The same name replaces what a kill left.
         folder = model.results / ".harness"
-        origin = publish.Origin(model.name, model.step, model.identity(), model.ema)
+        origin = publish.ExportSource(model.name, model.step, model.identity(), model.ema)
         try:
-            hf.export(
+            write_folder.export(
                 model.load(), origin, folder, dtype="fp32", max_shard_size="5GB", card="",
                 chat=self.chat,
             )  # fmt: skip

@@ -19,7 +19,7 @@ from dtt.config.load import load_job
 from dtt.hf.model_source import find_folder, job_of
 
 if TYPE_CHECKING:
-    from dtt.hf.read import Trained
+    from dtt.hf.read import LoadedModel
 
 EVALS = Path("evals")
 """Folder of the results of models that are not those of a job."""
@@ -47,7 +47,7 @@ class EvaluatedModel:
     computed once, so that results can be reported of a checkpoint that was deleted meanwhile."""
     verify: Callable[[], None]
     """Raises DamagedError if the weights are not what was written."""
-    load: Callable[[], Trained]
+    load: Callable[[], LoadedModel]
     """Reads the weights, without verifying them."""
 
 
@@ -120,7 +120,7 @@ def checkpoint_model(
     def verify() -> None:
         store.verify(path)
 
-    def load() -> Trained:
+    def load() -> LoadedModel:
         from dtt.hf.read_checkpoint import read_checkpoint
 
         checkpoint = store.Checkpoint(path, CheckpointManifest.read(path))
@@ -148,7 +148,7 @@ def folder_model(source: str, folder: Path) -> EvaluatedModel:
         # Not by time and size, which other weights may share: it reads every byte, as loading does.
         return fingerprint([sha256_file(path) for path in files])
 
-    def load() -> Trained:
+    def load() -> LoadedModel:
         from dtt.hf.read import read_hf_folder
 
         return read_hf_folder(folder)

@@ -21,7 +21,7 @@ from dtt.hf.model_source import find_chat_format, load_model, on_device
 
 if TYPE_CHECKING:
     from dtt.data.conversations.chat_encoder import ChatEncoder
-    from dtt.hf.read import Trained
+    from dtt.hf.read import LoadedModel
     from dtt.model.generate import GeneratorPool, PrefixCachedGenerator
 
 
@@ -64,7 +64,7 @@ def run(
 
 def open_session(
     encoder: ChatEncoder,
-    trained: Trained,
+    trained: LoadedModel,
     generator: PrefixCachedGenerator | GeneratorPool,
     sampling: Sampling,
 ) -> ChatSession:

@@ -76,7 +76,7 @@ class ChatSession:
     ) -> None:
         """Start without messages. An answer ends before any of `stop_tokens` and `stop_texts`.
 
-        `check_ids` is that of the model's `Trained`.
+        `check_ids` is that of the model's `LoadedModel`.
         """
         self._encoder, self._tokenizer, self._generator = encoder, tokenizer, generator
         self._check_ids = check_ids

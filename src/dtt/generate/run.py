@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from dtt.data.text.continuation import Continuation
-    from dtt.hf.read import Trained
+    from dtt.hf.read import LoadedModel
     from dtt.model.contract import Model
 
 
@@ -236,7 +236,9 @@ def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     return texts
 
 
-def _encode_all(texts: Sequence[str], tokenizer: Tokenizer, trained: Trained) -> list[list[int]]:
+def _encode_all(
+    texts: Sequence[str], tokenizer: Tokenizer, trained: LoadedModel
+) -> list[list[int]]:
     """Return the token ids of the prompts, with the errors of `encode_prompt`."""
     names = [f"prompt {n}" for n in range(1, len(texts) + 1)] if len(texts) > 1 else ["the prompt"]
     return [
@@ -244,7 +246,7 @@ def _encode_all(texts: Sequence[str], tokenizer: Tokenizer, trained: Trained) ->
     ]
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, trained: Trained, name: str) -> list[int]:
+def encode_prompt(text: str, tokenizer: Tokenizer, trained: LoadedModel, name: str) -> list[int]:
     """Return the token ids of a prompt; an empty prompt becomes the token that begins a
     document, or else the end-of-document token.
 

@@ -32,7 +32,7 @@ from dtt.report.page import document, joined
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from dtt.hf.read import Trained
+    from dtt.hf.read import LoadedModel
     from dtt.model.generate import GeneratorPool
 
 ANSWERS_AT_ONCE = 4
@@ -44,7 +44,7 @@ class Served:
     """The model of a server."""
 
     name: str
-    trained: Trained
+    trained: LoadedModel
     tokenizer: Tokenizer
     """Adds to a text what the documents of the model begin with."""
     generators: GeneratorPool

@@ -23,8 +23,8 @@ from dtt.track.base import Record
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
     from dtt.hf.peft import Adapter
-    from dtt.hf.publish import Origin
-    from dtt.hf.read import Trained
+    from dtt.hf.publish import ExportSource
+    from dtt.hf.read import LoadedModel
 
 
 WHOLE = ("export.dtype=", "export.max_shard_size=")
@@ -87,7 +87,7 @@ def export(
     base = part.base if part else None
     kept = {"license"} if adapter else {"license", "max_shard_size"}
     options = cfg.export.model_dump(include=kept)
-    origin = publish.Origin(cfg.name, checkpoint.step, identity, ema, base, options)
+    origin = publish.ExportSource(cfg.name, checkpoint.step, identity, ema, base, options)
     dtype = "fp32" if adapter else cfg.export.dtype
     publish.already_done(folder, origin, dtype)  # before a repository is created
     if upload is not None and in_bucket:
@@ -142,12 +142,12 @@ def _export(
     cfg: RunConfig,
     job: JobDir,
     checkpoint: Checkpoint,
-    origin: Origin,
+    origin: ExportSource,
     adapter: Adapter | None,
     folder: Path,
 ) -> ExportManifest:
     """Write the folder with its model card, and verify it."""
-    from dtt.hf import hf
+    from dtt.hf import write_folder
     from dtt.hf.card import model_card
     from dtt.hf.chat_format import job_chat_format
     from dtt.hf.read_checkpoint import read_checkpoint
@@ -156,7 +156,7 @@ def _export(
     replaced = ", replacing an earlier export" if ExportManifest.exists(folder) else ""
     log.info("export: writing and verifying step %d: %s%s", checkpoint.step, folder, replaced)
     trained = read_checkpoint(cfg, job, checkpoint, ema=origin.ema)
-    hf.check_exportable(trained.arch)
+    write_folder.check_exportable(trained.arch)
     chat, released = job_chat_format(job, cfg.chat), Released.of_job(job)
     card = model_card(
         cfg,
@@ -169,10 +169,10 @@ def _export(
         adapter_of=origin.base,
     )
     if adapter is not None:
-        return hf.export_adapter(
+        return write_folder.export_adapter(
             trained, adapter, origin, folder, card=card, chat=chat, released=released
         )
-    manifest = hf.export(
+    manifest = write_folder.export(
         trained,
         origin,
         folder,
@@ -188,7 +188,7 @@ def _export(
     return manifest
 
 
-def _log_cost_of_quantization(merged: Trained, quantized: Trained) -> None:
+def _log_cost_of_quantization(merged: LoadedModel, quantized: LoadedModel) -> None:
     """Log how far the logits of the merged weights are from those of the model in training."""
     import torch
 

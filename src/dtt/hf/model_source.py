@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dtt.config.objective import Objective
     from dtt.hf.chat_format import ChatFormat
-    from dtt.hf.read import Trained
+    from dtt.hf.read import LoadedModel
     from dtt.model.architecture import AnyArchitecture
     from dtt.model.contract import Model
 
@@ -31,7 +31,7 @@ class NoChatTemplate(ConfigError):
 SOURCES = "a job (jobs/run, jobs/run@500), an export (exports/run), or hf:ORG/NAME"
 
 
-def load_model(source: str, *, ema: bool) -> Trained:
+def load_model(source: str, *, ema: bool) -> LoadedModel:
     """Read the model that `source` names.
 
     `source` is a job directory, whose newest checkpoint is read; `JOB@STEP`; a Hugging Face folder,
@@ -103,7 +103,7 @@ def job_of(source: str) -> JobDir:
     return JobDir(store.parse(source)[0].parent)
 
 
-def _read_job(source: str, ema: bool) -> Trained:
+def _read_job(source: str, ema: bool) -> LoadedModel:
     from dtt.checkpoint import store
     from dtt.hf.read_checkpoint import find_checkpoint, read_checkpoint
 
@@ -114,7 +114,7 @@ def _read_job(source: str, ema: bool) -> Trained:
     return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema)
 
 
-def on_device(trained: Trained, device: torch.device) -> Model:
+def on_device(trained: LoadedModel, device: torch.device) -> Model:
     """Return the model with its weights on `device`."""
     from dtt.model.decoder import make_model
 

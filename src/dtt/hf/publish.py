@@ -31,7 +31,7 @@ transformers prefers model.safetensors to shards, and loads an adapter that lies
 
 
 @dataclass(frozen=True)
-class Origin:
+class ExportSource:
     """The checkpoint that an export is made from, and how."""
 
     job: str
@@ -54,7 +54,7 @@ def claimed(out: Path) -> Iterator[None]:
         yield
 
 
-def already_done(out: Path, origin: Origin, dtype: str) -> ExportManifest | None:
+def already_done(out: Path, origin: ExportSource, dtype: str) -> ExportManifest | None:
     """Return the manifest of the same export if it exists at `out`.
 
     Returns None if `out` is empty, does not exist, or contains another export of the same job,

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Trained:
+class LoadedModel:
     """A trained model: architecture, weights and tokenizer."""
 
     arch: AnyArchitecture
@@ -90,7 +90,7 @@ class Trained:
         )
 
 
-def read_hf_folder(folder: Path) -> Trained:
+def read_hf_folder(folder: Path) -> LoadedModel:
     """Read the model of a Hugging Face folder with safetensors files.
 
     The weights keep their dtype. Raises InputError if dtt does not support the model.
@@ -115,12 +115,12 @@ def read_hf_folder(folder: Path) -> Trained:
         found = stored_tensors(files)
         found = _text_tensors(found, folder) if multimodal.is_multimodal(whole) else found
         state = named_by_library(found, built.skeleton, folder)
-        return Trained(built, state, tokenizer, end, until_ids, begin)
+        return LoadedModel(built, state, tokenizer, end, until_ids, begin)
     arch = _architecture(_family(config), config, folder)
     tensors = {name: tensor for file in files for name, tensor in load_tensors(file).items()}
     if multimodal.is_multimodal(whole):
         tensors = _text_tensors(tensors, folder)
-    return Trained(arch, from_hf(tensors, arch), tokenizer, end, until_ids, begin)
+    return LoadedModel(arch, from_hf(tensors, arch), tokenizer, end, until_ids, begin)
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, FullTensor]:

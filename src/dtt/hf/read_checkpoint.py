@@ -24,7 +24,7 @@ from dtt.config.load import load_job
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.hf.peft import Adapter
-from dtt.hf.read import Trained, read_hf_folder, weight_files
+from dtt.hf.read import LoadedModel, read_hf_folder, weight_files
 from dtt.mesh.sharding import FullTensor
 from dtt.model import nf4
 from dtt.model.adapted_layers import adaptable, adapted_layers
@@ -53,7 +53,7 @@ def read_checkpoint(
     *,
     ema: bool = False,
     quantized: bool = False,
-) -> Trained:
+) -> LoadedModel:
     """Return the model of a job with the resolved config `cfg`.
 
     Reads only the job directory, and the frozen weights below an adapter.
@@ -72,7 +72,7 @@ def read_checkpoint(
         )
     compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
     weights = checkpoint_weights(checkpoint, job, average=ema, quantized=quantized)
-    return Trained(
+    return LoadedModel(
         architecture(job, cfg),
         {name: weight[()] for name, weight in weights.items()},
         job.tokenizer,

@@ -25,7 +25,7 @@ from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.hf import library_folder
 from dtt.hf.chat_format import ChatFormat, read_config
 from dtt.hf.model_source import on_device
-from dtt.hf.read import Trained, transformers_defaults
+from dtt.hf.read import LoadedModel, transformers_defaults
 from dtt.hf.weights import NOT_WEIGHTS
 from dtt.mesh.environment import install
 from dtt.model import families
@@ -78,7 +78,7 @@ def check(
 
 
 @torch.inference_mode()
-def check_import(folder: Path, trained: Trained) -> float:
+def check_import(folder: Path, trained: LoadedModel) -> float:
     """Compare a model that dtt read from a Hugging Face folder with that of transformers.
 
     Class, configuration, tensor names, weight tying and fp32 logits of random ids must agree;
@@ -111,7 +111,7 @@ def random_logits(state: Mapping[str, Tensor], arch: Architecture) -> Tensor:
     return logits
 
 
-def check_folded(folded: Trained, expected: Tensor) -> None:
+def check_folded(folded: LoadedModel, expected: Tensor) -> None:
     """Raise DamagedError unless the folded weights give the `expected` logits of random ids."""
     try:
         _difference(expected, random_logits(folded.tensors, folded.decoder), "the folded weights")
@@ -154,7 +154,7 @@ def kept_in_fp32(arch: Architecture) -> set[str]:
 
 
 @torch.inference_mode()
-def check_adapter(folder: Path, base: Path, trained: Trained) -> float:
+def check_adapter(folder: Path, base: Path, trained: LoadedModel) -> float:
     """Apply the adapter in `folder` to the model in `base` with PEFT; return as `check`.
 
     `trained` has the merged weights. Raises DamagedError if the fp32 logits differ, InputError if

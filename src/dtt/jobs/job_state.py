@@ -11,7 +11,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, InputError
 from dtt.jobs.job_files import SILENT_SECONDS, JobFiles
 from dtt.jobs.slurm import squeue, submissions
-from dtt.jobs.slurm.squeue import Answer, SlurmJob
+from dtt.jobs.slurm.squeue import QueueReply, SlurmJob
 
 FINAL = (
     ExitCode.DONE,
@@ -168,9 +168,9 @@ def _is_job(path: Path) -> bool:
     return job.config.is_file() or job.attempt() > 0
 
 
-def _status(files: JobFiles, ids: Sequence[str], answer: Answer) -> Status:
+def _status(files: JobFiles, ids: Sequence[str], answer: QueueReply) -> Status:
     if not ids:  # Slurm was asked about other jobs only, so a failure to answer is irrelevant here
-        answer = Answer({})
+        answer = QueueReply({})
     slurm = squeue.current([id for id in ids if not _withdrawn(files, answer.jobs.get(id))], answer)
     state, detail = _Derivation(files, ids, slurm, answer).verdict()
     return Status(state, detail, files, slurm, answer.error)
@@ -195,7 +195,7 @@ class _Derivation:
     files: JobFiles
     ids: Sequence[str]
     slurm: SlurmJob | None
-    answer: Answer
+    answer: QueueReply
 
     def verdict(self) -> Verdict:
         """Return the state and its detail; the first case that applies decides."""

@@ -66,7 +66,7 @@ def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
         write_atomically(path, text)
     try:
         yield
-    except job_script.Unanswered:  # the job may be queued and needs its files
+    except job_script.SlurmUnreachable:  # the job may be queued and needs its files
         raise
     except DttError:
         for path, content in before.items():
@@ -129,7 +129,7 @@ def code_copied(folder: Path) -> Iterator[None]:
     shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)
     try:
         yield
-    except job_script.Unanswered:  # the job may be queued and needs it
+    except job_script.SlurmUnreachable:  # the job may be queued and needs it
         raise
     except DttError:
         shutil.rmtree(folder)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dtt.checkpoint.store import Checkpoint
-    from dtt.hf.read import Trained
+    from dtt.hf.read import LoadedModel
     from dtt.mesh.dist import World
     from dtt.mesh.sharding import FullTensor
     from dtt.model.architecture import AnyArchitecture
@@ -226,7 +226,7 @@ def check_source(source: str) -> None:
         store.locate(source)
 
 
-def compare(folder: Path, trained: Trained) -> None:
+def compare(folder: Path, trained: LoadedModel) -> None:
     """Compare the logits of the model read from `folder` with those of `transformers`.
 
     Skips the comparison, with a warning, if an fp32 model does not fit into free memory.

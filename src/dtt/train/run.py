@@ -29,7 +29,7 @@ from dtt.jobs.stages import Stage, report_shadowed
 from dtt.jobs.stop import Requests
 from dtt.report import run as report
 from dtt.track import summary
-from dtt.train import garbage
+from dtt.train import garbage_collection
 from dtt.train.build import build, open_mirror
 from dtt.train.description import (
     warn_of_decay_change,
@@ -62,7 +62,7 @@ def unchanged(trainer: Trainer) -> Trainer:
     return trainer
 
 
-@garbage.scheduled()
+@garbage_collection.scheduled()
 def run(
     config: str | Layer | None,
     arguments: Sequence[str],

@@ -17,7 +17,7 @@ from dtt.jobs.stop import Request
 from dtt.mesh.compilation import compiler
 from dtt.optim.groups import peak_lr, set_learning_rate
 from dtt.track.base import Record
-from dtt.train import garbage
+from dtt.train import garbage_collection
 from dtt.train.actions.action import StepAction
 from dtt.train.actions.own import name_of, restore_actions
 from dtt.train.actions.step_log import finished_saves
@@ -61,7 +61,7 @@ class Trainer(Run):
         self.act()
         startup.end_phase("first evaluation")
         # After all long-lived objects exist: the collector never visits them again.
-        garbage.freeze()
+        garbage_collection.freeze()
         with self.watchdog.phase("step"):
             self.train()
             self.observers.profiler.finish(self.position.step)
@@ -106,7 +106,7 @@ class Trainer(Run):
                 if step == first:
                     self.saver.allocate(self.state.params.trainable(), self.state.tensors())
                 step = self.position.step
-                garbage.collect(step)
+                garbage_collection.collect(step)
                 self.watchdog.step(step)
                 # Between actions the host runs ahead of the device: the losses of these steps wait
                 # there unread.

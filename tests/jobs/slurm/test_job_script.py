@@ -1047,7 +1047,7 @@ def test_the_id_of_a_job_is_the_last_line_of_sbatch_or_it_is_unknown(
     if found is not None:
         assert job_script.submit(Path("slurm.sh")) == found
         return
-    with pytest.raises(job_script.Unanswered, match="sbatch"):
+    with pytest.raises(job_script.SlurmUnreachable, match="sbatch"):
         job_script.submit(Path("slurm.sh"))
 
 

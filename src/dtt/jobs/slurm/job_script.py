@@ -47,7 +47,7 @@ CLOCKS_DIFFER = 60
 Kind = Literal["train", "tokenize", "other"]
 
 
-class Unanswered(EnvironmentUnfit):
+class SlurmUnreachable(EnvironmentUnfit):
     """Raised for a submission when it is unknown whether Slurm accepted it."""
 
 
@@ -433,7 +433,7 @@ def _accepted(script: Path, since: float, message: str) -> str:
         time.sleep(seconds)
         if found := squeue.of_script(script, since):
             return found[-1]
-    raise Unanswered(
+    raise SlurmUnreachable(
         "it is unknown whether Slurm accepted the job",
         where=script,
         why=message,

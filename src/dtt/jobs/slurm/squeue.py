@@ -81,7 +81,7 @@ class SlurmJob:
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueueReply:
     """Slurm's answer to a query about jobs."""
 
     jobs: dict[str, SlurmJob]
@@ -90,20 +90,20 @@ class Answer:
     """Reason why Slurm did not respond; None if it did."""
 
 
-def ask(ids: Collection[str]) -> Answer:
+def ask(ids: Collection[str]) -> QueueReply:
     """Look up jobs by id (`17`, or `17_3` for a task of an array)."""
     if not ids:
-        return Answer({})
+        return QueueReply({})
     listed = f"--jobs={','.join(sorted(ids))}"
     code, out, error = _run([*SQUEUE, listed])
     # squeue fails with "Invalid job id" if asked about a single job that it has forgotten.
     if code != 0 and "Invalid job id" not in error:
-        return Answer({}, error=error or f"squeue exited with {code}")
+        return QueueReply({}, error=error or f"squeue exited with {code}")
     try:
         # Another version, or a wrapper that the site installed, may print something else.
         jobs = _parse(out)
     except ValueError:
-        return Answer({}, error="unexpected output of squeue")
+        return QueueReply({}, error="unexpected output of squeue")
     # Accounting knows jobs that the controller has forgotten, and how runs before a requeue ended.
     if any(id not in jobs or jobs[id].queued for id in ids):
         _, out, _ = _run([*SACCT, listed])
@@ -113,7 +113,7 @@ def ask(ids: Collection[str]) -> Answer:
             past = {}
         for id, job in past.items():
             jobs[id] = replace(jobs[id], before=_ended_before(job)) if id in jobs else job
-    return Answer(jobs)
+    return QueueReply(jobs)
 
 
 def of_script(script: Path, since: float) -> list[str] | None:
@@ -192,7 +192,7 @@ def _parse(out: str) -> dict[str, SlurmJob]:
     return jobs
 
 
-def current(ids: Iterable[str], answer: Answer) -> SlurmJob | None:
+def current(ids: Iterable[str], answer: QueueReply) -> SlurmJob | None:
     """Return the current one of a job's submissions, whose ids are given oldest first.
 
     That is the running one, else the queued one, else the last. A running one takes precedence over

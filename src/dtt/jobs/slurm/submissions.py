@@ -127,7 +127,7 @@ def _send(records: Mapping[JobDir, Mapping[str, object]], script: Path, *options
         remove(path)
     try:
         id = job_script.submit(script, *options)
-    except job_script.Unanswered:
+    except job_script.SlurmUnreachable:
         # Slurm may have accepted the job, which must not receive old requests.
         _write(records, None)
         raise

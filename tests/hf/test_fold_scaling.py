@@ -10,16 +10,16 @@ import torch
 import transformers
 
 from dtt.base.errors import DamagedError
-from dtt.hf import hf, publish, verify
-from dtt.hf.fold import fold
-from dtt.hf.read import Trained
+from dtt.hf import publish, verify, write_folder
+from dtt.hf.fold_scaling import fold
+from dtt.hf.read import LoadedModel
 from dtt.model.decoder import Decoder
 
 MULTIPLIERS = {"embed_scale": 3.7, "attn_scale": 0.31, "residual_scale": 0.6, "logit_scale": 0.45}
 
 
 @pytest.fixture
-def multiplied(trained: Trained) -> Trained:
+def multiplied(trained: LoadedModel) -> LoadedModel:
     """A model of each kind whose four multipliers are none that its class knows."""
     arch = dataclasses.replace(trained.arch, **MULTIPLIERS)
     state = {
@@ -30,7 +30,7 @@ def multiplied(trained: Trained) -> Trained:
     return dataclasses.replace(trained, arch=arch, state=state)
 
 
-def logits(trained: Trained, ids_1T: torch.Tensor) -> torch.Tensor:
+def logits(trained: LoadedModel, ids_1T: torch.Tensor) -> torch.Tensor:
     model = Decoder(trained.arch)
     model.load_state_dict(trained.state)
     with torch.inference_mode():
@@ -38,10 +38,12 @@ def logits(trained: Trained, ids_1T: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_export_gives_transformers_the_logits_of_the_model_with_multipliers(
-    multiplied: Trained, tmp_path: Path
+    multiplied: LoadedModel, tmp_path: Path
 ) -> None:
-    origin = publish.Origin("job", 1, "c0ffee")
-    hf.export(multiplied, origin, tmp_path / "run", dtype="fp32", max_shard_size="5GB", card="")
+    origin = publish.ExportSource("job", 1, "c0ffee")
+    write_folder.export(
+        multiplied, origin, tmp_path / "run", dtype="fp32", max_shard_size="5GB", card=""
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     ids_1T = torch.randint(multiplied.arch.vocab_size, (1, 40))
     expected = logits(multiplied, ids_1T)
@@ -51,7 +53,7 @@ def test_an_export_gives_transformers_the_logits_of_the_model_with_multipliers(
 
 
 @pytest.mark.parametrize("multiplier", MULTIPLIERS)
-def test_each_multiplier_matters_and_is_checked(multiplied: Trained, multiplier: str) -> None:
+def test_each_multiplier_matters_and_is_checked(multiplied: LoadedModel, multiplier: str) -> None:
     plain = fold(multiplied)
     verify.check_folded(plain, verify.random_logits(multiplied.state, multiplied.arch))
     standard = getattr(plain.arch, multiplier)
@@ -60,7 +62,7 @@ def test_each_multiplier_matters_and_is_checked(multiplied: Trained, multiplier:
         verify.check_folded(plain, verify.random_logits(multiplied.state, forgotten))
 
 
-def test_weights_in_bf16_are_not_rounded_again(multiplied: Trained) -> None:
+def test_weights_in_bf16_are_not_rounded_again(multiplied: LoadedModel) -> None:
     state = {name: tensor.bfloat16() for name, tensor in multiplied.state.items()}
     narrow = dataclasses.replace(multiplied, state=state)
     expected = verify.random_logits(narrow.state, narrow.arch)
@@ -68,7 +70,7 @@ def test_weights_in_bf16_are_not_rounded_again(multiplied: Trained) -> None:
     assert (expected - got).abs().max() < 2e-5 * expected.abs().max()
 
 
-def test_a_model_without_multipliers_keeps_its_tensors(trained: Trained) -> None:
+def test_a_model_without_multipliers_keeps_its_tensors(trained: LoadedModel) -> None:
     folded = fold(trained)
     assert folded.arch == trained.arch
     assert all(folded.state[name] is tensor for name, tensor in trained.state.items())

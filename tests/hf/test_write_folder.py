@@ -13,20 +13,24 @@ from tokenizers import Tokenizer, processors
 from dtt.artifacts.manifests import ExportManifest
 from dtt.base.errors import ConfigError, DamagedError, Diverged
 from dtt.base.files import sha256_file
-from dtt.hf import hf, publish, verify
-from dtt.hf.read import Trained, read_hf_folder
+from dtt.hf import publish, verify, write_folder
+from dtt.hf.read import LoadedModel, read_hf_folder
 from dtt.model.decoder import Decoder
 
-ORIGIN = publish.Origin("job", 7, "c0ffee")
+ORIGIN = publish.ExportSource("job", 7, "c0ffee")
 
 
 def export(
-    trained: Trained, out: Path, dtype: hf.Dtype = "fp32", size: str = "5GB"
+    trained: LoadedModel, out: Path, dtype: write_folder.Dtype = "fp32", size: str = "5GB"
 ) -> ExportManifest:
-    return hf.export(trained, ORIGIN, out, dtype=dtype, max_shard_size=size, card="# Card\n")
+    return write_folder.export(
+        trained, ORIGIN, out, dtype=dtype, max_shard_size=size, card="# Card\n"
+    )
 
 
-def test_transformers_loads_and_generates_from_an_export(trained: Trained, tmp_path: Path) -> None:
+def test_transformers_loads_and_generates_from_an_export(
+    trained: LoadedModel, tmp_path: Path
+) -> None:
     out = tmp_path / "exports" / "run"
     manifest = export(trained, out, "bf16")
     assert manifest.max_logit_difference < 1e-4
@@ -42,7 +46,7 @@ def test_transformers_loads_and_generates_from_an_export(trained: Trained, tmp_p
 
 
 def test_what_transformers_keeps_in_fp32_is_exported_in_fp32(
-    trained: Trained, tmp_path: Path
+    trained: LoadedModel, tmp_path: Path
 ) -> None:
     manifest = export(trained, tmp_path / "run", "bf16")
     assert manifest.max_rounding_difference is not None
@@ -55,15 +59,17 @@ def test_what_transformers_keeps_in_fp32_is_exported_in_fp32(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_weights_have_the_requested_dtype(llama: Trained, tmp_path: Path, dtype: hf.Dtype) -> None:
+def test_weights_have_the_requested_dtype(
+    llama: LoadedModel, tmp_path: Path, dtype: write_folder.Dtype
+) -> None:
     manifest = export(llama, tmp_path / "run", dtype)
     assert manifest.max_logit_difference < 1e-4
     assert (manifest.max_rounding_difference is None) == (dtype == "fp32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
-    assert model.dtype == hf.DTYPES[dtype]
+    assert model.dtype == write_folder.DTYPES[dtype]
 
 
-def test_the_manifest_names_every_file(llama: Trained, tmp_path: Path) -> None:
+def test_the_manifest_names_every_file(llama: LoadedModel, tmp_path: Path) -> None:
     manifest = export(llama, tmp_path / "run")
     assert ExportManifest.read(tmp_path / "run") == manifest
     listed = {file.path: file.sha256 for file in manifest.files}
@@ -73,7 +79,7 @@ def test_the_manifest_names_every_file(llama: Trained, tmp_path: Path) -> None:
     assert manifest.parameters == sum(tensor.numel() for tensor in llama.state.values())
 
 
-def test_weights_are_split_into_shards_with_an_index(llama: Trained, tmp_path: Path) -> None:
+def test_weights_are_split_into_shards_with_an_index(llama: LoadedModel, tmp_path: Path) -> None:
     export(llama, tmp_path / "run", size="20KB")
     files = sorted((tmp_path / "run").glob("*.safetensors"))
     index = json.loads((tmp_path / "run" / "model.safetensors.index.json").read_text())
@@ -85,32 +91,34 @@ def test_weights_are_split_into_shards_with_an_index(llama: Trained, tmp_path: P
     assert read_hf_folder(tmp_path / "run").arch == llama.arch
 
 
-def test_an_export_is_read_back_bit_for_bit(trained: Trained, tmp_path: Path) -> None:
+def test_an_export_is_read_back_bit_for_bit(trained: LoadedModel, tmp_path: Path) -> None:
     export(trained, tmp_path / "run")
     back = read_hf_folder(tmp_path / "run")
     assert (back.arch, back.end_of_document) == (trained.arch, trained.end_of_document)
     assert all(torch.equal(back.state[name], value) for name, value in trained.state.items())
 
 
-def test_the_same_export_is_recognised_and_another_refused(llama: Trained, tmp_path: Path) -> None:
+def test_the_same_export_is_recognised_and_another_refused(
+    llama: LoadedModel, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     assert publish.already_done(out, ORIGIN, "fp32") is None
     manifest = export(llama, out)
     assert publish.already_done(out, ORIGIN, "fp32") == manifest
     with pytest.raises(ConfigError, match=r"of another job: job, step 7, fp32\n.*--out"):
-        publish.already_done(out, publish.Origin("other", 8, "beef"), "fp32")
+        publish.already_done(out, publish.ExportSource("other", 8, "beef"), "fp32")
     assert publish.already_done(out, ORIGIN, "bf16") is None
     (out / "config.json").unlink()
     with pytest.raises(DamagedError, match="export is incomplete"):
         publish.already_done(out, ORIGIN, "fp32")
 
 
-def test_an_earlier_export_of_the_job_is_replaced(llama: Trained, tmp_path: Path) -> None:
+def test_an_earlier_export_of_the_job_is_replaced(llama: LoadedModel, tmp_path: Path) -> None:
     out = tmp_path / "exports" / "run"
     export(llama, out, size="20KB")
     assert (out / "model.safetensors.index.json").is_file()
-    later = publish.Origin("job", 8, "beef")
-    manifest = hf.export(llama, later, out, dtype="bf16", max_shard_size="5GB", card="")
+    later = publish.ExportSource("job", 8, "beef")
+    manifest = write_folder.export(llama, later, out, dtype="bf16", max_shard_size="5GB", card="")
     assert ExportManifest.read(out) == manifest
     assert {path.name for path in out.iterdir()} == {
         *(file.path for file in manifest.files),
@@ -119,7 +127,7 @@ def test_an_earlier_export_of_the_job_is_replaced(llama: Trained, tmp_path: Path
     assert [path.name for path in out.parent.iterdir()] == ["run"]
 
 
-def test_an_export_that_fails_leaves_the_earlier_one(llama: Trained, tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_the_earlier_one(llama: LoadedModel, tmp_path: Path) -> None:
     manifest = export(llama, tmp_path / "run")
     lie = dataclasses.replace(llama.arch, n_layers=3)
     with pytest.raises(DamagedError, match="missing"):
@@ -128,7 +136,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(llama: Trained, tmp_path: P
 
 
 def test_a_tokenizer_that_adds_tokens_gives_the_ids_of_the_token_files(
-    llama: Trained, tmp_path: Path
+    llama: LoadedModel, tmp_path: Path
 ) -> None:
     adding = Tokenizer.from_file(str(llama.tokenizer))
     begin = ("<|endoftext|>", 0)
@@ -151,7 +159,7 @@ def test_a_folder_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
         publish.already_done(tmp_path, ORIGIN, "bf16")
 
 
-def test_verification_finds_one_changed_weight(trained: Trained, tmp_path: Path) -> None:
+def test_verification_finds_one_changed_weight(trained: LoadedModel, tmp_path: Path) -> None:
     out = tmp_path / "run"
     export(trained, out)
     state = {name: value.clone() for name, value in trained.state.items()}
@@ -162,14 +170,14 @@ def test_verification_finds_one_changed_weight(trained: Trained, tmp_path: Path)
         verify.check(out, state, trained.arch, trained.open_tokenizer())
 
 
-def test_a_model_that_has_diverged_publishes_nothing(llama: Trained, tmp_path: Path) -> None:
+def test_a_model_that_has_diverged_publishes_nothing(llama: LoadedModel, tmp_path: Path) -> None:
     llama.state["norm.weight"].fill_(torch.nan)
     with pytest.raises(Diverged, match="not finite; nothing was published"):
         export(llama, tmp_path / "run")
     assert not list(tmp_path.iterdir())
 
 
-def test_verification_finds_another_tokenizer(llama: Trained, tmp_path: Path) -> None:
+def test_verification_finds_another_tokenizer(llama: LoadedModel, tmp_path: Path) -> None:
     out = tmp_path / "run"
     export(llama, out)
     other = json.loads(llama.tokenizer.read_text())
@@ -183,7 +191,7 @@ def test_verification_finds_another_tokenizer(llama: Trained, tmp_path: Path) ->
     ("key", "value"), [("rms_norm_eps", 0.1), ("rope_theta", 2e4), ("max_position_embeddings", 65)]
 )
 def test_verification_finds_a_wrong_config(
-    llama: Trained, tmp_path: Path, key: str, value: float
+    llama: LoadedModel, tmp_path: Path, key: str, value: float
 ) -> None:
     out = tmp_path / "run"
     export(llama, out)
@@ -196,7 +204,7 @@ def test_verification_finds_a_wrong_config(
         verify.check(out, llama.state, llama.arch, llama.open_tokenizer())
 
 
-def test_tied_models_are_saved_without_their_head(trained: Trained, tmp_path: Path) -> None:
+def test_tied_models_are_saved_without_their_head(trained: LoadedModel, tmp_path: Path) -> None:
     export(trained, tmp_path / "run")
     with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
         assert ("lm_head.weight" in set(file.keys())) != trained.arch.tie_embeddings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from dtt.train import garbage
+from dtt.train import garbage_collection
 
 
 class Node:
@@ -16,15 +16,15 @@ class Node:
 
 
 def test_cycles_live_until_the_next_collection_is_due() -> None:
-    with garbage.scheduled():
+    with garbage_collection.scheduled():
         old = weakref.ref(Node())
-        garbage.freeze()
+        garbage_collection.freeze()
         node = weakref.ref(Node())
         for _ in range(5 * gc.get_threshold()[0]):  # would have made it run by itself
             _ = [[]]
-        garbage.collect(garbage.EVERY - 1)
+        garbage_collection.collect(garbage_collection.EVERY - 1)
         assert node() is not None
-        garbage.collect(garbage.EVERY)
+        garbage_collection.collect(garbage_collection.EVERY)
         assert node() is None
         assert old() is not None  # what was there before is not looked at
     assert gc.isenabled()

@@ -19,11 +19,11 @@ from dtt.base.reading import read_whole
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
 from dtt.hf import library_export, verify, whole_folder
 from dtt.hf.chat_format import ChatFormat, read_config
-from dtt.hf.fold import fold
+from dtt.hf.fold_scaling import fold
 from dtt.hf.model_source import on_device
 from dtt.hf.peft import Adapter, write_peft
-from dtt.hf.publish import CARD, Origin, published
-from dtt.hf.read import Trained
+from dtt.hf.publish import CARD, ExportSource, published
+from dtt.hf.read import LoadedModel
 from dtt.hf.released import FROM_SCRATCH, SENTENCEPIECE, Released
 from dtt.hf.weights import to_hf, write_shards
 from dtt.model import count, families
@@ -38,8 +38,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 def export(
-    trained: Trained,
-    origin: Origin,
+    trained: LoadedModel,
+    origin: ExportSource,
     out: Path,
     *,
     dtype: Dtype,
@@ -104,8 +104,8 @@ def check_exportable(arch: AnyArchitecture) -> None:
 
 
 def _export_built(
-    trained: Trained,
-    origin: Origin,
+    trained: LoadedModel,
+    origin: ExportSource,
     out: Path,
     *,
     dtype: Dtype,
@@ -143,9 +143,9 @@ def _export_built(
 
 
 def export_adapter(
-    trained: Trained,
+    trained: LoadedModel,
     adapter: Adapter,
-    origin: Origin,
+    origin: ExportSource,
     out: Path,
     *,
     card: str,
@@ -175,7 +175,7 @@ def export_adapter(
 
 
 def _write_manifest(
-    folder: Path, trained: Trained, origin: Origin, chat: ChatFormat | None, **facts: Any
+    folder: Path, trained: LoadedModel, origin: ExportSource, chat: ChatFormat | None, **facts: Any
 ) -> ExportManifest:
     manifest = ExportManifest(
         **asdict(origin),
@@ -190,7 +190,7 @@ def _write_manifest(
 
 def _write_config(
     config: dict[str, Any],
-    trained: Trained,
+    trained: LoadedModel,
     folder: Path,
     dtype: Dtype,
     chat: ChatFormat | None,
@@ -221,7 +221,7 @@ def _write_config(
 
 
 def _write_tokenizer(
-    trained: Trained, folder: Path, chat: ChatFormat | None, released: Released
+    trained: LoadedModel, folder: Path, chat: ChatFormat | None, released: Released
 ) -> None:
     """Write tokenizer.json, which yields the ids of the token files, and AutoTokenizer's files."""
     assert trained.end_of_document is not None, "the data manifest of a job has one"

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dtt.hf.read import Trained
+from dtt.hf.read import LoadedModel
 from dtt.mesh.dtypes import wide
 from dtt.model import families
 from dtt.model.architecture import Architecture
@@ -19,7 +19,7 @@ MODULE = re.compile(r"(?:layers\.\d+\.)?(?P<name>.+?)(?:\.weight|\.bias)?")
 """The name within its layer of the module that a parameter belongs to, or of a stack."""
 
 
-def fold(trained: Trained) -> Trained:
+def fold(trained: LoadedModel) -> LoadedModel:
     """Return an equivalent model whose multipliers are those that its config.json implies.
 
     The model computes the same function up to rounding. Weights that need no factor are shared, not
