@@ -97,7 +97,8 @@ def test_what_appears_and_is_deleted_while_another_is_evaluated_is_not_lost(
                 retention.prune(job.checkpoints, CheckpointConfig(keep_last=1))
 
     watch = Scripted(job, evaluate)
-    watch.run()
+    with watch.protecting():
+        watch.run()
     assert store.steps(job.checkpoints) == [35]
     assert found == [*range(5, 40, 5)]
     assert watch.ended == {EvalState.DONE: found}
@@ -112,6 +113,28 @@ def test_a_job_has_one_watch_and_the_next_one_continues(dtt: Dtt, job: JobDir) -
     watch(dtt)
     assert sealed(job) == {"step-000005": 1, "step-000010": 1}
     assert [link.name for link in links(job)] == ["checkpoint-other"]  # its tasks are others
+
+
+def test_the_stages_of_a_job_that_have_tasks_are_watched_in_turn(dtt: Dtt, job: JobDir) -> None:
+    folder, names = dtt.folder / "jobs/staged", ["base", "middle", "last"]
+    record = {"stages": names, "data_key": None, "predecessor": None}
+    config = yaml.safe_load(job.config.read_text())
+    for name, tasks in zip(names, (["sums.yaml"], [], ["sums.yaml"]), strict=True):
+        shutil.copytree(job.root, folder / name)
+        config |= {"name": f"staged/{name}", "eval": {"tasks": tasks}}
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / name / "stage.json").write_text(json.dumps(record))
+    shutil.rmtree(store.folder_of(JobDir(folder / "last").checkpoints, 10))
+    weights = store.folder_of(JobDir(folder / "base").checkpoints, 5) / store.rank_file("model", 0)
+    weights.write_bytes(b"")
+
+    # The damage of one stage is reported after the others are evaluated.
+    said = dtt("eval", "jobs/staged", "--watch", "--json", expect=65)
+    assert "1 checkpoints of jobs/staged/base could not be evaluated: step 5" in said.stderr
+    assert [json.loads(line)["step"] for line in said.stdout.splitlines()] == [10, 5]
+    assert sealed(JobDir(folder / "base")) == {"step-000010": 1}
+    assert sealed(JobDir(folder / "last")) == {"step-000005": 1}
+    assert not JobDir(folder / "middle").evals.exists()
 
 
 def test_a_damaged_checkpoint_is_named_and_the_others_are_evaluated(dtt: Dtt, job: JobDir) -> None:

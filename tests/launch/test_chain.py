@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from support.running import Dtt
 
+from dtt.artifacts.jobdir import JobDir
+from dtt.base.errors import ExitCode
 from dtt.launch import chain, pipeline
 
 SBATCH = """\
@@ -49,6 +52,10 @@ def waiting(id: int, state: str = "PENDING", reason: str = "Dependency") -> str:
 
 def calls(slurm: Fake) -> list[str]:
     return [line.split(" ", 1)[1] for line in Path(slurm["CALLS"]).read_text().splitlines()]
+
+
+def dependencies(slurm: Fake) -> list[str]:
+    return re.findall(r"--dependency=(\S+)", "\n".join(calls(slurm)))
 
 
 def states(dtt: Dtt, slurm: Fake) -> list[str]:
@@ -113,6 +120,74 @@ def test_each_step_waits_for_the_one_before_and_is_seen_as_one_thing(dtt: Dtt, s
     assert not (dtt.folder / "jobs/n-pipeline").exists()
 
 
+def write_task(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"text": "words words"}\n')
+    task = "type: rolling\ndata: {file: rows.jsonl}\nanswer: '{text}'\n"
+    (folder / "pages.yaml").write_text(task)
+
+
+def test_an_evaluation_runs_beside_the_training_and_is_done_after_it(dtt: Dtt, slurm: Fake) -> None:
+    write_task(dtt.folder)
+    keys = (*DATA, "launch.gpus_per_node=a100:4", "eval.tasks=[pages.yaml]")
+    dry = dtt("submit", "pipeline", *keys, "--dry-run", **slurm).stdout
+    assert "success of the one before, eval runs beside train\n" in dry
+    assert "eval 1 1 1 60 1.0 GPU-hours" in [" ".join(line.split()) for line in dry.splitlines()][5]
+    Path(slurm["CALLS"]).unlink()
+    keys = (*keys, "launch.steps.eval.time=90")
+    dtt("submit", "pipeline", *keys, "-y", **slurm)
+    assert dependencies(slurm) == ["afterok:1", "afterok:2", "afterok:2,after:3", "afterok:3"]
+    script = (dtt.folder / "jobs/n-eval/slurm.sh").read_text()
+    assert "--gpus-per-node=a100:1\n#SBATCH --cpus-per-task=1\n#SBATCH --time=90\n" in script
+    assert " -- eval jobs/n --watch\n" in script
+
+    # The evaluation ended while the training waited to continue: it evaluates the rest with it.
+    def end(name: str, id: int, code: int) -> None:
+        job = JobDir(dtt.folder / "jobs" / name)
+        job.end_attempt(code, "why", 0, attempt=job.begin_attempt())
+
+    for id, name in ((1, "n-download"), (2, "n-tokenize"), (4, "n-eval")):
+        end(name, id, 0)
+    end("n", 3, 2)
+    reason = "DependencyNeverSatisfied"
+    slurm["QUEUE"] = "".join(waiting(id, "COMPLETED", "None") for id in (1, 2, 4))
+    slurm["QUEUE"] += waiting(3, "FAILED", "None") + waiting(5, "CANCELLED", reason)
+    assert states(dtt, slurm) == ["done", "done", "failed", "done", "cancelled"]
+    said = dtt("job", "resume", "jobs/n-pipeline", **slurm).stdout.splitlines()
+    assert [line.split()[1] for line in said] == ["train:", "eval:", "export:"]
+    assert dependencies(slurm)[4:] == ["after:6", "afterok:6"]
+
+    # Both are done, in this order: only the export is left.
+    slurm["QUEUE"] = "".join(waiting(id, "COMPLETED", "None") for id in (1, 2, 6, 7))
+    slurm["QUEUE"] += waiting(8, "FAILED", "None")
+    end("n", 6, 0)
+    end("n-eval", 7, 0)
+    end("n-export", 8, 2)
+    assert states(dtt, slurm) == ["done", "done", "done", "done", "failed"]
+    after = ("--after", "jobs/n-pipeline", "name=later", "--dry-run")
+    refused = dtt("submit", "download", *DATA, *after, expect=2, **slurm).stderr
+    assert "--after jobs/n-pipeline: export is failed" in refused
+    said = dtt("job", "resume", "jobs/n-pipeline", **slurm).stdout.splitlines()
+    assert [line.split()[1] for line in said] == ["export:"]
+
+
+def test_an_evaluation_of_stages_watches_their_folder_until_they_end(dtt: Dtt, slurm: Fake) -> None:
+    write_task(dtt.folder)
+    stages = "stages=[{name: base, train: {steps: 2}}, {name: last, eval: {tasks: [pages.yaml]}}]"
+    said = dtt("submit", "pipeline", *DATA, stages, "-y", **slurm).stdout
+    rows = [line.split()[0] for line in said.splitlines()]
+    assert rows[2:6] == ["download", "tokenize", "train", "eval"]
+    assert dependencies(slurm) == ["afterok:1", "afterok:2", "afterok:2,after:3", "afterok:3"]
+    assert " -- eval jobs/n --watch\n" in (dtt.folder / "jobs/n-eval/slurm.sh").read_text()
+
+    # The training has ended before its last stage: nothing is left to evaluate.
+    first = JobDir(dtt.folder / "jobs/n/base")
+    first.end_attempt(ExitCode.USAGE, "why", 0, attempt=first.begin_attempt())
+    slurm["QUEUE"] = waiting(3, "FAILED", "NonZeroExitCode") + waiting(4, "RUNNING", "None")
+    watched = dtt("eval", "jobs/n", "--watch", **slurm)
+    assert "jobs/n/last has ended: no checkpoints" in watched.stderr
+    assert states(dtt, slurm)[2] == "failed"
+
+
 def test_a_rejected_step_takes_back_those_before_it(dtt: Dtt, slurm: Fake) -> None:
     slurm["REJECTED"] = "jobs/n/slurm.sh"
     said = dtt("submit", "pipeline", *DATA, "-y", expect=78, **slurm).stderr
@@ -126,7 +201,7 @@ def test_a_rejected_step_takes_back_those_before_it(dtt: Dtt, slurm: Fake) -> No
     [
         (("launch.continuation=singleton",), 2, "cannot wait for a job with launch.continuation"),
         (("launch.steps.tokenize.time=never",), 2, "launch.steps.tokenize.time"),
-        (("launch.steps.eval.nodes=2",), 2, "launch.steps.eval"),
+        (("launch.steps.train.nodes=2",), 2, "launch.steps.train"),
         (("--no-submit",), 2, "--no-submit concerns one job"),
         (("model.vocab_size=30", "tokenizer.vocab_size=300"), 2, "outside the embedding"),
         (("--after", "4000"), 2, "Slurm does not know it"),

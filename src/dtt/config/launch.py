@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationError
 
@@ -87,7 +88,7 @@ OF_KEYS = {
 """Options of sbatch that the script sets from other keys."""
 
 
-Step = Literal["download", "clean", "tokenize", "export"]
+Step = Literal["download", "clean", "tokenize", "eval", "export"]
 """The steps of a chain whose resources are not those of the training."""
 Resource = Literal[
     "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem", "time",
@@ -150,7 +151,7 @@ class LaunchConfig(Section):
     """The Slurm job: resources, how processes start, and how it resumes after a time limit."""
 
     nodes: Annotated[int, Field(gt=0, le=10**6)] = resumable(1)
-    """Number of nodes of the job; `download`, `export` and `pipeline` use one."""
+    """Number of nodes of the job; `download`, `eval`, `export` and `pipeline` use one."""
     gpus_per_node: Gpus = resumable(0)
     """GPUs to request on each node, of one type (`a100:4`) or of any type (`4`); 0: none."""
     processes_per_node: Processes = resumable(0)
@@ -210,7 +211,7 @@ class LaunchConfig(Section):
     template: Path | None = resumable(None)
     """Jinja2 template to use in place of dtt's own job script."""
     steps: dict[Step, dict[Resource, Value]] = resumable({})
-    """Resources of other steps than the training, by step (`download`, `clean`, `tokenize`,
+    """Resources of other steps than the training, by step (`download`, `clean`, `tokenize`, `eval`,
     `export`): `nodes`, `tasks_per_node`, `gpus_per_node`, `cpus_per_task`, `mem`, `time`,
     `partition`, `account`, `qos`, `exclude`; the others are those of `launch`."""
 
@@ -246,22 +247,38 @@ class LaunchConfig(Section):
     def of_step(self, step: str, *, tasks: int | None = None) -> LaunchConfig:
         """Return the section for a command: what `steps` sets for it, else what it needs.
 
-        `download` and `export` need no GPU. With `tasks`, for a step of a chain: one node without
-        GPUs, and this number of processes, or one per core if it is 0.
+        `download` and `export` need no GPU, and `eval` one. With `tasks`, for a step of a chain:
+        one node without GPUs, and this number of processes, or one per core if it is 0.
         """
         values = self.model_dump()
-        if tasks is not None or step in ("download", "export"):
+        given = dict(self.steps.get(step, {}))  # type: ignore[call-overload]
+        without_gpus = tuple(left for one in self.directives if (left := with_gpus(one, 0)))
+        if step == "eval":
+            values |= self._on_one_gpu()
+        elif tasks is not None or step in ("download", "export"):
             cores = self.cpus_per_task or 1
-            without = [left for one in self.directives if (left := without_gpus(one))]
-            values |= {"gpus_per_node": 0, "directives": tuple(without)}
+            values |= {"gpus_per_node": 0, "directives": without_gpus}
             if tasks is not None:
                 values |= {"nodes": 1, "processes_per_node": tasks or cores}
             if tasks is not None and step in ("clean", "tokenize") and self.cpus_per_task:
                 values["cpus_per_task"] = max(1, cores // values["processes_per_node"])
-        given = dict(self.steps.get(step, {}))  # type: ignore[call-overload]
+        if "gpus_per_node" in given:  # in place of those of the directives
+            given["directives"] = without_gpus
         if "tasks_per_node" in given:
             given["processes_per_node"] = given.pop("tasks_per_node")
         return type(self).model_validate({**values, **given, "steps": {}})
+
+    def _on_one_gpu(self) -> dict[str, Any]:
+        """Return the values for one process on one GPU, or without any if there are none."""
+        cores = self.cpus_per_task  # of a whole node, if torchrun is Slurm's one task there
+        share = max(1, self.gpus)
+        return {
+            "nodes": 1,
+            "processes_per_node": 1,
+            "gpus_per_node": _at_most_one(str(self.gpus_per_node)),
+            "cpus_per_task": max(1, cores // share) if cores and self.start != "srun" else cores,
+            "directives": tuple(with_gpus(one, 1) for one in self.directives),
+        }
 
     @property
     def time_limit(self) -> int | None:
@@ -317,15 +334,24 @@ class LaunchConfig(Section):
             yield "mpi", "a pyxis container is started by srun: omit mpirun"
 
 
-def without_gpus(directive: str) -> str:
-    """Return an option of sbatch without the GPUs that it requests; "" if nothing else is left.
+def with_gpus(directive: str, number: Literal[0, 1]) -> str:
+    """Return an option of sbatch with at most this number of GPUs; "" if it requests nothing else.
 
-    `--gres` also requests other resources, such as a local disk, which a step keeps.
+    Of several types, the first. `--gres` also requests other resources, such as a local disk, which
+    a step keeps.
     """
     name, _, text = directive[2:].partition("=")
-    if name in ("gpus", "gpus-per-task"):
-        return ""
-    if not "gres".startswith(name):  # sbatch accepts abbreviated options
+    of_gpus = name in ("gpus", "gpus-per-task")
+    if not of_gpus and not "gres".startswith(name):  # sbatch accepts abbreviated options
         return directive
-    others = [one for one in text.split(",") if one.partition("(")[0].partition(":")[0] != "gpu"]
-    return f"--{name}={','.join(others)}" if others else ""
+    asked = text.split(",")
+    gpus = [one for one in asked if of_gpus or re.match(r"gpu\b", one)]
+    others = [one for one in asked if one not in gpus]
+    kept = [*map(_at_most_one, gpus[:number]), *others]
+    return f"--{name}={','.join(kept)}" if kept else ""
+
+
+def _at_most_one(gpus: str) -> str:
+    """Return a request such as `4`, `a100:4` or `gpu:a100:4(S:0-1)` for one GPU, or for none."""
+    text = gpus.partition("(")[0]  # one GPU is not on several sockets
+    return re.sub(r"(?<![^:])[0-9]+$", lambda number: str(min(1, int(number[0]))), text)

@@ -48,7 +48,7 @@ from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, weights_of
 from dtt.hf.model_source import find_chat_format, find_folder
 from dtt.jobs import job_state
 from dtt.jobs.job_files import JobFiles
-from dtt.jobs.job_state import State
+from dtt.jobs.job_state import State, Status
 from dtt.track import jsonl
 
 if TYPE_CHECKING:
@@ -82,33 +82,52 @@ def run(
 ) -> None:
     """Evaluate every checkpoint of a job as it appears, until the job has ended.
 
-    The options are those of `dtt eval`, without `step`. Errors that concern a single
-    checkpoint are recorded; the others are evaluated, and the first such error is raised at the
-    end. Raises Preempted on a stop request: the same command continues. Raises InUse if another
-    watch evaluates the job.
+    Of the folder of several stages, watches those with tasks, each until it has ended. The options
+    are those of `dtt eval`, without `step`. Errors that concern a single checkpoint are recorded;
+    the others are evaluated, and the first such error is raised at the end. Raises Preempted on a
+    stop request: the same command continues. Raises InUse if another watch evaluates the job.
     """
     from dtt.jobs.stop import Requests
 
     requests, ranks = Requests(), Ranks.detect()
     requests.act_at_once(ranks)
     try:
-        job = _watched_job(arguments, ranks, step)
-        cfg = configured(str(job.root), options)
-        chat_format = find_chat_format(str(job.root), None) if chat else None
-        evaluation = open_evaluation(cfg, None, chat_format)
+        jobs = _watched_jobs(arguments, ranks, step)
+        found = [_evaluation_of(job, options, chat=chat) for job in jobs]
     finally:
         requests.defer()
+    errors: list[DttError] = []
     with ExitStack() as stack:
-        stack.enter_context(exclusive(job.evals, "dtt eval --watch", name=".watch.lock"))
-        tracker = stack.enter_context(_tracked(job, ema=ema))
-        watch = Watch(job, evaluation, tracker, lambda: bool(requests.reason), ema, as_json)
-        watch.run()
-    watch.report_end()
+        watches: list[Watch] = []
+        for job, evaluation in zip(jobs, found, strict=True):
+            stack.enter_context(exclusive(job.evals, "dtt eval --watch", name=".watch.lock"))
+            watch = Watch(job, evaluation, None, lambda: bool(requests.reason), ema, as_json)
+            # A later stage may save while the checkpoints of an earlier one are still evaluated.
+            stack.enter_context(watch.protecting())
+            watches.append(watch)
+        for watch in watches:
+            with _tracked(watch.job, ema=ema) as watch.tracker:
+                watch.run()
+            try:
+                watch.report_end()
+            except DttError as error:  # the checkpoints of later stages are evaluated all the same
+                errors.append(error)
+    if errors:
+        raise errors[0]
 
 
-def _watched_job(arguments: Sequence[str], ranks: Ranks, step: str | None) -> JobDir:
-    """Return the job to watch; raise ConfigError for arguments that make no sense with --watch."""
-    one = len(arguments) == 1 and find_folder(arguments[0]) is None
+def _evaluation_of(job: JobDir, options: dict[str, Any], *, chat: bool) -> Evaluation:
+    cfg = configured(str(job.root), options)
+    return open_evaluation(cfg, None, find_chat_format(str(job.root), None) if chat else None)
+
+
+def _watched_jobs(arguments: Sequence[str], ranks: Ranks, step: str | None) -> list[JobDir]:
+    """Return the job to watch, or the stages with tasks.
+
+    Raises ConfigError for arguments that make no sense with --watch.
+    """
+    stages = job_state.stages(Path(arguments[0])) if len(arguments) == 1 else []
+    one = bool(stages) or (len(arguments) == 1 and find_folder(arguments[0]) is None)
     checkpoints, at = store.parse(arguments[0]) if one else (Path(), None)
     if not one or at is not None or step is not None:
         raise ConfigError(
@@ -122,7 +141,8 @@ def _watched_job(arguments: Sequence[str], ranks: Ranks, step: str | None) -> Jo
             f"--watch runs in one process, not in {ranks.size}",
             next="start it without torchrun; torchrun … dtt eval JOB --step all uses several GPUs",
         )
-    return JobDir(checkpoints.parent)
+    asked = [stage for stage in stages if load_job(stage.root).eval.tasks]
+    return asked or stages[-1:] or [JobDir(checkpoints.parent)]
 
 
 @contextmanager
@@ -181,22 +201,18 @@ class Watch:
     def run(self) -> None:
         """Evaluate until the job has ended and nothing waits; raise Preempted on a stop request."""
         log.info("watching %s", self.job.root)
-        for folder in self.job.evals.glob(f"step-*/{LINKS}*"):  # of a watch that was interrupted
-            for step in store.steps(folder):
-                self._seen[step], self.waiting[step] = 0, self.open(step)
-        with self.protecting():
-            while True:
-                over = self.job_over()  # before the scan, which then finds the last checkpoint
-                self.scan()
-                if over and not self.waiting:
-                    break
-                if self.stop_wanted():
-                    raise Preempted(
-                        f"stopped while {len(self.waiting)} checkpoints of {self.job.root} wait",
-                        next=f"dtt eval {self.job.root} --watch",
-                    )
-                if not self.evaluate_next():
-                    time.sleep(SECONDS_BETWEEN_SCANS)
+        while True:
+            over = self.job_over()  # before the scan, which then finds the last checkpoint
+            self.scan()
+            if over and not self.waiting:
+                break
+            if self.stop_wanted():
+                raise Preempted(
+                    f"stopped while {len(self.waiting)} checkpoints of {self.job.root} wait",
+                    next=f"dtt eval {self.job.root} --watch",
+                )
+            if not self.evaluate_next():
+                time.sleep(SECONDS_BETWEEN_SCANS)
         saved = {record["step"] for record in jsonl.read(self.job.metrics, "save")}
         for step in sorted(saved - self._seen.keys()):  # deleted, perhaps after its evaluation
             one = self.open(step)
@@ -205,6 +221,9 @@ class Watch:
     @contextmanager
     def protecting(self) -> Iterator[None]:
         """Scan for new checkpoints in a thread inside the context."""
+        for folder in self.job.evals.glob(f"step-*/{LINKS}*"):  # of a watch that was interrupted
+            for step in store.steps(folder):
+                self._seen[step], self.waiting[step] = 0, self.open(step)
         over = threading.Event()
 
         def scan() -> None:
@@ -243,11 +262,13 @@ class Watch:
 
     def job_over(self) -> bool:
         """Return True if the job will save no more checkpoints."""
-        if JobFiles.read(self.job).slurm_ids:
+        files, whole = JobFiles.read(self.job), JobDir(self.job.root.parent)
+        in_slurm = files.slurm_ids or (files.is_stage and whole.submission_record() is not None)
+        if in_slurm and not files.decided_to_end:
             if time.monotonic() - self._asked < SECONDS_BETWEEN_QUERIES:
                 return False
             self._asked = time.monotonic()
-        [status] = job_state.examine([self.job])
+        status = self._status()
         state = status.state
         if state in (State.NEW, State.UNKNOWN) and state not in self._reported:
             self._reported.add(state)
@@ -259,6 +280,15 @@ class Watch:
         if state is State.LOST and status.slurm is not None and status.slurm.live:
             return False  # its Slurm job may still start it again
         return state not in CONTINUES and not status.alive and not status.queued
+
+    def _status(self) -> Status:
+        """Return the state of the job, of a stage that has not started that of its Slurm job."""
+        [status] = job_state.examine([self.job])
+        whole = JobDir(self.job.root.parent)
+        waits = status.state is State.NEW and self.job.stage_record() is not None
+        if waits and whole.submission_record() is not None:
+            [status] = job_state.examine([whole])
+        return status
 
     def open(self, step: int) -> EvaluatedStep:
         """Return the evaluation of a step."""

@@ -1,6 +1,8 @@
 """The steps of a chain of Slurm jobs, and their states.
 
-`chain.json` in the folder of a chain has the steps only: the state of each is that of its job.
+Each step waits for the success of the one before, except the evaluation, which runs beside the
+training. `chain.json` in the folder of a chain has the steps only: the state of each is that of its
+job.
 """
 
 from __future__ import annotations
@@ -13,24 +15,53 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError
+from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.files import write_atomically
 from dtt.base.reading import Kind, fits, read_record, read_text
+from dtt.config.load import load_job
 from dtt.jobs import job_state
 from dtt.jobs.job_state import State, Status
 from dtt.jobs.slurm import squeue
 
 FILE = "chain.json"
+EVAL = "eval"
+"""Title of the step that evaluates the checkpoints of the training as they appear."""
 ROW: dict[str, Kind] = {"step": str, "job": (str, type(None))}
 
 
 @dataclass(frozen=True)
 class LinkedStep:
-    """A step of a chain, which starts when the one before it has succeeded."""
+    """A step of a chain and its job."""
 
     title: str
     job: JobDir | None
     """None if it was done before the chain was submitted."""
+
+
+class Submitted:
+    """The Slurm ids for which the next step waits, while the steps of a chain are submitted."""
+
+    def __init__(self, after: Sequence[str]) -> None:
+        self._last, self._before_training = list(after), list(after)
+        self._training: list[str] = []
+
+    def dependencies(self, title: str) -> tuple[list[str], list[str]]:
+        """Return the jobs that must have succeeded before a step, and those that must have started.
+
+        The evaluation also waits for what the training waits for: Slurm takes a job that it has
+        cancelled for one that has started.
+        """
+        if title != EVAL:
+            return self._last, []
+        return self._before_training, self._training
+
+    def add(self, title: str, id: str) -> None:
+        """Note that a step is in the queue."""
+        if title == EVAL:
+            return
+        if title == "train":
+            self._before_training, self._training = self._last, [id]
+        self._last = [id]
 
 
 def write(folder: Path, steps: Sequence[LinkedStep]) -> None:
@@ -77,6 +108,30 @@ def _of_step(statuses: Sequence[Status]) -> Status | None:
     return whole if current.state is State.NEW else current
 
 
+def is_done(
+    one: LinkedStep, status: Status | None, steps: Sequence[tuple[LinkedStep, Status | None]]
+) -> bool:
+    """Return True if a step need not run again; `steps` are those of its chain, with their states.
+
+    An evaluation that ended before the training did has not seen its last checkpoint.
+    """
+    if status is None or one.title != EVAL:
+        return status is None or status.state is State.DONE
+    trained = next((status for step, status in steps if step.title == "train"), None)
+    complete = trained is None or (
+        trained.state is State.DONE and trained.files.ended <= status.files.ended
+    )
+    return status.state is State.DONE and complete
+
+
+def is_evaluated(job: JobDir, trained: JobDir, tasks: Sequence[str]) -> bool:
+    """Return True if the evaluation in `job` has seen the last checkpoint of `trained`."""
+    ending, end = job.exit_record(job.attempt()), trained.exit_record(trained.attempt())
+    if ending is None or end is None or ending["code"] != ExitCode.DONE:
+        return False
+    return bool(ending["ended"] >= end["ended"] and load_job(job.root).eval.tasks == tuple(tasks))
+
+
 def slurm_id(job: JobDir, status: Status) -> str | None:
     """Return the id of the Slurm job of a step that is queued or runs; None of any other."""
     [whole] = job_state.examine([job]) if status.job != job else [status]
@@ -95,18 +150,24 @@ def ids_to_wait_for(named: str) -> list[str]:
     if not steps:
         several = job_state.stages(folder)
         steps = [LinkedStep("", JobDir(folder) if several else job_state.open_job(folder))]
-    last, status = steps[-1].job, examine(steps)[-1]
-    if last is None or status is None or status.state is State.DONE:
-        return []
-    id = slurm_id(last, status)
-    if id is None:
-        raise ConfigError(
-            f"--after {named}: it is {status.state}, so its success cannot be waited for",
-            why=status.detail or None,
-            next=f"dtt job resume {named}, or omit --after",
-        )
-    check_keeps_id(last, named)
-    return [id]
+    pairs = list(zip(steps, examine(steps), strict=True))
+    ids: list[str] = []
+    for one, status in pairs:
+        if one is not steps[-1] and one.title != EVAL:
+            continue  # the last step waits for its success
+        if one.job is None or status is None or is_done(one, status, pairs):
+            continue
+        id = slurm_id(one.job, status)
+        if id is None:
+            raise ConfigError(
+                f"--after {named}: {one.title or 'it'} is {status.state}, so its success cannot be "
+                "waited for",
+                why=status.detail or None,
+                next=f"dtt job resume {named}, or omit --after",
+            )
+        check_keeps_id(one.job, named)
+        ids.append(id)
+    return ids
 
 
 def _of_slurm(id: str) -> list[str]:

@@ -1,6 +1,7 @@
 """`dtt submit pipeline`: one Slurm job per step, each waiting for the success of the one before.
 
-The steps are those of `dtt pipeline`. Each has the job directory of `dtt submit STEP`.
+The steps are those of `dtt pipeline`. With `eval.tasks`, one more evaluates every checkpoint beside
+the training. Each has the job directory of `dtt submit STEP`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dtt.jobs import chain_steps, job_state
 from dtt.jobs.chain_steps import LinkedStep
 from dtt.jobs.slurm import job_script, squeue
 from dtt.launch import checks, pipeline, submit
-from dtt.launch.pipeline import PipelineStep
+from dtt.launch.pipeline import PipelineRun, PipelineStep
 from dtt.launch.submission import Submission, amounts
 
 
@@ -101,26 +102,33 @@ def _submit(
     *,
     code_copy: bool,
 ) -> list[str]:
-    """Submit the steps that are not done, each after the one before; return their Slurm ids.
+    """Submit the steps that are not done; return their Slurm ids.
 
     `known` are the newest records of their submissions, as they were before the checks. If Slurm
     rejects one, cancels those before it, and leaves the chain as it was.
     """
-    waiting = [one.submission for one in links if one.submission is not None]
+    waiting = [one for one in links if one.submission is not None]
     steps = [LinkedStep(one.title, one.job) for one in links]
+    queued = chain_steps.Submitted(after)
     ids: list[str] = []
     with exclusive(folder, "dtt submit"):
-        before = chain_steps.read(folder)
+        recorded = chain_steps.read(folder)
         chain_steps.write(folder, steps)
         try:
             for one, record in zip(waiting, known, strict=True):
-                id = submit.submit(one, record, copy_code=code_copy, after=ids[-1:] or after)
-                ids += [id] if id is not None else []
+                assert one.submission is not None
+                before, beside = queued.dependencies(one.title)
+                id = submit.submit(
+                    one.submission, record, copy_code=code_copy, after=before, beside=beside
+                )
+                assert id is not None, "it was sent"
+                queued.add(one.title, id)
+                ids.append(id)
         except DttError:
             for id in ids:
                 squeue.cancel(id)
-            if before:
-                chain_steps.write(folder, before)
+            if recorded:
+                chain_steps.write(folder, recorded)
             else:
                 shutil.rmtree(folder)
             raise
@@ -147,6 +155,8 @@ def prepare(
     links: list[ChainLink] = []
     finished = True  # a step after one that is not done runs again, and looks at its files
     for step in pipeline.steps(runs, waiting):
+        if step.command == "export":
+            links += _evaluation(runs, whole, done=finished, code_copy=code_copy)
         finished = finished and step.has_output()
         if step.command == "train":
             if not any(link.title == "train" for link in links):
@@ -174,6 +184,29 @@ def _of_step(step: PipelineStep, whole: JobDir, code_copy: bool) -> Submission:
     cfg = _with_launch(run.cfg, launch)
     script = submit.make_script(command, job, argv, cfg, code_copy=code_copy)
     return Submission(command, run.resolved, job, run.job, script)
+
+
+def _evaluation(
+    runs: Sequence[PipelineRun], whole: JobDir, *, done: bool, code_copy: bool
+) -> Iterator[ChainLink]:
+    """Yield the evaluation beside a training, which may be done, if the configuration asks for it.
+
+    It watches the job, or the jobs of all stages in turn.
+    """
+    evaluated = [run for run in runs if run.cfg.eval.tasks]
+    if not evaluated:
+        return
+    last = evaluated[-1]
+    job = JobDir(whole.root.with_name(f"{whole.root.name}-{chain_steps.EVAL}"))
+    if done and chain_steps.is_evaluated(job, last.job, last.cfg.eval.tasks):
+        yield ChainLink(chain_steps.EVAL, None)
+        return
+    argv = ["eval", str(whole.root), "--watch"]
+    if done and last.stage is None:
+        argv += submit.changed_keys("eval", last.job, last.resolved)
+    cfg = _with_launch(last.cfg, last.cfg.launch.of_step("eval"))
+    script = submit.make_script("eval", job, argv, cfg, code_copy=code_copy)
+    yield ChainLink(chain_steps.EVAL, Submission("eval", last.resolved, job, last.job, script))
 
 
 def _with_launch(cfg: RunConfig, launch: LaunchConfig) -> RunConfig:
@@ -232,7 +265,10 @@ def plan(folder: Path, links: Sequence[ChainLink], *, dry_run: bool) -> Iterator
         start = [job_script.earliest_start(script)] if dry_run else []
         rows.append((link.title, *cells, launch.partition or "the default", *start))
         trained += [f"train      {line}" for line in amounts(link.submission)]
-    yield f"chain      {folder}: each step waits for the success of the one before"
+    beside = any(link.title == chain_steps.EVAL for link in links)
+    yield f"chain      {folder}: each step waits for the success of the one before" + (
+        ", eval runs beside train" if beside else ""
+    )
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(map(str.ljust, row, widths)).rstrip()

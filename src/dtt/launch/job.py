@@ -259,14 +259,14 @@ def _rm_chain(path: Path, steps: Sequence[LinkedStep], *, yes: bool) -> None:
 
 
 def _resume_chain(path: Path, steps: Sequence[LinkedStep]) -> None:
-    """Submit the steps again that are neither done nor in the queue, each after the one before."""
+    """Submit the steps again that are neither done nor in the queue."""
     raise_all(list(sbatch_problems()))
     with exclusive(path, "dtt submit"):
-        statuses = chain_steps.examine(steps)
-        before: list[str] = []
-        submitted = False
-        for one, status in zip(steps, statuses, strict=True):
-            if one.job is None or status is None or status.state is State.DONE:
+        pairs = list(zip(steps, chain_steps.examine(steps), strict=True))
+        queued = chain_steps.Submitted([])
+        waiting = submitted = False
+        for one, status in pairs:
+            if one.job is None or status is None or chain_steps.is_done(one, status, pairs):
                 continue
             if status.state is State.UNKNOWN:
                 raise EnvironmentUnfit(f"the state of {one.job.root} is unknown", why=status.detail)
@@ -274,12 +274,13 @@ def _resume_chain(path: Path, steps: Sequence[LinkedStep]) -> None:
             if id is not None and status.state not in CONTINUES:
                 status.check_idle()  # it is ending, and nothing can wait for its success
             if id is None:
-                id = submissions.submit_again(one.job, before)
+                id = submissions.submit_again(one.job, *queued.dependencies(one.title))
                 submitted = True
                 print(f"submitted  {one.title}: {id}")
-            before = [id]
+            queued.add(one.title, id)
+            waiting = True
     if not submitted:
-        what = "its steps are in the queue" if before else "it is done"
+        what = "its steps are in the queue" if waiting else "it is done"
         raise ConfigError(f"nothing to resume in {path}: {what}")
 
 
@@ -335,7 +336,11 @@ def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
 
 
 def _step_to_read(steps: Sequence[LinkedStep]) -> JobDir:
-    """Return the job of the last step of a chain that has started; the first one before that."""
+    """Return the job of the last step of a chain that has started; the first one before that.
+
+    Not that of the evaluation, which runs beside the training.
+    """
+    steps = [one for one in steps if one.title != chain_steps.EVAL]
     jobs = [status.job for status in chain_steps.examine(steps) if status is not None]
     return next((job for job in reversed(jobs) if job.attempt()), jobs[0])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -155,9 +155,7 @@ def prepare(
             resolved, trained, step = _trained_job(command, base, folders, overrides)
             job = _beside(trained, command)
             argv = [command, f"{trained.root}" if step is None else f"{trained.root}@{step}"]
-            changed = _changed_keys(command, load_job(trained.root), resolved)
-            changed.pop("eval.every", None)  # for training only
-            argv += ["--watch"] * (command == "eval") + _pairs(changed)
+            argv += ["--watch"] * (command == "eval") + changed_keys(command, trained, resolved)
         case "download" | "clean" | "tokenize" | "pipeline":
             refuse_folders(command, folders)
             resolved = resolve(base, overrides, model_of=model_of)
@@ -174,20 +172,19 @@ def prepare(
     return Submission(command, resolved, job, trained, script)
 
 
-def _changed_keys(section: str, own: RunConfig, resolved: Resolved) -> dict[str, Any]:
-    """Return the keys of a section that differ from the job's own configuration."""
-    return {
+def changed_keys(section: str, job: JobDir, resolved: Resolved) -> list[str]:
+    """Return `key=value` arguments for the keys of a section that differ from those of a job."""
+    own = load_job(job.root)
+    changed = {
         ".".join(key): explain.plain(entry.value)
         for key, entry in explain.describe_all(resolved.config)
         if key[0] == section and entry.value != explain.value_at(own, key)
     }
-
-
-def _pairs(values: Mapping[str, Any]) -> list[str]:
-    """Return `key=value` arguments; text is taken as typed, without YAML's quotes."""
+    changed.pop("eval.every", None)  # for training only
+    # Text is taken as typed, without YAML's quotes.
     return [
         f"{key}={value if isinstance(value, str) else explain.scalar(value)}"
-        for key, value in values.items()
+        for key, value in changed.items()
     ]
 
 
@@ -398,11 +395,12 @@ def submit(
     copy_code: bool,
     send: bool = True,
     after: Sequence[str] = (),
+    beside: Sequence[str] = (),
 ) -> str | None:
     """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
     Without `send`, it is not submitted, and the result is None. It starts when the Slurm jobs
-    `after` have succeeded. Raises ConfigError unless
+    `after` have succeeded, and those `beside` have started. Raises ConfigError unless
     `known` is still the record of the newest submission, as it was before the checks.
     If Slurm rejects the script, a new job directory is removed, and the files of an existing one
     are restored.
@@ -422,4 +420,4 @@ def submit(
         with restored(submission, new), code:
             job.write_environment()
             job.make_control()
-            return submissions.submit(submission.script, send=send, after=after)
+            return submissions.submit(submission.script, send=send, after=after, beside=beside)

@@ -1129,3 +1129,29 @@ def test_a_download_asks_for_all_that_directives_do_but_gpus(
     step = LaunchConfig(directives=(directive,)).of_step("download")
     assert step.directives == left
     assert step.gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "directives", "key", "cores"),
+    [({"directives": ("--gres=gpu:4,nvme:1",)}, ("--gres=gpu:1,nvme:1",), 0, 8),
+     ({"directives": ("--gre=nvme:1,gpu:a100:4(S:0-1)",)}, ("--gre=gpu:a100:1,nvme:1",), 0, 8),
+     ({"directives": ("--gres=gpu:a100",)}, ("--gres=gpu:a100",), 0, 32),
+     ({"directives": ("--gres=nvme:4", "--exclusive")}, ("--gres=nvme:4", "--exclusive"), 0, 32),
+     ({"directives": ("--gpus=4",)}, ("--gpus=1",), 0, 8),
+     ({"directives": ("--gpus=a100:3,v100:1",)}, ("--gpus=a100:1",), 0, 8),
+     ({"directives": ("--gpus-per-task=h100:4",)}, ("--gpus-per-task=h100:1",), 0, 8),
+     ({"gpus_per_node": "a100:4", "nodes": 2, "processes_per_node": 2}, (), "a100:1", 8),
+     ({"gpus_per_node": 4, "start": "srun"}, (), 1, 32),
+     ({"nodes": 2}, (), 0, 32)],
+)  # fmt: skip
+def test_an_evaluation_asks_for_one_gpu_and_its_share_of_the_cores(
+    settings: dict[str, Any], directives: tuple[str, ...], key: object, cores: int
+) -> None:
+    launch = LaunchConfig.model_validate({"cpus_per_task": 32, **settings})
+    step = launch.of_step("eval")
+    assert (step.directives, str(step.gpus_per_node)) == (directives, str(key))
+    assert step.gpus == min(1, launch.gpus)
+    assert (step.nodes, step.processes_per_node, step.cpus_per_task) == (1, 1, cores)
+    two = {"steps": {"eval": {"gpus_per_node": 2}}}
+    step = LaunchConfig.model_validate({**settings, **two}).of_step("eval")
+    assert (step.gpus, [*step.problems()]) == (2, [])

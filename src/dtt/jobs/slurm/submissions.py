@@ -22,11 +22,13 @@ UNANSWERED: Mapping[str, Kind] = {"time": float, "script": str, "task": (int, ty
 """Fields of the record of a submission that sbatch did not answer."""
 
 
-def submit(script: Script, *, send: bool = True, after: Sequence[str] = ()) -> str | None:
+def submit(
+    script: Script, *, send: bool = True, after: Sequence[str] = (), beside: Sequence[str] = ()
+) -> str | None:
     """Write the job script and its supervisor, and submit it.
 
     Return the job id, for an array that of all tasks. It starts when the jobs with the ids `after`
-    have succeeded.
+    have succeeded and those with the ids `beside` have started.
 
     Without `send`, only write it and return None. Slurm is then asked for jobs of this script, and
     finds one as soon as a user submits it.
@@ -45,30 +47,32 @@ def submit(script: Script, *, send: bool = True, after: Sequence[str] = ()) -> s
         task = number if script.array else None
         records[JobDir(path)] = _record(argv, script.directory, folder.script, task, send)
     if send:
-        return _send(records, folder.script, *_dependency(after))
+        return _send(records, folder.script, *_dependency(after, beside))
     _write(records, None)
     return None
 
 
-def submit_again(job: JobDir, after: Sequence[str] = ()) -> str:
+def submit_again(job: JobDir, after: Sequence[str] = (), beside: Sequence[str] = ()) -> str:
     """Submit a job's existing script again, from its original folder; return the job id.
 
-    It starts when the jobs with the ids `after` have succeeded.
+    It starts when the jobs with the ids `after` have succeeded and those with the ids `beside` have
+    started.
     """
     # The directory of the first submission: sbatch would use the current one.
     options = [f"--chdir={directory(job)}"] if job.submission_record() else []
     record = _record(job_argv(job), directory(job), job.script, None, True)
-    return _send({job: record}, job.script, *options, *_dependency(after))
+    return _send({job: record}, job.script, *options, *_dependency(after, beside))
 
 
-def _dependency(after: Sequence[str]) -> list[str]:
-    """Return the options of sbatch with which a job waits for others to succeed.
+def _dependency(after: Sequence[str], beside: Sequence[str]) -> list[str]:
+    """Return the options of sbatch with which a job waits for others to succeed, or to start.
 
     A requeued job keeps its id, so it counts when it ends for good. If it fails, Slurm cancels the
     job that waits, which would stay in the queue for ever.
     """
-    ids = ":".join(after)
-    return [f"--dependency=afterok:{ids}", "--kill-on-invalid-dep=yes"] if ids else []
+    kinds = {"afterok": after, "after": beside}
+    waits = ",".join(":".join([kind, *ids]) for kind, ids in kinds.items() if ids)
+    return [f"--dependency={waits}", "--kill-on-invalid-dep=yes"] if waits else []
 
 
 def find_unanswered(job: JobDir) -> list[str]:
