@@ -287,7 +287,7 @@ def adapt(arch: Any) -> str:
     from dtt.model.adapted_layers import adapted_layers
     from dtt.model.init import initialize
     from dtt.model.lora import attach, merged
-    from dtt.train.contract_check import check_gradients
+    from dtt.train.contract_check import check_adapters_called, check_gradients
     from dtt.verify import folder
 
     cfg, base = LoraConfig(rank=4), folder.initialized(arch)
@@ -298,6 +298,7 @@ def adapt(arch: Any) -> str:
     attach(model, cfg, torch.float32)
     initialize(model, seed=0)
     check_gradients(arch, adapted=model)
+    check_adapters_called(model, torch.device("cpu"))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ids = torch.randint(VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(0))
     optimizer, losses = torch.optim.AdamW(weights.values(), lr=1e-3), []

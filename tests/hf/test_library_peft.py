@@ -21,7 +21,7 @@ from dtt.model.architecture import BuiltArchitecture
 from dtt.model.contract import Model
 from dtt.model.library.family import TransformersFamily
 from dtt.model.lora import attach, merged
-from dtt.train.contract_check import check_gradients
+from dtt.train.contract_check import check_adapters_called, check_gradients
 from dtt.verify.folder import initialized, of_library
 
 SIZES = {
@@ -38,6 +38,15 @@ TYPES: dict[str, dict[str, Any]] = {
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 GLM4_MOE = {**SIZES, **EXPERTS, "model_type": "glm4_moe"}
+LAGUNA = {
+    **GLM4_MOE, "model_type": "laguna", "num_experts": 8, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+del LAGUNA["n_routed_experts"]
+JAMBA = {
+    "model_type": "jamba", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_period": 2,
+    "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 8, "mamba_d_state": 8,
+}  # fmt: skip
 MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 16}
 
 
@@ -146,6 +155,51 @@ def test_an_adapter_that_no_gradient_reaches_is_refused() -> None:
     model = arch.build()
     attach(model, LoraConfig(rank=4, targets=("in_proj", "x_proj")), torch.float32)
     assert "each of" in check_gradients(arch, adapted=model)
+
+
+def with_adapters(config: dict[str, Any], cfg: LoraConfig) -> Model:
+    model = initialized(built(config))
+    attach(model, cfg, torch.float32)
+    randomised(model)
+    return model
+
+
+def test_an_adapter_of_a_layer_that_no_pass_calls_is_refused() -> None:
+    """Jamba multiplies with the weight of `dt_proj`, and gradients of its experts need values."""
+    model = with_adapters(JAMBA, LoraConfig(rank=4))
+    assert isinstance(model.arch, BuiltArchitecture)
+    assert "not checked" in check_gradients(model.arch, adapted=model)
+    with pytest.raises(ConfigError, match=r"the weights of mamba\.dt_proj by itself") as refused:
+        check_adapters_called(model, torch.device("cpu"))
+    # What it says to type is accepted.
+    targets = str(refused.value).partition("adapter.targets=[")[2].partition("]")[0].split(",")
+    assert {"in_proj", "x_proj", "q_proj", "down_proj"} < set(targets)
+    assert "dt_proj" not in targets
+    other = with_adapters(JAMBA, LoraConfig(rank=4, targets=tuple(targets)))
+    check_adapters_called(other, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_moe", "gpt_oss"])
+def test_adapters_of_layers_that_are_called_pass(kind: str) -> None:
+    model = with_adapters({"model_type": kind, **TYPES[kind]}, LoraConfig(rank=4))
+    before = model(ids())
+    check_adapters_called(model, torch.device("cpu"))
+    assert torch.equal(model(ids()), before)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_layers_whose_adapters_peft_drops_are_refused(tmp_path: Path) -> None:
+    """A rule of transformers that renames `mlp.shared_expert.` also matches the new name."""
+    trained = write_adapter(write_base(tmp_path / "base", LAGUNA), tmp_path, LoraConfig(rank=4))
+    layers = ", ".join(f"mlp.shared_experts.{end}_proj" for end in ("down", "gate", "up"))
+    with pytest.raises(InputError, match=f"it drops those of {layers}, which"):
+        verify.check_adapter(tmp_path / "adapter", tmp_path / "base", trained)
+
+
+def test_other_layers_of_that_model_have_the_logits_of_peft(tmp_path: Path) -> None:
+    cfg = LoraConfig(rank=4, targets=("q_proj", "g_proj", "layers.0.mlp.down_proj"))
+    trained = write_adapter(write_base(tmp_path / "base", LAGUNA), tmp_path, cfg)
+    assert verify.check_adapter(tmp_path / "adapter", tmp_path / "base", trained) < 1e-4
 
 
 def test_layers_that_compute_more_than_a_product_have_no_adapter() -> None:

@@ -25,10 +25,11 @@ from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.hf import library_folder
 from dtt.hf.chat_format import ChatFormat, read_config
 from dtt.hf.model_source import on_device
-from dtt.hf.read import LoadedModel, transformers_defaults
+from dtt.hf.read import LoadedModel, load_tensors, transformers_defaults
 from dtt.hf.weights import NOT_WEIGHTS
 from dtt.mesh.environment import install
 from dtt.model import families
+from dtt.model.adapted_layers import inner
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.decoder import Decoder
 from dtt.model.families import multimodal
@@ -177,9 +178,25 @@ def check_adapter(folder: Path, base: Path, trained: LoadedModel) -> float:
         if taken := getattr(adapted.peft_config["default"], "target_parameters", None):
             why = f"in this type of model, it takes them for experts: {', '.join(sorted(taken))}"
             raise _not_of_peft(folder, why)
+        if lost := _lost_layers(folder, adapted):
+            why = f"it drops those of {', '.join(lost)}, which it looks for under other names"
+            raise _not_of_peft(folder, why)
         return _difference(ours, adapted(ids_1T).logits, "random ids")
     except _Mismatch as found:
         raise _export_error(folder, str(found)) from None
+
+
+def _lost_layers(folder: Path, adapted: Any) -> list[str]:
+    """Return the layers, by their names in a block, whose adapters PEFT has not loaded.
+
+    PEFT renames the tensors of an adapter by the rules that transformers has for old checkpoints.
+    That of Laguna for `mlp.shared_expert.` is a regular expression that also matches the new name.
+    PEFT then warns that keys are missing, and computes with B = 0.
+    """
+    loaded = {n.replace(".default.", "."): p for n, p in adapted.named_parameters()}
+    file = load_tensors(folder / "adapter_model.safetensors")
+    lost = [n for n, t in file.items() if n not in loaded or not torch.equal(loaded[n].float(), t)]
+    return sorted({inner(name.rpartition(".lora_")[0]) for name in lost})
 
 
 def _not_of_peft(folder: Path, why: str) -> InputError:

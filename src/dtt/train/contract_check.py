@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from copy import deepcopy
 from typing import Any
 
@@ -41,6 +42,7 @@ def check_model(model: Model, world: World, *, separate: bool) -> None:
         for line in model.notes():
             log.info("%s", line)
         log.info("gradients: %s", check_gradients(model.arch, adapted=model))
+        check_adapters_called(model, world.device)
         log.info("causal: %s", check_causal(model, world.device))
         if separate:
             log.info("separate documents: %s", check_documents(model, world.device))
@@ -67,13 +69,8 @@ def check_gradients(
         found = _gets_gradient(model)
     left = [name for name, gets in found.items() if not gets]
     if left and left[0].endswith((LORA_A, LORA_B)):
-        layers = sorted({inner(name.rpartition(".")[0]) for name in left})
-        raise ConfigError(
-            f"{len(left) // 2} adapters get no gradient",
-            where="adapter.targets",
-            why=f"the model computes with the weights of {', '.join(layers)} by itself",
-            next="list the other layers in adapter.targets",
-        )
+        adapted_names = {n.rpartition(".")[0] for n in found if n.endswith((LORA_A, LORA_B))}
+        raise _without_effect(adapted_names, {name.rpartition(".")[0] for name in left})
     if left:
         raise ConfigError(
             f"{len(left)} parameters get no gradient, such as {left[0]}",
@@ -107,6 +104,47 @@ def _gets_gradient(model: Model) -> dict[str, bool]:
     total = output.loss.sum() + sum(output.aux.values())
     found: Any = torch.autograd.grad(total, [*named.values()], allow_unused=True)
     return {name: gradient is not None for name, gradient in zip(named, found, strict=True)}
+
+
+@torch.no_grad()
+def check_adapters_called(model: Model, device: torch.device) -> None:
+    """Raise ConfigError if a forward pass does not call an adapted layer; all ranks call this.
+
+    Such an adapter learns nothing, and one to start from changes the model only when it is merged.
+    Gradients show it too, but those of mixtures need values, which `check_gradients` does without.
+    """
+    adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
+    called: set[str] = set()
+    hooks = [
+        layer.register_forward_hook(lambda *_, name=name: called.add(name))
+        for name, layer in adapted.items()
+    ]
+    # Not compiled: the code would keep the hooks, whose removal no guard sees.
+    with torch.compiler.set_stance("force_eager"):
+        _logits(model, _row(model, device))
+    for hook in hooks:
+        hook.remove()
+    # A router may choose none of the 24 tokens for an expert that is a layer by itself.
+    kinds = {_kind(name) for name in called}
+    if left := {name for name in adapted if _kind(name) not in kinds}:
+        raise _without_effect(adapted, left)
+
+
+def _kind(name: str) -> str:
+    """Return the name of a layer without its indices."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
+def _without_effect(adapted: Iterable[str], left: Set[str]) -> ConfigError:
+    layers, others = ({_kind(inner(name)) for name in names} for names in (left, {*adapted} - left))
+    ends = {name.rpartition(".")[2] for name in layers}
+    targets = {name.rpartition(".")[2] for name in others} - ends
+    return ConfigError(
+        f"{len(left)} adapters have no effect",
+        where="adapter.targets",
+        why=f"the model computes with the weights of {', '.join(sorted(layers))} by itself",
+        next=f"adapter.targets=[{','.join(sorted(targets))}]" if targets else "adapt other layers",
+    )
 
 
 @torch.no_grad()
