@@ -8,19 +8,24 @@ from typing import Any
 import peft
 import pytest
 import torch
+from support.ranks import on_ranks
 from torch import Tensor
 
 from dtt.base.errors import ConfigError, DttError, InputError
 from dtt.config.adapter import LoraConfig
+from dtt.config.parallel import Sizes
 from dtt.hf import library_export, library_folder, verify
 from dtt.hf import peft as ours
 from dtt.hf.model_source import find_model
 from dtt.hf.read import LoadedModel
+from dtt.mesh.dist import World
+from dtt.mesh.mesh import make_mesh
 from dtt.model.adapted_layers import adaptable, adapted_layers
 from dtt.model.architecture import BuiltArchitecture
 from dtt.model.contract import Model
 from dtt.model.library.family import TransformersFamily
 from dtt.model.lora import attach, merged
+from dtt.parallel.apply import apply
 from dtt.train.contract_check import check_adapters_called, check_gradients
 from dtt.verify.folder import initialized, of_library
 
@@ -172,10 +177,10 @@ def test_an_adapter_of_a_layer_that_no_pass_calls_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the weights of mamba\.dt_proj by itself") as refused:
         check_adapters_called(model, torch.device("cpu"))
     # What it says to type is accepted.
-    targets = str(refused.value).partition("adapter.targets=[")[2].partition("]")[0].split(",")
+    targets = advised(refused.value)
     assert {"in_proj", "x_proj", "q_proj", "down_proj"} < set(targets)
     assert "dt_proj" not in targets
-    other = with_adapters(JAMBA, LoraConfig(rank=4, targets=tuple(targets)))
+    other = with_adapters(JAMBA, LoraConfig(rank=4, targets=targets))
     check_adapters_called(other, torch.device("cpu"))
 
 
@@ -186,6 +191,44 @@ def test_adapters_of_layers_that_are_called_pass(kind: str) -> None:
     check_adapters_called(model, torch.device("cpu"))
     assert torch.equal(model(ids()), before)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def with_shards(world: World, compiled: bool) -> tuple[str, float]:
+    """Check adapters of Jamba under FSDP2: of all layers, then of those that the refusal lists.
+
+    Returns the refusal, and how far logits are from those of one process afterwards.
+    """
+    torch.set_num_threads(1)
+    # Without a C++ compiler, which a machine may lack: the graphs as Dynamo records them.
+    real = torch.compile
+    torch.compile = lambda *args, **how: real(*args, backend="eager", **how)
+
+    def checked(cfg: LoraConfig) -> Model:
+        model = with_adapters(JAMBA, cfg)
+        apply(model, world, make_mesh(Sizes(shard=2), world), compile_blocks=compiled)
+        check_adapters_called(model, world.device)
+        return model
+
+    with pytest.raises(ConfigError) as refused:
+        checked(LoraConfig(rank=4))
+    cfg = LoraConfig(rank=4, targets=advised(refused.value))
+    with torch.no_grad():
+        difference = checked(cfg)(ids()) - with_adapters(JAMBA, cfg)(ids())
+    return str(refused.value), float(difference.abs().max())
+
+
+def advised(refused: ConfigError) -> tuple[str, ...]:
+    """Return the targets that a refusal says to type."""
+    return tuple(str(refused).partition("adapter.targets=[")[2].partition("]")[0].split(","))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_two_ranks_with_shards_agree_on_adapters_without_effect(*, compiled: bool) -> None:
+    one, other = on_ranks(2, with_shards, compiled)
+    assert one == other
+    refusal, difference = one
+    assert "the weights of mamba.dt_proj by itself" in refusal
+    assert difference < 1e-5
 
 
 def test_layers_whose_adapters_peft_drops_are_refused(tmp_path: Path) -> None:
