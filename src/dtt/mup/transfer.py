@@ -6,12 +6,9 @@ With muP they should be equal (Yang et al., arXiv 2203.03466, figure 1).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import linear_regression
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from dtt.config.base import Section
@@ -57,34 +54,17 @@ def _scaled(value: Any, factor: float) -> Any:
     return value.model_copy(update=found)
 
 
-@dataclass(frozen=True)
-class Optimum:
-    """The best learning rate at one width."""
+def drift(best: Mapping[int, float], tried: Sequence[float]) -> list[str]:
+    """Return why the best rates by width depend on the width; nothing if they do not.
 
-    lr: float
-    loss: float
-    bracketed: bool
-    """True if higher and lower rates were tried, too; if not, the optimum may lie outside."""
-
-
-def optimum(losses: Mapping[float, float]) -> Optimum:
-    """Return the optimum of final losses by learning rate: the minimum of a parabola in log2(rate).
-
-    The parabola passes through the lowest loss and its two neighbours. If one of them diverged, or
-    at an end of the grid, the optimum is the lowest loss itself.
+    A rate next to the best one of another width is no drift: the true optimum lies between two.
     """
-    rates = sorted(losses)
-    best = min(range(len(rates)), key=lambda i: losses[rates[i]])
-    bracketed = 0 < best < len(rates) - 1
-    around = rates[max(0, best - 1) : best + 2]
-    y = [losses[rate] for rate in around]
-    if not bracketed or not all(map(math.isfinite, y)):
-        return Optimum(rates[best], losses[rates[best]], bracketed)
-    a, b, c = np.polyfit(np.log2(around) - math.log2(rates[best]), y, 2).tolist()
-    return Optimum(rates[best] * 2 ** (-b / (2 * a)), c - b * b / (4 * a), bracketed=True)
-
-
-def power(optima: Mapping[int, Optimum]) -> float:
-    """Return p of the fit lr ~ width^p to the best rates; `optima` are by width."""
-    widths = [math.log(width) for width in optima]
-    return linear_regression(widths, [math.log(one.lr) for one in optima.values()]).slope
+    places = [tried.index(rate) for rate in best.values()]
+    faults = [
+        f"the best learning rate at width {width} is at the end of the grid"
+        for width, place in zip(best, places, strict=True)
+        if place in (0, len(tried) - 1)
+    ]
+    if (steps := max(places) - min(places)) > 1:
+        faults.append(f"the best learning rates are {steps} places of the grid apart")
+    return faults
