@@ -121,7 +121,7 @@ def test_the_history_equals_the_records_also_after_more_uploads(
     [result] = json.loads(more.stdout)
     assert result == {
         "job": "jobs/one", "entity": "me", "project": "dtt", "id": "id-one", "url": url,
-        "rows": 50, "sent": 17, "replaced": False,
+        "rows": 50, "sent": 17,
     }  # fmt: skip
     assert_equal(server, "me/dtt/id-one", job)
     assert list(server.runs) == ["me/dtt/id-one"]
@@ -132,18 +132,16 @@ def test_the_history_equals_the_records_also_after_more_uploads(
 
 
 @pytest.mark.slow
-def test_a_history_that_a_resumed_job_dropped_is_replaced(
+def test_a_history_that_a_resumed_job_dropped_gets_a_run_of_its_own(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
     upload(dtt, server.url, "jobs/one")
     train(job, 10, 12)  # fewer records than before
-    replaced = upload(dtt, server.url, "jobs/one").stderr
-    assert "sent 20 records of jobs/one to a new run, which replaces the old one: " in replaced
-    assert list(server.runs) == ["me/dtt/id-one-2"]
+    upload(dtt, server.url, "jobs/one")
+    assert list(server.runs) == ["me/dtt/id-one", "me/dtt/id-one-2"]
     assert_equal(server, "me/dtt/id-one-2", job)
     train(job, 12, 30)
     upload(dtt, server.url, "jobs/one")
-    assert list(server.runs) == ["me/dtt/id-one-2"]
     assert_equal(server, "me/dtt/id-one-2", job)
 
     train(job, 25, 40)
@@ -152,9 +150,8 @@ def test_a_history_that_a_resumed_job_dropped_is_replaced(
     assert len(server.runs["me/dtt/id-one-3"].history) == 12
     server.refuses_after = None
     upload(dtt, server.url, "jobs/one")
-    assert list(server.runs) == ["me/dtt/id-one-3"]
+    assert list(server.runs) == ["me/dtt/id-one", "me/dtt/id-one-2", "me/dtt/id-one-3"]
     assert_equal(server, "me/dtt/id-one-3", job)
-    assert server.deleted == ["me/dtt/id-one", "me/dtt/id-one-2"]
     assert "is up to date" in upload(dtt, server.url, "jobs/one").stderr
 
 
@@ -231,11 +228,9 @@ def test_the_run_of_the_tracker_is_continued(
     assert list(server.runs) == ["me/dtt/id-one"]
 
     train(job, 10, 12)
-    refused = upload(dtt, server.url, "jobs/one", expect=2).stderr
-    assert "the history of me/dtt/id-one is not the beginning of the job's metrics" in refused
-    assert list(server.runs) == ["me/dtt/id-one"]
-    upload(dtt, server.url, "jobs/one", "--project", "copy")
-    assert_equal(server, "me/copy/id-one", job)
+    upload(dtt, server.url, "jobs/one")
+    assert list(server.runs) == ["me/dtt/id-one", "me/dtt/id-one-2"]
+    assert_equal(server, "me/dtt/id-one-2", job)
 
 
 SOURCE = """
@@ -303,7 +298,6 @@ def test_runs_of_the_server_are_copied_completely_and_not_twice(
     again = upload(dtt, runs.url, *arguments).stderr
     assert again.count("is up to date") == 3
     assert [runs.runs[f"new/q/{name}"].opened for name in ("exp", "exp-2", "none")] == [1, 1, 1]
-    assert runs.deleted == []
 
     del runs.runs["new/q/exp"].history[1000:]  # as after a lost connection
     runs.runs["new/q/exp-2"].summary.pop("best")

@@ -36,13 +36,10 @@ class Run:
 class LoopbackWandb:
     """A context manager; `url` and KEY are what a client needs, `runs` is what arrived, by
     `entity/project/id`. The default entity is `me`.
-
-    Like the real server it accepts no run with the id of a deleted one.
     """
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
-        self.deleted: list[str] = []
         self.silent = threading.Event()
         """From when this is set on, requests are taken and never answered."""
         self.refuses_after: int | None = None
@@ -86,10 +83,7 @@ class LoopbackWandb:
                 if self.path == "/graphql":
                     query = json.loads(body)
                     name = query.get("operationName") or NAME.search(query["query"])[1]
-                    try:
-                        answer["data"] = wandb.answer(name, query.get("variables") or {})
-                    except ValueError as error:
-                        status, answer["errors"] = 409, [{"message": str(error)}]
+                    answer["data"] = wandb.answer(name, query.get("variables") or {})
                 elif self.path.endswith("/file_stream"):
                     path = "/".join(self.path.split("/")[-4:-1])
                     status = wandb.receive(path, json.loads(body))
@@ -130,15 +124,6 @@ class LoopbackWandb:
                 return {"project": {"run": {"parquetHistory": live}}}
             case "HistoryPage":
                 return {"project": {"run": {"history": self._page(variables)}}}
-            case "Runs":
-                edges = [{"node": node, "cursor": ""} for node in self._listed(variables)]
-                page = {"endCursor": None, "hasNextPage": False}
-                runs = {"edges": edges, "pageInfo": page}
-                return {"project": {"runCount": len(edges), "runs": runs, "internalId": "1"}}
-            case "DeleteRun":
-                self.deleted.append(variables["id"])
-                del self.runs[variables["id"]]
-                return {"deleteRun": {"clientMutationId": None}}
             case "UpsertBucket":
                 return {"upsertBucket": self._upsert(variables)}
             case "CreateRunFiles":
@@ -192,21 +177,11 @@ class LoopbackWandb:
         values = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
         return json.dumps({name: values.get(str(value), value) for name, value in row.items()})
 
-    def _listed(self, variables: dict[str, Any]) -> list[dict[str, Any]]:
-        """The runs of a project whose ids match the filter, in no useful order."""
-        pattern = json.loads(variables["filters"])["name"]["$regex"]
-        folder = f"{variables['entity']}/{variables['project']}/"
-        ids = [path.removeprefix(folder) for path in self.runs if path.startswith(folder)]
-        found = (self._public(variables | {"name": id}) for id in ids if re.search(pattern, id))
-        return [run for run in found if run is not None][::-1]
-
     def _upsert(self, variables: dict[str, Any]) -> dict[str, Any]:
         if variables.get("summaryMetrics"):  # from the public API
             self.runs[variables["id"]].summary = json.loads(variables["summaryMetrics"])
             return {"bucket": {"id": variables["id"]}}
         path = self._path(variables)
-        if path in self.deleted:
-            raise ValueError(f"run {path} was previously created and deleted")
         inserted = path not in self.runs
         run = self.runs.setdefault(path, Run(variables["displayName"], variables["groupName"]))
         run.job_type = variables["jobType"] or run.job_type

@@ -88,8 +88,7 @@ def _describe(name: str, run: UploadedRun) -> str:
     if run.sent == 0:
         return f"{name} is up to date, {run.rows} records: {run.url}"
     all = f" of {run.rows}" if run.sent < run.rows else ""
-    replaced = " to a new run, which replaces the old one" if run.replaced else ""
-    return f"sent {run.sent}{all} records of {name}{replaced}: {run.url}"
+    return f"sent {run.sent}{all} records of {name}: {run.url}"
 
 
 def _upload(

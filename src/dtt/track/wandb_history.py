@@ -4,14 +4,13 @@ The server's last row shows which rows it lacks, so an upload that was cut off i
 next one. What arrived is not read back: the next upload finds it out, and sends the rest.
 
 A row that W&B has cannot be replaced: a client that restarts an existing run appends to its
-history. So a history that no longer fits becomes a new run, `ID-2`, and the old run is deleted.
+history. So a history that no longer fits becomes a new run, `ID-2`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,8 +50,6 @@ PRIVATE = {
     "x_save_requirements": False,
 }
 """Settings of the client that leave out this machine: the job ran elsewhere."""
-JOB_TYPE = "upload"
-"""Job type, in W&B, of the runs that were created here, so that only these are ever deleted."""
 OVERRIDES = ("WANDB_RESUME", "WANDB_RUN_ID", "WANDB_RUN_GROUP", "WANDB_NAME", "WANDB_MODE")
 """Environment variables that would change the identity of the runs, or keep them offline."""
 
@@ -80,8 +77,6 @@ class UploadedRun:
     rows: int
     sent: int
     """Number of rows that this upload sent."""
-    replaced: bool
-    """True if this upload replaced a run whose history was not the beginning of this one."""
 
 
 class WandbHistory:
@@ -121,31 +116,25 @@ class WandbHistory:
     def upload(self, path: RunPath, facts: dict[str, Any], rows: RowsFrom) -> UploadedRun:
         """Send the rows of a job that its run lacks. `facts` are arguments of `wandb.init`.
 
-        A run whose history is not the beginning of the rows is replaced; ConfigError if a tracker
-        created it.
+        If its history is not the beginning of the rows, they go to a run of their own, `ID-2`.
         """
         with self._reported(path):
-            runs = self._runs_of_job(path)
-            newest = runs[-1] if runs else None
-            left = self._missing(newest, rows)
-            replaces = left is None
-            if newest is not None:
-                path = path._replace(id=_successor(newest, path) if replaces else newest.id)
-            run = None if replaces else newest
-            sent = self._send(path, run, rows(0) if left is None else left, facts, define_metrics)
-            # Several are left if an earlier upload was cut off. W&B never accepts their ids again.
-            for old in runs:
-                if old.jobType == JOB_TYPE and old.id != path.id:
-                    old.delete()
-            return self._uploaded(path, run, sent, replaced=replaces)
+            target, number = path, 1
+            run = self._run(target)
+            while (left := self._missing(run, rows)) is None:
+                number += 1
+                target = path._replace(id=f"{path.id}-{number}")
+                run = self._run(target)
+            sent = self._send(target, run, left, facts, define_metrics)
+            return self._uploaded(target, run, sent)
 
     def copy(self, source: RunPath, target: RunPath) -> UploadedRun:
         """Copy a run of the server to another project; send only what the copy lacks.
 
         Copies the complete history, the config, the summary, the name, the group, the tags, the
         notes and the axes of plots. Raises InputError if there is no such run, and ConfigError if
-        the history of `target` is not the beginning of that of `source`. Never deletes a run: in
-        the project of the target, `ID-2` may be the copy of another run.
+        the history of `target` is not the beginning of that of `source`: in the project of the
+        target, `ID-2` may be the copy of another run.
         """
         if source == target:
             raise ConfigError(f"{source} is the run to copy")
@@ -189,7 +178,7 @@ class WandbHistory:
             log.warning(
                 "%s: files are not copied, only their names: %s", source, ", ".join(sorted(media))
             )
-        return self._uploaded(target, stored, sent, replaced=False)
+        return self._uploaded(target, stored, sent)
 
     def _missing(self, run: Any | None, rows: RowsFrom) -> Iterator[Row] | None:
         """Return the rows after the last one of `run`; None if that one is not among `rows`.
@@ -233,7 +222,6 @@ class WandbHistory:
         writer = self._wandb.init(
             **path._asdict(),
             **facts,
-            job_type=JOB_TYPE if run is None else None,
             dir=self._folder,
             mode="online",
             resume="never" if run is None else "allow",
@@ -247,27 +235,10 @@ class WandbHistory:
         writer.finish()
         return sent
 
-    def _uploaded(
-        self, path: RunPath, run: Any | None, sent: int, *, replaced: bool
-    ) -> UploadedRun:
+    def _uploaded(self, path: RunPath, run: Any | None, sent: int) -> UploadedRun:
         before = 0 if run is None else run.historyLineCount or 0
         url = self._fresh(path).url if run is None else run.url
-        return UploadedRun(*path, url, before + sent, sent, replaced)
-
-    def _runs_of_job(self, path: RunPath) -> list[Any]:
-        """Return the runs `ID`, `ID-2`, … in this order."""
-        pattern = f"^{re.escape(path.id)}(-[0-9]+)?$"
-        try:
-            runs = self._api.runs(
-                f"{path.entity}/{path.project}", filters={"name": {"$regex": pattern}}
-            )
-            ids = sorted((run.id for run in runs), key=lambda id: _number(id, path.id))
-        except self._errors as error:
-            if not _is_missing(error):
-                raise
-            return []  # the project does not exist
-        # A listed run lacks the summary and the number of its rows.
-        return [self._fresh(path._replace(id=id)) for id in ids]
+        return UploadedRun(*path, url, before + sent, sent)
 
     def _run(self, path: RunPath) -> Any | None:
         """Return a run on the server; None if there is no such run."""
@@ -304,28 +275,6 @@ class WandbHistory:
 def _is_missing(error: Exception) -> bool:
     """Return True if there is no such run or project; the client has no class for this error."""
     return "could not find" in str(error).lower()
-
-
-def _successor(run: Any, first: RunPath) -> str:
-    """Return the id of the run that replaces another one; `first` is the path of the first one.
-
-    Raises ConfigError if a tracker created the run.
-    """
-    if run.jobType != JOB_TYPE:
-        raise ConfigError(
-            f"the history of {first._replace(id=run.id)} is not the beginning of the job's "
-            "metrics.jsonl",
-            where=run.url,
-            why="the job's tracker wrote it, and the job later repeated steps; W&B cannot replace "
-            "rows, and this run is left as it is",
-            next="upload to another project with --project",
-        )
-    return f"{first.id}-{_number(run.id, first.id) + 1}"
-
-
-def _number(id: str, first: str) -> int:
-    """Return 1 for the id `first` itself, 2 for `first-2`, and so on."""
-    return int(id[len(first) + 1 :] or 1)
 
 
 def _numbers(row: Row) -> Row:
