@@ -12,6 +12,7 @@ from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode
+from dtt.jobs.clock import in_words
 from dtt.launch import chain, pipeline
 
 SBATCH = """\
@@ -115,8 +116,9 @@ def test_each_step_waits_for_the_one_before_and_is_seen_as_one_thing(dtt: Dtt, s
     rows = [" ".join(line.split()) for line in shown.splitlines()]
     assert "download done" in rows
     start = "2026-01-02T03:04:05"
-    assert f"tokenize 3 4 0 60 3.0 node-hours the default {start}" in rows
-    assert f"train 1 2 2 60 2.0 GPU-hours the default {start}" in rows
+    assert f"tokenize 3 4 0 60 3.0 node-hours the default unknown {start}" in rows
+    assert f"train 1 2 2 60 2.0 GPU-hours the default unknown {start}" in rows
+    assert "alone Slurm was asked for each step as if it waited for no other" in rows
     assert not (dtt.folder / "jobs/n-pipeline").exists()
 
 
@@ -131,7 +133,13 @@ def test_an_evaluation_runs_beside_the_training_and_is_done_after_it(dtt: Dtt, s
     keys = (*DATA, "launch.gpus_per_node=a100:4", "eval.tasks=[pages.yaml]")
     dry = dtt("submit", "pipeline", *keys, "--dry-run", **slurm).stdout
     assert "success of the one before, eval runs beside train\n" in dry
-    assert "eval 1 1 1 60 1.0 GPU-hours" in [" ".join(line.split()) for line in dry.splitlines()][5]
+    rows = [" ".join(line.split()) for line in dry.splitlines()]
+    assert "eval 1 1 1 60 1.0 GPU-hours the default as train" in rows[5]
+    plan = json.loads(dtt("plan", *keys, "--json").stdout)
+    expected = f"≈ {in_words(plan['seconds'])}, {plan['device_hours']:.1f} GPU-hours"
+    assert f"train 1 4 4 60 4.0 GPU-hours the default {expected} 2026" in rows[4]
+    dry = dtt("submit", "pipeline", *keys, "launch.time=null", "--dry-run", **slurm).stdout
+    assert dry.count("the partition's  unknown") == 5
     Path(slurm["CALLS"]).unlink()
     keys = (*keys, "launch.steps.eval.time=90")
     dtt("submit", "pipeline", *keys, "-y", **slurm)

@@ -61,14 +61,11 @@ def run_stages(
 ) -> None:
     """Estimate the stages of training and print a line for each, and their sum."""
     names = [cfg.name.rpartition("/")[2] for cfg in stages]
-    estimates: list[Estimate] = []
     device = gpus.for_run(stages[0], gpu)
     if device is None:
         why = "the stages are for GPUs, and neither they nor this machine say for which"
         raise ConfigError("plan needs a GPU", why=why, next=f"--gpu {' or '.join(gpus.GPUS)}")
-    for cfg in stages:  # the tokenizer of a later stage may not exist before the first is tokenized
-        size = estimates[0].case.arch.vocab_size if estimates else None
-        estimates.append(make_estimate(cfg, device, price, size))
+    estimates = _of_stages(stages, device, price)
     found = dict(zip(names, map(facts, estimates), strict=True))
     total = {
         key: sum(one[key] for one in found.values())
@@ -79,6 +76,26 @@ def run_stages(
         print(json.dumps({"stages": found, "total": total}, indent=1))
     else:
         print("\n".join(_stage_lines(estimates, found, total)))
+
+
+def _of_stages(
+    stages: Sequence[RunConfig], device: gpus.Gpu, price: float | None
+) -> list[Estimate]:
+    found: list[Estimate] = []
+    for cfg in stages:  # the tokenizer of a later stage may not exist before the first is tokenized
+        size = found[0].case.arch.vocab_size if found else None
+        found.append(make_estimate(cfg, device, price, size))
+    return found
+
+
+def expected_seconds(stages: Sequence[RunConfig]) -> float | None:
+    """Return the duration of a training on a cluster; None if `launch` does not name its GPUs."""
+    launch = stages[0].launch
+    kind = gpus.known_name(str(launch.gpus_per_node).rpartition(":")[0]) if launch.gpus else "cpu"
+    if kind is None:
+        return None
+    device = gpus.find(kind, launch.processes)
+    return sum(one.run.seconds for one in _of_stages(stages, device, None))
 
 
 def _stage_lines(

@@ -22,7 +22,9 @@ from dtt.config.load import stage_names
 from dtt.config.run import RunConfig
 from dtt.jobs import chain_steps, job_state
 from dtt.jobs.chain_steps import LinkedStep
+from dtt.jobs.clock import in_words
 from dtt.jobs.slurm import job_script, squeue
+from dtt.jobs.slurm.job_script import Script
 from dtt.launch import checks, pipeline, submit
 from dtt.launch.pipeline import PipelineRun, PipelineStep
 from dtt.launch.submission import Submission, amounts
@@ -246,24 +248,24 @@ def problems(folder: Path, links: Sequence[ChainLink], *, dry_run: bool) -> Iter
 def plan(folder: Path, links: Sequence[ChainLink], *, dry_run: bool) -> Iterator[str]:
     """Yield a line for each step with its resources, limit and largest cost.
 
-    For a dry run, also when each could start, if Slurm were asked for it alone.
+    For a dry run, also how long each is expected to take, and when it could start alone.
     """
-    header = ("step", "nodes", "tasks", "GPUs", "time limit", "at most", "partition")
-    rows: list[Sequence[str]] = [(*header, "earliest start") if dry_run else header]
+    header = ["step", "nodes", "tasks", "GPUs", "time limit", "at most", "partition"]
+    rows = [header + ["expected", "earliest start alone"] * dry_run]
     trained: list[str] = []
     for link in links:
         if link.submission is None:
-            rows.append((link.title, "done"))
+            rows.append([link.title, "done"])
             continue
         script, launch = link.submission.script, link.submission.script.launch
-        seconds, unit = launch.time_limit, "GPU-hours" if launch.gpus else "node-hours"
-        used = script.nodes * (launch.gpus or 1)
         limit = "the partition's" if launch.time is None else str(launch.time)
-        cost = "?" if seconds is None else f"{used * seconds / 3600:.1f} {unit}"
+        cost = "unknown" if launch.time_limit is None else _cost(script, launch.time_limit)
         each = launch.processes if script.kind == "train" else script.tasks_per_node
-        cells = (str(script.nodes), str(each), str(launch.gpus), limit, cost)
-        start = [job_script.earliest_start(script)] if dry_run else []
-        rows.append((link.title, *cells, launch.partition or "the default", *start))
+        cells = [link.title, str(script.nodes), str(each), str(launch.gpus), limit, cost]
+        cells.append(launch.partition or "the default")
+        if dry_run:
+            cells += [_expected(link.submission), job_script.earliest_start(script)]
+        rows.append(cells)
         trained += [f"train      {line}" for line in amounts(link.submission)]
     beside = any(link.title == chain_steps.EVAL for link in links)
     yield f"chain      {folder}: each step waits for the success of the one before" + (
@@ -272,4 +274,29 @@ def plan(folder: Path, links: Sequence[ChainLink], *, dry_run: bool) -> Iterator
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(map(str.ljust, row, widths)).rstrip()
+    if dry_run:
+        yield "alone      Slurm was asked for each step as if it waited for no other"
     yield from trained
+
+
+def _cost(script: Script, seconds: float) -> str:
+    unit = "GPU-hours" if script.launch.gpus else "node-hours"
+    return f"{script.nodes * (script.launch.gpus or 1) * seconds / 3600:.1f} {unit}"
+
+
+def _expected(submission: Submission) -> str:
+    """Return the duration and cost of a training that `dtt plan` expects; else "unknown"."""
+    if submission.command == chain_steps.EVAL:
+        return "as train"
+    if submission.command != "train":
+        return "unknown"
+    from dtt.estimate import plan as estimate  # it loads torch
+
+    try:
+        stages = [stage.config for stage in submission.stages] or [submission.config]
+        seconds = estimate.expected_seconds(stages)
+    except DttError:  # the number of epochs says nothing before there are token files
+        seconds = None
+    if seconds is None:
+        return "unknown"
+    return f"≈ {in_words(seconds)}, {_cost(submission.script, seconds)}"

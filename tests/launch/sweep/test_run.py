@@ -294,6 +294,36 @@ def test_a_rejected_submission_leaves_no_files(dtt: Dtt, tiny: Settings, slurm: 
     assert states(dtt) == ["cancelled"] * 2  # as they were
 
 
+@pytest.mark.parametrize(
+    ("space", "scripts"), [("seed", ["jobs/s"]), ("launch.mem", ["jobs/s/0", "jobs/s/0"])]
+)
+def test_trials_wait_for_the_success_of_other_jobs(
+    space: str, scripts: list[str], dtt: Dtt, tiny: Settings, slurm: Path
+) -> None:
+    write_sweep(dtt, tiny(), {space: [1, 2]})
+    after = ("sweep", "submit", "s.json", "--after", "9", "--after", "jobs/t")
+    (slurm / "queue").write_text("9|RUNNING||1|1|1|None\n")
+    assert "jobs/t is not a job directory" in dtt(*after, expect=66).stderr
+    dtt("submit", "train", *tiny(), "-y")
+    assert "--after needs Slurm" in dtt(*after, "--local", 1, expect=2).stderr
+    dtt(*after, "--dry-run")
+    assert not (dtt.folder / "jobs/s").exists()
+    dtt(*after)
+    [_, *calls] = (slurm / "calls").read_text().splitlines()
+    waits = "sbatch --parsable --dependency=afterok:9:17 --kill-on-invalid-dep=yes"
+    assert [call.rpartition(" ")[0] for call in calls] == [waits] * len(scripts)
+    for call, script in zip(calls, scripts, strict=True):
+        assert call.split()[-1].startswith(script)
+    assert states(dtt) == ["queued"] * 2
+
+    # Slurm cancels the trials if a job that they wait for fails.
+    reason = "DependencyNeverSatisfied"
+    lines = (slurm / "queue").read_text().splitlines()[2:]
+    ids = [line.partition("|")[0] for line in lines]
+    (slurm / "queue").write_text("".join(f"{id}|CANCELLED||0|0|0|{reason}\n" for id in ids))
+    assert states(dtt) == ["cancelled"] * 2
+
+
 @pytest.mark.slow
 def test_a_trial_of_unknown_state_is_started_only_by_name(
     dtt: Dtt, tiny: Settings, slurm: Path
