@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -14,11 +15,16 @@ from safetensors.torch import load_file, save_file
 from support.multimodal_folders import PARTS, write_multimodal
 from torch import Tensor
 
-from dtt.hf import publish, write_folder
+from dtt.base.errors import InputError
+from dtt.config.adapter import LoraConfig
+from dtt.hf import peft as ours
+from dtt.hf import publish, verify, write_folder
 from dtt.hf.model_source import on_device
 from dtt.hf.read import LoadedModel, read_hf_folder
 from dtt.hf.released import Released
+from dtt.model.adapted_layers import adapted_layers
 from dtt.model.families import multimodal
+from dtt.model.lora import attach, merged
 
 
 @torch.no_grad()
@@ -76,3 +82,90 @@ def test_the_text_model_is_trained_and_exported_with_the_others(
     assert (tmp_path / "out/preprocessor_config.json").is_file()
     again = read_hf_folder(tmp_path / "out")
     assert all(torch.equal(tensor, trained.state[n][()]) for n, tensor in again.tensors.items())
+
+
+OF_TEXT = r".*language_model\..*\.(q_proj|down_proj)"
+
+
+def targets(found: LoadedModel) -> tuple[str, str]:
+    """Return the layers of OF_TEXT by the names of dtt."""
+    if found.arch.family == "transformers":
+        return "q_proj", "down_proj"
+    return "attn.q", "mlp.down"
+
+
+def randomised(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the adapters in `parameters`, with values that are not zero."""
+    torch.manual_seed(5)
+    found = {name: p for name, p in parameters.items() if "lora_" in name}
+    with torch.no_grad():
+        for parameter in found.values():
+            parameter.normal_(std=0.2)
+    return found
+
+
+def whole_model(folder: Path) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_peft_applies_an_adapter_of_the_text_model_to_the_whole_one(
+    kind: str, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "whole", tmp_path / "adapter"
+    write_multimodal(kind, folder, tokenizer_json)
+    found, tokens = read_hf_folder(folder), torch.randint(320, (1, 20))
+    first = next(iter(adapted_layers(LoraConfig(targets=targets(found)), found.arch)))
+    cfg = LoraConfig(rank=4, targets=targets(found), rank_pattern={f"^{first}": 2})
+    model: Any = on_device(found, torch.device("cpu")).float().eval()
+    attach(model, cfg, torch.float32)
+    state = randomised(dict(model.named_parameters()))
+    layers = adapted_layers(cfg, found.arch)
+    out.mkdir()
+    ours.write_peft(out, ours.Adapter(state, layers, str(folder), None, folder, 0.0), found.arch)
+    adapted: Any = peft.PeftModel.from_pretrained(whole_model(folder), out)
+    torch.testing.assert_close(
+        logits(adapted.base_model.model, tokens), model(tokens), rtol=0, atol=1e-4
+    )
+    of_peft = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+    assert len(of_peft) == len(state)
+    assert all("language_model" in name for name in of_peft)
+    whole = {n: t[()] for n, t in merged(found.state, state, layers).items()}
+    assert verify.check_adapter(out, folder, replace(found, state=whole)) < 1e-4
+    back = ours.read_peft(out, found.arch, cfg)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], parameter) for name, parameter in state.items())
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_an_adapter_of_peft_for_the_text_model_is_read(
+    kind: str, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "whole", tmp_path / "adapter"
+    write_multimodal(kind, folder, tokenizer_json)
+    found, tokens = read_hf_folder(folder), torch.randint(320, (1, 20))
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=OF_TEXT)
+    theirs: Any = peft.get_peft_model(whole_model(folder), settings)
+    randomised(dict(theirs.named_parameters()))
+    theirs.save_pretrained(out)
+    cfg = LoraConfig(rank=4, alpha=6.0, targets=targets(found))
+    state = ours.read_peft(out, found.arch, cfg)
+    merged_state = merged(found.state, state, adapted_layers(cfg, found.arch))
+    trained = replace(found, state={name: one[()] for name, one in merged_state.items()})
+    expected = logits(theirs.base_model.model, tokens)
+    got = on_device(trained, torch.device("cpu")).float().eval()(tokens)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+    assert verify.check_adapter(out, folder, trained) < 1e-4
+
+
+def test_an_adapter_of_another_part_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    write_multimodal("llava", folder, tokenizer_json)
+    theirs: Any = peft.get_peft_model(
+        whole_model(folder), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    theirs.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"vision_tower[\s\S]*the text model alone"):
+        ours.read_peft(
+            tmp_path / "adapter", read_hf_folder(folder).arch, LoraConfig(targets=("q_proj",))
+        )

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from torch import Tensor
 
 from dtt.base.errors import InputError
 from dtt.base.log import log
 from dtt.config.variants import variant
+from dtt.hf.chat_format import read_config
 from dtt.model.architecture import BuiltArchitecture
+from dtt.model.families import multimodal
 from dtt.model.families.hf_config import quantised
 from dtt.model.library.model import IGNORED, made, unknown_keys
 
@@ -59,10 +63,15 @@ def section_of(arch: BuiltArchitecture) -> dict[str, Any]:
 
 
 def loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the library's model of a folder, and its report of missing and extra weights."""
+    """Return the library's model of a folder, and its report of missing and extra weights.
+
+    That of a multimodal folder is the whole model; `text_logits` computes with its text model.
+    """
     settings: Any = transformers.utils.logging
     settings.disable_progress_bar()
     auto: Any = transformers.AutoModelForCausalLM
+    if multimodal.is_multimodal(read_config(folder / "config.json")):
+        auto = transformers.AutoModelForImageTextToText
     try:
         library, report = auto.from_pretrained(
             folder,
@@ -77,3 +86,26 @@ def loaded(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
             f"transformers cannot load {folder}", why=f"{type(error).__name__}: {error}"
         ) from error
     return library.eval(), report
+
+
+def text_logits(library: Any, ids_BT: Tensor) -> Tensor:
+    """Return the logits [B, T, V] of text; a multimodal model gets no images."""
+    inner = getattr(library, "language_model", None)
+    if inner is not None and inner.get_output_embeddings() is not None:
+        library = inner  # Llama 4's: the class around it fails without an image
+    logits: Tensor = library(input_ids=ids_BT).logits
+    return logits
+
+
+def text_parameter(folder: Path) -> str | None:
+    """Return the name of a parameter of the text model in a multimodal model; else None.
+
+    The names are those of the library's modules, which differ from those in some files.
+    """
+    if not multimodal.is_multimodal(read_config(folder / "config.json")):
+        return None
+    auto: Any = transformers.AutoModelForImageTextToText
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        names: list[str] = [name for name, _ in auto.from_config(config).named_parameters()]
+    return next(name for name in names if multimodal.TEXT.search(name))

@@ -35,6 +35,7 @@ from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.patterns import SlowPattern, match_name
 from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
+from dtt.hf.library_folder import text_parameter
 from dtt.hf.read import load_tensors
 from dtt.model import families
 from dtt.model.adapted_layers import Adapted, adaptable, adapted_layers, inner
@@ -166,13 +167,14 @@ def _read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str
     if config.fan_in_fan_out and not all(rule.transpose for rule in rules.values()):
         raise _refused(where, "fan_in_fan_out", "the layers of this model are not transposed")
     tensors = _tensors(folder / TENSORS)
-    found = _layers(tensors, folder / TENSORS)
-    _check_targets(config, list(rules), found.keys(), where)
+    found, like = _layers(tensors, folder / TENSORS)
+    names = {name: _named_like(name, like) for name in rules}
+    _check_targets(config, names, found.keys(), where)
     state: dict[str, Tensor] = {}
     layers: dict[str, Adapted] = {}
     for name, (a, b) in found.items():
         # The same for every part of a fused layer: each has all of A.
-        own = config.of_layer(name)
+        own = config.of_layer(names[name])
         if a.shape[0] != own.rank or b.shape[1] != own.rank:
             raise DamagedError(
                 f"the rank of {name} is {a.shape[0]} in {TENSORS}, {own.rank} in {CONFIG}",
@@ -241,34 +243,51 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return load_tensors(path)
 
 
-def _layers(tensors: Mapping[str, Tensor], where: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and B of each adapted layer, by the name that transformers has for it."""
+def _named_like(name: str, like: str | None) -> str:
+    """Return the name of a layer in the multimodal model with a tensor `like`; None: in no such."""
+    return name if like is None else multimodal.whole_name(name, like)
+
+
+def _layers(
+    tensors: Mapping[str, Tensor], where: Path
+) -> tuple[dict[str, tuple[Tensor, Tensor]], str | None]:
+    """Return A and B of each adapted layer, by the name that transformers has for it.
+
+    Adapters of multimodal models name the layers of their text model; also returns one such name.
+    """
     found: dict[str, dict[str, Tensor]] = {}
+    like = None
     for name, tensor in tensors.items():
         module, dot, part = name.removeprefix(PREFIX).rpartition(".lora_")
         if not name.startswith(PREFIX) or not dot or part not in ("A.weight", "B.weight"):
             raise InputError(f"dtt does not support the tensor {name} of an adapter", where=where)
         if tensor.ndim != 2 or not tensor.is_floating_point():
             raise DamagedError(f"{name} is {tensor.dtype} {list(tensor.shape)}", where=where)
-        # Adapters of multimodal models name the layers of their text model.
-        text = multimodal.text_name(f"{module}.weight")
-        found.setdefault((text or module).removesuffix(".weight"), {})[part] = tensor
+        text = multimodal.text_name(module)
+        like = like if text is None else module
+        found.setdefault(text or module, {})[part] = tensor
     incomplete = [name for name, parts in found.items() if len(parts) != 2]
     if incomplete or not found:
         raise DamagedError("the adapter is incomplete", where=where, why=f"{incomplete[:1]}")
-    return {name: (parts["A.weight"], parts["B.weight"]) for name, parts in found.items()}
+    layers = {name: (parts["A.weight"], parts["B.weight"]) for name, parts in found.items()}
+    return layers, like
 
 
 def _check_targets(
-    config: PeftConfig, names: Sequence[str], found: Iterable[str], where: Path
+    config: PeftConfig, names: Mapping[str, str], found: Iterable[str], where: Path
 ) -> None:
-    """Raise unless the layers with tensors are those that the configuration names."""
-    targeted = set(filter(config.targets, names))
+    """Raise unless the layers with tensors are those that the configuration names.
+
+    `names` are all layers, each with its name in the model that the adapter is for.
+    """
+    targeted = {name for name, whole in names.items() if config.targets(whole)}
     odd = sorted(targeted.symmetric_difference(found))
     if not odd:
         return
     if not set(found) <= set(names):
         unknown = min(set(found) - set(names))
+        if any(name != whole for name, whole in names.items()):
+            raise _refused(where, unknown, "training computes the text model alone")
         raise InputError(
             f"the adapter is for another model: it has no layer {unknown}", where=where
         )
@@ -341,14 +360,14 @@ class Adapter:
 
 def write_peft(folder: Path, adapter: Adapter, arch: AnyArchitecture) -> None:
     """Write the two files of an adapter into `folder`."""
-    state, layers = adapter.state, adapter.layers
+    state, layers, like = adapter.state, adapter.layers, text_parameter(adapter.folder)
     tensors: dict[str, Tensor] = {}
     found: dict[str, Adapted] = {}
     transposed = False
     for rule in linear_rules(arch):
         parts = _parts(rule, arch)
         if any(part in layers for part, _ in parts):
-            name = rule.hf_name.removesuffix(".weight")
+            name = _named_like(rule.hf_name.removesuffix(".weight"), like)
             a, b, found[name] = _joined(parts, state, layers)
             tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
             transposed = transposed or rule.transpose
@@ -361,7 +380,8 @@ def write_peft(folder: Path, adapter: Adapter, arch: AnyArchitecture) -> None:
         "r": section["rank"],
         "lora_alpha": section["alpha"],
         "use_rslora": section["rslora"],
-        "target_modules": _targets_of_peft(found, arch),
+        # Other parts of a multimodal model have layers of the same names.
+        "target_modules": _targets_of_peft(found, arch) if like is None else sorted(found),
         "rank_pattern": section["rank_pattern"],
         "alpha_pattern": section["alpha_pattern"],
         "lora_dropout": adapter.dropout,

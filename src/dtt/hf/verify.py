@@ -181,7 +181,9 @@ def check_adapter(folder: Path, base: Path, trained: LoadedModel) -> float:
         if lost := _lost_layers(folder, adapted):
             why = f"it drops those of {', '.join(lost)}, which it looks for under other names"
             raise _not_of_peft(folder, why)
-        return _difference(ours, adapted(ids_1T).logits, "random ids")
+        # PEFT replaces the layers of `theirs`.
+        got = library_folder.text_logits(theirs, ids_1T)
+        return _difference(ours, got, "random ids")
     except _Mismatch as found:
         raise _export_error(folder, str(found)) from None
 

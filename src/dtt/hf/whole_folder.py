@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from dtt.artifacts.manifests import ExportManifest
 from dtt.base.files import check_space
 from dtt.hf.chat_format import read_config
+from dtt.hf.library_folder import loaded, text_logits
 from dtt.hf.model_source import find_model
 from dtt.hf.publish import CARD, LOADED
 from dtt.hf.read import stored_tensors, weight_files
@@ -45,7 +45,7 @@ def put_back(staging: Path, source: str, ids_T: Tensor, max_shard_size: str) -> 
     two models; raises DamagedError if it exceeds rounding.
     """
     folder = find_model(source, where="the multimodal model that the text model was taken from")
-    expected = _logits(transformers.AutoModelForCausalLM, staging, ids_T)
+    expected = text_logits(loaded(staging, torch.float32)[0], ids_T[None])
     ours = stored_tensors(weight_files(staging))
     theirs = stored_tensors(weight_files(folder))
     whole = _together(ours, theirs)
@@ -65,7 +65,7 @@ def put_back(staging: Path, source: str, ids_T: Tensor, max_shard_size: str) -> 
     for path in folder.iterdir():
         if path.is_file() and not any(fnmatch(path.name, pattern) for pattern in NOT_KEPT):
             shutil.copyfile(path, staging / path.name)
-    got = _logits(transformers.AutoModelForImageTextToText, staging, ids_T)
+    got = text_logits(loaded(staging, torch.float32)[0], ids_T[None])
     return differing_logits(staging, expected, got)
 
 
@@ -91,13 +91,3 @@ def _config(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]
     }
     inner = {key: value for key, value in text.items() if key not in OF_TEXT}
     return {**whole, **repeated, "text_config": inner}
-
-
-def _logits(auto: Any, folder: Path, ids_T: Tensor) -> Tensor:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-    inner = getattr(model, "language_model", None)
-    if inner is not None and inner.get_output_embeddings() is not None:
-        model = inner  # Llama 4's: the class around it fails without an image
-    logits: Tensor = model(input_ids=ids_T[None]).logits
-    return logits
