@@ -107,5 +107,6 @@ def text_parameter(folder: Path) -> str | None:
     auto: Any = transformers.AutoModelForImageTextToText
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
-        names: list[str] = [name for name, _ in auto.from_config(config).named_parameters()]
+        whole = auto.from_config(config, trust_remote_code=False)
+    names: list[str] = [name for name, _ in whole.named_parameters()]
     return next(name for name in names if multimodal.TEXT.search(name))

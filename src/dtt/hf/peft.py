@@ -35,7 +35,6 @@ from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.patterns import SlowPattern, match_name
 from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
-from dtt.hf.library_folder import text_parameter
 from dtt.hf.read import load_tensors
 from dtt.model import families
 from dtt.model.adapted_layers import Adapted, adaptable, adapted_layers, inner
@@ -360,6 +359,8 @@ class Adapter:
 
 def write_peft(folder: Path, adapter: Adapter, arch: AnyArchitecture) -> None:
     """Write the two files of an adapter into `folder`."""
+    from dtt.hf.library_folder import text_parameter  # imports transformers
+
     state, layers, like = adapter.state, adapter.layers, text_parameter(adapter.folder)
     tensors: dict[str, Tensor] = {}
     found: dict[str, Adapted] = {}
