@@ -12,6 +12,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from pydantic import BaseModel
 
 import dtt
 from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import (
     CheckpointManifest,
     DataManifest,
@@ -175,11 +177,22 @@ TEXTS = {
     "Results of benchmark tasks": "evaluate/tasks/result_files.py",
 }
 """The modules whose docstring lists the fields; they are parsed, because some import torch."""
+JOB_FILES = {
+    "overrides.txt": "The arguments of every start, one line each.",
+    "env.json": "Versions, git state and selected environment variables; no secrets.",
+    "data.json": "Sources and vocabulary. An export needs only this file and tokenizer.json.",
+    "run_id": "The id of the job in trackers and in `checkpoint.mirror`; made when one needs it.",
+    "attempts/N/": "`config.yaml`, what attempt N trained; `attempt.json`; `clock.json`; "
+    "`stacks/`, the stacks of each rank when it hung.",
+}
+"""What is in a job directory besides the attributes of `JobDir`."""
 
 
 def files_page() -> str:
     """Return the page docs/files.md: the fields of manifests, of task files and of metrics."""
     out = [FILES_HEAD]
+    out += ["## The job directory: jobs/NAME/", "", "| path | content |", "| --- | --- |"]
+    out += [f"| `{path}` | {about} |" for path, about in sorted(_job_files().items())] + [""]
     for title, cls in FILES.items():
         out += [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
         done: set[type[BaseModel]] = set()
@@ -193,6 +206,18 @@ def files_page() -> str:
         source = ast.parse((SOURCE / module).read_text(encoding="utf-8"))
         out += [f"## {title}", "", "```text", ast.get_docstring(source) or "", "```", ""]
     return "\n".join(out)
+
+
+def _job_files() -> dict[str, str]:
+    """Return the files of a job directory by path, each with its description."""
+    tree = ast.parse((SOURCE / "artifacts/jobdir.py").read_text(encoding="utf-8"))
+    body = next(node for node in tree.body if getattr(node, "name", "") == "JobDir").body
+    found = dict(JOB_FILES)
+    for node, text in pairwise(body):
+        match node, text:
+            case ast.Assign([ast.Name(name)]), ast.Expr(ast.Constant(str(about))):
+                found[str(getattr(JobDir(Path()), name))] = " ".join(about.split())
+    return found
 
 
 def _held(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
