@@ -162,6 +162,22 @@ def test_prompts_are_what_inference_gives_for_the_messages_before_the_first_trai
     assert first_prompts([source, source], 6)[::2] == prompts[:3]
 
 
+def test_answers_are_the_same_where_each_conversation_has_a_row_of_its_own(
+    dtt: Dtt, undisturbed: Path, chat_tokens: Path
+) -> None:
+    alone = {"data__packing": "none", "train__epochs": "null", "train__steps": 2}
+    dtt("train", *settings(chat_tokens, **alone))
+    job = dtt.folder / "jobs/t"
+    [(first,), (second,)] = [opened(one).validation for one in (undisturbed, job)]
+    assert first is not None
+    assert second is not None
+    prompts, others = (first_prompts([source], 1000) for source in (first, second))
+    assert sorted(others) == sorted(prompts)
+    rates = [record["answer_stop_rate"] for record in records(job, "eval")]
+    assert len(rates) == 2
+    assert all(round(6 * rate, 9) in range(7) for rate in rates)
+
+
 def test_the_validation_loss_is_the_mean_over_the_targets_of_each_conversation_alone(
     undisturbed: Path,
 ) -> None:

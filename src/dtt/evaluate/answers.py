@@ -61,6 +61,8 @@ def _prompts(source: SampleSource, count: int) -> Iterator[list[int]]:
     found = 0
     if not (isinstance(source, TokenSource) and source.packing_counts is not None):  # text
         return
+    # Also where attention needs none, as with a row for each conversation.
+    source = source.with_doc_ids()
     for sample in source.order(0, len(source)):
         rows = source.read(np.array([sample], dtype=np.uint64))
         assert rows.doc_ids is not None

@@ -168,6 +168,12 @@ class TokenSource:
         source._extra = self._extra | {name: values}  # noqa: SLF001 - a copy of this object
         return source
 
+    def with_doc_ids(self) -> TokenSource:
+        """Return this source, whose rows have document ids."""
+        source = copy(self)
+        source._with_doc_ids = True  # noqa: SLF001 - a copy of this object
+        return source
+
     def made_from(self, name: str, rows: npt.NDArray[np.int64]) -> TokenSource:
         """Return this source, whose documents are these `rows` [documents] of a user's class."""
         source = copy(self)
