@@ -278,7 +278,7 @@ def test_validation_measures_the_targets_and_leaves_out_sources_without_any(
     parts = held_out(dataset, 2 * len(toy))
     assert [part.source for part in parts] == [toy]
     decoder = model()
-    measure = partial(Passes(decoder, "fp32").evaluate, objective=loss_function())
+    measure = partial(Passes(decoder, "fp32").evaluate, loss_function=loss_function())
     reader = BatchReader(0, 1, 4, CPU)
     record = Evaluator(parts, reader, decoder, measure).record(1, lambda: False)
     assert record is not None

@@ -144,7 +144,7 @@ def on_fake_gpu(backend: Callable[..., Any] | str, ranks: int = 1) -> Iterator[W
             (attention_backend, "running_kernel", lambda *_: "cudnn"),  # asks the driver
             (muon, "plan", _on_real_tensors(muon.plan)),  # reads the mesh
             (sharding, "_on_mesh", _on_real_tensors(sharding._on_mesh)),
-            (World, "agree_all", lambda _, *values: list(values)),
+            (World, "maxima", lambda _, *values: list(values)),
         ):
             stack.enter_context(patch.object(owner, name, new))
         stack.enter_context(fake_gpu.fake_mode())

@@ -20,7 +20,7 @@ from dtt.mesh.dist import SHARED_GPU, World, _share_gpu, choose_device, start
 def talk(world: World) -> dict[str, Any]:
     return {
         "rank": (world.rank, world.size, world.first),
-        "agree": world.agree(world.rank * 7 - 3),
+        "agree": world.maximum(world.rank * 7 - 3),
         "sum": world.sum_(torch.tensor([world.rank + 1.0, 10.0], dtype=torch.float64)).tolist(),
         "shared": world.from_first({"from": world.rank, "path": Path("x")}),
     }
@@ -52,7 +52,7 @@ def test_no_rank_passes_the_barrier_before_all_are_there(tmp_path: Path) -> None
 def test_a_single_rank_communicates_with_itself() -> None:
     world = start(Ranks(), "cpu")
     assert (world.rank, world.size, world.first, world.control) == (0, 1, True, None)
-    assert world.agree(5) == 5
+    assert world.maximum(5) == 5
     value = torch.ones(2)
     assert world.sum_(value) is value
     assert world.from_first(value) is value

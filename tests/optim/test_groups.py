@@ -183,7 +183,9 @@ def test_groups_decay_over_their_own_part_of_the_run_as_in_torch() -> None:
         plain, [partial(multiplier, decay) for decay in names.values()]
     )
     for step in range(20):
-        set_learning_rate(optimizers, resolved.multiplier(step), resolved.own_multipliers(step))
+        set_learning_rate(
+            optimizers, resolved.multiplier(step), resolved.multipliers_of_groups(step)
+        )
         rates = [group_of(optimizers, name)[1]["lr"] for name in names]
         assert rates == pytest.approx(theirs.get_last_lr())
         plain.step()

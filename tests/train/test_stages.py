@@ -17,8 +17,8 @@ from dtt.base.interrupts import STOP_SIGNALS
 from dtt.config.load import load_job
 from dtt.data.inspect import run as data
 from dtt.track import jsonl
-from dtt.train import at_step
 from dtt.train import run as command
+from dtt.train import samples_of_step
 
 STEPS = 24
 SIZES = [64] * 4 + [128] * 4 + [192] * 4 + [256] * 12
@@ -101,7 +101,7 @@ def test_what_a_step_was_trained_on_is_found_again(
 ) -> None:
     samples = []
     for step, size in enumerate(SIZES, start=1):
-        at_step.at_step(
+        samples_of_step.at_step(
             str(whole), step, rank=None, ranks=None, limit=None, full=False, as_json=True
         )
         reported = json.loads(capsys.readouterr().out)

@@ -122,6 +122,6 @@ def data_at_step(
 
     Reads the token files, and exits with 65 if metrics.jsonl records other samples.
     """
-    from dtt.train import at_step as body
+    from dtt.train import samples_of_step as body
 
     body.at_step(source, step, rank=rank, ranks=of, limit=samples, full=full, as_json=json)

@@ -6,13 +6,10 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from dtt.config.base import Length, LengthKey, Section
 
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 TokensBefore = Callable[[int], int]
 """A function that returns the number of tokens of all steps before a step; non-decreasing."""
 

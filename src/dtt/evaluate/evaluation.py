@@ -163,7 +163,7 @@ class Evaluation:
         runner.check(self.tasks)
         found = []
         for data, file, result in zip(self.tasks, files, results, strict=True):
-            result = result or runner.run(data, file, lambda: bool(this.agree(int(stop()))))
+            result = result or runner.run(data, file, lambda: bool(this.maximum(int(stop()))))
             if result is None:
                 raise Preempted(
                     f"stopped on request while evaluating {model.name}",

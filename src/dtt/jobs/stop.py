@@ -156,12 +156,12 @@ class Requests:
         """
         # A failed save outranks a stop: the stop would save again, on the same full disk.
         own = Request.FAILED if failed else self._own_request(world)
-        largest, end, any_uncompiled = world.agree_all(own, end, uncompiled)
+        largest, end, any_uncompiled = world.maxima(own, end, uncompiled)
         request, profile_kind = Request(largest), ""
         # Ranks may have different reasons, such as a signal on one node; all record the same one.
         if request is Request.STOP:  # the highest rank with a reason broadcasts it
             self.reason = world.from_rank(
-                self.reason, world.agree(world.rank if self.reason else 0)
+                self.reason, world.maximum(world.rank if self.reason else 0)
             )
         if request is Request.PROFILE:
             profile_kind = world.from_first(_lines(self.job, "profile")[1:] or [""])[0]
@@ -174,7 +174,7 @@ class Requests:
 
         For long operations, such as an evaluation, that should end early.
         """
-        return world.agree(self._own_request(world)) >= Request.STOP
+        return world.maximum(self._own_request(world)) >= Request.STOP
 
     def note_failure(self, kind: type[BaseException] | None, *_: object) -> None:
         """Note that an exception ends the run; an exit callback for an ExitStack."""

@@ -56,11 +56,11 @@ class World:
         if self.control is not None:
             dist.barrier(group=self.control)
 
-    def agree(self, value: int) -> int:
+    def maximum(self, value: int) -> int:
         """Return the maximum of `value` over all ranks; a host-side collective."""
-        return self.agree_all(value)[0]
+        return self.maxima(value)[0]
 
-    def agree_all(self, *values: int) -> list[int]:
+    def maxima(self, *values: int) -> list[int]:
         """Return the maximum of each value over all ranks; a host-side collective."""
         if self.control is None:
             return list(values)

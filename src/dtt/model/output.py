@@ -21,7 +21,8 @@ class Output(NamedTuple):
     loss: Tensor
     """Main loss in nats: the sum over the terms of the batch (its targets or preference pairs), [].
 
-    A forward pass with `reduction="none"` returns the loss of each target, [B, T].
+    A forward pass with `reduction="none"` returns the loss of each target, [B, T], and one with
+    `reduction="logits"` the logits, [B, T, V]; an `Objective` makes the sum of them.
     """
     aux: dict[str, Tensor]
     """Auxiliary losses by name, [] each: sums over the batch that are minimised with the main loss.

@@ -75,7 +75,7 @@ class ShortTraining:
     def scheduled_own(self, step: int) -> dict[Length, float]:
         """Return those of groups with their own decay, by its duration."""
         factor = self._step_sizes.at(step).lr_factor
-        own = self.plan.schedule.own_multipliers(step)
+        own = self.plan.schedule.multipliers_of_groups(step)
         return {length: factor * multiplier for length, multiplier in own.items()}
 
     def _step(self, step: int, batch: Batch) -> Tensor:

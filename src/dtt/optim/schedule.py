@@ -59,7 +59,7 @@ class ResolvedSchedule:
         warmup = self.facts.warmup
         return min((step + 1) / warmup, rate) if step < warmup else rate
 
-    def own_multipliers(self, step: int) -> dict[Length, float]:
+    def multipliers_of_groups(self, step: int) -> dict[Length, float]:
         """Return the multipliers of groups with their own decay, by its duration."""
         return {length: schedule.multiplier(step) for length, schedule in self.own.items()}
 

@@ -135,10 +135,11 @@ def _shard(
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # rotary angles must stay fp32
         )
+    # Not sharded: the corrections of experts are equal on all ranks, in fp32, and no optimizer
+    # trains them.
+    own = set(_corrections(model).values())
     # A group per block: its weights are gathered while the block before computes, and freed after
     # it. One group for the model would gather everything at once.
-    # Equal on all ranks, and in fp32: no optimizer trains them.
-    own = set(_corrections(model).values())
     for block in blocks:
         if layout.experts is not None and isinstance(block.mlp, MixtureMLP):
             shard_experts(block.mlp.experts, layout, policy, reshard)

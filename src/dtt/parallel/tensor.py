@@ -301,7 +301,7 @@ def overlap(mesh: DeviceMesh, world: World) -> str:
             attempt()
         except RuntimeError as error:
             failed, reason = True, str(error).splitlines()[0]
-        if world.agree(int(failed)):
+        if world.maximum(int(failed)):
             return f"tensor parallelism: collectives do not overlap with matrix products: {reason}"
     config._micro_pipeline_tp = True  # noqa: SLF001  (it has no public name)
     # A permission, and not yet a fact: Inductor decides for each product when it compiles a block.

@@ -22,7 +22,7 @@ class Param:
     """A DTensor if it is sharded."""
     role: str
     """Part that it plays in the model, which decides how it is trained: matrix | embed | head |
-    vector for the parameters of a Decoder."""
+    vector | router | balance (corrections of experts) | adapter for those of a Decoder."""
     layout: TensorLayout
     """The ranks that hold it."""
     divisor: int | None = None
@@ -117,7 +117,8 @@ class Params(Mapping[str, Param]):
     def clip(self, limit: float) -> Tensor:
         """Scale gradients to a total norm of at most `limit`; return the norm before, [].
 
-        It calls `align` first. All ranks must call this if the model is sharded.
+        It drops the gradients that no optimizer uses, and calls `align`, first. All ranks must call
+        this if the model is sharded.
         """
         for param in self.subset({"balance"}).values():
             # No optimizer would use and clear it, and each rank has that of its own tokens only.

@@ -240,7 +240,6 @@ def make_observers(
         trackers=make_trackers(cfg, inputs.job, step, again=again) if world.first else [],
         meter=meter,
         profiler=Profiler(cfg.profile, world, inputs.job.profiles, meter, inputs.watchdog),
-        startup=attempt.startup,
         time_breakdown=TimeBreakdown(attempt.startup, attempt.clock),
     )
 

@@ -12,7 +12,6 @@ from dtt.artifacts.manifests import Reference
 from dtt.checkpoint.saver import Saver
 from dtt.config.objective import Objective
 from dtt.data.samples.loader import Batches
-from dtt.jobs.phase_timer import PhaseTimer
 from dtt.mesh.sharding import FullTensor, LaidOut
 from dtt.model.contract import Model
 from dtt.optim.ema import Ema
@@ -87,8 +86,6 @@ class Observers:
     """Trackers of rank 0; the other ranks have none."""
     meter: ThroughputMeter
     profiler: Profiler
-    startup: PhaseTimer
-    """Timer of the phases before the first step."""
     time_breakdown: TimeBreakdown
 
     def log(self, *records: Record) -> None:

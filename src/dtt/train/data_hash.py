@@ -50,7 +50,7 @@ def check_nodes(dataset: Dataset, world: World) -> None:
 def check_ranks(position: Position, world: World) -> None:
     """Raise DamagedError, on every rank, unless all ranks have trained on the same samples."""
     progress = (position.data_hash, position.tokens)
-    if world.agree(progress != world.from_first(progress)):
+    if world.maximum(progress != world.from_first(progress)):
         raise DamagedError(
             "the processes of this run do not read the same data",
             why=f"the samples of some step since the last save, up to {position.step}, differ",

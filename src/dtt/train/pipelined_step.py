@@ -53,7 +53,7 @@ class PipelinedPasses(Passes):
     """Forward and backward passes of the layers of this rank."""
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], objective: LossFunction, terms: int
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, terms: int
     ) -> Output:
         """Do what `Passes.run` does; all ranks of a pipeline pass the same micro-batches.
 
@@ -73,7 +73,7 @@ class PipelinedPasses(Passes):
         def passed(layers: range, number: int, hidden: Tensor | None) -> Tensor:
             factor = factors[number]
             micro_batch = micro_batches[min(number, len(micro_batches) - 1)]
-            output = self._part(micro_batch, objective, layers, hidden)
+            output = self._part(micro_batch, loss_function, layers, hidden)
             aux = {name: factor * value for name, value in output.aux.items()}
             if factor:
                 for layer, load in output.loads.items():
@@ -117,7 +117,11 @@ class PipelinedPasses(Passes):
         return output
 
     def _part(
-        self, micro_batch: MicroBatch, objective: LossFunction, layers: range, hidden: Tensor | None
+        self,
+        micro_batch: MicroBatch,
+        loss_function: LossFunction,
+        layers: range,
+        hidden: Tensor | None,
     ) -> Output | HiddenStates:
         """Return the output of some layers, and of the objective after the last."""
         assert isinstance(self.module, Pipeline)
@@ -127,11 +131,11 @@ class PipelinedPasses(Passes):
                 micro_batch.targets,
                 doc_ids_BT=micro_batch.doc_ids,
                 stage=StagePass(layers, hidden),
-                **objective.options,
+                **loss_function.options,
             )
             if isinstance(output, HiddenStates):
                 return output
-            return objective.losses(output, micro_batch)
+            return loss_function.losses(output, micro_batch)
 
 
 def make_passes(

@@ -95,7 +95,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
 
     The first `done` steps of the run are trained.
     """
-    train, stages = cfg.train, dataset.step_sizes
+    train, step_sizes = cfg.train, dataset.step_sizes
     sizes = resolve(cfg.parallel, world.size)
     compatibility.check_batches(train, sizes, done)
     if dataset.steps == 0:
@@ -124,8 +124,8 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
             requested=train.attention,
             dtype=precision.compute_dtype,
         ),
-        tokens=stages.tokens_before(dataset.steps),
-        step_size=stages.describe(dataset.steps),
+        tokens=step_sizes.tokens_before(dataset.steps),
+        step_size=step_sizes.describe(dataset.steps),
         steps=dataset.steps,
         schedule=_schedule(cfg, dataset),
         data=dataset.describe(),

@@ -36,10 +36,10 @@ class RunSchedule:
         """Return the learning rate of a step (counted from 0) as a fraction of the peak."""
         return self.step_sizes.at(step).lr_factor * self.schedule.multiplier(step)
 
-    def own_multipliers(self, step: int) -> dict[Length, float]:
+    def multipliers_of_groups(self, step: int) -> dict[Length, float]:
         """Return the same for groups with their own decay, by its duration."""
         factor = self.step_sizes.at(step).lr_factor
-        own = self.schedule.own_multipliers(step)
+        own = self.schedule.multipliers_of_groups(step)
         return {length: factor * multiplier for length, multiplier in own.items()}
 
     def proposed_end(self, step: int, worked: float, pauses: Mapping[str, float]) -> int:

@@ -108,7 +108,7 @@ def prepare(
     if ranks.first:
         if predecessor is None and branch is None and job.newest_checkpoint_name() is None:
             check_initial_weights(cfg)
-        _check_resume(cfg, job, dataset, from_step, branched=branch is not None)
+        _check_starting_weights(cfg, job, dataset, from_step, branched=branch is not None)
         if predecessor is not None:
             check_vocabulary_of_stage(dataset.tokenizer, predecessor.job.tokenizer)
     startup.end_phase("data")
@@ -137,7 +137,7 @@ def _open_data(resolved: Resolved, job: JobDir, ranks: Ranks) -> Dataset:
     return dataset
 
 
-def _check_resume(
+def _check_starting_weights(
     cfg: RunConfig, job: JobDir, dataset: Dataset, from_step: int | None, *, branched: bool
 ) -> None:
     """Raise DttError if the checkpoint to resume from does not match the data.
@@ -159,7 +159,6 @@ def _check_resume(
     try:
         manifest = CheckpointManifest.read(path)
     except (DttError, OSError):
-        # Not an error here: the manifest is verified again under the lock, where older ones are
-        # tried.
-        return  # damaged: training may resume from an older one
+        # Damaged. Not an error here: it is verified again under the lock, and older ones are tried.
+        return
     compatibility.check_data(manifest, dataset.manifest.named_keys, job)

@@ -13,6 +13,8 @@ position.json has
                                 step earlier
     warmup                      length of the warm-up, in steps
     decay                       first step and end of the decay
+    own_actions                 by label, the last step and the state of each action of the user
+    ended_by                    the action that ended the run, if one did
     speed                       with a time budget: the seconds spent in steps and the tokens of
                                 these steps, exponentially weighted, and the seconds of the last
                                 evaluation, evaluation of tasks, sample and save

@@ -54,7 +54,7 @@ class Passes:
     """If True, sharded gradients are reduced after each micro-batch, not only after the last."""
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], objective: LossFunction, terms: int
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, terms: int
     ) -> Output:
         """Add the gradients of this rank's micro-batches to the parameters; return the losses.
 
@@ -64,9 +64,8 @@ class Passes:
         The returned values are detached and on the device: sums over the micro-batches, divided by
         `terms / replicas`. So their means over the replicas are values per term.
         """
-        # A packed sequence may hold a single token, and so no target.
         # Each rank sums over its own terms. FSDP2 and DDP divide by the number of replicas, which
-        # this factor undoes.
+        # this factor undoes. At least one term: packed sequences may all hold a single token.
         scale = self.replicas / max(1, terms)
         outputs = []
         for i, micro_batch in enumerate(micro_batches):
@@ -75,7 +74,9 @@ class Passes:
                 # Scaled before the backward pass, so that gradients of all micro-batches add up to
                 # those of the mean. Scaling them afterwards would take one more pass over all
                 # gradients.
-                output = self._forward(micro_batch, objective).apply(lambda value: scale * value)
+                output = self._forward(micro_batch, loss_function).apply(
+                    lambda value: scale * value
+                )
                 # The gradients of the sum of all losses, without a kernel that computes the sum.
                 torch.autograd.backward([output.loss, *output.aux.values()])
             # Detached, so that the graph of a micro-batch is freed before the next one.
@@ -83,11 +84,11 @@ class Passes:
         return reduce(Output.plus, outputs)
 
     @torch.no_grad()
-    def evaluate(self, micro_batch: MicroBatch, objective: LossFunction) -> Output:
+    def evaluate(self, micro_batch: MicroBatch, loss_function: LossFunction) -> Output:
         """Return the losses of a micro-batch of this rank, not divided by its number of terms."""
-        return self._forward(micro_batch, objective)
+        return self._forward(micro_batch, loss_function)
 
-    def _forward(self, micro_batch: MicroBatch, objective: LossFunction) -> Output:
+    def _forward(self, micro_batch: MicroBatch, loss_function: LossFunction) -> Output:
         # Autocast covers the forward pass only: the backward pass repeats the dtypes of its
         # operators.
         with autocast(micro_batch.tokens.device, self.precision):
@@ -95,9 +96,9 @@ class Passes:
                 micro_batch.tokens,
                 micro_batch.targets,
                 doc_ids_BT=micro_batch.doc_ids,
-                **objective.options,
+                **loss_function.options,
             )
-            return objective.losses(output, micro_batch)
+            return loss_function.losses(output, micro_batch)
 
 
 def update(

@@ -27,10 +27,7 @@ from dtt.train.data_hash import check_order
 from dtt.train.expert_load import METRICS, described
 from dtt.train.objectives.loss_function import check_ranks
 from dtt.train.recorded import position_of
-from dtt.train.state import (
-    restore_rng,
-    seed_rank,
-)
+from dtt.train.state import restore_rng, seed_rank
 from dtt.train.step import update
 
 Names = Mapping[str, Sequence[int]]
@@ -51,7 +48,7 @@ class Trainer(Run):
 
     def run(self) -> bool:
         """Train to the end (return True) or until a stop request (False); save in either case."""
-        meter, startup = self.observers.meter, self.observers.startup
+        meter, startup = self.observers.meter, self.attempt.startup
         self.restore()
         # From here on a stop saves first; before, it ended the process at once.
         self.attempt.requests.defer()
@@ -91,14 +88,14 @@ class Trainer(Run):
                     break
                 step = self.position.step
                 multiplier = self.schedule.multiplier(step)
-                own = self.schedule.own_multipliers(step)
+                own = self.schedule.multipliers_of_groups(step)
                 set_learning_rate(self.state.optimizers, multiplier, own)
                 tokens, seq_len = step_sizes.batch_tokens(step), step_sizes.at(step).seq_len
                 with self.observers.profiler.step(step + 1), meter.step(tokens, seq_len):
                     batch = next(batches)
-                    # A sample holds one token more than it has inputs.
                     if batch.tokens is not None:
-                        # Padding is computed but not trained on, so it does not count as speed.
+                        # Padding is computed but not trained on, so it does not count as speed. A
+                        # sample holds one token more than it has inputs.
                         meter.leave_out(tokens - (batch.tokens - len(batch.samples)))
                     meter.end_phase("data")
                     self.step(batch, multiplier)
@@ -119,6 +116,8 @@ class Trainer(Run):
         But for the check of names in the first step, and optimizers that ignore `found_inf`.
         """
         state, step, meter = self.state, self.position.step, self.observers.meter
+        # The backward pass of the last micro-batch also averages the gradients over the ranks, in
+        # the hooks of DDP and FSDP2, while it computes those of earlier layers: `gradient_sync`.
         losses = state.passes.run(batch.micro_batches, self.loss_function, batch.terms)
         reported = losses.aux | losses.metrics
         if not self._reported:
@@ -235,8 +234,7 @@ class Trainer(Run):
             return
         unread = list(self._unread)
         self._unread.clear()
-        # One copy to the host.
-        # A copy per step would wait for the device each time.
+        # One copy to the host: a copy per step would wait for the device each time.
         numbers = iter(torch.cat([values for _, values, _ in unread]).tolist())
         for record, _, metrics in unread:
             judged = next(numbers), next(numbers), next(numbers)

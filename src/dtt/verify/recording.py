@@ -131,7 +131,7 @@ class RecordedPasses(Passes):
     """Index of this rank among the data-parallel ranks."""
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], objective: LossFunction, terms: int
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, terms: int
     ) -> Output:
         """Run the passes as `Passes.run` does."""
         assert self.inner is not None
@@ -148,7 +148,7 @@ class RecordedPasses(Passes):
         joined["terms"] = torch.tensor(terms)
         path = self.recorder.path(ROWS, self.position.step + 1, self.index, this_rank())
         save_file(joined, path)
-        return self.inner.run(micro_batches, objective, terms)
+        return self.inner.run(micro_batches, loss_function, terms)
 
 
 @dataclass(frozen=True, kw_only=True)

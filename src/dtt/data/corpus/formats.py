@@ -1,7 +1,8 @@
 """The table of file formats of raw text.
 
 A new format of rows is an entry in FORMATS, a name in the manifest's FileFormat, and one module
-with the functions of the entry. Nothing else asks for a format of rows by its name.
+with the functions of the entry; what its reader raises for damage is one of `UNREADABLE`
+(streams.py). Tasks read a few formats by themselves (evaluate/tasks/task_data.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The actions of a run, in their order. Another one is a class of its own, and a line here."""
+"""The actions of a run, in their order."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def make_actions(
         actions.append(Sample(cfg, steps, sampler))
     # Last: they see the validation of their step. A checkpoint of the step has been saved before,
     # so a run that resumes from it runs them again, from the state that they had.
-    facts = RunView.of(inputs, state.layout)
-    return [*actions, *(Own(cfg, steps, own, facts) for own in cfg.actions)]
+    view = RunView.of(inputs, state.layout)
+    return [*actions, *(Own(cfg, steps, own, view) for own in cfg.actions)]

@@ -101,7 +101,8 @@ class Own(StepAction):
     pause = "evaluate"
 
     action: Action
-    facts: RunView
+    seen: RunView
+    """What it may see of the run, the same after each step."""
 
     @property
     def name(self) -> str:
@@ -119,7 +120,7 @@ class Own(StepAction):
         """Run it and return its record; None if a stop request cut it short."""
         action, step = self.action, run.position.step
         view = StepView(
-            **vars(self.facts), step=step, eval_loss=run.position.eval_loss, model=run.state.model,
+            **vars(self.seen), step=step, eval_loss=run.position.eval_loss, model=run.state.model,
             params=run.state.params, _run=run, _stop=stop,
         )  # fmt: skip
         with own_code(action, KEY):

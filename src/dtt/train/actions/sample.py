@@ -46,20 +46,23 @@ def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
     first conversation of the held-out ones. In a run on text, it continues `train.sample_prompt`,
     or the first words of a held-out document.
     """
-    train, facts, text = cfg.train, dataset.manifest, cfg.train.sample_prompt
+    train, manifest, text = cfg.train, dataset.manifest, cfg.train.sample_prompt
+    end = manifest.end_of_document
     if train.sample_tokens == 0:
         return None
-    tokenizer = add_in_front(open_tokenizer(dataset.tokenizer), facts.begin_of_document)
+    tokenizer = add_in_front(open_tokenizer(dataset.tokenizer), manifest.begin_of_document)
     held_out = [source for source in dataset.validation if source is not None]
-    if facts.chat is None:
+    if manifest.chat is None:
         # On-the-fly text has no beginning to go back to.
         read = held_out or (dataset.sources if cfg.data.reads_token_files else ())
-        text = text or first_words(read, tokenizer, facts.end_of_document)
+        text = text or first_words(read, tokenizer, end)
         with encoding(dataset.tokenizer):
-            prompt = tokenizer.encode(text, add_special_tokens=True).ids or [facts.end_of_document]
+            prompt = tokenizer.encode(text, add_special_tokens=True).ids or [
+                manifest.end_of_document
+            ]
     elif text:
         prompt = chat_prompt(cfg, dataset)
     else:
-        prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [facts.end_of_document])
-    shown = text if facts.chat is None else tokenizer.decode(prompt, skip_special_tokens=False)
-    return Sampler(train, tokenizer, prompt, shown, facts.until_ids, cfg.seed)
+        prompt = next(iter(first_prompts(held_out or dataset.sources, 1)), [end])
+    shown = text if manifest.chat is None else tokenizer.decode(prompt, skip_special_tokens=False)
+    return Sampler(train, tokenizer, prompt, shown, manifest.until_ids, cfg.seed)

@@ -66,8 +66,8 @@ def make_evaluator(inputs: StartedRun, state: TrainState, reader: BatchReader) -
         return None
     table = inputs.dataset.token_bytes()
     token_bytes = None if table is None else torch.from_numpy(table).to(inputs.world.device)
-    objective = make_loss(cfg, plan, token_bytes, evaluates=True)
-    measure = partial(state.passes.evaluate, objective=objective)
+    loss_function = make_loss(cfg, plan, token_bytes, evaluates=True)
+    measure = partial(state.passes.evaluate, loss_function=loss_function)
     in_pairs = cfg.objective.per_pair
     return Evaluator(parts, reader, state.passes.module, measure, state.layout, in_pairs)
 

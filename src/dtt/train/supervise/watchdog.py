@@ -233,7 +233,7 @@ class Watchdog:
                 else:
                     self._alarmed = time.monotonic()
                     self._report()
-        # checked first: a collective may now fail because another rank has ended
+        # Before the test below: a collective may now fail because another rank has ended.
         elif self._judge.exists():
             self._end()
         elif not self._hang.exists():
@@ -328,9 +328,9 @@ class Watchdog:
         else:
             deadline = time.monotonic() + self._patience
             while job.exit_record(attempt) is None and time.monotonic() < deadline:
-                # torchrun would kill this rank, and with it the report that the first one still
-                # writes.
-                time.sleep(self._interval / 10)  # torchrun ends all ranks as soon as one ends
+                # torchrun ends all ranks as soon as one ends, and with them the report that the
+                # first one still writes.
+                time.sleep(self._interval / 10)
             ending = job.exit_record(attempt)
             code = ExitCode.BUG if ending is None else ExitCode(ending["code"])
         # A save in progress needs every rank: without one it can only run into its time limit.
