@@ -9,8 +9,8 @@ import typer
 from dtt.cli.parser import Commands
 
 cli = Commands(
-    name="dtt",
-    help="Distributed Transformer Training: raw text to a released checkpoint.",
+    "dtt",
+    "Distributed Transformer Training: raw text to a released checkpoint.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

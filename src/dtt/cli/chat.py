@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Ema, MaxNewTokens, Model, Port, Seed, Temperature, TopK, TopP
+from dtt.cli.options import Ema, MaxNewTokens, Model, Port, Seed, Temperature, TopK, TopP, option
 
 
 @cli.command(
@@ -19,12 +17,10 @@ from dtt.cli.options import Ema, MaxNewTokens, Model, Port, Seed, Temperature, T
 )
 def chat(
     source: Model,
-    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    system: Annotated[str, option("System prompt.")] = "",
     template: Annotated[
         str | None,
-        typer.Option(
-            help="Chat template (chatml, or a Jinja file) to use instead of the model's own."
-        ),
+        option("Chat template (chatml, or a Jinja file) to use instead of the model's own."),
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = None,
@@ -32,10 +28,10 @@ def chat(
     top_p: TopP = None,
     seed: Seed = None,
     ema: Ema = False,
-    ids: Annotated[bool, typer.Option("--ids", help="Print the token ids of each prompt.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+    ids: Annotated[bool, option("--ids", "Print the token ids of each prompt.")] = False,
+    json: Annotated[bool, option("--json", "Print one JSON object per answer.")] = False,
     web: Annotated[
-        bool, typer.Option("--web", help="Serve a page and OpenAI's API on 127.0.0.1 instead.")
+        bool, option("--web", "Serve a page and OpenAI's API on 127.0.0.1 instead.")
     ] = False,
     port: Port = 0,
 ) -> None:

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Checkpoint, Job, Json, Overrides
-from dtt.cli.parser import Commands
+from dtt.cli.options import Checkpoint, Job, Json, Overrides, argument, option
 
-ckpt_cli = Commands(help="Manage the checkpoints of a job.")
-cli.add_typer(ckpt_cli, name="ckpt")
+ckpt_cli = cli.group("ckpt", "Manage the checkpoints of a job.")
 
 
-@ckpt_cli.command("dtt ckpt ls jobs/run", "dtt ckpt ls jobs/run --verify", name="ls")
+@ckpt_cli.command("dtt ckpt ls jobs/run", "dtt ckpt ls jobs/run --verify")
 def ckpt_ls(
-    source: Annotated[
-        str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default: all of the job.")
-    ],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Verify every file against the manifests.")
-    ] = False,
+    source: Annotated[str, argument("JOB[@STEP]", "Checkpoint; default: all of the job.")],
+    verify: Annotated[bool, option("--verify", "Verify every file against the manifests.")] = False,
     json: Json = False,
 ) -> None:
     """List checkpoints, oldest first.
@@ -33,13 +25,11 @@ def ckpt_ls(
     (ckpt.verify if verify else ckpt.ls)(source, as_json=json)
 
 
-@ckpt_cli.command("dtt ckpt prune jobs/run checkpoint.keep_last=1 --dry-run", name="prune")
+@ckpt_cli.command("dtt ckpt prune jobs/run checkpoint.keep_last=1 --dry-run")
 def ckpt_prune(
     job: Job,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be deleted.")
-    ] = False,
+    dry_run: Annotated[bool, option("--dry-run", "Print what would be deleted.")] = False,
 ) -> None:
     """Delete superseded checkpoints and those that the job's retention rules do not keep.
 
@@ -50,10 +40,10 @@ def ckpt_prune(
     ckpt.prune(job, overrides or [], dry_run=dry_run)
 
 
-@ckpt_cli.command("dtt ckpt diff jobs/run@500 jobs/run@1000", name="diff")
+@ckpt_cli.command("dtt ckpt diff jobs/run@500 jobs/run@1000")
 def ckpt_diff(
     one: Checkpoint,
-    other: Annotated[str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint to compare with.")],
+    other: Annotated[str, argument("JOB[@STEP]", "Checkpoint to compare with.")],
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: position, weights, optimizer state.
@@ -65,16 +55,10 @@ def ckpt_diff(
     ckpt.diff(one, other, as_json=json)
 
 
-@ckpt_cli.command(
-    "dtt ckpt fetch jobs/run", "dtt ckpt fetch s3://bucket/prefix/run 500", name="fetch"
-)
+@ckpt_cli.command("dtt ckpt fetch jobs/run", "dtt ckpt fetch s3://bucket/prefix/run 500")
 def ckpt_fetch(
-    source: Annotated[
-        str, typer.Argument(metavar="JOB|URL", help="Job, or its folder in the mirror.")
-    ],
-    step: Annotated[
-        int | None, typer.Argument(metavar="[STEP]", help="Step; default: the newest.")
-    ] = None,
+    source: Annotated[str, argument("JOB|URL", "Job, or its folder in the mirror.")],
+    step: Annotated[int | None, argument("[STEP]", "Step; default: the newest.")] = None,
 ) -> None:
     """Bring a checkpoint back from checkpoint.mirror, and verify every byte.
 

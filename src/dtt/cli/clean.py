@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, resolve
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, option, resolve
 
 
 @cli.command(
@@ -23,9 +21,7 @@ def clean(
     dataset: Dataset = None,
     part: Annotated[
         str | None,
-        typer.Option(
-            metavar="I/N", help="Only read the part I of N, counted from 0, as a job of its own."
-        ),
+        option("Only read the part I of N, counted from 0, as a job of its own.", metavar="I/N"),
     ] = None,
     stage: Stage = None,
     json: Json = False,

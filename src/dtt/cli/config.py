@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Overrides, Stage, resolve_each
-from dtt.cli.parser import Commands
+from dtt.cli.options import Config, Dataset, Overrides, Stage, argument, option, resolve_each
 
-config_cli = Commands(help="Inspect the configuration.")
-cli.add_typer(config_cli, name="config")
+config_cli = cli.group("config", "Inspect the configuration.")
 
 STAGES = """\
 stages
@@ -39,13 +35,11 @@ def show(
 
 @config_cli.command()
 def explain(
-    key: Annotated[
-        str, typer.Argument(metavar="[KEY]", help="Dotted key or section; default: all sections.")
-    ] = "",
+    key: Annotated[str, argument("[KEY]", "Dotted key or section; default: all sections.")] = "",
     config: Config = None,
     stage: Stage = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of a file, for use in editors.")
+        bool, option("--schema", "Print the JSON schema of a file, for use in editors.")
     ] = False,
 ) -> None:
     """Describe a key: its meaning, type and value, in the first stage if there are several."""

@@ -5,46 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Overrides, Stage, Trust, resolve
-from dtt.cli.parser import Commands
+from dtt.cli.options import Config, Json, Overrides, Stage, Trust, argument, option, resolve
 
-data_cli = Commands(help="Inspect text and tokens, before and after training.")
-cli.add_typer(data_cli, name="data")
+data_cli = cli.group("data", "Inspect text and tokens, before and after training.")
 
 
 @data_cli.command(
     "dtt data inspect ~/books",
     "dtt data inspect data/tokens/TinyStories-train-bpe8192 --verify",
     "dtt data inspect megatron/pile_text_document --tokenizer tokenizer.json",
-    name="inspect",
 )
 def data_inspect(
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="PATH",
-            help="Corpus, file or folder of documents, token folder, .bin/.idx, .ds, .bin or .npy.",
+        argument(
+            "PATH",
+            "Corpus, file or folder of documents, token folder, .bin/.idx, .ds, .bin or .npy.",
         ),
     ],
     samples: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Number of documents to show the start of.")
+        int, option("Number of documents to show the start of.", min=0, metavar="N")
     ] = 3,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Verify the sha256 of every file.")
-    ] = False,
+    verify: Annotated[bool, option("--verify", "Verify the sha256 of every file.")] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Read all data, not only evenly spread parts.")
+        bool, option("--all", "Read all data, not only evenly spread parts.")
     ] = False,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="tokenizer.json that decodes the ids; default: the one next to them."),
+        Path | None, option("tokenizer.json that decodes the ids; default: the one next to them.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Type of raw ids: uint16, uint32, int32 or int64.")
-    ] = "uint16",
+    dtype: Annotated[str, option("Type of raw ids: uint16, uint32, int32 or int64.")] = "uint16",
     json: Json = False,
 ) -> None:
     """Summarize text or tokens: counts, lengths of documents, samples, anomalies.
@@ -68,7 +58,6 @@ def data_inspect(
     "dtt data mix -c run.yaml",
     "dtt data mix -c run.yaml train.steps=20000",
     "dtt data mix -c run.yaml --write data/mix",
-    name="mix",
 )
 def data_mix(
     overrides: Overrides = None,
@@ -76,10 +65,10 @@ def data_mix(
     stage: Stage = None,
     write: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Write the mixture into a folder: links to the token files, their statistics, "
+        option(
+            "Write the mixture into a folder: links to the token files, their statistics, "
             "and the list of weights and prefixes for Megatron's --data-path.",
+            metavar="FOLDER",
         ),
     ] = None,
     json: Json = False,
@@ -96,25 +85,16 @@ def data_mix(
 @data_cli.command(
     "dtt data at-step jobs/run 1200",
     "dtt data at-step jobs/run@1200 --rank 3 --of 8 --full",
-    name="at-step",
 )
 def data_at_step(
-    source: Annotated[
-        str, typer.Argument(metavar="JOB[@STEP]", help="Job directory, with the step or before it.")
-    ],
-    step: Annotated[
-        int | None, typer.Argument(metavar="[N]", help="Step, as in metrics.jsonl and JOB@STEP.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(min=0, metavar="R", help="Show one rank; requires --of.")
-    ] = None,
-    of: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Number of ranks for --rank.")
-    ] = None,
+    source: Annotated[str, argument("JOB[@STEP]", "Job directory, with the step or before it.")],
+    step: Annotated[int | None, argument("[N]", "Step, as in metrics.jsonl and JOB@STEP.")] = None,
+    rank: Annotated[int | None, option("Show one rank; requires --of.", min=0, metavar="R")] = None,
+    of: Annotated[int | None, option("Number of ranks for --rank.", min=1, metavar="N")] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum number of samples to show.")
+        int | None, option("Maximum number of samples to show.", min=1, metavar="N")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Show complete texts.")] = False,
+    full: Annotated[bool, option("--full", "Show complete texts.")] = False,
     trust: Trust = False,
     json: Json = False,
 ) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Json
+from dtt.cli.options import Json, option
 
 
 @cli.command(
@@ -18,15 +16,12 @@ from dtt.cli.options import Json
     "MASTER_ADDR=n1 MASTER_PORT=29500 srun dtt doctor --path jobs",
 )
 def doctor(
-    path: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder on the disk to check.")
-    ] = Path("jobs"),
+    path: Annotated[Path, option("Folder on the disk to check.", metavar="FOLDER")] = Path("jobs"),
     processes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")
+        int | None, option("Start N processes on this machine.", min=1, metavar="N")
     ] = None,
     device: Annotated[
-        str,
-        typer.Option(help="Device to check: auto, cpu, cuda or cuda:0 (all processes on one GPU)."),
+        str, option("Device to check: auto, cpu, cuda or cuda:0 (all processes on one GPU).")
     ] = "auto",
     json: Json = False,
 ) -> None:

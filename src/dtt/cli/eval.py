@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.base.errors import ConfigError
 from dtt.cli.app import cli
-from dtt.cli.options import Ema, Json
+from dtt.cli.options import Ema, Json, argument, option
 
 
 @cli.command(
@@ -17,44 +15,39 @@ from dtt.cli.options import Ema, Json
     "torchrun --nproc_per_node 8 -m dtt.main eval exports/run --tasks arc_easy --json",
     "dtt eval compare jobs/run@500 jobs/run@1000               # paired differences",
     "dtt eval jobs/run --tasks arc_easy --watch                # while it trains",
-    name="eval",
     kept="the finished results are kept; run the same command to continue",
 )
 def eval_(
     arguments: Annotated[
         list[str],
-        typer.Argument(
-            metavar="SOURCE [KEY=VALUE]…",
-            help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two "
+        argument(
+            "SOURCE [KEY=VALUE]…",
+            "JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME; or compare and two "
             "of these. Config keys, such as eval.limit=500.",
         ),
     ],
     tasks: Annotated[
         str,
         # Typer 0.27 names an option after a metavar that spells the parameter: --TASKS.
-        typer.Option(
-            "--tasks",
-            metavar="TASKS",
-            help="Tasks or suites, separated by commas: names or YAML files.",
+        option(
+            "--tasks", "Tasks or suites, separated by commas: names or YAML files.", metavar="TASKS"
         ),
     ] = "",
     step: Annotated[
-        str | None, typer.Option(metavar="N|all", help="Step of the job, as in JOB@STEP; or all.")
+        str | None, option("Step of the job, as in JOB@STEP; or all.", metavar="N|all")
     ] = None,
     ema: Ema = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Ask in the model's conversation format.")
-    ] = False,
+    chat: Annotated[bool, option("--chat", "Ask in the model's conversation format.")] = False,
     harness: Annotated[
         str,
-        typer.Option(
+        option(
             "--harness",
+            "Tasks of lm-eval instead, separated by commas: names or YAML files.",
             metavar="TASKS",
-            help="Tasks of lm-eval instead, separated by commas: names or YAML files.",
         ),
     ] = "",
     watch: Annotated[
-        bool, typer.Option("--watch", help="Evaluate each checkpoint of a job as it appears.")
+        bool, option("--watch", "Evaluate each checkpoint of a job as it appears.")
     ] = False,
     json: Json = False,
 ) -> None:

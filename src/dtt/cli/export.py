@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Checkpoint, Ema, Json, Overrides, Quiet
+from dtt.cli.options import Checkpoint, Ema, Json, Overrides, Quiet, option
 
 
 @cli.command(
@@ -23,23 +21,19 @@ def export(
     overrides: Overrides = None,
     ema: Ema = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Export only the adapter, in the format of PEFT.")
+        bool, option("--adapter", "Export only the adapter, in the format of PEFT.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write to.")] = None,
+    out: Annotated[Path | None, option("Folder to write to.", metavar="FOLDER")] = None,
     upload: Annotated[
         str | None,
-        typer.Option(
-            metavar="ORG/NAME|URL", help="Also upload to this Hub repository, or s3:// folder."
-        ),
+        option("Also upload to this Hub repository, or s3:// folder.", metavar="ORG/NAME|URL"),
     ] = None,
     revision: Annotated[
         str | None,
-        typer.Option(
-            metavar="BRANCH", help="Branch of that repository, created if absent; default: main."
-        ),
+        option("Branch of that repository, created if absent; default: main.", metavar="BRANCH"),
     ] = None,
     private: Annotated[
-        bool, typer.Option("--private", help="Create a new Hub repository as private.")
+        bool, option("--private", "Create a new Hub repository as private.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,

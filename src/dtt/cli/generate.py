@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Ema, Json, MaxNewTokens, Model, Seed, Temperature, TopK, TopP
+from dtt.cli.options import Ema, Json, MaxNewTokens, Model, Seed, Temperature, TopK, TopP, option
 
 
 @cli.command(
@@ -19,11 +17,10 @@ from dtt.cli.options import Ema, Json, MaxNewTokens, Model, Seed, Temperature, T
 def generate(
     source: Model,
     prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="Prompt to continue; - reads stdin; repeatable."),
+        list[str] | None, option("--prompt", "-p", "Prompt to continue; - reads stdin; repeatable.")
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with one prompt per line.")
+        Path | None, option("File with one prompt per line.", metavar="FILE")
     ] = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
@@ -31,9 +28,7 @@ def generate(
     top_p: TopP = None,
     seed: Seed = None,
     ema: Ema = False,
-    batch_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of prompts per batch.")
-    ] = 16,
+    batch_size: Annotated[int, option("Number of prompts per batch.", min=1, metavar="N")] = 16,
     json: Json = False,
 ) -> None:
     """Generate text from prompts with a trained model.

@@ -5,33 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Job, Json
-from dtt.cli.parser import Commands
+from dtt.cli.options import Job, Json, argument, option
 
-job_cli = Commands(help="List, inspect and control jobs.")
-cli.add_typer(job_cli, name="job")
+job_cli = cli.group("job", "List, inspect and control jobs.")
 
 Wait = Annotated[
     float,
-    typer.Option(
+    option(
+        "Time to wait for the job to acknowledge the request; NFS may hide it for a minute.",
         min=0.0,
         metavar="SECONDS",
-        help="Time to wait for the job to acknowledge the request; NFS may hide it for a minute.",
     ),
 ]
 
 
-@job_cli.command("dtt job ls", "dtt job ls jobs/lr --json", name="ls")
+@job_cli.command("dtt job ls", "dtt job ls jobs/lr --json")
 def job_ls(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Folder that contains the jobs.")
-    ] = Path("jobs"),
-    tree: Annotated[
-        bool, typer.Option("--tree", help="Show branches below their parent job.")
-    ] = False,
+    folder: Annotated[Path, argument("[FOLDER]", "Folder that contains the jobs.")] = Path("jobs"),
+    tree: Annotated[bool, option("--tree", "Show branches below their parent job.")] = False,
     json: Json = False,
 ) -> None:
     """List the jobs in a folder with their state, the most recently changed first.
@@ -44,7 +36,7 @@ def job_ls(
     job_listing.ls(folder, as_json=json, tree=tree)
 
 
-@job_cli.command("dtt job status jobs/run", name="status")
+@job_cli.command("dtt job status jobs/run")
 def job_status(job: Job, json: Json = False) -> None:
     """Show the state of a job: progress, losses, Slurm state, and why it ended.
 
@@ -55,13 +47,11 @@ def job_status(job: Job, json: Json = False) -> None:
     job_listing.status(job, as_json=json)
 
 
-@job_cli.command("dtt job stop jobs/run", name="stop")
+@job_cli.command("dtt job stop jobs/run")
 def job_stop(
     job: Job,
     wait: Wait = 90.0,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Also cancel a job that is queued.")
-    ] = False,
+    yes: Annotated[bool, option("--yes", "-y", "Also cancel a job that is queued.")] = False,
 ) -> None:
     """Stop a running job after it has saved a checkpoint.
 
@@ -73,7 +63,7 @@ def job_stop(
     body.stop(job, yes=yes, wait=wait)
 
 
-@job_cli.command("dtt job save jobs/run", name="save")
+@job_cli.command("dtt job save jobs/run")
 def job_save(job: Job, wait: Wait = 90.0) -> None:
     """Ask a running job to save a checkpoint now and continue.
 
@@ -84,12 +74,11 @@ def job_save(job: Job, wait: Wait = 90.0) -> None:
     body.save(job, wait=wait)
 
 
-@job_cli.command("dtt job profile jobs/run", name="profile")
+@job_cli.command("dtt job profile jobs/run")
 def job_profile(
     job: Job,
     kind: Annotated[
-        Literal["torch", "memory", "nsys"] | None,
-        typer.Option(help="Profiler to use; default: profile.kind."),
+        Literal["torch", "memory", "nsys"] | None, option("Profiler to use; default: profile.kind.")
     ] = None,
     wait: Wait = 90.0,
 ) -> None:
@@ -102,7 +91,7 @@ def job_profile(
     body.profile(job, kind=kind, wait=wait)
 
 
-@job_cli.command("dtt job resume jobs/run", name="resume")
+@job_cli.command("dtt job resume jobs/run")
 def job_resume(job: Job) -> None:
     """Resume a stopped job.
 
@@ -113,10 +102,10 @@ def job_resume(job: Job) -> None:
     body.resume(job)
 
 
-@job_cli.command("dtt job rm jobs/run -y", name="rm")
+@job_cli.command("dtt job rm jobs/run -y")
 def job_rm(
     job: Job,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, option("--yes", "-y", "Do not ask for confirmation.")] = False,
 ) -> None:
     """Delete a job directory with all of its checkpoints.
 
@@ -127,18 +116,15 @@ def job_rm(
     body.rm(job, yes=yes)
 
 
-@job_cli.command("dtt job logs jobs/run -f", "dtt job logs jobs/run --node n2", name="logs")
+@job_cli.command("dtt job logs jobs/run -f", "dtt job logs jobs/run --node n2")
 def job_logs(
     job: Job,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print new lines as they appear.")
-    ] = False,
+    follow: Annotated[bool, option("--follow", "-f", "Print new lines as they appear.")] = False,
     node: Annotated[
-        str | None, typer.Option(help="Node; slurm: the job script. Default: the first node.")
+        str | None, option("Node; slurm: the job script. Default: the first node.")
     ] = None,
     lines: Annotated[
-        int,
-        typer.Option("--lines", "-n", min=0, metavar="N", help="Number of lines to print first."),
+        int, option("--lines", "-n", "Number of lines to print first.", min=0, metavar="N")
     ] = 50,
 ) -> None:
     """Print the last lines of the newest attempt's log."""

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Overrides, Stage, resolve
-from dtt.cli.parser import Commands
+from dtt.cli.options import Config, Json, Overrides, Stage, option, resolve
 
-mup_cli = Commands(help="Check that hyperparameters transfer across model widths (muP).")
-cli.add_typer(mup_cli, name="mup")
+mup_cli = cli.group("mup", "Check that hyperparameters transfer across model widths (muP).")
 
 
 def _take_steps(overrides: list[str], default: int) -> tuple[list[str], int]:
@@ -29,14 +25,11 @@ def _take_steps(overrides: list[str], default: int) -> tuple[list[str], int]:
 @mup_cli.command(
     "dtt mup coord-check -c run.yaml",
     "dtt mup coord-check -c run.yaml --widths 128,256,512 optim.type=adamw",
-    name="coord-check",
 )
 def mup_coord_check(
     overrides: Overrides = None,
     config: Config = None,
-    widths: Annotated[
-        str, typer.Option(help="Comma-separated values of model.dim.")
-    ] = "64,128,256,512",
+    widths: Annotated[str, option("Comma-separated values of model.dim.")] = "64,128,256,512",
     stage: Stage = None,
     json: Json = False,
 ) -> None:
@@ -57,19 +50,14 @@ def mup_coord_check(
 @mup_cli.command(
     "dtt mup transfer -c run.yaml",
     "dtt mup transfer -c run.yaml --lrs 1e-3,2e-3,4e-3 train.steps=200",
-    name="transfer",
 )
 def mup_transfer(
     overrides: Overrides = None,
     config: Config = None,
-    widths: Annotated[
-        str, typer.Option(help="Comma-separated values of model.dim.")
-    ] = "64,128,256",
+    widths: Annotated[str, option("Comma-separated values of model.dim.")] = "64,128,256",
     lrs: Annotated[
         str | None,
-        typer.Option(
-            help="Comma-separated values of optim.lr; default: 1/8 to 8 times that of the config."
-        ),
+        option("Comma-separated values of optim.lr; default: 1/8 to 8 times that of the config."),
     ] = None,
     stage: Stage = None,
     json: Json = False,

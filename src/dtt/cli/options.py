@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,57 +14,60 @@ if TYPE_CHECKING:
     from dtt.config.run import RunConfig
 
 
+def option(*names_and_help: str, **settings: Any) -> Any:
+    """Return an option for Typer: names, unless that of the parameter is meant, and the help."""
+    *names, help = names_and_help
+    return typer.Option(*names, help=help, **settings)
+
+
+def argument(metavar: str, help: str, **settings: Any) -> Any:
+    """Return an argument for Typer."""
+    return typer.Argument(metavar=metavar, help=help, **settings)
+
+
 Config = Annotated[
-    str | None,
-    typer.Option("--config", "-c", help="Config file, or name of a shipped config (quickstart)."),
+    str | None, option("--config", "-c", "Config file, or name of a shipped config (quickstart).")
 ]
 
 
-Cluster = Annotated[
-    str | None, typer.Option(help="Cluster profile: name in configs/clusters/, or file.")
-]
+Cluster = Annotated[str | None, option("Cluster profile: name in configs/clusters/, or file.")]
 
 
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]…", help="Config keys, such as train.steps=500."),
+    list[str] | None, argument("[KEY=VALUE]…", "Config keys, such as train.steps=500.")
 ]
 
 
 Dataset = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--dataset",
         "-d",
-        help="Dataset: name in configs/datasets/, Hugging Face id (org/name), local file or "
+        "Dataset: name in configs/datasets/, Hugging Face id (org/name), local file or "
         "folder, URL (s3://, gs://, abfs://, https://, hf://), or python-stdlib.",
     ),
 ]
 
 
-Stage = Annotated[
-    str | None, typer.Option(help="Stage to use if the configuration defines several.")
-]
+Stage = Annotated[str | None, option("Stage to use if the configuration defines several.")]
 
 
 RedoFrom = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Train this stage and the later ones again; their old jobs are renamed, not deleted.",
         metavar="STAGE",
-        help="Train this stage and the later ones again; their old jobs are renamed, not deleted.",
     ),
 ]
 
 
 After = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="JOB", help="Start when this job, chain or Slurm id has succeeded; repeatable."
-    ),
+    option("Start when this job, chain or Slurm id has succeeded; repeatable.", metavar="JOB"),
 ]
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Json = Annotated[bool, option("--json", "Print the result as JSON.")]
 
 
 def _set_quiet(requested: bool) -> bool:
@@ -74,7 +77,7 @@ def _set_quiet(requested: bool) -> bool:
 
 
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", callback=_set_quiet, help="Log only warnings and errors.")
+    bool, option("--quiet", "-q", "Log only warnings and errors.", callback=_set_quiet)
 ]
 
 
@@ -85,62 +88,51 @@ def _set_trust(requested: bool) -> bool:
 
 
 Trust = Annotated[
-    bool,
-    typer.Option("--trust", callback=_set_trust, help="Run code that another user's job contains."),
+    bool, option("--trust", "Run code that another user's job contains.", callback=_set_trust)
 ]
 
 
-Checkpoint = Annotated[
-    str, typer.Argument(metavar="JOB[@STEP]", help="Checkpoint; default step: the newest.")
-]
+Checkpoint = Annotated[str, argument("JOB[@STEP]", "Checkpoint; default step: the newest.")]
 
 
-Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job directory, such as jobs/quickstart.")]
+Job = Annotated[Path, argument("JOB", "Job directory, such as jobs/quickstart.")]
 
 
 Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE", help="JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME."
-    ),
+    str, argument("SOURCE", "JOB, JOB@STEP, an exported folder, hf:FOLDER or hf:ORG/NAME.")
 ]
 
 
 MaxNewTokens = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Maximum number of tokens of a text or an answer.")
+    int, option("Maximum number of tokens of a text or an answer.", min=1, metavar="N")
 ]
 
 
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        min=0.0,
-        help="Sampling temperature; 0 takes the most likely token. Default: that of the model's "
+    option(
+        "Sampling temperature; 0 takes the most likely token. Default: that of the model's "
         "generation_config.json, with its top_k and top_p, else 0.8.",
+        min=0.0,
     ),
 ]
 
 
-TopK = Annotated[
-    int | None, typer.Option(min=1, metavar="K", help="Sample from the K most likely tokens.")
-]
+TopK = Annotated[int | None, option("Sample from the K most likely tokens.", min=1, metavar="K")]
 
 
-TopP = Annotated[
-    float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: total probability.")
-]
+TopP = Annotated[float | None, option("Nucleus sampling: total probability.", min=0.0, max=1.0)]
 
 
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Random seed, for reproducible text.")]
+Seed = Annotated[int | None, option("Random seed, for reproducible text.", metavar="N")]
 
 
 Port = Annotated[
-    int,
-    typer.Option(min=0, max=65535, metavar="N", help="Port of the server; 0 chooses a free one."),
+    int, option("Port of the server; 0 chooses a free one.", min=0, max=65535, metavar="N")
 ]
 
 
-Ema = Annotated[bool, typer.Option("--ema", help="Use the averaged weights (train.ema_decay).")]
+Ema = Annotated[bool, option("--ema", "Use the averaged weights (train.ema_decay).")]
 
 
 def resolve(

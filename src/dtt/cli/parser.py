@@ -34,17 +34,14 @@ def _check(command: Any, ctx: Any, args: Sequence[str]) -> None:
                 ) from None
         return
     for option, count in Counter(order).items():
-        if count > 1 and option.param_type_name == "option" and not _repeatable(option):
+        if count == 1 or option.param_type_name != "option":
+            continue
+        if not (option.multiple or option.is_flag or option.count):  # then a value would be lost
             name = max(option.opts, key=len)
             how = "; one file can extend others (extends: [FILE, …])" if name == "--config" else ""
             raise typer.BadParameter(
                 f"{name} is given {count} times, and takes one value{how}", ctx=ctx
             )
-
-
-def _repeatable(option: Any) -> bool:
-    """Return True if no value is lost when the option is repeated."""
-    return bool(option.multiple or option.is_flag or option.count)
 
 
 class _Command(TyperCommand):
@@ -62,17 +59,26 @@ class _Group(TyperGroup):
 class Commands(typer.Typer):
     """A Typer application whose commands reject repeated options."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, name: str, help: str, **settings: Any) -> None:
         """Create the application; `settings` are passed to Typer."""
-        super().__init__(cls=_Group, no_args_is_help=True, rich_markup_mode=None, **settings)
+        settings |= {"cls": _Group, "no_args_is_help": True, "rich_markup_mode": None}
+        super().__init__(name=name, help=help, **settings)
+        self._prefix = f"{name}_"
+
+    def group(self, name: str, help: str) -> Commands:
+        """Return a new group of commands below this one."""
+        group = Commands(name, help)
+        self.add_typer(group)
+        return group
 
     def command(  # type: ignore[override]  # Typer's own takes the parts of a help text
-        self, *examples: str, name: str | None = None, kept: str = "", ends_at_once: bool = False
+        self, *examples: str, kept: str = "", ends_at_once: bool = False
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Register the decorated function as a command, which ends as `dtt.mesh.process` describes.
 
-        The help text shows the `examples`; `kept` is printed after Ctrl-C. With `ends_at_once`, a
-        command that succeeded ends without Python's cleanup.
+        It is named after the function, without the name of the group in front of it. The help text
+        shows the `examples`; `kept` is printed after Ctrl-C. With `ends_at_once`, a command that
+        succeeded ends without Python's cleanup.
         """
         # Click's \b keeps the line breaks of the paragraph that follows it.
         epilog = "\b\nExamples:\n  " + "\n  ".join(examples) if examples else None
@@ -85,6 +91,7 @@ class Commands(typer.Typer):
                 if ends_at_once:
                     process.leave()
 
+            name = body.__name__.removeprefix(self._prefix).strip("_").replace("_", "-")
             register_with_typer = super(Commands, self).command
             return register_with_typer(name, cls=_Command, epilog=epilog)(run)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, resolve_each
+from dtt.cli.options import Config, Dataset, Json, Overrides, Stage, option, resolve_each
 
 
 @cli.command(
@@ -20,12 +18,12 @@ def plan(
     dataset: Dataset = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="GPU model, such as H100 or A100-40, or cpu; default: the type in "
+        option(
+            "GPU model, such as H100 or A100-40, or cpu; default: the type in "
             "launch.gpus_per_node, or that of this machine; without either, GPUs are compared."
         ),
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Price of a device hour.")] = None,
+    price: Annotated[float | None, option("Price of a device hour.", min=0.0)] = None,
     stage: Stage = None,
     json: Json = False,
 ) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Port
+from dtt.cli.options import Port, argument, option
 
 
 @cli.command(
@@ -19,18 +17,13 @@ from dtt.cli.options import Port
 )
 def report(
     jobs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[JOB]…", help="Job directories, sweeps, or folders of stages."),
+        list[Path] | None, argument("[JOB]…", "Job directories, sweeps, or folders of stages.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="File to write; default: report.html in the job directory."
-        ),
+        option("File to write; default: report.html in the job directory.", metavar="FILE"),
     ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve live pages on 127.0.0.1 instead.")
-    ] = False,
+    serve: Annotated[bool, option("--serve", "Serve live pages on 127.0.0.1 instead.")] = False,
     port: Port = 0,
 ) -> None:
     """Write a report: curves, tasks, time, interruptions, samples, configuration.

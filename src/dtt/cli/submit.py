@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import After, Cluster, Config, Json, RedoFrom
+from dtt.cli.options import After, Cluster, Config, Json, RedoFrom, argument, option
 
 
 @cli.command(
@@ -20,42 +18,33 @@ from dtt.cli.options import After, Cluster, Config, Json, RedoFrom
 def submit(
     what: Annotated[
         str,
-        typer.Argument(
-            metavar="COMMAND",
-            help="Command: download, clean, tokenize, train, eval, export or pipeline.",
-        ),
+        argument("COMMAND", "Command: download, clean, tokenize, train, eval, export or pipeline."),
     ],
     job_or_overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[JOB] [KEY=VALUE]…", help="Job directory (train, eval, export); config keys."
-        ),
+        argument("[JOB] [KEY=VALUE]…", "Job directory (train, eval, export); config keys."),
     ] = None,
     config: Config = None,
     cluster: Cluster = None,
     allow_change: Annotated[
-        list[str] | None,
-        typer.Option(help="On resume, allow this key to change what is trained; repeatable."),
+        list[str] | None, option("On resume, allow this key to change what is trained; repeatable.")
     ] = None,
     redo_from: RedoFrom = None,
     after: After = None,
     in_one_job: Annotated[
-        bool, typer.Option("--in-one-job", help="Run all steps of a pipeline in one Slurm job.")
+        bool, option("--in-one-job", "Run all steps of a pipeline in one Slurm job.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print the plan; submit nothing.")
+        bool, option("--dry-run", "Check and print the plan; submit nothing.")
     ] = False,
-    print_script: Annotated[
-        bool, typer.Option("--print-script", help="Print only the job script.")
-    ] = False,
+    print_script: Annotated[bool, option("--print-script", "Print only the job script.")] = False,
     no_submit: Annotated[
-        bool,
-        typer.Option("--no-submit", help="Create the job directory, to be submitted with sbatch."),
+        bool, option("--no-submit", "Create the job directory, to be submitted with sbatch.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, option("--yes", "-y", "Do not ask for confirmation.")] = False,
     json: Json = False,
     code_copy: Annotated[
-        bool, typer.Option("--code-copy", help="Copy dtt's code into the job and run the copy.")
+        bool, option("--code-copy", "Copy dtt's code into the job and run the copy.")
     ] = False,
 ) -> None:
     """Submit a command to Slurm, as a job that resumes after its time limit.

@@ -5,25 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import After, Cluster, Json
-from dtt.cli.parser import Commands
+from dtt.cli.options import After, Cluster, Json, argument, option
 
-sweep_cli = Commands(help="Run and evaluate hyperparameter sweeps.")
-cli.add_typer(sweep_cli, name="sweep")
+sweep_cli = cli.group("sweep", "Run and evaluate hyperparameter sweeps.")
 
-SweepName = Annotated[str, typer.Argument(metavar="SWEEP", help="Folder, name or file of a sweep.")]
+SweepName = Annotated[str, argument("SWEEP", "Folder, name or file of a sweep.")]
 
 
-Trials = Annotated[
-    list[str] | None, typer.Argument(metavar="[TRIAL]…", help="Ids of trials; default: all.")
-]
+Trials = Annotated[list[str] | None, argument("[TRIAL]…", "Ids of trials; default: all.")]
 
 
 Local = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Run on this machine, N trials at a time.")
+    int | None, option("Run on this machine, N trials at a time.", min=1, metavar="N")
 ]
 
 
@@ -31,23 +25,19 @@ Local = Annotated[
     "dtt sweep submit lr.yaml --dry-run      # print the plan",
     "dtt sweep submit lr.yaml --local 2      # on this machine, two at a time",
     "dtt sweep submit lr.yaml --cluster generic",
-    name="submit",
 )
 def sweep_submit(
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE",
-            help="A .yaml, .json, .toml or .py file, or name of a shipped sweep (quickstart-lr).",
+        argument(
+            "FILE", "A .yaml, .json, .toml or .py file, or name of a shipped sweep (quickstart-lr)."
         ),
     ],
     local: Local = None,
     cluster: Cluster = None,
     after: After = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan; start nothing.")
-    ] = False,
+    yes: Annotated[bool, option("--yes", "-y", "Do not ask for confirmation.")] = False,
+    dry_run: Annotated[bool, option("--dry-run", "Print the plan; start nothing.")] = False,
     json: Json = False,
 ) -> None:
     """Create the trials of a sweep and start the new ones.
@@ -62,7 +52,7 @@ def sweep_submit(
     sweep.submit(file, local, cluster=cluster, after=after or [], **how)
 
 
-@sweep_cli.command(name="status")
+@sweep_cli.command()
 def sweep_status(name: SweepName, json: Json = False) -> None:
     """Show the state and progress of each trial.
 
@@ -73,7 +63,7 @@ def sweep_status(name: SweepName, json: Json = False) -> None:
     sweep.status(name, as_json=json)
 
 
-@sweep_cli.command(name="cancel")
+@sweep_cli.command()
 def sweep_cancel(name: SweepName, trials: Trials = None, json: Json = False) -> None:
     """Stop running trials after they have saved, and cancel queued ones."""
     from dtt.launch.sweep import run as sweep
@@ -81,7 +71,7 @@ def sweep_cancel(name: SweepName, trials: Trials = None, json: Json = False) -> 
     sweep.cancel(name, trials or [], as_json=json)
 
 
-@sweep_cli.command(name="retry")
+@sweep_cli.command()
 def sweep_retry(
     name: SweepName, trials: Trials = None, local: Local = None, json: Json = False
 ) -> None:
@@ -91,15 +81,12 @@ def sweep_retry(
     sweep.retry(name, trials or [], local, as_json=json)
 
 
-@sweep_cli.command(name="results")
+@sweep_cli.command()
 def sweep_results(
     name: SweepName,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    csv: Annotated[bool, option("--csv", "Print CSV.")] = False,
     plot: Annotated[
-        bool,
-        typer.Option(
-            "--plot", help="Write PNG files instead: the metric over each key, and all curves."
-        ),
+        bool, option("--plot", "Write PNG files instead: the metric over each key, and all curves.")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, resolve
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, option, resolve
 
 
 @cli.command(
@@ -23,9 +21,7 @@ def tokenize(
     dataset: Dataset = None,
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite", help="Replace token files made from other text or with other settings."
-        ),
+        option("--overwrite", "Replace token files made from other text or with other settings."),
     ] = False,
     stage: Stage = None,
     json: Json = False,

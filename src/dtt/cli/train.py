@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Quiet, Stage, Trust
+from dtt.cli.options import Config, Json, Quiet, Stage, Trust, argument, option
 
 
 @cli.command(
@@ -20,25 +18,21 @@ from dtt.cli.options import Config, Json, Quiet, Stage, Trust
 )
 def train(
     job_or_overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[JOB] [KEY=VALUE]…", help="Job directory to resume; config keys."),
+        list[str] | None, argument("[JOB] [KEY=VALUE]…", "Job directory to resume; config keys.")
     ] = None,
     config: Config = None,
     allow_change: Annotated[
-        list[str] | None,
-        typer.Option(help="On resume, allow this key to change what is trained; repeatable."),
+        list[str] | None, option("On resume, allow this key to change what is trained; repeatable.")
     ] = None,
     from_step: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Resume from this checkpoint; newer ones are renamed, not deleted."
-        ),
+        option("Resume from this checkpoint; newer ones are renamed, not deleted.", metavar="N"),
     ] = None,
     branch: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Branch a new job from this step, with another schedule.* or length.",
             metavar="JOB@STEP",
-            help="Branch a new job from this step, with another schedule.* or length.",
         ),
     ] = None,
     trust: Trust = False,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Overrides, Stage, resolve_each
+from dtt.cli.options import Config, Json, Overrides, Stage, option, resolve_each
 
 
 @cli.command(
@@ -19,16 +17,12 @@ def verify(
     config: Config = None,
     stage: Stage = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Check the model of a Hugging Face folder instead.",
-        ),
+        str | None, option("Check the model of a Hugging Face folder instead.", metavar="FOLDER")
     ] = None,
     device: Annotated[
         str,
-        typer.Option(
-            help="cpu: in fp64; cuda: in the precision of the run, on this node's GPUs; "
+        option(
+            "cpu: in fp64; cuda: in the precision of the run, on this node's GPUs; "
             "cuda:0: with all processes on one."
         ),
     ] = "cpu",

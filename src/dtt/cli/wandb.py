@@ -4,38 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from dtt.cli.app import cli
-from dtt.cli.options import Json
+from dtt.cli.options import Json, argument, option
 
 
 @cli.command(
     "dtt wandb jobs/stories",
     "dtt wandb jobs/lr/* --project sweeps --json",
     "dtt wandb --from team/old/1a2b3c4d --entity team --project new",
-    name="wandb",
 )
 def wandb_(
     sources: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[JOB]…", help="Job directories; with --from, more runs."),
+        list[str] | None, argument("[JOB]…", "Job directories; with --from, more runs.")
     ] = None,
     copied: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--from",
+            "Copy this run instead: history, config, summary, name, group, tags.",
             metavar="ENTITY/PROJECT/RUN",
-            help="Copy this run instead: history, config, summary, name, group, tags.",
         ),
     ] = None,
     project: Annotated[
-        str | None,
-        typer.Option(help="W&B project; default: that of the job's tracker or the run, else dtt."),
+        str | None, option("W&B project; default: that of the job's tracker or the run, else dtt.")
     ] = None,
     entity: Annotated[
-        str | None,
-        typer.Option(help="W&B team or user; default: that of the job's tracker, else yours."),
+        str | None, option("W&B team or user; default: that of the job's tracker, else yours.")
     ] = None,
     json: Json = False,
 ) -> None:
