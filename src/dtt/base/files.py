@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from dtt.base.errors import DiskFull, InUse
 from dtt.base.log import log
@@ -24,6 +24,11 @@ def sha256_file(path: Path) -> str:
     """Return the sha256 of a file's content in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def has_sha256(path: Path, sha256: str) -> bool:
+    """Return True if the file exists and its content has this sha256."""
+    return path.is_file() and sha256_file(path) == sha256
 
 
 def forget_cached(path: Path) -> None:
@@ -50,23 +55,36 @@ def fsync_folder(path: Path) -> None:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` atomically: after a crash, `path` holds either the old or the new content."""
+
+    def write() -> None:
+        with replacing(path) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+
     with named(path):
-        retrying(lambda: _write_aside(path, content))
+        retrying(write)
 
 
-def _write_aside(path: Path, content: str | bytes) -> None:
+@contextmanager
+def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path` if the body raises nothing.
+
+    With `synced`, a power failure leaves the old or the new content. Without, it may leave any:
+    for files whose content is verified before it is used.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Random, not the pid: on a shared file system two nodes may have the same pid.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with named(path), aside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+            yield file
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+    if synced:
+        fsync_folder(path.parent)
 
 
 def write_once(path: Path, content: str) -> bool:

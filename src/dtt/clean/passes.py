@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.base.files import exclusive, sha256_file, write_atomically
+from dtt.base.files import exclusive, has_sha256, sha256_file, write_atomically
 from dtt.base.log import log, progress
 from dtt.clean.contamination import TaskNgrams
 from dtt.clean.document_order import DocumentOrder, DocumentSet
@@ -184,7 +184,7 @@ def _finished(
         return None
     for index, unit in enumerate(manifest.units):
         path = out / removals_name(index)
-        if unit.sha256 is not None and not (path.is_file() and sha256_file(path) == unit.sha256):
+        if unit.sha256 is not None and not has_sha256(path, unit.sha256):
             log.info("made again, as it is damaged or missing: %s", path)
             return None
     if cfg.tokenize.on_bad_document == "stop" and have_unread(out):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from pydantic import Field
 from dtt.artifacts.manifest import Record
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
-from dtt.base.files import named, sha256_file
+from dtt.base.files import has_sha256, named, replacing
 from dtt.base.reading import read_small
 
 Content = bytes | npt.NDArray[Any]
@@ -56,9 +55,7 @@ class Steps:
             marker is not None
             and marker.key == self._key
             and all(
-                self.path(name, ending).is_file()
-                and sha256_file(self.path(name, ending)) == expected
-                for ending, expected in marker.files.items()
+                has_sha256(self.path(name, end), sha256) for end, sha256 in marker.files.items()
             )
         )
 
@@ -83,19 +80,12 @@ class Steps:
         Without fsync, which took a third of the time: what a machine loses when it crashes does not
         have its hash, and is made again.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Random, since two nodes may have the same process ids.
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         digest = hashlib.sha256()
-        try:
-            with named(path), aside.open("wb") as file:
-                for piece in pieces:
-                    content = piece if isinstance(piece, bytes) else piece.tobytes()
-                    digest.update(content)
-                    file.write(content)
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path, synced=False) as file:
+            for piece in pieces:
+                content = piece if isinstance(piece, bytes) else piece.tobytes()
+                digest.update(content)
+                file.write(content)
         return digest.hexdigest()
 
     def facts(self, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtt.artifacts.manifest import fingerprint
-from dtt.base.files import fsync_file, named
+from dtt.base.files import replacing
 from dtt.base.log import log
 from dtt.config.own import own_code, own_file_of
 from dtt.config.sources import Documents
@@ -41,16 +41,14 @@ def read_into(documents: Documents, folder: Path) -> tuple[str, list[Path]]:
 
 
 def _write(documents: Documents, part: int, path: Path) -> int:
-    aside, count = path.with_name(f".{path.name}.tmp"), 0
-    with named(aside), aside.open("wb") as file:
+    count = 0
+    with replacing(path) as file:
         # Only the class runs in `own_code`: a full disk is not an error of the user's code.
         with own_code(documents, KEY):
             rows = iter(documents.rows(part))
         while line := _next_line(documents, rows):
             file.write(line)
             count += 1
-    fsync_file(aside)
-    aside.replace(path)
     return count
 
 

@@ -17,7 +17,7 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import SelectionFacts
 from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
 from dtt.base.errors import DamagedError, InputError
-from dtt.base.files import sha256_file
+from dtt.base.files import has_sha256
 from dtt.config.clean import CleanConfig
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Selection:
         expected, path = self.key(unit), self.folder / removals_name(unit)
         if expected is None:
             return np.empty(0, np.int64)
-        if not path.is_file() or sha256_file(path) != expected:
+        if not has_sha256(path, expected):
             raise DamagedError(
                 "a file of the selection is damaged or missing",
                 where=path,

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtt.base.files import fsync_file, named
+from dtt.base.files import replacing
 from dtt.data.corpus.stdlib import source_files
 
 NAME = "python-stdlib-chat"
@@ -32,16 +32,15 @@ def write_stdlib_chat(folder: Path) -> Path:
     names that it defines. Every second conversation starts with a system message. The same Python
     produces the same bytes. Raises EnvironmentUnfit if Python has no sources.
     """
-    aside, number = folder / f".{FILE}.tmp", 0
-    with named(aside), aside.open("w", encoding="utf-8") as file:
+    number = 0
+    with replacing(folder / FILE) as file:
         for name, path in source_files():
             for turns in _conversations(name, path):
                 system = [{"role": "system", "content": SYSTEM}] if number % 2 else []
                 row = {"messages": system + turns}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
                 number += 1
-    fsync_file(aside)
-    return aside.replace(folder / FILE)
+    return folder / FILE
 
 
 def _conversations(module: str, path: Path) -> Iterator[list[dict[str, str]]]:

@@ -192,11 +192,8 @@ class RowWriter:
 
     def write(self, folder: Path, split: Split, numbers: range, advance: Advance) -> TokenShard:
         """Write the shard of the rows with these `numbers`."""
-        counts, owners, vocab_size = (
-            SplitCounts(),
-            [np.empty(0, np.int64)],
-            self._encoder.vocab_size,
-        )
+        counts, owners = SplitCounts(), [np.empty(0, np.int64)]
+        vocab_size = self._encoder.vocab_size
         stem = folder / f"{split}-00000"
         with TokenFileWriter(stem, vocab_size, has_mask=self._encoder.has_mask) as writer:
             for first in range(0, len(numbers), AT_ONCE):
@@ -205,12 +202,7 @@ class RowWriter:
                 advance(len(batch))
                 for encoded_rows, part in self._encoded(batch):
                     writer.append(part.ids, part.lengths, part.mask)
-                    counts += SplitCounts(
-                        documents=len(part.lengths),
-                        tokens=len(part.ids),
-                        bytes=part.text_bytes,
-                        trained=None if part.mask is None else int(part.mask.sum()),
-                    )
+                    counts += part.counts
                     # Several sequences are of one row: then it was encoded alone.
                     each = len(part.lengths) // len(encoded_rows)
                     owners.append(np.repeat(encoded_rows, each))

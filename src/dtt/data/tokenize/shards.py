@@ -78,15 +78,8 @@ def encode_units(
             divided = _divided(batch, contents, cfg.validation_fraction)
             for split, documents in divided.items():
                 part = encoder.encode(documents, shards.refused)
-                counts = SplitCounts(
-                    documents=len(part.lengths),
-                    tokens=len(part.ids),
-                    bytes=part.text_bytes,
-                    trained=None if part.mask is None else int(part.mask.sum()),
-                )
-                text_bytes += counts.bytes
-                shards.lost += part.lost or LostText()
-                disk.do(shards.append, split, part, counts)
+                text_bytes += part.text_bytes
+                disk.do(shards.append, split, part)
             shards.count_empty(contents)
             advance(sum(map(len, contents)))
     return text_bytes
@@ -144,9 +137,10 @@ class _UnitShards:
         self.empty += contents.count(b"")
         self.blank += sum(map(bytes.isspace, contents))
 
-    def append(self, split: Split, part: EncodedPart, counts: SplitCounts) -> None:
+    def append(self, split: Split, part: EncodedPart) -> None:
         self._writers[split].append(part.ids, part.lengths, part.mask)
-        self._counts[split] += counts
+        self._counts[split] += part.counts
+        self.lost += part.lost or LostText()
 
     def finish(self) -> None:
         """Move the shards to their final paths, then write the marker."""

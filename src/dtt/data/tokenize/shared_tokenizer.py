@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from dtt.base.files import exclusive
+from dtt.base.files import exclusive, has_sha256
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.selection import removals_key
@@ -13,7 +13,6 @@ from dtt.data.tokenize.work_plan import (
     TOKENIZER,
     TokensKey,
     divide,
-    holds,
     is_same,
     read_key,
     removed_key,
@@ -55,7 +54,7 @@ def share_tokenizer(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> None:
             found = None if overwrite else read_key(out, WORK)
             # It was trained on documents that `dtt clean` may have removed since.
             kept = found is not None and is_same(found, asked, out, "the tokenizer")
-            if found is None or not kept or not holds(out / TOKENIZER, found.tokenizer_sha256):
+            if found is None or not kept or not has_sha256(out / TOKENIZER, found.tokenizer_sha256):
                 stop = cfg.tokenize.on_bad_document == "stop"
                 for corpus, units in corpora:
                     check_usable(corpus, units, stop_at_bad=stop)

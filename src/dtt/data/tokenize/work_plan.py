@@ -12,7 +12,7 @@ from typing import Any
 from dtt.artifacts.manifest import Record, fingerprint
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.base.errors import ConfigError, InputError
-from dtt.base.files import sha256_file, write_atomically
+from dtt.base.files import has_sha256, write_atomically
 from dtt.base.log import log, progress
 from dtt.base.reading import read_small
 from dtt.base.rendezvous import RENDEZVOUS
@@ -118,13 +118,13 @@ def make_plan(
             key = found
         elif found:
             clear(cfg, out)
-        if not holds(out / TOKENIZER, key.tokenizer_sha256):
+        if not has_sha256(out / TOKENIZER, key.tokenizer_sha256):
             if key is found:
                 log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
             content = given or _trained(cfg, tokenizer, corpus, units)
             key = write_tokenizer(out, content, key, WORK)
         for name, text in kind.files().items():
-            if not holds(out / name, hashlib.sha256(text.encode()).hexdigest()):
+            if not has_sha256(out / name, hashlib.sha256(text.encode()).hexdigest()):
                 write_atomically(out / name, text)
     # If rank 0 raises, the others wait here until they are terminated.
     key = _shared(comm, key)
@@ -342,11 +342,6 @@ def _shared(comm: Comm, key: TokensKey | None) -> TokensKey | None:
     """Return the `key` of rank 0; collective."""
     facts = comm.broadcast(None if key is None else key.model_dump())
     return None if facts is None else TokensKey.model_validate(facts)
-
-
-def holds(path: Path, sha256: str) -> bool:
-    """Return True if the file `path` exists and has this sha256."""
-    return path.is_file() and sha256_file(path) == sha256
 
 
 def trained(
