@@ -13,10 +13,6 @@ from support.running import Dtt
 from dtt.data.conversations.template import CHATML
 
 ROWS = [conversation(i) for i in range(1, 60)]
-STRIPS = CHATML.replace(
-    "{%- if message.reasoning_content %}", "{%- if message.reasoning_content and loop.last %}"
-)
-"""ChatML without the reasoning of earlier turns."""
 
 
 @pytest.fixture
@@ -73,17 +69,6 @@ def in_terminal(dtt: Dtt, **env: str) -> str:
     os.close(terminal)
     process.wait()
     return shown.decode()
-
-
-def test_a_template_that_rewrites_history_is_reported_unless_turns_are_expanded(dtt: Dtt) -> None:
-    (dtt.folder / "strips.jinja").write_text(STRIPS)
-    tokenize(dtt, "chat.template=strips.jinja")
-    assert (
-        "samples differ from inference: chat.turns=expand"
-        in dtt("data", "inspect", "tokens").stdout
-    )
-    tokenize(dtt, "chat.template=strips.jinja", "chat.turns=expand", "--overwrite")
-    assert "chat.turns=expand" not in dtt("data", "inspect", "tokens").stdout
 
 
 def test_a_doubled_start_token_is_reported(dtt: Dtt) -> None:

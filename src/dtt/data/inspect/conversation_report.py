@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, TokensManifest
-from dtt.base.reading import read_whole
+from dtt.artifacts.manifests import ChatFacts, TokensManifest
 from dtt.data.inspect.report import Sample, spread
 from dtt.data.memory_map import map_file
 from dtt.data.samples.packed_conversations import read_mask
@@ -26,17 +25,6 @@ MAX_TOKENS = 2**27
 """Maximum number of tokens that are read; of larger data, evenly spread shards."""
 SEQ_LENS = tuple(2**k for k in range(8, 18))
 PERCENTILES = (50, 90, 99)
-REWRITES = (
-    "the chat template renders earlier turns differently once others follow, for example without "
-    "their reasoning, so samples differ from inference: chat.turns=expand"
-)
-
-PROBE = (
-    {"role": "user", "content": "One?"},
-    {"role": "assistant", "content": "Two.", "reasoning_content": "Three."},
-    {"role": "user", "content": "Four?"},
-    {"role": "assistant", "content": "Five."},
-)
 
 
 class ConversationReport:
@@ -53,7 +41,7 @@ class ConversationReport:
         assert files.manifest.chat is not None
         self._manifest: TokensManifest = files.manifest
         self._chat: ChatFacts = files.manifest.chat
-        self._folder, self._tokenizer = files.path, tokenizer
+        self._tokenizer = tokenizer
         shards = [shard for shard in files.shards if shard.path not in broken]
         step = -(-sum(shard.tokens for shard in shards) // MAX_TOKENS) or 1
         self._shards = shards[::step]
@@ -123,8 +111,6 @@ class ConversationReport:
                 f"answers that do not end with a stop token: {self._unstopped:,} of "
                 f"{self._answers:,}; the model would not learn to end them"
             )
-        if options.get("turns", "all") == "all" and self._rewrites_history():
-            yield REWRITES
         if self._manifest.nulls:
             yield f"rows whose tools have keys with null: {self._manifest.nulls:,}"
         for why, count in self._manifest.refused.items():
@@ -146,23 +132,6 @@ class ConversationReport:
     def _token(self, token: int) -> str:
         name = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
         return str(token) if name is None else f"{name} ({token})"
-
-    def _rewrites_history(self) -> bool:
-        """Return True if the template renders a first answer differently once others follow."""
-        from dtt.data.conversations.rows import Conversation, RefusedRow  # slow to import: jinja2
-        from dtt.data.conversations.template import ChatTemplate
-
-        path = self._folder / CHAT_TEMPLATE
-        if not path.is_file():
-            return False
-        template = ChatTemplate(
-            read_whole(path).decode(), self._chat.special_tokens, self._chat.kwargs
-        )
-        try:
-            first, both = (template.render(Conversation(PROBE[:n])) for n in (2, 4))
-        except RefusedRow:
-            return False
-        return not both.startswith(first.rstrip())
 
 
 def read_conversations(
