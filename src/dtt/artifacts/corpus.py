@@ -18,10 +18,13 @@ class CorpusFile(FileRecord):
     """Version of a downloaded object, such as its ETag; None for other files."""
 
 
+SourceKind = Literal["stdlib", "local", "hub", "url", "own"]
+
+
 class CorpusSource(Record):
     """The origin of documents, with everything needed to fetch the same ones again."""
 
-    kind: Literal["stdlib", "local", "hub", "url", "own"]
+    kind: SourceKind
     id: str
     name: str | None = None
     split: str | None = None

@@ -104,8 +104,8 @@ class ImportLog:
 
 Advance = Callable[[int], None]
 
-FIRST_LINE = 2.0
-"""Seconds after which progress is first logged where stderr is not a terminal."""
+FIRST_LINE, LATER_LINES = 2.0, 10.0
+"""Seconds to the first line of progress, and between lines, where stderr is not a terminal."""
 
 
 @contextmanager
@@ -144,16 +144,16 @@ def _bar(what: str, total: int, unit: str) -> Iterator[Advance]:
         yield lambda amount: bar.advance(task, amount)
 
 
-def _plain(what: str, total: int, unit: str, every: float = 10.0) -> Advance:
+def _plain(what: str, total: int, unit: str) -> Advance:
     start = time.monotonic()
-    last = start - every + FIRST_LINE
+    last = start - LATER_LINES + FIRST_LINE
     done = 0
 
     def advance(amount: int) -> None:
         nonlocal done, last
         done += amount
         now = time.monotonic()
-        if now - last >= every:
+        if now - last >= LATER_LINES:
             last = now
             left = (now - start) * (total - done) / max(done, 1)
             scale, name = (1e6, "MB") if unit == "B" else (1.0, unit)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from dtt.clean.contamination import TaskNgrams
-from dtt.clean.filters import Filter, Removal
+from dtt.clean.filters import Filter
 from dtt.clean.removals import RemovedRow, encode
 from dtt.clean.shingles import U64, shingles
 from dtt.clean.sketches import EMPTY, band_keys, bands_and_rows, sketches
@@ -145,8 +145,9 @@ def _kept(
         texts = [content for content, _ in batch] if columns else batch
         size = np.fromiter(map(len, texts), np.uint32, len(texts))
         stays = (size > 0) & ~np.fromiter(map(bytes.isspace, texts), np.bool_, len(texts))
-        for place, text in enumerate(texts if filters else ()):
-            removal = _judged(text, batch[place][1] if columns else {}, filters)
+        for place, content in enumerate(texts if filters else ()):
+            text, row = content.decode(), batch[place][1] if columns else {}
+            removal = next(filter(None, (judge(text, row) for judge in filters)), None)
             if removal is not None:
                 removed.append(RemovedRow(first + place, *removal))
                 stays[place] = False
@@ -159,11 +160,6 @@ def _kept(
         first += len(batch)
     if selection is not None:
         selection.check_documents(unit.index, first)
-
-
-def _judged(content: bytes, row: dict[str, Any], filters: Sequence[Filter]) -> Removal | None:
-    text = content.decode()
-    return next((found for judge in filters if (found := judge(text, row)) is not None), None)
 
 
 _WHITE = bytes.maketrans(b"\t\n\v\f\r", b"     ")

@@ -125,7 +125,9 @@ def _tree(statuses: Sequence[Status]) -> Iterator[tuple[int, Status]]:
     known = {status.job.root.resolve() for status in statuses}
     below: dict[Path | None, list[Status]] = {}
     for status in statuses:
-        parent = _parent(status)
+        record, parent = status.job.parent_record(), None
+        if record is not None:
+            parent = (status.job.root / record["job"]).resolve()
         below.setdefault(parent if parent in known else None, []).append(status)
 
     def walk(root: Path | None, depth: int) -> Iterator[tuple[int, Status]]:
@@ -136,13 +138,8 @@ def _tree(statuses: Sequence[Status]) -> Iterator[tuple[int, Status]]:
     return walk(None, 0)
 
 
-def _parent(status: Status) -> Path | None:
-    record = status.job.parent_record()
-    return None if record is None else (status.job.root / record["job"]).resolve()
-
-
-def _short(detail: str, most: int = 100) -> str:
-    return detail if len(detail) <= most else detail[: most - 1] + "…"
+def _short(detail: str) -> str:
+    return detail if len(detail) <= 100 else detail[:99] + "…"
 
 
 def status(path: Path, *, as_json: bool) -> None:

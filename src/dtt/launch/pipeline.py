@@ -330,15 +330,14 @@ def report_stop(
     *,
     started: bool,
     redo: str | None = None,
-    of: str = "pipeline",
 ) -> int:
-    """Print where the pipeline, or another command `of` steps, stopped; return the exit code.
+    """Print where the pipeline stopped; return the exit code.
 
     `started` says that the step has started an attempt.
     """
     code, reason = reported_code(code, job, started=started)
     reason = reason and f"\n{reason}"
-    print(f"\nthe {of} stopped in {step}, exit code {code}{reason}", file=sys.stderr)
+    print(f"\nthe pipeline stopped in {step}, exit code {code}{reason}", file=sys.stderr)
     without = " without --redo-from" if redo else ""
     resume = f"run the same command{without} to resume"
     if code == ExitCode.DIVERGED:

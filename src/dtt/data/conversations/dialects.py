@@ -150,7 +150,11 @@ class _Row:
         if texts:
             known = {*_strings([one.messages for one in conversations])}
             for key, strings in texts.items():
-                if not all(_is_repeated(text, known) for text in strings):
+                if not all(
+                    text in known
+                    or (len(text) >= REPEATED and any(text in other for other in known))
+                    for text in strings
+                ):
                     raise RefusedRow(
                         f"{key} is not part of the conversation and would be lost: write it into "
                         "a message, or remove the key"
@@ -170,11 +174,6 @@ def _strings(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
-
-
-def _is_repeated(text: str, known: set[str]) -> bool:
-    """Return True if a text is one of `known`, or a long text is a part of one."""
-    return text in known or (len(text) >= REPEATED and any(text in other for other in known))
 
 
 def parse_row(row: object) -> Conversation:

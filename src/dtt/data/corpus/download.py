@@ -10,9 +10,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Literal
 
-from dtt.artifacts.corpus import CorpusFile, CorpusManifest, CorpusRequest, CorpusSource
+from dtt.artifacts.corpus import (
+    CorpusFile,
+    CorpusManifest,
+    CorpusRequest,
+    CorpusSource,
+    SourceKind,
+)
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.files import check_space, exclusive, remove, sha256_file, write_atomically
 from dtt.base.log import log, progress
@@ -48,7 +53,7 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
     with exclusive(out, "dtt download"):
         _remove_torn(out)
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
-        kind = "own" if cfg.documents is not None else _kind(dataset)
+        kind: SourceKind = "own" if cfg.documents is not None else _kind(dataset)
         _check_options(cfg, kind)
         _check_rows(cfg, rows=rows)
         if kind == "local":
@@ -93,7 +98,7 @@ def _remove_torn(out: Path) -> None:
             torn.unlink(missing_ok=True)
 
 
-def _kind(dataset: str) -> Literal["stdlib", "local", "hub", "url"]:
+def _kind(dataset: str) -> SourceKind:
     if dataset in (stdlib.NAME, stdlib_chat.NAME):
         return "stdlib"
     if urls_of(dataset):
@@ -144,6 +149,12 @@ def _check_rows(cfg: DownloadConfig, *, rows: bool) -> None:
             why="data.type=chat reads complete rows",
             next="omit download.text_column",
         )
+
+
+def _source(cfg: DownloadConfig, kind: SourceKind, id: str, **facts: str | None) -> CorpusSource:
+    """Return the origin of files that `cfg` chooses among those of a dataset."""
+    chosen = cfg.model_dump(include={"max_files", "include", "exclude"})
+    return CorpusSource.model_validate({"kind": kind, "id": id, **chosen, **facts})
 
 
 def _from_stdlib(dataset: str, out: Path, previous: CorpusManifest | None) -> CorpusManifest:
@@ -201,14 +212,7 @@ def _from_local(
 ) -> CorpusManifest:
     patterns = FilePatterns(cfg)
     found = local_files(dataset, cfg.split, patterns)
-    source = CorpusSource(
-        kind="local",
-        id=str(dataset),
-        split=cfg.split,
-        max_files=cfg.max_files,
-        include=cfg.include,
-        exclude=cfg.exclude,
-    )
+    source = _source(cfg, "local", str(dataset), split=cfg.split)
     one_format(found, str(dataset), patterns)
     found = found[: cfg.max_files]
     if patterns.chooses:
@@ -245,16 +249,8 @@ def _from_hub(
     pinned = previous.source.revision if previous else None
     commit = pinned if pinned and cfg.revision in (None, pinned) else hub.pin(dataset, cfg.revision)
     whole = bool(cfg.include) and cfg.name is None and cfg.split is None
-    source = CorpusSource(
-        kind="hub",
-        id=dataset,
-        name=cfg.name,
-        split=None if whole else cfg.split or "train",
-        revision=commit,
-        max_files=cfg.max_files,
-        include=cfg.include,
-        exclude=cfg.exclude,
-    )
+    split = None if whole else cfg.split or "train"
+    source = _source(cfg, "hub", dataset, name=cfg.name, split=split, revision=commit)
     if previous and previous.source == source and _unchanged(out, previous):
         return _manifest(cfg, source, out, previous.files, rows=rows)
     patterns = FilePatterns(cfg)
@@ -291,14 +287,7 @@ def _from_urls(
     """Fetch objects; those of `previous` keep the versions that it records."""
     from dtt.data.corpus.remote_files import fetch, remote_files
 
-    source = CorpusSource(
-        kind="url",
-        id=dataset,
-        split=cfg.split,
-        max_files=cfg.max_files,
-        include=cfg.include,
-        exclude=cfg.exclude,
-    )
+    source = _source(cfg, "url", dataset, split=cfg.split)
     if previous and previous.source == source and _unchanged(out, previous):
         return _manifest(cfg, source, out, previous.files, rows=rows)
     patterns = FilePatterns(cfg)

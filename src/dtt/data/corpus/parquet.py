@@ -130,16 +130,13 @@ def _longest_texts(path: Path, group: int, chunks: list[pq.ColumnChunkMetaData])
             batch = next(reader, None)
         values = None if batch is None else batch.column(0)
         while values is not None and not pa.types.is_dictionary(values.type):
-            values = values.field(0) if pa.types.is_struct(values.type) else _inner(values)
+            is_struct = pa.types.is_struct(values.type)
+            # The elements of lists; None for another type, such as of maps.
+            values = values.field(0) if is_struct else getattr(values, "values", None)
         if values is not None and len(values.dictionary):
             sizes = np.diff(np.frombuffer(values.dictionary.buffers()[1], np.int32))
             found[i] += float(sizes.max(initial=0))
     return found
-
-
-def _inner(values: pa.Array) -> pa.Array | None:
-    """Return the elements of lists; None for another type, such as of maps."""
-    return getattr(values, "values", None)
 
 
 def _names(column: Columns) -> list[str] | None:

@@ -183,7 +183,11 @@ class _Bins:
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else self._capacity
         each = room // length
         wanted = -(-items // each)
-        bins = self._of(room, wanted) if fitting else self._new(wanted)
+        if fitting:
+            bins = self._of(room, wanted)
+        else:
+            bins = np.arange(self._made, self._made + wanted)
+            self._made += wanted
         full, rest = divmod(items, each)
         # The bins may not suffice; the caller places the rest elsewhere.
         if len(bins) * each <= items:
@@ -192,10 +196,6 @@ class _Bins:
         self._put(bins[:full], room - each * length)
         self._put(bins[full:], room - rest * length)
         return np.repeat(bins, each)[:items]
-
-    def _new(self, count: int) -> Ints:
-        self._made += count
-        return np.arange(self._made - count, self._made)
 
     def _of(self, room: int, count: int) -> Ints:
         """Remove at most `count` bins from those with this room; return them."""

@@ -54,18 +54,15 @@ class ShardCheck:
             self._at_once -= 2**16 + shard.tokens * shard.id_bytes
             if self._at_once >= 0:
                 self._verify(shard)
-            else:
-                self._enqueue(shard)
+                continue
+            with self._lock:
+                self._queue.append(shard)
+                if not self._running:
+                    self._running = True
+                    # A daemon: the end of training does not wait for it.
+                    threading.Thread(target=self._work, name="shard check", daemon=True).start()
         if self._damage is not None:
             raise self._damage
-
-    def _enqueue(self, shard: Shard) -> None:
-        with self._lock:
-            self._queue.append(shard)
-            if not self._running:
-                self._running = True
-                # A daemon: the end of training does not wait for it.
-                threading.Thread(target=self._work, name="shard check", daemon=True).start()
 
     def _work(self) -> None:
         if sys.platform == "linux":  # where threads have a priority of their own

@@ -75,7 +75,9 @@ def tokenizer_content(path: Path) -> bytes:
     found = _as_transformers(folder, missing)
     if found is None:
         return content
-    texts = [*PROBES, *(text for token in {*missing, *known} for text in _around(token))]
+    texts = [*PROBES]
+    for token in {*missing, *known}:
+        texts += [token, f"go{token}on", f"a {token} b", f"{token}{token} "]
     if all(
         own.encode(text, add_special_tokens=special).ids
         == found.encode(text, add_special_tokens=special).ids
@@ -117,7 +119,9 @@ def _as_transformers(folder: Path, missing: list[str]) -> Tokenizer | None:
     """Return AutoTokenizer's tokenizer for a folder; None if it has nothing to add."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    _check_readable(folder)
+    for path in folder.iterdir():  # it might wait for a pipe, or read a device without an end
+        if path.exists() and not path.is_dir():
+            check_regular(path, LARGE if path.suffix in READ_WHOLE else sys.maxsize)
     readers: tuple[Any, ...] = (AutoTokenizer, PreTrainedTokenizerFast)
     problem = ""
     for reader in readers:
@@ -167,10 +171,6 @@ def _other_flags(config: dict[str, Any], added: dict[int, AddedToken]) -> bool:
     )
 
 
-def _around(token: str) -> tuple[str, ...]:
-    return token, f"go{token}on", f"a {token} b", f"{token}{token} "
-
-
 def object_beside(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file beside a tokenizer; empty if there is no file.
 
@@ -180,14 +180,6 @@ def object_beside(path: Path) -> dict[str, Any]:
         return read_object(path)
     except FileNotFoundError:
         return {}
-
-
-def _check_readable(folder: Path) -> None:
-    """Raise DamagedError for a file that `transformers` might wait for, or read without an end."""
-    for path in folder.iterdir():
-        if path.exists() and not path.is_dir():
-            limit = LARGE if path.suffix in READ_WHOLE else sys.maxsize
-            check_regular(path, limit)
 
 
 @cache  # the folder is read several times

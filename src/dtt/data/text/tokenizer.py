@@ -24,6 +24,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 PATTERNS = {"llama3": _SPLIT % "{1,3}", "qwen2": _SPLIT % ""}
 
 
@@ -86,7 +87,7 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
         path /= "tokenizer.json"
     if path.is_file():
         return path
-    if not folder and _is_hub_id(cfg.path):
+    if not folder and HUB_ID.fullmatch(cfg.path) and not cfg.path.endswith(".json"):
         from dtt.data.corpus.hub import fetch_tokenizer  # slow to import
 
         return fetch_tokenizer(cfg.path, cfg.revision)
@@ -102,10 +103,6 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
         else "specify a tokenizer.json, a folder that contains one, or a model on the Hub as "
         "ORG/NAME (without the hf: of init.from)",
     )
-
-
-def _is_hub_id(path: str) -> bool:
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None and not path.endswith(".json")
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
