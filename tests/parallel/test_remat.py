@@ -127,7 +127,7 @@ def executed(kind: Literal["none", "full", "selective"], backward_too: bool = Tr
 
 def test_selective_recomputes_neither_attention_nor_every_second_matmul() -> None:
     none, full, selective = executed("none"), executed("full"), executed("selective")
-    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    attention = "dtt::tiled_attention"
     assert none[attention] == selective[attention] == LAYERS
     assert full[attention] == 2 * LAYERS
     again = {"full": full["aten::mm"], "selective": selective["aten::mm"]}

@@ -1,4 +1,4 @@
-"""Attention with a dense mask, against which that of dtt is compared."""
+"""Attention with a dense mask, against which block-sparse attention is compared."""
 
 from __future__ import annotations
 

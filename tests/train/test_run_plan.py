@@ -49,7 +49,7 @@ def test_the_numbers_follow_from_config_data_and_ranks(tokens: Path) -> None:
 
 @pytest.mark.parametrize(
     ("masked", "said"),
-    [("false", "attention: SDPA (flash)\n"), ("true", "masked SDPA within documents\n")],
+    [("false", "attention: SDPA (flash)\n"), ("true", "block-sparse SDPA within documents\n")],
 )
 def test_the_plan_describes_the_attention_backend(tokens: Path, masked: str, said: str) -> None:
     world = World(Ranks(0, 1, 0, 1, "torchrun"), torch.device("cpu"), None)

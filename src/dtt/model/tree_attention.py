@@ -5,20 +5,35 @@ before its branches. A token attends to the prefix of its tree and to the earlie
 branch: to key k from query q if k <= q < end[k], where end[k] is the end of the tree for a token of
 a prefix, and else the end of its branch.
 
-Shapes: T packed tokens, H query heads, G key/value heads, K head_dim, t tokens of a tree.
+Shapes: T packed tokens, H query heads, G key/value heads, K head_dim, t and s tokens of a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import flex_with
+from dtt.model.block_sparse import tiled_attention
 from dtt.model.sdpa import AttentionFn, sdpa
+
+TILE = 512
+"""Tokens up to which a tree is one tile on a CPU. A tile also computes the masked scores between
+branches; more tiles copy the keys and values of the prefix more often."""
+
+
+class TreeTile(NamedTuple):
+    """Queries that are computed together: all of `own`, with the keys of `prefix` and `own`."""
+
+    prefix: range
+    own: range
+    linear: bool
+    """True if `own` has no branches."""
 
 
 @dataclass
@@ -30,8 +45,7 @@ class PackedTrees:
     """Position of each token in its sequence: branches continue from their prefix."""
     ends: list[int] = field(default_factory=list)
     """Index after the last token that attends to each token."""
-    trees: list[range] = field(default_factory=list)
-    """Indices of the tokens of each tree."""
+    tiles: list[TreeTile] = field(default_factory=list)
 
     def add(self, prefix: Sequence[int], branches: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a tree; return the indices of the tokens of the sequence of each branch."""
@@ -40,8 +54,14 @@ class PackedTrees:
         whole = range(root.start, len(self.tokens))
         # Known only now: tokens of the prefix are visible to all branches.
         self.ends[root.start : root.stop] = [whole.stop] * len(root)
-        if whole:
-            self.trees.append(whole)
+        linear = sum(map(bool, parts)) <= 1
+        if linear or len(whole) <= TILE:
+            tiles = [TreeTile(range(0), whole, linear)]
+        else:
+            # The prefix needs no mask. A question with many options is computed option by option.
+            tiles = [TreeTile(range(0), root, linear=True)]
+            tiles += [TreeTile(root, part, linear=True) for part in parts]
+        self.tiles += [tile for tile in tiles if tile.own]
         return [[*root, *part] for part in parts]
 
     def pad(self, multiple: int) -> None:
@@ -53,10 +73,6 @@ class PackedTrees:
         length = -(-max(start, 1) // multiple) * multiple
         self.add([0] * (length - start), ())
         self.positions[start:] = [0] * (length - start)
-
-    def is_sequence(self, tree: range) -> bool:
-        """Return True if a tree has no branches."""
-        return all(end == tree.stop for end in self.ends[tree.start : tree.stop])
 
     def _append(self, tokens: Sequence[int], position: int) -> range:
         """Append tokens from a position on; return the range of their indices."""
@@ -72,7 +88,7 @@ def make_tree_attention_fns(
 ) -> list[AttentionFn]:
     """Return the attention function of each layer for packed trees [1, T].
 
-    On a GPU it is FlexAttention, compiled once per T; on a CPU, SDPA for one tree at a time.
+    On a GPU it is FlexAttention, compiled once per T; on a CPU, SDPA for one tile at a time.
     """
     longest = max(trees.positions) + 1
     # A window that no position exceeds is none, so that such layers share one function with the
@@ -81,18 +97,14 @@ def make_tree_attention_fns(
     ends_T, positions_T = (torch.tensor(x, device=device) for x in (trees.ends, trees.positions))
     by_window: dict[int | None, AttentionFn] = {}
     for window in set(limits):
-        rule = _mask_mod(ends_T, positions_T, window)
         if device.type == "cuda":
+            rule = _mask_mod(ends_T, positions_T, window)
             shape = (1, len(ends_T), len(ends_T))
             by_window[window] = flex_with(rule, arch.attn_scale, shape, device)
         else:
             # Made once per batch for all layers and heads.
-            plain = [window is None and trees.is_sequence(tree) for tree in trees.trees]
-            masks = [
-                None if causal else _mask(rule, tree)
-                for causal, tree in zip(plain, trees.trees, strict=True)
-            ]
-            by_window[window] = TreeAttention(arch.attn_scale, trees.trees, masks)
+            masks = [_mask(tile, ends_T, positions_T, window) for tile in trees.tiles]
+            by_window[window] = TreeAttention(arch.attn_scale, trees.tiles, masks, window)
     return [by_window[window] for window in limits]
 
 
@@ -108,31 +120,42 @@ def _mask_mod(ends_T: Tensor, positions_T: Tensor, window: int | None) -> Callab
     return mask_mod
 
 
-def _mask(rule: Callable[..., Tensor], tree: range) -> Tensor:
-    """Return the mask [t, t] of a tree, True where a query sees a key."""
-    own_t = torch.tensor(tree)
+def _mask(tile: TreeTile, ends_T: Tensor, positions_T: Tensor, window: int | None) -> Tensor | None:
+    """Return the mask [t, s] of a tile, True where a query sees a key; None if it needs none."""
+    # Plain causal attention: the kernel skips the masked half itself.
+    if tile.linear and not tile.prefix:
+        return None
+    q_t1 = torch.tensor(tile.own)[:, None]
+    k_s = torch.tensor([*tile.prefix, *tile.own])
     # The rule ignores sequence and head, so any tensor stands for them.
-    return rule(own_t, own_t, own_t[:, None], own_t)
+    return _mask_mod(ends_T, positions_T, window)(q_t1, q_t1, q_t1, k_s)
 
 
 @dataclass(frozen=True)
 class TreeAttention:
-    """Attention over packed trees on a CPU, one tree at a time, without gradients."""
+    """Attention over packed trees on a CPU, one tile at a time, without gradients."""
 
     scale: float
-    trees: Sequence[range]
+    tiles: Sequence[TreeTile]
     masks: Sequence[Tensor | None]
-    """Which keys a query sees, of each tree; None if that is all before it."""
+    window: int | None
 
     def __call__(self, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor) -> Tensor:
         """Compute attention; see `AttentionFn`."""
         # [T, H, K] in memory: the output projection then reads the heads of a token without a copy.
         out_1THK = torch.empty_like(q_1HTK.transpose(1, 2), memory_format=torch.contiguous_format)
         out_1HTK = out_1THK.transpose(1, 2)
-        for tree, mask_tt in zip(self.trees, self.masks, strict=True):
-            own = slice(tree.start, tree.stop)
+        for tile, mask_ts in zip(self.tiles, self.masks, strict=True):
+            own = slice(tile.own.start, tile.own.stop)
             q, k, v = (x[:, :, own] for x in (q_1HTK, k_1GTK, v_1GTK))
-            out_1HTK[:, :, own] = sdpa(
-                q, k, v, (), scale=self.scale, attn_mask=mask_tt, is_causal=mask_tt is None
-            )
+            if tile.prefix:
+                places = [slice(r.start, r.stop) for r in (tile.prefix, tile.own)]
+                k, v = (torch.cat([x[:, :, p] for p in places], 2) for x in (k_1GTK, v_1GTK))
+            if mask_ts is not None:
+                out = sdpa(q, k, v, (), scale=self.scale, attn_mask=mask_ts)
+            elif self.window is None:
+                out = sdpa(q, k, v, (), scale=self.scale, is_causal=True)
+            else:
+                out = tiled_attention(q, k, v, None, self.window, self.scale)
+            out_1HTK[:, :, own] = out
         return out_1HTK

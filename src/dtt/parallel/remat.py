@@ -24,6 +24,7 @@ MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm"}
 of attention."""
 COSTLY = (
     "aten::_scaled_dot_product",  # every kernel of SDPA
+    "dtt::",  # attention in tiles
     "flex_attention",
     "inductor_compiled_code",  # compiled FlexAttention
     "_c10d_functional::",  # collectives
