@@ -96,7 +96,7 @@ def kept_per_token(
 
 
 _TRACED: dict[str, tuple[float, float] | None] = {}
-"""What was traced in this process: a search for a remedy asks for it many times."""
+"""What was traced in this process: the memory at each moment of a step asks for it."""
 
 
 def _traced(

@@ -280,10 +280,11 @@ def test_a_row_that_does_not_fit_is_reported_with_its_place(
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("rows.jsonl", b'{"q": 1}\n{"q": \n', InputError),
-        ("rows.jsonl", b"[1]\n", InputError),
-        ("rows.jsonl", b'{"q": "\xff"}\n', InputError),
-        ("rows.jsonl", b"", InputError),
+        ("rows.jsonl", b'{"q": 1}\n{"q": \n', DamagedError),
+        ("rows.jsonl", b"[1]\n", DamagedError),
+        ("rows.jsonl", b'{"q": "\xff"}\n', DamagedError),
+        ("rows.jsonl", b"", DamagedError),
+        ("rows.jsonl", b'{"q": "\\ud800"}', DamagedError),
         ("rows.jsonl.gz", gzip.compress(b'{"q": 1}\n' * 100, mtime=0)[:-12], DamagedError),
         ("rows.parquet", parquet(rows(3))[:-50], DamagedError),
         ("rows.txt", b"text", InputError),

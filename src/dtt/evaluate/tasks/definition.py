@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from pydantic_core import PydanticCustomError
 
@@ -29,7 +28,6 @@ from dtt.evaluate.tasks.prompt_template import fields, template_problems
 
 MAX_BYTES = 2**16
 """Maximum size of a definition."""
-MAX_DEPTH = 12
 SUFFIXES = (".yaml", ".yml")
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -371,15 +369,13 @@ def _bad_name(name: str, where: str) -> ConfigError:
 def _read(path: Path) -> Layer:
     """Return the values of a YAML file with their lines.
 
-    Raises ConfigError for YAML that is large, deep, or uses aliases and tags: an alias can expand
-    a kilobyte to gigabytes.
+    Raises ConfigError for YAML that is large, deep, or has tags.
     """
     # `gold: 1.5` is no template but an index gone wrong, so `gold` does not count as text.
     types = explain.key_types(Task)
     texts = {key: kinds for key, kinds in types.texts.items() if int not in kinds}
     try:
-        text = read_small(path, MAX_BYTES).decode()
-        _check_events(text, path)
+        read_small(path, MAX_BYTES).decode()
         layer = source.read_file(path, replace(types, texts=texts))
     except OSError as error:
         raise InputError(f"cannot read {path}", why=error.strerror) from None
@@ -389,24 +385,3 @@ def _read(path: Path) -> Layer:
         raise ConfigError(f"{path}: a task cannot extend a file")
     refuse_extended(layer)
     return layer
-
-
-def _check_events(text: str, path: Path) -> None:
-    depth = 0
-    try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            where = f"{path}:{event.start_mark.line + 1 if event.start_mark else 1}"
-            if isinstance(event, yaml.AliasEvent):
-                raise ConfigError("YAML aliases are not supported", where=where)
-            if isinstance(event, yaml.ScalarEvent):
-                event.value.encode()  # an escape can yield a lone surrogate
-            if getattr(event, "tag", None) not in (None, "!"):
-                raise ConfigError("YAML tags are not supported", where=where)
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            if depth > MAX_DEPTH:
-                raise ConfigError(f"{path} is nested too deeply", where=where)
-    except yaml.YAMLError:
-        return  # read_file reports it with its line

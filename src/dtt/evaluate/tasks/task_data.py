@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.corpus import CorpusManifest, FileFormat
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import exclusive, sha256_file
-from dtt.base.reading import parse
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
-from dtt.data.corpus.csv_rows import csv_rows
 from dtt.data.corpus.download import download
-from dtt.data.corpus.formats import file_format
+from dtt.data.corpus.formats import FORMATS, file_format, read_rows_of
 from dtt.data.corpus.parquet import MAX_ROWS, rows_at_once
-from dtt.data.corpus.streams import BYTE_ORDER_MARK, MAX_DOCUMENT_BYTES, open_stream
+from dtt.data.corpus.streams import MAX_DOCUMENT_BYTES, Span
 from dtt.evaluate.tasks.definition import Task, TaskSource
 from dtt.evaluate.tasks.prompts import Question, example_of, question_id, question_of
 
@@ -279,19 +279,21 @@ def _rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
 
     Unlike those of a corpus, none may be damaged.
     """
+    kind = file_format(path)
+    if kind is None or kind == "txt":
+        why = "use JSON lines, Parquet or CSV"
+        raise InputError("dtt cannot read this file", where=path, next=why)
+    bad = BadDocuments()
     try:
-        match file_format(path):
-            case "parquet":
-                return _parquet_rows(path, room)
-            case "csv":
-                return _csv_rows(path, room)
-            case "jsonl":
-                return _json_rows(path, room)
+        read = _parquet_rows if FORMATS[kind].has_row_groups else partial(_line_rows, kind, bad)
+        found = read(path, room)
     except Exception as error:  # noqa: BLE001  files of others raise anything
         raise_if_refused(error)
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise DamagedError("cannot read the rows of a task", where=path, why=why) from None
-    raise InputError("dtt cannot read this file", where=path, next="use JSON lines, Parquet or CSV")
+    if bad.count:
+        raise DamagedError("cannot read the rows of a task", where=path, why=bad.examples[0])
+    return found
 
 
 def _parquet_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
@@ -308,46 +310,19 @@ def _parquet_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
         return rows, size
 
 
-def _csv_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
-    found: list[dict[str, Any]] = []
-    size = 0
-    bad = BadDocuments()
-    for _, _, row in csv_rows(path, bad):
-        found.append(row)
-        size += sum(map(len, row.values()))
-        if size > room:
-            raise _too_large(path)
-    if bad.count:
-        raise ValueError(bad.examples[0])
-    return found, size
-
-
-def _json_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
+def _line_rows(
+    kind: FileFormat, bad: BadDocuments, path: Path, room: int
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of a file without row groups; record unreadable ones in `bad`."""
     rows: list[dict[str, Any]] = []
     size = 0
-    with open_stream(path) as stream:
-        lines = iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b"")
-        for number, line in enumerate(lines, 1):
-            size += len(line)
-            if size > room or len(line) > MAX_DOCUMENT_BYTES:
-                raise _too_large(path)
-            content = line.removeprefix(BYTE_ORDER_MARK).strip()
-            if not content:
-                continue
-            try:
-                row = parse(content)
-            except ValueError as error:
-                row, why = None, str(error)
-            else:
-                why = "it is not an object"
-            if not isinstance(row, dict):
-                raise InputError(
-                    "a line is not a JSON object",
-                    where=f"{path}:{number}",
-                    why=why,
-                    next='write each row as a line such as {"query": "…", "gold": 0}',
-                )
-            rows.append(row)
+    for _, text, row in read_rows_of(kind, path, Span(0, 0, path.stat().st_size, 0), bad):
+        size += sum(map(len, row.values())) if text is None else len(text)
+        if size > room:
+            raise _too_large(path)
+        if text is None or b"\\u" in text:  # a lone surrogate has no UTF-8
+            json.dumps(row, ensure_ascii=False).encode()
+        rows.append(row)
     return rows, size
 
 
