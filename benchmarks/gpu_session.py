@@ -16,7 +16,7 @@ torch, transformers, typer, pyarrow and jinja2, download
     pip download -d wheels --only-binary :all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --no-deps \
         pydantic pydantic-core annotated-types typing-inspection gigatoken datasets dill \
-        multiprocess xxhash psutil pytest pytest-timeout pluggy iniconfig
+        multiprocess xxhash psutil pytest pytest-timeout pluggy iniconfig peft accelerate
 
 with pydantic-core in the version that pydantic requires (`pip download pydantic` without
 `--no-deps` prints it), then run on the machine
@@ -322,10 +322,14 @@ def warps(session: Session) -> None:
 
 
 def training(
-    session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None
-) -> None:
-    """Run one case of `train_gpu.py`: tokens/s, MFU, memory and, for some cases, a profile."""
-    from train_gpu import CASES, COLUMNS, Case, cells, train
+    session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None,
+    beside: bool = False,
+) -> None:  # fmt: skip
+    """Run one case of `train_gpu.py`: tokens/s, MFU, memory and, for some cases, a profile.
+
+    With `beside`, transformers and PEFT then train the same.
+    """
+    from train_gpu import CASES, COLUMNS, Case, cells, peer, train
 
     case = CASES[name]
     if accumulation is not None:
@@ -349,6 +353,10 @@ def training(
         Table("", 28, COLUMNS).row(run, *cells(figures))
         for profile in sorted((session.out / "jobs" / run / "profiles").glob("*.txt"))[:1]:
             print(profile.read_text())
+    if beside:
+        with session.part(f"{name}, peer") as figures:
+            rate, figures["memory_gb"] = peer(case, 4 if session.tiny else 20)
+            figures["tokens_per_second"] = rate
 
 
 def loss(session: Session) -> None:
@@ -507,9 +515,12 @@ class Block(NamedTuple):
     works: tuple[Callable[[Session], None], ...]
 
 
-def _run(name: str, steps: int = 6, accumulation: int = 8, optimizer: str = "adamw") -> Block:
-    work = partial(training, name=name, optimizer=optimizer, steps=steps, accumulation=accumulation)
-    return Block(2.5, (work,))
+def _run(
+    name: str, steps: int = 6, accumulation: int = 8, optimizer: str = "adamw",
+    beside: bool = False,
+) -> Block:  # fmt: skip
+    how: dict[str, Any] = {"accumulation": accumulation, "beside": beside}
+    return Block(2.5, (partial(training, name=name, optimizer=optimizer, steps=steps, **how),))
 
 
 # By value: what was never run comes before what is only slower than it could be.
@@ -518,7 +529,7 @@ BLOCKS: dict[str, Block] = {
     "nccl": Block(8, (partial(run_tests, folder="tests/gpu/nccl"),)),
     "gpu-tests": Block(3, (partial(run_tests, folder="tests/gpu"),)),
     "generation": Block(2, (generation,)),
-    "1b-lora": _run("1b-lora"),
+    "1b-lora": _run("1b-lora", beside=True),
     "8b-lora": _run("8b-lora"),
     "8b-third-bf16": _run("8b-third-bf16"),
     "8b-third-fp8": _run("8b-third-fp8"),

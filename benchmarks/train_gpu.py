@@ -197,26 +197,29 @@ def _perf(metrics: Path) -> list[dict[str, Any]]:
 def peer(case: Case, steps: int) -> tuple[float, float]:
     """Train the model of transformers in a plain loop; return tokens per second and peak GB.
 
-    An adapter is that of PEFT, on frozen weights in bf16 as dtt has them.
+    An adapter is that of PEFT, on frozen weights in bf16 as dtt has them. Without a GPU, nothing is
+    compiled, and the memory is 0.
     """
-    shape = case.shape
-    torch.cuda.reset_peak_memory_stats()
-    with torch.device("cuda"):
+    shape, device = case.shape, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with device:
         model = hf_model(shape).train()
         if "adapter.type=lora" in case.keys:
             from peft import LoraConfig, get_peft_model
 
-            lora = LoraConfig(r=64, lora_alpha=32, target_modules="all-linear")
+            (rank,) = (int(key[13:]) for key in case.keys if key.startswith("adapter.rank="))
+            lora = LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear")
             model = get_peft_model(model.to(torch.bfloat16), lora)
-    compiled: Any = torch.compile(model)
+    compiled: Any = torch.compile(model) if device.type == "cuda" else model
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.1, fused=True)
     size = shape["batch"], shape["seq_len"] + 1
     durations = []
     for _ in range(steps):
         start = time.perf_counter()
-        ids = torch.randint(0, shape["vocab_size"], size, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16):
+        ids = torch.randint(0, shape["vocab_size"], size, device=device)
+        with torch.autocast(device.type, torch.bfloat16):
             targets = ids[:, 1:].contiguous()
             loss = compiled(input_ids=ids[:, :-1], labels=targets, shift_labels=targets).loss
         loss.backward()

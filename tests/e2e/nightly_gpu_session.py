@@ -16,7 +16,7 @@ from support.running import ROOT
 
 SCRIPT = ROOT / "benchmarks/gpu_session.py"
 BLOCKS = (
-    "versions", "nccl", "generation", "8b-lora", "8b-third-bf16", "mixture-1.7b", "memory", "start",
+    "versions", "nccl", "generation", "1b-lora", "8b-third-bf16", "mixture-1.7b", "memory", "start",
     "attention", "small", "flex", "1b-muon", "loss",
 )  # fmt: skip
 """One of those that differ in an option of a training run."""
@@ -41,7 +41,8 @@ def test_every_block_of_the_session_runs(tmp_path: Path) -> None:
     assert tuple(summary) == BLOCKS
     parts = {part["part"]: part for found in summary.values() for part in found["parts"]}
     assert parts["resume eager"]["resumed"]
-    assert parts["1b, muon"]["tokens_per_second"] > 0
+    for part in ("1b, muon", "1b-lora, adamw", "1b-lora, peer"):
+        assert parts[part]["tokens_per_second"] > 0
     assert any("memory" in line for line in parts["out of memory"]["messages"])
     assert [save["step"] for save in parts["first save"]["saves"]] == [3, 6, 9]
 
