@@ -126,7 +126,7 @@ def wide_layernorm(case: Case) -> bool:
     return case.autocast and case.arch.norm == "layernorm" and case.gpu.kind == "cuda"
 
 
-def _kept_again(case: Case) -> int:
+def kept_again(case: Case) -> int:
     """Return the bytes of activations that a block with `train.remat` keeps.
 
     Full remat keeps the input of the block. Selective remat also keeps the outputs of attention, of
@@ -147,29 +147,13 @@ def _kept_again(case: Case) -> int:
     return kept + n * (e * (q + products + exchanged) + FP32 * arch.n_heads // t)
 
 
-def kept_both_times(case: Case) -> int:
-    """Return the bytes counted both by `kept_by_block` and `_kept_again`.
-
-    When remat recomputes a block, it has kept the block's input all along; selective remat also v,
-    gate or up, the output of attention and the all-gathered tokens.
-    """
-    arch, t = case.arch, case.sizes.tensor
-    both = case.tokens * case.stream_bytes * arch.dim // t if case.compiled else 0
-    if case.cfg.train.remat != "selective":
-        return both
-    widths = (arch.n_heads + arch.n_kv_heads) * arch.head_dim + arch.mlp_width
-    whole = 2 * arch.dim if t > 1 else 0
-    own = (case.product_bytes * widths + FP32 * arch.n_heads) // t
-    return both + case.tokens * (own + case.product_bytes * whole)
-
-
 def activations(case: Case, blocks: int) -> int:
     """Return the bytes of activations that the first `blocks` blocks keep."""
     kept = kept_by_block(case)
     if case.cfg.train.remat == "none":
         return blocks * kept
     again = with_remat(case, blocks)
-    return (blocks - again) * kept + again * min(kept, _kept_again(case))
+    return (blocks - again) * kept + again * min(kept, kept_again(case))
 
 
 def with_remat(case: Case, blocks: int) -> int:

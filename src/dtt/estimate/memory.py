@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dtt.estimate import muon_cost, pipeline_passes
 from dtt.estimate.activations import (
     activations,
-    kept_both_times,
+    kept_again,
     kept_by_block,
     norm,
     wide_layernorm,
@@ -302,7 +302,7 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
     working = n * (case.stream_bytes * arch.dim + factors * e * arch.mlp_width) // t
     working += _decoded(case)
     if case.cfg.train.remat != "none":
-        working += kept_by_block(case) - kept_both_times(case)
+        working += max(0, kept_by_block(case) - kept_again(case))
     size = case.product_bytes if case.sizes.sharded else case.weight_bytes
     head = size * arch.vocab_size // t * arch.dim if case.head.trained and case.last else 0
     trained = [weight for weight in case.block if weight.trained]
