@@ -245,7 +245,7 @@ seds: [1]
         ("parameters: {optim.lr: {range: [0, 1, 1e-30]}}", "too many"),
         ("parameters: {optim.lr: [1]}\nmetric: loss", "metric"),
         ("parameters: {launch.setup+: [[a], [b]]}", "launch.setup+ adds to nothing"),
-        ("parameters: {optim.lr: [1]}\nexclude: [{optim.lr: 1}]", "exclude no longer exists"),
+        ("parameters: {optim.lr: [1]}\nexclude: [{optim.lr: 1}]", "exclude: unknown key"),
     ],
 )
 def test_invalid_sweeps_are_refused(text: str, why: str, tmp_path: Path) -> None:

@@ -265,13 +265,6 @@ def read(path: Path) -> SweepFile:
     path = find(path)
     layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
     refuse_extended({key: leaf for key, leaf in layer.items() if key[0] != "base"})
-    for key, leaf in layer.items():
-        if key[0] == "exclude":
-            raise ConfigError(
-                "exclude no longer exists",
-                where=leaf.origin,
-                next="list the combinations with mode: zip, or write the sweep in Python",
-            )
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
     base = {key[1:]: leaf for key, leaf in layer.items() if key[0] == "base" and len(key) > 1}
     values = nested({k: v for k, v in layer.items() if k[0] != "parameters"})

@@ -17,7 +17,6 @@ import os
 import struct
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import numpy as np
@@ -291,12 +290,7 @@ class TokenFileWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._index.close()
         if self._mask is not None:

@@ -80,7 +80,7 @@ class ChatEncoder:
 
         `tokenizer_json` was read from `where`, and `special_tokens` are the template's variables
         `bos_token`, `eos_token` and others. With the engine `auto` or `gigatoken`, call
-        `tokens.settle` before encoding. `date` is that of `strftime_now`; None: now. Raises
+        `tokens.choose_engine` before encoding. `date` is that of `strftime_now`; None: now. Raises
         DamagedError if it is not a tokenizer.json, and ConfigError if the template is invalid or
         ends answers with no token of the tokenizer.
         """

@@ -1,9 +1,8 @@
 """Conversations as a kind of documents that `dtt tokenize` reads and encodes by units of work.
 
-One render per conversation yields its text and the positions of its messages: hooks in the loops
-of the template record the size of the output so far. If a template stores the text of messages
-before it outputs it, an answer is what follows the render of the turns before it. As for text,
-the ids come from gigatoken where they are known to equal those of `tokenizers`.
+A render yields the text of a conversation, and renders of its first turns the positions of its
+answers. As for text, the ids come from gigatoken where they are known to equal those of
+`tokenizers`.
 """
 
 from __future__ import annotations

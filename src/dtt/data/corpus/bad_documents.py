@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 from dtt.base.errors import DamagedError, DttError
 
@@ -105,12 +104,7 @@ class RowGuard:
     def __enter__(self) -> None:
         """Do nothing."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Record `error` and return True, unless it says nothing about the document."""
         if not isinstance(error, Exception) or not is_about_content(error):
             return False

@@ -12,9 +12,8 @@ and, of conversations (dtt.data.samples.packed_conversations),
                    facts.json  PackingCounts: what was packed, and what was left out and why
 
 A piece is a document, or part of one that is longer than a bin; no conversation is divided. The
-folder is renamed into place
-when it is complete. If the folder of the token files is not writable, the packing is stored in the
-user's cache folder instead ($XDG_CACHE_HOME or ~/.cache).
+folder is renamed into place when it is complete. If the folder of the token files is not writable,
+the packing is stored in the user's cache folder instead ($XDG_CACHE_HOME or ~/.cache).
 """
 
 from __future__ import annotations

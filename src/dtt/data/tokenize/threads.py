@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 T = TypeVar("T")
@@ -64,12 +63,7 @@ class BackgroundWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
                 self._finish(0)
