@@ -237,3 +237,65 @@ def test_without_slurm_the_steps_run_here(monkeypatch: pytest.MonkeyPatch, tmp_p
         dry_run=False, yes=False, as_json=False, code_copy=False,
     )  # fmt: skip
     assert ran == [("quickstart", ["name=n"])]
+
+
+TINY = (
+    "name=n", "download.dataset=numbers.txt", "tokenizer.vocab_size=270", "model.dim=16",
+    "model.n_layers=2", "model.n_heads=2", "train.seq_len=32", "train.global_batch_tokens=96",
+    "train.micro_batch=1", "train.steps=3", "tokenize.validation_fraction=0",
+    "download.txt_documents=line", "launch.time=60",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which all steps before the training have run."""
+    folder = tmp_path_factory.mktemp("tokenized")
+    (folder / "numbers.txt").write_text("".join(f"{n} and {n**3}\n" for n in range(900)))
+    for command in ("download", "tokenize"):
+        Dtt(folder)(command, *TINY)
+    return folder
+
+
+TENSOR = "parallel.tensor=3 launch.processes_per_node=3"
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong", "code", "said"),
+    [
+        ("train", "model.vocab_size=30", 2, "smaller than the tokenizer's vocabulary (270)"),
+        ("train", "model.max_seq_len=16", 2, "1 mistake in the configuration"),
+        ("train", "parallel.tensor=2", 2, "1 processes do not make the mesh of `parallel`"),
+        ("train", TENSOR, 2, "the model cannot be divided evenly over the mesh"),
+        ("train", "eval.tasks=[pika]", 2, "no task or suite 'pika'"),
+        ("train", "init.from=jobs/none@5", 66, "no checkpoint in jobs/none/checkpoints"),
+        (
+            "tokenize",
+            "tokenizer.type=file tokenizer.path=none.json",
+            66,
+            "no tokenizer at none.json",
+        ),
+    ],
+)
+def test_what_a_later_step_refuses_is_said_at_submission_with_the_same_words(
+    command: str, wrong: str, code: int, said: str, tokenized: Path, dtt: Dtt, slurm: Fake
+) -> None:
+    """The data exists only when the step starts."""
+    keys = [*TINY, *wrong.split()]
+    if command == "tokenize":
+        keys.remove("tokenizer.vocab_size=270")
+    submitted = dtt("submit", "pipeline", *keys, "-y", expect=code, **slurm)
+    there = Dtt(tokenized)
+    if wrong == TENSOR:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3")
+        step = there.wait(there.start_python(*launcher, "-m", "dtt.main", command, *keys))
+    else:
+        step = there(command, *keys, expect=code)
+    [first, *more] = [line for line in submitted.stderr.splitlines() if line[:2] != "20"]
+    assert first.startswith("dtt: ")
+    assert said in first
+    assert first in step.stderr
+    for line in more:
+        assert line.startswith("  where: ") or line in step.stderr
+    assert not Path(slurm["CALLS"]).exists()
+    assert not (dtt.folder / "jobs").exists()

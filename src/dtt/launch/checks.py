@@ -97,10 +97,7 @@ def _open_selection(cfg: RunConfig) -> None:
 
 def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     train = cfg.train
-    weights = cfg.init.source or HF
-    # The config.json of an hf: source was read when the configuration was resolved.
-    if not weights.startswith(HF) and job.newest_checkpoint_name() is None:
-        yield from caught(lambda: store.locate(weights))
+    yield from _init_problems(cfg, job)
     if cfg.data.reads_text:
         yield from caught(partial(_open_selection, cfg))
         return
@@ -137,11 +134,25 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
         yield from caught(lambda: _check_same_data(keys, job))
 
 
+def _init_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
+    weights = cfg.init.source or HF
+    # The config.json of an hf: source was read when the configuration was resolved.
+    if not weights.startswith(HF) and job.newest_checkpoint_name() is None:
+        yield from caught(lambda: store.locate(weights))
+
+
 def problems_before_data(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     """Yield the problems of a training that are known before its token files exist."""
+    yield from _init_problems(cfg, job)
     if isinstance(cfg.tokenizer, TrainedTokenizerConfig):
         size = cfg.tokenizer.vocab_size
         yield from caught(lambda: _check_model(cfg, size, job))
+        yield from caught(lambda: _check_mesh(cfg, size))
+    elif cfg.reads_corpus:
+        from dtt.data.text.tokenizer import find_tokenizer, is_hub_id  # training needs none
+
+        if not is_hub_id(cfg.tokenizer.path):  # the step itself fetches one
+            yield from caught(partial(find_tokenizer, cfg.tokenizer))
     if cfg.eval.tasks:
         from dtt.evaluate.tasks.definition import load_tasks  # most runs evaluate no tasks
 

@@ -356,6 +356,8 @@ def known_problems(submission: Submission) -> Iterator[DttError]:
     """
     one = [(submission.job, submission.config)]
     for job, cfg in [(s.job, s.config) for s in submission.stages] or one:
+        if submission.stages and job != submission.stages[0].job:
+            cfg = cfg.model_copy(update={"init": InitConfig()})  # of a stage that is not done
         yield from checks.problems_before_data(cfg, job)
         yield from checks.batch_problems("train", cfg, job)
     yield from checks.launch_problems("train", submission.config)

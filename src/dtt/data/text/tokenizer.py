@@ -87,7 +87,7 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
         path /= "tokenizer.json"
     if path.is_file():
         return path
-    if not folder and HUB_ID.fullmatch(cfg.path) and not cfg.path.endswith(".json"):
+    if not folder and is_hub_id(cfg.path):
         from dtt.data.corpus.hub import fetch_tokenizer  # slow to import
 
         return fetch_tokenizer(cfg.path, cfg.revision)
@@ -103,6 +103,11 @@ def find_tokenizer(cfg: GivenTokenizerConfig) -> Path:
         else "specify a tokenizer.json, a folder that contains one, or a model on the Hub as "
         "ORG/NAME (without the hf: of init.from)",
     )
+
+
+def is_hub_id(path: str) -> bool:
+    """Return True if a path that does not exist is the id of a model on the Hub."""
+    return HUB_ID.fullmatch(path) is not None and not path.endswith(".json")
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
