@@ -11,9 +11,10 @@ import pytest
 import torch
 from support.tiny_job import make_tokenizer
 
-from dtt.base.errors import DttError
+from dtt.base.errors import ConfigError, DttError
 from dtt.model.architecture import BuiltArchitecture
 from dtt.model.library.family import TransformersFamily
+from dtt.train.contract_check import check_gradients
 from dtt.verify import folder
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/library_models.py"
@@ -52,6 +53,18 @@ def test_a_class_of_each_kind_works(kind: str, limits: set[str]) -> None:
     assert {name for name, one in found.items() if one.verdict == "limit"} == limits
     assert [one for one in found.values() if one.verdict == "fails"] == []
     assert "not checked" not in found["gradients"].detail
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "jamba", "mixtral", "phi"])
+def test_a_parameter_that_nothing_uses_is_found_without_values(kind: str) -> None:
+    """In mixtures, too, whose loop over experts needs values."""
+    section = TransformersFamily(config=library_models.tiny(kind))
+    arch = BuiltArchitecture(section=section, vocab_size=256, max_seq_len=24)
+    assert check_gradients(arch).startswith("each of")
+    idle = torch.nn.Parameter(torch.empty(3, device="meta"))
+    arch.skeleton.blocks()[1].register_parameter("idle", idle)
+    with pytest.raises(ConfigError, match=r"1 parameters get no gradient, such as .*\.1\.idle"):
+        check_gradients(arch)
 
 
 def test_a_head_that_computes_something_else_is_found() -> None:

@@ -7,6 +7,7 @@ of keys and values, K their width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Literal, Self
 
 import torch
@@ -110,6 +111,10 @@ class Model(nn.Module):
     def notes(self) -> Iterator[str]:
         """Yield what the log should say of the model at the start of a run."""
         return iter(())
+
+    def without_values(self) -> Self:
+        """Return a copy on the meta device, whose passes give shapes and take no time."""
+        return deepcopy(self).to("meta")
 
     def active_share(self) -> float:
         """Return the share of stacks of matrices, [experts, out, in], that computes a token."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ def check_gradients(
 
 def _on_meta(arch: BuiltArchitecture, adapted: Model | None) -> Model:
     """Return the model without values, with an adapter where `adapted` has one."""
-    model: Model = deepcopy(arch.skeleton).to("meta")
+    model: Model = arch.skeleton.without_values()
     for name, layer in [] if adapted is None else adapted.named_modules():
         if isinstance(layer, LoraLinear):
             base, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
@@ -111,7 +110,7 @@ def check_adapters_called(model: Model, device: torch.device) -> None:
     """Raise ConfigError if a forward pass does not call an adapted layer; all ranks call this.
 
     Such an adapter learns nothing, and one to start from changes the model only when it is merged.
-    Gradients show it too, but those of mixtures need values, which `check_gradients` does without.
+    Gradients show it too, where an operator needs no values for them.
     """
     adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
     called: set[str] = set()

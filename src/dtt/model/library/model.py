@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from inspect import signature
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -276,6 +276,14 @@ class LibraryModel(Model):
         named = {k: v for k, v in config.items() if "drop" in k and isinstance(v, float) and v}
         for key, value in named.items():
             yield f"dropout: model.config.{key} is {value}; 0.0 turns it off"
+
+    def without_values(self) -> Self:
+        """Return a copy on the meta device, whose experts compute shapes without values."""
+        copy = super().without_values()
+        # The loop over experts asks which of them have tokens. This one copies the weights of the
+        # experts for each token, which costs nothing here.
+        copy.library.set_experts_implementation("batched_mm")
+        return copy
 
     def active_share(self) -> float:
         """Return the share of the experts that computes a token; 1.0 without experts."""
