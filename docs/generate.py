@@ -260,6 +260,22 @@ A number is the reason below, `or` means that both are values of one key, and âœ
 refuses the pair. That it computes what one process computes is another question, which
 [`dtt verify`](verify.md) answers for any configuration.
 """
+VERSIONS = """\
+## Versions
+
+dtt allows Python from 3.11, torch 2.11 to 2.13 and transformers from 5.14. What was run with what:
+
+| what | Python | torch | transformers |
+| --- | --- | --- | --- |
+| all tests (`bash .ci/run`), for each change | 3.11 | 2.13, CPU | 5.24 |
+| tests of model, parallel, optim and train, compiled too, each night | 3.11 | 2.11, CPU | newest |
+| tests marked `gpu`, and `benchmarks/gpu_session.py`, on one H200 | 3.12 | 2.11, CUDA 13.0 | 5.17 |
+| wheel in an empty environment, and the quickstart with its verified export, 2026-11-29 | 3.12, 3.13 | 2.13, CUDA 13.0, on a CPU | 5.24 |
+| `tests/hf/test_weights.py`, `test_write_folder.py` and `test_export.py`, 2026-11-29 | 3.11 | 2.13, CPU | 5.14 |
+
+With transformers 5.9, those of OLMo 3 with YaRN fail; releases between it and 5.14 were not run.
+Python 3.14 and torch 2.14 and newer have not been run.
+"""  # noqa: E501
 BASE = (
     "optim.type=adamw", "train.seq_len=2048", "train.global_batch_tokens=131072",
     "train.micro_batch=1", "parallel.replicate=1", "parallel.shard=-1",
@@ -324,6 +340,7 @@ def matrix_page() -> str:
         f"| | {' | '.join(ACROSS)} |", f"| --- |{' --- |' * len(ACROSS)}", *rows, "",
         "## Why a pair is refused", "", "The messages are those of dtt.", "",
         *(f"{number}. {_text(why)}" for why, number in reasons.items()), "",
+        VERSIONS,
         "## The features", "", "| feature | keys |", "| --- | --- |",
         *(row if len(row) < LONGEST_CELL else f"{row[:150]}â€¦ |" for row in keys), "",
     ])  # fmt: skip

@@ -85,6 +85,8 @@ ENTRIES: Mapping[str, Mapping[str, Values]] = {
     },
 }
 """Required entries of `rope_parameters` for each type of scaling."""
+UNUSED = (("rope_type", "default"), ("rope_theta", None))
+"""Entries of Gemma 3's rope_parameters that say nothing."""
 OPTIONAL: Mapping[str, Mapping[str, Values]] = {
     "yarn": {
         "beta_fast": optional(NUMBER),
@@ -144,6 +146,8 @@ def by_layer_type(
     that of a file without one. Raises InputError if these layers have a scaling.
     """
     ropes = config.get("rope_parameters") or {}
+    if ropes.keys() & {LOCAL, FULL}:  # beside them, transformers 5.14 writes what it never reads
+        ropes = {key: value for key, value in ropes.items() if (key, value) not in UNUSED}
     if not ropes.keys() <= {LOCAL, FULL} or not all(isinstance(r, dict) for r in ropes.values()):
         raise unsupported(
             config,
