@@ -66,7 +66,7 @@ def sealed(job: JobDir) -> dict[str, int]:
 
 
 def links(job: JobDir) -> list[Path]:
-    return list(job.evals.glob("*/checkpoint-*"))
+    return list(job.evals.glob("*/checkpoint"))
 
 
 def test_each_checkpoint_of_an_ended_job_is_evaluated_once(dtt: Dtt, job: JobDir) -> None:
@@ -108,11 +108,11 @@ def test_what_appears_and_is_deleted_while_another_is_evaluated_is_not_lost(
 def test_a_job_has_one_watch_and_the_next_one_continues(dtt: Dtt, job: JobDir) -> None:
     with exclusive(job.evals, "a watch", name=".watch.lock"):
         assert "jobs/tiny/evals is in use" in watch(dtt, expect=78).stderr
-    step_5(job, key="other").protect()
+    step_5(job).protect()
     shutil.rmtree(store.folder_of(job.checkpoints, 5))
     watch(dtt)
     assert sealed(job) == {"step-000005": 1, "step-000010": 1}
-    assert [link.name for link in links(job)] == ["checkpoint-other"]  # its tasks are others
+    assert links(job) == []
 
 
 def test_the_stages_of_a_job_that_have_tasks_are_watched_in_turn(dtt: Dtt, job: JobDir) -> None:
@@ -222,9 +222,8 @@ class Unsealed:
         return None
 
 
-def step_5(job: JobDir, key: str = "00000000", batch: int = 8192) -> EvaluatedStep:
-    options = {"key": key, "batch_tokens": batch}
-    return EvaluatedStep(job, 5, lambda _: [Unsealed()], options)  # type: ignore[list-item]
+def step_5(job: JobDir, key: str = "00000000") -> EvaluatedStep:
+    return EvaluatedStep(job, 5, lambda _: [Unsealed()], key)  # type: ignore[list-item]
 
 
 def test_how_an_evaluation_ended_follows_from_the_files(job: JobDir) -> None:
@@ -239,7 +238,6 @@ def test_how_an_evaluation_ended_follows_from_the_files(job: JobDir) -> None:
         one.record_failure(next(iter(one._weights())), ValueError("no"))
     assert one.ended() is EvalState.FAILED
     # A failure does not count with other options.
-    assert step_5(job, batch=1024).ended() is None
     assert step_5(job, key="other").ended() is None
     one.release()
     assert one.ended() is EvalState.FAILED
@@ -259,7 +257,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_linked_leaves_no_empty_folder(
 class Scripted(Watch):
     """A watch in this process; a step is done once `evaluate` has returned for it."""
 
-    options: ClassVar[dict[str, Any]] = {"key": "0", "batch_tokens": 1}  # type: ignore[misc]
+    key: ClassVar[str] = "0"  # type: ignore[misc]
 
     def __init__(
         self, job: JobDir, evaluate: Callable[[int, Path], object], stop: bool = False
@@ -272,7 +270,7 @@ class Scripted(Watch):
         self.done.add(step)
 
     def open(self, step: int) -> EvaluatedStep:
-        return EvaluatedStep(self.job, step, lambda _: self.files(step), self.options)
+        return EvaluatedStep(self.job, step, lambda _: self.files(step), self.key)
 
     def files(self, step: int) -> Any:
         return [] if step in self.done else [Unsealed()]

@@ -3,11 +3,9 @@
     evals/.watch.lock                               locked by the one watch of the job
     evals/step-000500/hellaswag-0123456789ab.jsonl  results; complete once they are sealed
     evals/step-000500/failures.jsonl                a line for each evaluation that failed, and why
-    evals/step-000500/checkpoint-KEY/step-000500/   hard links of the checkpoint while it waits
+    evals/step-000500/checkpoint/step-000500/       hard links of the checkpoint while it waits
 
-KEY stands for the tasks and the options: the next watch, of other tasks, does not delete the links
-that an interrupted one needs again. `failures.jsonl` may be deleted: the evaluation is then
-repeated.
+`failures.jsonl` may be deleted: the evaluation is then repeated.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from dtt.evaluate.tasks.result_files import ResultFile
 
 RETRIES = 2
 """Number of times that a failed evaluation is repeated."""
-LINKS = "checkpoint-"
-"""Prefix of the folders with hard links; the rest of the name is the key of the watch."""
+LINKS = "checkpoint"
+"""Name of the folder with hard links."""
 
 
 class EvalState(StrEnum):
@@ -53,9 +51,8 @@ class EvaluatedStep:
     step: int
     files: Callable[[str], Sequence[ResultFile]]
     """Function that returns the result file of each task, for the weights with a hash."""
-    options: dict[str, Any]
-    """What a failure depends on besides the weights: `key`, the hash of what determines results,
-    and `batch_tokens`, which affects whether there is enough memory."""
+    key: str
+    """Hash of what a failure depends on besides the weights: the tasks, and all options."""
 
     @property
     def folder(self) -> Path:
@@ -70,7 +67,7 @@ class EvaluatedStep:
     @property
     def linked(self) -> Path:
         """The hard links of the checkpoint, which retention does not delete."""
-        return store.folder_of(self.folder / f"{LINKS}{self.options['key']}", self.step)
+        return store.folder_of(self.folder / LINKS, self.step)
 
     @property
     def failures_file(self) -> Path:
@@ -79,12 +76,8 @@ class EvaluatedStep:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The folder to evaluate, unverified; None if the checkpoint was deleted.
-
-        The links of a watch of other tasks are used if there is nothing else.
-        """
-        others = sorted(self.folder.glob(f"{LINKS}*/{self.saved.name}"))
-        return next((path for path in (self.linked, self.saved, *others) if path.is_dir()), None)
+        """The folder to evaluate, unverified; None if the checkpoint was deleted."""
+        return next((path for path in (self.linked, self.saved) if path.is_dir()), None)
 
     def ended(self) -> EvalState | None:
         """Return how the evaluation has ended; None if something is left to do."""
@@ -145,11 +138,11 @@ class EvaluatedStep:
 
         With `weights`, return those of the weights with this hash.
         """
-        records = read_records(self.failures_file, {"weights": str, "reason": str, "code": int})
+        fields = {"weights": str, "key": str, "reason": str, "code": int}
         return [
             record
-            for record in records
-            if weights in (None, record["weights"]) and self.options.items() <= record.items()
+            for record in read_records(self.failures_file, fields)
+            if weights in (None, record["weights"]) and record["key"] == self.key
         ]
 
     def record_failure(self, weights: str, error: Exception) -> None:
@@ -157,8 +150,8 @@ class EvaluatedStep:
         known = isinstance(error, DttError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         code = error.exit_code if isinstance(error, DttError) else ExitCode.BUG
-        what = {"weights": weights, **self.options}
-        record = {"time": round(time.time()), **what, "code": code, "reason": reason}
+        what = {"weights": weights, "key": self.key, "code": code, "reason": reason}
+        record = {"time": round(time.time()), **what}
         append(self.failures_file, json.dumps(record) + "\n")
 
 

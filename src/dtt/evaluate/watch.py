@@ -1,14 +1,12 @@
 """`dtt eval JOB --watch`: evaluate every checkpoint of a job as it appears.
 
-A job has one watch at a time, which holds a lock. A thread looks for new checkpoints every
-second, also during an evaluation, and hard-links their files into
-`evals/step-000500/checkpoint-KEY/`. So retention may delete a checkpoint that waits. The links
-are removed when it is done. KEY stands for the tasks and the options: the next watch, of other
-tasks, leaves the links that an interrupted one needs. Errors that concern one checkpoint, such as
-damaged files, are recorded, and the others are evaluated; any other error ends the watch. After
-an error of CUDA other than a lack of memory, every later call may fail, so it is recorded, and
-the watch ends, too. With W&B, the results are a run of its own in the group of the job, plotted
-over tokens, because W&B refuses steps before the newest one of a run.
+A job has one watch at a time, which holds a lock. A thread looks for new checkpoints every second,
+also during an evaluation, and hard-links their files into `evals/step-000500/checkpoint/`. So
+retention may delete a checkpoint that waits. The links are removed when it is done. Errors that
+concern one checkpoint, such as damaged files, are recorded, and the others are evaluated; any other
+error ends the watch. After an error of CUDA other than a lack of memory, every later call may fail,
+so it is recorded, and the watch ends, too. With W&B, the results are a run of its own in the group
+of the job, plotted over tokens, because W&B refuses steps before the newest one of a run.
 """
 
 from __future__ import annotations
@@ -221,7 +219,7 @@ class Watch:
     @contextmanager
     def protecting(self) -> Iterator[None]:
         """Scan for new checkpoints in a thread inside the context."""
-        for folder in self.job.evals.glob(f"step-*/{LINKS}*"):  # of a watch that was interrupted
+        for folder in self.job.evals.glob(f"step-*/{LINKS}"):  # of a watch that was interrupted
             for step in store.steps(folder):
                 self._seen[step], self.waiting[step] = 0, self.open(step)
         over = threading.Event()
@@ -297,22 +295,23 @@ class Watch:
             model = checkpoint_model(self.job, step, ema=self.ema)
             return self.evaluation.files(replace(model, identity=lambda: weights))
 
-        return EvaluatedStep(self.job, step, files, self.options)
+        return EvaluatedStep(self.job, step, files, self.key)
 
     @cached_property
-    def options(self) -> dict[str, Any]:
-        """The options that tell failures and links of one watch from those of others."""
+    def key(self) -> str:
+        """The hash that tells failures of one watch from those of others."""
         cfg, chat = self.evaluation.cfg, self.evaluation.chat
         what = {
             "tasks": [
                 [data.task.name, data.task.identity(), data.sha256, data.shots]
                 for data in self.evaluation.tasks
             ],
-            **cfg.model_dump(mode="json", include={"limit", "bos", "keep_samples"}),
+            # Also the tokens of a batch: with fewer, there may be enough memory.
+            **cfg.model_dump(mode="json", include={"limit", "bos", "keep_samples", "batch_tokens"}),
             "chat": None if chat is None else chat.facts.model_dump(),
             "ema": self.ema,
         }
-        return {"key": fingerprint(what)[:8], "batch_tokens": cfg.batch_tokens}
+        return fingerprint(what)[:8]
 
     def evaluate_next(self) -> bool:
         """Evaluate one waiting checkpoint; return False if none waits or others evaluate them."""
