@@ -1,4 +1,4 @@
-"""`dtt train` on a machine with several GPUs starts a process on each, and says so."""
+"""`dtt train` and `dtt eval` on a machine with several GPUs start a process on each, and say so."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from dtt.base import local
 from dtt.launch import own_gpus
+from dtt.main import commands
 
 
 @pytest.fixture
@@ -60,11 +61,42 @@ def test_a_process_starts_on_each_gpu_that_is_chosen(
     caplog.set_level("INFO")
     options = "quickstart", arguments, (), None, None, None
     if processes == 1:
-        own_gpus.start(*options)
+        own_gpus.start_training(*options)
         assert started == []
         return
     with pytest.raises(SystemExit) as ended:
-        own_gpus.start(*options)
+        own_gpus.start_training(*options)
     assert ended.value.code == 75
     assert started == [local.torchrun_argv(processes, typed)]
     assert f"a process on each of {processes} GPUs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes"),
+    [
+        (["exports/run", "--tasks", "arc_easy"], 8),
+        (["exports/run", "--harness", "piqa"], 8),
+        (["jobs/run", "--tasks", "arc_easy", "--watch"], 0),  # beside a training
+        (["compare", "jobs/a", "jobs/b", "--tasks", "arc_easy"], 0),
+    ],
+)
+def test_an_evaluation_takes_all_gpus(
+    started: list[list[str]], arguments: list[str], processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["dtt", "eval", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        commands("eval")(["eval", *arguments], prog_name="dtt")
+    if processes:
+        assert ended.value.code == 75
+        assert started == [local.torchrun_argv(processes, ["eval", *arguments])]
+    else:
+        assert ended.value.code == 66  # there is no such job
+        assert started == []
+
+
+def test_one_gpu_needs_no_other_process(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    own_gpus.start_evaluation()
+    assert started == []

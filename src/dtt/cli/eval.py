@@ -12,7 +12,7 @@ from dtt.cli.options import Ema, Json, argument, option
 @cli.command(
     "dtt eval jobs/run --tasks hellaswag,lambada_openai",
     "dtt eval jobs/run --step all --tasks arc_easy eval.limit=500",
-    "torchrun --nproc_per_node 8 -m dtt.main eval exports/run --tasks arc_easy --json",
+    "CUDA_VISIBLE_DEVICES=0 dtt eval exports/run --tasks arc_easy   # one GPU; else all",
     "dtt eval compare jobs/run@500 jobs/run@1000               # paired differences",
     "dtt eval jobs/run --tasks arc_easy --watch                # while it trains",
     kept="the finished results are kept; run the same command to continue",
@@ -60,12 +60,16 @@ def eval_(
     """
     from dtt.evaluate import run as evaluation
     from dtt.evaluate import watch as eval_watch
+    from dtt.launch import own_gpus
 
     if watch and harness:
         raise ConfigError("--watch evaluates tasks of dtt only", next="omit --harness")
     sources, keys = evaluation.with_keys(arguments, _names(tasks))
     if harness:
         keys["harness"] = _names(harness)
+    if not watch and sources[:1] != ["compare"]:
+        # A watch runs beside a training, which has the other GPUs.
+        own_gpus.start_evaluation()
     start = eval_watch.run if watch else evaluation.run
     start(sources, step=step, ema=ema, chat=chat, as_json=json, **keys)
 

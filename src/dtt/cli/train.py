@@ -51,5 +51,5 @@ def train(
     from dtt.train import run as train
 
     options = config, job_or_overrides or [], allow_change or [], from_step, branch
-    own_gpus.start(*options, stage)
+    own_gpus.start_training(*options, stage)
     train.run(*options, stage=stage, as_json=json)

@@ -1,4 +1,4 @@
-"""`dtt train` on a machine with several GPUs: the processes that a pipeline would start."""
+"""`dtt train` and `dtt eval` on a machine with several GPUs: a process on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtt.base.log import log
 from dtt.base.ranks import Ranks
 
 
-def start(
+def start_training(
     config: str | None,
     arguments: Sequence[str],
     allow_change: Sequence[str],
@@ -27,7 +27,7 @@ def start(
     Returns in a process of a launcher or of a Slurm job, with one GPU, and for a command that
     `dtt train` itself refuses.
     """
-    if Ranks.detect().launcher != "alone" or "SLURM_JOB_ID" in os.environ or not _has_gpus():
+    if not _alone_with_gpus():
         return
     from dtt.jobs import branch
     from dtt.launch.pipeline import reported_code, train_processes
@@ -47,14 +47,38 @@ def start(
     processes = train_processes(resolved.config)
     if processes == 1:
         return
-    argv = local.torchrun_argv(processes, sys.argv[1:])
-    log.info(
-        "starting a process on each of %d GPUs (launch.gpus_per_node=1, or CUDA_VISIBLE_DEVICES, "
-        "takes fewer): %s", processes, local.shell_command(argv),
-    )  # fmt: skip
     before = job.attempt()
-    code = local.run(argv)
+    code = _run(processes, "launch.gpus_per_node=1, or CUDA_VISIBLE_DEVICES, takes fewer")
     sys.exit(reported_code(code, job, started=job.attempt() > before)[0])
+
+
+def start_evaluation() -> None:
+    """Run this command in one process per GPU and exit with its code, if that is more than one.
+
+    Returns in a process of a launcher or of a Slurm job, and with one GPU.
+    """
+    if not _alone_with_gpus():
+        return
+    import torch
+
+    processes = torch.cuda.device_count()
+    if processes > 1:
+        # torchrun exits with 1 for every failure; its cause is in the lines above.
+        sys.exit(_run(processes, "CUDA_VISIBLE_DEVICES takes fewer"))
+
+
+def _run(processes: int, fewer: str) -> int:
+    """Run the command that was typed under torchrun, and return the exit code of torchrun."""
+    argv = local.torchrun_argv(processes, sys.argv[1:])
+    shown = local.shell_command(argv)
+    log.info("starting a process on each of %d GPUs (%s): %s", processes, fewer, shown)
+    return local.run(argv)
+
+
+def _alone_with_gpus() -> bool:
+    """Return True outside of a launcher and of Slurm, on a machine that may have GPUs."""
+    alone = Ranks.detect().launcher == "alone" and "SLURM_JOB_ID" not in os.environ
+    return alone and _has_gpus()
 
 
 def _has_gpus() -> bool:
