@@ -43,22 +43,15 @@ class Ranks:
         def number(name: str, default: int = 0) -> int:
             return int(env.get(name, default))
 
+        def of(launcher: Launcher, *names: str) -> Ranks:
+            rank, size, local_rank, local_size = map(number, names, (0, 1, 0, 1))
+            return Ranks(rank, size, local_rank, local_size, launcher)
+
         if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
-            return cls(
-                number("RANK"),
-                number("WORLD_SIZE", 1),
-                number("LOCAL_RANK"),
-                number("LOCAL_WORLD_SIZE", 1),
-                "torchrun",
-            )
+            return of("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "OMPI_COMM_WORLD_RANK" in env:
-            return cls(
-                number("OMPI_COMM_WORLD_RANK"),
-                number("OMPI_COMM_WORLD_SIZE", 1),
-                number("OMPI_COMM_WORLD_LOCAL_RANK"),
-                number("OMPI_COMM_WORLD_LOCAL_SIZE", 1),
-                "openmpi",
-            )
+            names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+            return of("openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in names))
         if "PMI_RANK" in env:
             return cls(
                 number("PMI_RANK"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from dtt.cli.app import cli
 from dtt.cli.options import Config, Json, Overrides, Stage, Trust, argument, option, resolve
@@ -34,7 +34,10 @@ def data_inspect(
     tokenizer: Annotated[
         Path | None, option("tokenizer.json that decodes the ids; default: the one next to them.")
     ] = None,
-    dtype: Annotated[str, option("Type of raw ids: uint16, uint32, int32 or int64.")] = "uint16",
+    dtype: Annotated[
+        Literal["uint16", "uint32", "int32", "int64"],
+        option("Type of raw ids: uint16, uint32, int32 or int64."),
+    ] = "uint16",
     json: Json = False,
 ) -> None:
     """Summarize text or tokens: counts, lengths of documents, samples, anomalies.

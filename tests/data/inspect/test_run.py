@@ -116,7 +116,7 @@ def test_invalid_arguments_are_reported(dtt: Dtt, tokens: Path) -> None:
     assert "there is no nowhere" in dtt("data", "inspect", "nowhere", expect=66).stderr
     stem = tokens / "train-00000"
     assert "no checksums to verify" in dtt("data", "inspect", stem, "--verify", expect=2).stderr
-    assert "uint16 or" in dtt("data", "inspect", stem, "--dtype", "int8", expect=2).stderr
+    assert "'uint16', " in dtt("data", "inspect", stem, "--dtype", "int8", expect=2).stderr
     missing = dtt("data", "inspect", stem, "--tokenizer", "none.json", expect=66).stderr
     assert "none.json" in missing
     assert "no token files" in dtt("data", "mix", "data.tokens=none", expect=66).stderr

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError
@@ -17,7 +17,7 @@ from dtt.base.terminal import Coded, one_line
 from dtt.config.load import resolve as load_config
 from dtt.config.run import RunConfig
 from dtt.config.source import is_config
-from dtt.config.sources import Rows, SourceConfig
+from dtt.config.sources import Rows
 from dtt.data.inspect.conversation_report import BEGIN, END
 from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.mixture_folder import write_mixture
@@ -48,11 +48,6 @@ def inspect(
     If `path` is a configuration, the summary describes the token files of its run, and lists the
     conversations that the run leaves out.
     """
-    known = get_args(SourceConfig.model_fields["dtype"].annotation)
-    if dtype not in known:
-        raise ConfigError(
-            f"--dtype {dtype} is not a type of raw ids", next=f"use {' or '.join(known)}"
-        )
     wishes = InspectOptions(
         samples=samples, everything=everything, hashes=hashes, tokenizer=tokenizer, dtype=dtype
     )
