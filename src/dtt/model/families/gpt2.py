@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
+from dtt.config.init_std import DEFAULT_STD, InitialStd
 from dtt.config.model import ModelConfig, NoRopeScaling
-from dtt.model.architecture import Architecture, fit_context, fit_vocabulary
+from dtt.model.architecture import Architecture
+from dtt.model.families import llama
 from dtt.model.families.base import DecoderFamily, WeightRule, same_name
 from dtt.model.families.hf_config import NUMBER, SHARE, SIZE, Values, only, optional, without_effect
 
 AXES: Mapping[str, Any] = {
+    **llama.AXES,
     "family": "gpt2",
     "norm": "layernorm",
-    "qk_norm": "none",
-    "norm_placement": "pre",
     "position": "learned",
     "rope_theta": ModelConfig().rope_theta,
     "rope_scaling": NoRopeScaling(),
-    "rope_local_theta": None,
-    "partial_rotary_factor": 1.0,
     "mlp": "gelu",
     "bias": "all",
-    "embed_scale": 1.0,
-    "residual_scale": 1.0,
-    "logit_scale": 1.0,
-    "logit_softcap": None,
 }
 
 
 def architecture(cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
     """Resolve the config; the MLP is four times as wide as the model."""
-    return Architecture(
+    return replace(
+        llama.architecture(cfg, tokenizer_size, seq_len),
         **AXES,
-        vocab_size=fit_vocabulary(cfg, tokenizer_size),
-        max_seq_len=fit_context(cfg, seq_len),
-        dim=cfg.dim,
-        n_layers=cfg.n_layers,
-        n_heads=cfg.n_heads,
         n_kv_heads=cfg.n_heads,
-        head_dim=cfg.resolved_head_dim,
         ffn_dim=cfg.ffn_dim or 4 * cfg.dim,
-        norm_eps=cfg.norm_eps,
         rope_layers=(False,) * cfg.n_layers,
-        windows=(None,) * cfg.n_layers,
-        attn_scale=cfg.resolved_head_dim**-0.5,
         tie_embeddings=cfg.tie_embeddings is not False,
-        init_std=parse_std(cfg.init_std),
-        dropout=cfg.dropout,
     )
 
 
