@@ -30,6 +30,11 @@ from dtt.model.output import Output
 from dtt.train.warm_start import take_base
 
 MOE_OF_64 = {"moe_intermediate_size": 64}
+JAMBA = {
+    "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 64,
+    "mamba_d_state": 8,
+}  # fmt: skip
+"""It multiplies with the weight of `dt_proj` itself."""
 
 
 @pytest.fixture(scope="module", params=TYPES)
@@ -45,7 +50,9 @@ def test_logits_are_those_of_the_library(model: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "more"), [("lfm2", {}), ("glm4_moe", MOE_OF_64)])
+@pytest.mark.parametrize(
+    ("kind", "more"), [("lfm2", {}), ("glm4_moe", MOE_OF_64), ("jamba", JAMBA)]
+)
 def test_a_base_in_4_bits_computes_with_the_rounded_weights(
     kind: str, more: dict[str, int]
 ) -> None:

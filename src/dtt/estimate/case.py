@@ -27,7 +27,7 @@ from dtt.model.contract import Model
 from dtt.model.decoder import make_model, params_of
 from dtt.model.lora import LORA_A, LORA_B, attach
 from dtt.model.mesh_divisibility import check_layout
-from dtt.model.nf4 import BLOCK, SCALES_OF
+from dtt.model.nf4 import BLOCK, CODES_OF, SCALES_OF
 from dtt.model.scaling import scaled
 from dtt.optim import built, groups
 from dtt.optim.adamw import AdamWConfig
@@ -253,12 +253,12 @@ class Case:
             if name.endswith(SCALES_OF):
                 continue
             shape, itemsize = param.layout.shape, float(param.tensor.element_size())
-            if not param.tensor.is_floating_point():
+            if name.endswith(CODES_OF):
                 shape, itemsize = (shape[0], 2 * shape[1]), 1 / 2 + 1 / BLOCK
             of_weight = treated.get(name)
             found.append(
                 Weight(
-                    names[name],
+                    names[name].replace(CODES_OF, ".weight"),
                     shape,
                     of_weight.optimizer if of_weight else OWN if name in trained else "",
                     None if of_weight is None else of_weight.split,

@@ -107,17 +107,18 @@ def initialize_built(model: Model, arch: BuiltArchitecture, seed: int) -> None:
         for name, module in unit.items():
             for inner, values in module.named_parameters(recurse=False):
                 whole_name = f"{name}.{inner}" if name else inner
-                parameter = ours[whole_name]
+                parameter = ours.get(whole_name)
+                if parameter is None or not parameter.requires_grad:
+                    continue  # frozen, perhaps in 4 bits under other names
                 # A family that forgets one would train whatever the memory held.
-                if parameter.requires_grad and values.isnan().any():
+                if values.isnan().any():
                     raise ConfigError(
                         f"the model gives no initial values to {whole_name}",
                         where=f"model.family={arch.family}",
                         why="`init_weights` leaves it as it is",
                         next="a model of your own sets it there",
                     )
-                if parameter.requires_grad:
-                    fill(parameter, values)
+                fill(parameter, values)
             # Their memory is freed before that of the next block is taken.
             module.to_empty(device="meta", recurse=False)
     for name, parameter in model.named_parameters():

@@ -20,8 +20,8 @@ from dtt.model.linear import Linear
 
 BLOCK, SCALES = 64, 256
 """Weights of a block, which have one scale, and scales that are quantised together."""
-SCALES_OF = ".nf4_scales"
-"""End of the name of a parameter that belongs to a quantised weight."""
+CODES_OF, SCALES_OF = ".nf4_codes", ".nf4_scales"
+"""Ends of the names of the parameters that hold a quantised weight."""
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -132,6 +132,11 @@ class FrozenLinear(Linear):
 class Nf4Linear(FrozenLinear):
     """A frozen linear layer whose weight is quantised when it is read: [..., D] → [..., F]."""
 
+    factors: Tensor
+    mean: Tensor
+    pairs: Tensor
+    levels: Tensor
+
     def __init__(self, base: nn.Linear) -> None:
         """Take over the bias of `base`, and its weight without the values."""
         super().__init__(base)
@@ -139,7 +144,8 @@ class Nf4Linear(FrozenLinear):
         self.dtype, shape = base.weight.dtype, (rows, columns // BLOCK)
         empty = partial(torch.empty, device=base.weight.device, dtype=torch.uint8)
         # FSDP2 shards and gathers bytes as other parameters, and casts none of them.
-        self.weight = _frozen(empty(rows, columns // 2))
+        del self._parameters["weight"]
+        self.nf4_codes = _frozen(empty(rows, columns // 2))
         self.nf4_scales = _frozen(empty(shape))
         # Whole on each rank: 256 blocks need not end with a row. They take 1/2,300 of the memory.
         groups = -(-shape[0] * shape[1] // SCALES)
@@ -153,11 +159,21 @@ class Nf4Linear(FrozenLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return W x + b in the dtype that `base` had."""
-        buffers = (self.factors, self.mean, self.pairs, self.levels)
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x.to(self.dtype), self.bias, self.weight, self.nf4_scales, *buffers
+            x.to(self.dtype), self.bias, *self._parts()
         )
         return product
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight in the dtype that `base` had, for models that multiply with it themselves."""
+        # As Mamba and Jamba do with `dt_proj`. Autograd then keeps it for the backward pass.
+        *matrix, pairs, levels = self._parts()
+        return dequantize(Quantized(*matrix), pairs, levels, self.dtype)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        buffers = (self.factors, self.mean, self.pairs, self.levels)
+        return self.nf4_codes, self.nf4_scales, *buffers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -169,11 +185,12 @@ class Nf4Linear(FrozenLinear):
         """Quantise `full`, and keep this rank's rows."""
         # All of it on each rank, as the mean is that of all scales: one matrix at a time.
         matrix = quantize(full[()])
-        for parameter, values in ((self.weight, matrix.codes), (self.nf4_scales, matrix.scales)):
+        ours = self.nf4_codes, self.nf4_scales
+        for parameter, values in zip(ours, (matrix.codes, matrix.scales), strict=True):
             part = local_shard(parameter)
             part.local.copy_(values[part.box.slices])
-        self.get_buffer("factors").copy_(matrix.factors)
-        self.get_buffer("mean").copy_(matrix.mean)
+        self.factors.copy_(matrix.factors)
+        self.mean.copy_(matrix.mean)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -185,7 +202,7 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor | Nf4Linear]:
     found: dict[str, Tensor | Nf4Linear] = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and not name.endswith(SCALES_OF)
+        if not parameter.requires_grad and not name.endswith((CODES_OF, SCALES_OF))
     }
     layers = model.named_modules()
     return found | {f"{n}.weight": layer for n, layer in layers if isinstance(layer, Nf4Linear)}
