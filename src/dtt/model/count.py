@@ -31,13 +31,16 @@ def active_parameters(arch: AnyArchitecture) -> int:
     return parameters(arch) - mixtures * idle * 3 * arch.dim * arch.mixture.ffn_dim
 
 
-def flops_per_token(arch: AnyArchitecture, seq_len: int, *, adapter: int = 0) -> int:
+def flops_per_token(
+    arch: AnyArchitecture, seq_len: int, *, causal: bool = False, adapter: int = 0
+) -> int:
     """Return the FLOPs of the forward and backward pass per trained token, for MFU.
 
     6 per parameter in a matrix multiplication (the head is one, the input embedding is none) plus
     12 * (n_heads * head_dim) * seq_len for the attention of each layer. The causal mask does not
     halve this: the count is torchtitan's, after PaLM (Chowdhery et al., 2022), appendix B. Unlike
-    torchtitan, a layer with a sliding window w counts min(w, seq_len) tokens. With an `adapter` of
+    torchtitan, a layer with a sliding window w counts min(w, seq_len) tokens. With `causal`, only
+    visible tokens count: w - w^2 / (2 * seq_len) instead of w on average. With an `adapter` of
     this many weights, the others are frozen, and have 4 FLOPs, without that of their gradient.
     """
     if isinstance(arch, BuiltArchitecture):
@@ -48,7 +51,8 @@ def flops_per_token(arch: AnyArchitecture, seq_len: int, *, adapter: int = 0) ->
         active_weights(layer_shapes(arch, i).values(), per_token) for i in range(arch.n_layers)
     )
     matmul_weights += arch.vocab_size * arch.dim
-    attended = sum(min(window or seq_len, seq_len) for window in arch.windows)
+    widths = [min(window or seq_len, seq_len) for window in arch.windows]
+    attended = sum(w - w * w // (2 * seq_len) if causal else w for w in widths)
     per_weight = 4 if adapter else 6
     return per_weight * matmul_weights + 6 * adapter + 12 * arch.n_heads * arch.head_dim * attended
 
