@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.library_types import HEADS, JOINED, SIZES, TYPES, built, exact, ids, initialized
 
 from dtt.base.errors import DttError
@@ -162,6 +163,43 @@ def test_three_steps_are_those_of_a_plain_loop(model: Any, *, separate: bool) ->
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(before[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "factor", "cap"),
+    [
+        ("lfm2", {}, 1.0, None),
+        ("cohere2", {"logit_scale": 0.25}, 0.25, None),
+        ("granite", {"logits_scaling": 8.0}, 0.125, None),
+        ("gemma2", {"final_logit_softcapping": 2.0}, 1.0, 2.0),
+    ],
+)
+def test_training_has_the_factor_and_the_cap_of_the_logits(
+    kind: str, more: dict[str, float], factor: float, cap: float | None
+) -> None:
+    """And no others: without both, logits are the product of hidden states and head."""
+    model = initialized(built(kind, **more), torch.float64)
+    with torch.no_grad():
+        model.head_weight().mul_(20)  # else a cap would change little
+    tokens, targets = ids(2, 16), ids(3, 2, 16)[2]
+    product = model.body(input_ids=tokens, use_cache=False).last_hidden_state
+    product = product @ model.head_weight().T
+    expected = product * factor
+    if cap is not None:
+        expected = cap * torch.tanh(expected / cap)
+        assert float(product.detach().abs().max()) > cap
+    loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
+    output = model(tokens, targets)
+    exactly: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}
+    torch.testing.assert_close(output.loss / targets.numel(), loss, **exactly)
+    torch.testing.assert_close(model(tokens), expected, **exactly)
+    named = [p for p in model.parameters() if p.requires_grad]
+    both = [
+        torch.autograd.grad(one, named, allow_unused=True)
+        for one in (output.loss / targets.numel(), loss)
+    ]
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, **exactly)
 
 
 def test_initial_values_follow_from_the_seed_and_the_name_alone() -> None:
