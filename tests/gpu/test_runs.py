@@ -59,15 +59,18 @@ def test_a_gpu_measures_no_more_than_its_data_sheet_says() -> None:
     assert peak is None or 0.3 * peak < measured < peak
 
 
-def test_the_plan_of_a_gpu_is_near_what_it_measures(dtt: Dtt) -> None:
-    said = dtt(
-        "plan", "-c", "models/gpt2-124m", "train.seq_len=1024", "train.micro_batch=8",
-        "train.global_batch_tokens=8192", "launch.gpus_per_node=1", "--probe", "--json",
+def test_the_plan_of_a_gpu_is_near_what_a_step_takes(dtt: Dtt, tmp_path: Path) -> None:
+    keys = (
+        "-c", "models/gpt2-124m", "name=planned", "data.type=synthetic", "train.seq_len=1024",
+        "train.micro_batch=8", "train.global_batch_tokens=8192", "launch.gpus_per_node=1",
+        "train.steps=3", "schedule.warmup=0", "train.log_every=1",
     )  # fmt: skip
-    facts = json.loads(said.stdout)
-    parts = facts["memory"]
-    planned_bytes = facts["memory_peak"] - parts["framework"] - parts["batches"]
-    assert planned_bytes == pytest.approx(facts["probe"]["memory"], rel=0.15)
+    facts = json.loads(dtt("plan", *keys, "--json").stdout)
+    dtt("train", *keys)
+    lines = (tmp_path / "jobs/planned/metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record["kind"] == "perf"]
+    planned_bytes = facts["memory_peak"] - facts["memory"]["framework"]
+    assert planned_bytes == pytest.approx(steps[-1]["memory_steady_gb"] * 1e9, rel=0.15)
 
 
 def test_time_is_the_devices() -> None:
