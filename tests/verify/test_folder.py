@@ -17,16 +17,16 @@ from dtt.model.library.family import TransformersFamily
 from dtt.train.contract_check import check_gradients
 from dtt.verify import folder
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/library_models.py"
-spec = importlib.util.spec_from_file_location("library_models", SCRIPT)
+SCRIPT = Path(__file__).parents[2] / "benchmarks/small_models.py"
+spec = importlib.util.spec_from_file_location("small_models", SCRIPT)
 assert spec is not None
 assert spec.loader is not None
-library_models = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(library_models)
+small_models = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(small_models)
 
 
 def model_of(kind: str) -> Any:
-    section = TransformersFamily(config=library_models.tiny(kind))
+    section = TransformersFamily(config=small_models.tiny(kind))
     return folder.initialized(BuiltArchitecture(section=section, vocab_size=256, max_seq_len=24))
 
 
@@ -58,7 +58,7 @@ def test_a_class_of_each_kind_works(kind: str, limits: set[str]) -> None:
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "jamba", "mixtral", "phi"])
 def test_a_parameter_that_nothing_uses_is_found_without_values(kind: str) -> None:
     """In mixtures, too, whose loop over experts needs values."""
-    section = TransformersFamily(config=library_models.tiny(kind))
+    section = TransformersFamily(config=small_models.tiny(kind))
     arch = BuiltArchitecture(section=section, vocab_size=256, max_seq_len=24)
     assert check_gradients(arch).startswith("each of")
     idle = torch.nn.Parameter(torch.empty(3, device="meta"))
@@ -88,7 +88,7 @@ def test_a_folder_without_weights_gets_initial_values(
     """Also a type that dtt has a family for: then the weights are those of its export."""
     from transformers import AutoConfig
 
-    AutoConfig.for_model(**library_models.tiny(kind), vocab_size=256).save_pretrained(tmp_path)
+    AutoConfig.for_model(**small_models.tiny(kind), vocab_size=256).save_pretrained(tmp_path)
     folder.run(str(tmp_path), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["verified"]
