@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.multimodal_folders import write_multimodal
 from support.tiny_job import make_tokenizer
 
 from dtt.base.errors import ConfigError, DttError
@@ -101,6 +102,17 @@ def test_a_folder_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi4_multimodal"}))
     with pytest.raises(DttError, match="it has parts: audio_config, vision_config"):
         folder.run(str(tmp_path), as_json=False)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "llama4", "mistral3", "qwen3_5"])
+def test_the_text_model_of_a_multimodal_folder_works(kind: str, tmp_path: Path) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    write_multimodal(kind, tmp_path / "whole", tmp_path / "tokenizer.json")
+    model, theirs, origin = folder.models(tmp_path / "whole")
+    assert origin == "weights of the folder"
+    found = {check.name: check.verdict for check in folder.checks(model, theirs)}
+    limited = {"documents"} if kind == "qwen3_5" else set()
+    assert {name for name, verdict in found.items() if verdict != "works"} == limited
 
 
 def test_a_parameter_without_initial_values_is_found() -> None:
