@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,30 @@ DATA = (
 def states(dtt: Dtt) -> list[str]:
     said = dtt("job", "status", "jobs/t-pipeline", "--json").stdout
     return [step["state"] for step in json.loads(said)["steps"]]
+
+
+def reach_time_limit(cluster: Any, training: Any) -> None:
+    """Let Slurm find that the time limit is near, while no step is trained: a core may be fast."""
+    pid = training.reported()["heartbeat"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        ran = cluster.run("squeue", "-h", "-j", training.id, "-o", "%M")
+        minutes = int(ran.split(":")[-2]) + 2  # one or two from now: it is to save 120 s before
+        cluster.run("scontrol", "update", f"jobid={training.id}", f"timelimit={minutes}")
+        cluster.wait_for_file(training.dtt.folder / training.path / "control/stop")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def assert_equal_files(folder: Path, plain: Path, name: str) -> None:
+    """Compare the token files and the export of a chain with those of an undisturbed run."""
+    exported = (f"exports/{name}/*.safetensors", f"exports/{name}/*.json")
+    for pattern in ("data/tokens/**/*.bin", *exported):
+        made = {path.relative_to(plain): path for path in plain.glob(pattern)}
+        assert made
+        for relative, path in made.items():
+            if relative.name != "dtt_export.json":
+                assert (folder / relative).read_bytes() == path.read_bytes(), relative
 
 
 def test_a_chain_survives_a_preemption_a_time_limit_and_a_failing_step(
@@ -51,20 +77,30 @@ def test_a_chain_survives_a_preemption_a_time_limit_and_a_failing_step(
     cluster.wait_for_file(dtt.folder / "began")
     assert states(dtt) == ["done", "running", "queued", "queued", "queued"]
     (dtt.folder / "ended").touch()
-    cluster.run("scontrol", "requeue", tokenize)
-    cluster.wait_for_state(tokenize, "PENDING", "CONFIGURING")
-    assert states(dtt)[2:] == ["queued", "queued", "queued"]
+    urgent = cluster.run(
+        "sbatch", "--parsable", "-p", "debug", "-N2", "--exclusive", "-o", "/dev/null",
+        "--wrap", "sleep 5",
+    )  # fmt: skip
+    cluster.wait_for_state(urgent, "RUNNING", "COMPLETED")
+    waiting = states(dtt)
+    assert waiting.pop(1) in ("preempted", "queued")  # it was preempted before dtt itself started
+    assert waiting == ["done", "queued", "queued", "queued"]
     cluster.wait_for_state(tokenize, "COMPLETED")
+    assert cluster.field(tokenize, "Restarts") == "1"
 
     training = follow("jobs/t", train)
     training.wait_for_step(80)
     cluster.wait_for_state(evaluation, "RUNNING")
     assert states(dtt) == ["done", "done", "running", "running", "queued"]
-    cluster.ask_to_save(train)
-    assert training.exit_record(1)["code"] == 75
+    reach_time_limit(cluster, training)
+    record = training.exit_record(1)
+    assert record["code"] == 75
+    assert "slurm: time limit" in record["reason"]
     cluster.wait_for_state(train, "PENDING", "CONFIGURING")
+    cluster.run("scontrol", "update", f"jobid={train}", "timelimit=60")
     assert states(dtt) == ["done", "done", "queued", "running", "queued"]
     cluster.wait_for_state(train, "COMPLETED")
+    assert cluster.field(train, "Restarts") == "1"
 
     cluster.wait_for_state(export, "FAILED")
     cluster.wait_for_state(evaluation, "COMPLETED")
@@ -81,9 +117,34 @@ def test_a_chain_survives_a_preemption_a_time_limit_and_a_failing_step(
     assert states(dtt) == ["done"] * 5
 
     Dtt(plain)("pipeline", *keys)
-    for pattern in ("data/tokens/**/*.bin", "exports/t/*.safetensors", "exports/t/*.json"):
-        made = {path.relative_to(plain): path for path in plain.glob(pattern)}
-        assert made
-        for name, path in made.items():
-            if name.name != "dtt_export.json":
-                assert (dtt.folder / name).read_bytes() == path.read_bytes(), name
+    assert_equal_files(dtt.folder, plain, "t")
+
+
+def test_two_chains_and_a_sweep_at_once(
+    cluster: Any, dtt: Dtt, tokens: Path, settings: Callable[..., list[str]]
+) -> None:
+    source = tokens.parent / "counting.jsonl"
+    for folder in (dtt.folder, plain := dtt.folder / "plain"):
+        local_tasks.write_tasks(folder, questions=4)
+        shutil.copy(source, folder)
+    chains = {name: [*settings(name=name), *DATA, f"seed={seed}"] for seed, name in enumerate("ab")}
+    ids = []
+    for keys in chains.values():  # of the same corpus and token files
+        report = json.loads(dtt("submit", "pipeline", *keys, "-y", "--json").stdout)
+        ids += [step["job_id"] for step in report["steps"]]
+    overrides = [key for key in settings(launch__nodes=1) if not key.startswith("name=")]
+    sweep = {"base": {}, "overrides": overrides, "parameters": {"seed": [1, 2]}}
+    (dtt.folder / "two.json").write_text(json.dumps(sweep))
+    dtt("sweep", "submit", "two.json", "--after", "jobs/a-pipeline")
+    reported = json.loads(dtt("sweep", "status", "two", "--json").stdout)["trials"]
+    assert [one["state"] for one in reported] == ["queued", "queued"]
+    for id in ids:
+        cluster.wait_for_state(id, "COMPLETED")
+    for name in chains:
+        said = dtt("job", "status", f"jobs/{name}-pipeline", "--json").stdout
+        assert {step["state"] for step in json.loads(said)["steps"]} == {"done"}
+    for trial in (dtt.folder / "jobs/two").glob("0*/"):
+        [id] = [json.loads((trial / "submission.json").read_text())["job_id"]]
+        cluster.wait_for_state(id, "COMPLETED")
+    Dtt(plain)("pipeline", *chains["b"])
+    assert_equal_files(dtt.folder, plain, "b")
