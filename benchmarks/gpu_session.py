@@ -405,8 +405,9 @@ def generation(session: Session) -> None:
     from dtt.hf.weights import from_hf
     from dtt.model import families
     from dtt.model.decoder import Decoder
+    from dtt.model.generate import make_decoding
 
-    tiny = {"dim": 64, "n_layers": 2, "ffn_dim": 128} if session.tiny else {}
+    tiny = {"dim": 64, "n_layers": 2, "ffn_dim": 128, "vocab_size": 512} if session.tiny else {}
     shape: dict[str, Any] = {**LLAMA_1B, **tiny}
     torch.manual_seed(0)
     with session.device:
@@ -420,26 +421,44 @@ def generation(session: Session) -> None:
     ours.load_state_dict(from_hf(theirs.state_dict(), arch))
     floor = sum(weight.nbytes for weight in ours.parameters())
     new, prompt = (8, 16) if session.tiny else (128, 512)
+    state = make_decoding(ours)  # its graphs are captured in the first round, which does not count
     for rows in (1, 8, 64):
         with session.part(f"{rows} prompts of {prompt}, {new} new tokens") as figures:
             ids = torch.randint(1, shape["vocab_size"], (rows, prompt), device=session.device)
             for name, answer in (
-                ("dtt", partial(_answers, ours, ids.tolist(), new)),
+                ("dtt", partial(_answers, state, ours, ids.tolist(), new, temperature=0.0)),
+                ("dtt, sampled", partial(_answers, state, ours, ids.tolist(), new, top_p=0.9)),
+                ("dtt, new state", partial(_answers, None, ours, ids.tolist(), new, top_k=50)),
                 ("transformers", partial(_hf_answers, theirs, ids, new)),
             ):
                 figures[f"ms/token, {name}"] = 1e3 * seconds(session.device, answer, 1) / new
-            if session.device.type == "cuda":  # every weight is read once for each token
-                figures["floor at 4.3 TB/s"] = 1e3 * floor / 4.3e12
+            if session.device.type == "cuda":
+                # Every weight is read once for each token, and so are keys and values.
+                cached = rows * (prompt + new / 2) * arch.n_layers * arch.n_kv_heads
+                cached *= 2 * arch.head_dim * session.dtype.itemsize
+                figures["floor at 4.3 TB/s"] = 1e3 * (floor + cached) / 4.3e12
+                _profile_steps(session, state, ours, ids.tolist(), rows)
 
 
-@torch.no_grad()
-def _answers(model: Any, prompts: list[list[int]], new: int) -> int:
+def _answers(state: Any, model: Any, prompts: list[list[int]], new: int, **sampling: Any) -> int:
     from dtt.model.generate import generate_batch
 
-    how: dict[str, Any] = {"max_new_tokens": new, "temperature": 0.0}
+    how: dict[str, Any] = {"max_new_tokens": new, "decoding": state, **sampling}
     count = len(list(generate_batch(model, prompts, generators=[None] * len(prompts), **how)))
     assert count == new * len(prompts)
     return count
+
+
+def _profile_steps(
+    session: Session, state: Any, model: Any, prompts: list[list[int]], rows: int
+) -> None:
+    """Write the kernels of 20 tokens, replayed from graphs, to `OUT/tokens-ROWS.txt`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        _answers(state, model, prompts, 20, temperature=0.0)
+    table = profiled.key_averages().table(sort_by="cuda_time_total", row_limit=25)
+    (session.out / f"tokens-{rows}.txt").write_text(table)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from support.guarded_runs import build, one_step
 from support.running import Dtt
 from support.tiny_architectures import make, tiny_architecture
 
-from dtt.model.generate import generate_batch
+from dtt.model.generate import generate_batch, make_decoding
 from dtt.parallel import fp8
 
 GPUS = torch.cuda.device_count()
@@ -85,6 +85,26 @@ def test_generated_tokens_are_those_of_a_cpu(device: str) -> None:
     how["generators"] = [None] * len(prompts)
     expected = list(generate_batch(model, prompts, **how))
     assert list(generate_batch(model.to(device), prompts, **how)) == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.9}])
+def test_a_cuda_graph_of_a_step_gives_the_tokens_of_the_step(
+    device: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    model = make(tiny_architecture("llama"))[0].to(device)
+    answers = []
+    for graphs in (True, False):
+        if not graphs:
+            monkeypatch.setattr("dtt.model.step_graphs.StepGraphs.run", lambda _, __, step: step())
+        state = make_decoding(model)
+        for prompts in ([[5, 17, 3]], [[5, 17, 3], [41], [9] * 9, [7, 2]]):
+            own = [torch.Generator(device).manual_seed(i) for i in range(len(prompts))]
+            how: dict[str, Any] = {"max_new_tokens": 10, "decoding": state, **sampling}
+            answers.append(list(generate_batch(model, prompts, generators=own, **how)))
+    assert answers[:2] == answers[2:]
+    assert "CUDA graph" not in caplog.text
 
 
 def test_a_step_in_fp8_is_near_that_in_bf16(

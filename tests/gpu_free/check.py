@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import fake_gpu  # before torch
 
 import torch  # isort: skip
@@ -66,18 +68,27 @@ def check_fault(name: str) -> list[str]:
         return check_step(FAULTS[name].case)
 
 
-def model() -> Decoder:
+def model(case: str = "llama") -> Decoder:
     """Return a small model on the GPU; call it in a fake mode."""
     with torch.device(fake_gpu.DEVICE):
-        return Decoder(make().arch)
+        return Decoder(make(*CASES[case][1]).arch)
+
+
+GENERATION: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("llama", {"temperature": 0.0}),
+    "sampled": ("llama", {"top_k": 50, "top_p": 0.9}),
+    "sampled-longrope": ("longrope", {"top_p": 0.9}),
+    "sampled-experts": ("experts", {"top_p": 0.9}),
+}
+"""Case of the model and options of sampling."""
 
 
 def check_generation(name: str) -> list[str]:
     """Return the host waits of a new token of each of three prompts, after the first tokens."""
-    how = {"greedy": {"temperature": 0.0}, "sampled": {"top_k": 50, "top_p": 0.9}}[name]
+    case, how = GENERATION[name]
     with on_fake_gpu(uncompiled), Watch(read=True) as watch:
         tokens = generate_batch(
-            model(), [[1] * 5, [1] * 3, [1] * 4], max_new_tokens=8,
+            model(case), [[1] * 5, [1] * 3, [1] * 4], max_new_tokens=8,
             generators=[None] * 3, **how,
         )  # fmt: skip
         for _ in range(3 * 3):

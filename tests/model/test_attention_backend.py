@@ -32,7 +32,7 @@ from dtt.model.block_sparse import TILE, tiled_attention
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
-from dtt.model.token_context import CachedContext
+from dtt.model.token_context import CachedContext, PromptContext
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -277,7 +277,9 @@ def test_a_kernel_chosen_for_training_does_not_limit_generation() -> None:
     with pytest.raises(RuntimeError):
         model(prompt)
     cache = KVCache(model.arch, 1, 9, CPU, torch.float32)
-    torch.testing.assert_close(model(prompt, context=CachedContext(prompt, cache)), expected)
+    context = PromptContext(prompt, torch.tensor([7]), cache)
+    torch.testing.assert_close(model(prompt, context=context), expected)
+    cache.set_lengths([8])
     assert model(prompt[:, :1], context=CachedContext(prompt[:, :1], cache)).isfinite().all()
 
 

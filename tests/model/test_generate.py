@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from dtt.base.errors import Diverged
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.model import families
 from dtt.model.decoder import Decoder
-from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch, sample
+from dtt.model.decoding import StaticDecoding, prompt_groups
+from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
-from dtt.model.token_context import CachedContext
+from dtt.model.sampling import SamplingRule, checked, fill_noise
+from dtt.model.step_graphs import Step, StepGraphs
+from dtt.model.token_context import CachedContext, PromptContext
 
 PROMPT = [5, 17, 3, 88]
 PROMPTS = [PROMPT, [41], [9] * 20, [7, 2, 64, 30, 12, 99, 1, 8, 70]]
@@ -43,7 +47,14 @@ def test_greedy_with_cache_equals_the_likeliest_token_of_a_full_pass(model: Deco
 
 def cached(model: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
     logits: Tensor = model(tokens, context=CachedContext(tokens, cache))
+    cache.set_lengths([length + tokens.shape[1] for length in cache.lengths])
     return logits
+
+
+def sample(logits_V: Tensor, generator: torch.Generator | None, **sampling: Any) -> int:
+    rule = SamplingRule(**sampling)
+    noise = torch.empty(1, rule.width(len(logits_V)))
+    return checked(int(rule.pick(logits_V[None], fill_noise(noise, [generator]))))
 
 
 @torch.no_grad()
@@ -104,11 +115,30 @@ def test_logits_do_not_depend_on_how_a_prompt_is_divided(
 
 
 @torch.no_grad()
-def test_sequences_of_different_lengths_take_one_token_at_a_time(model: Decoder) -> None:
-    cache = KVCache(model.arch, 2, 24, torch.device("cpu"), torch.float32)
-    cache.lengths = [3, 4]
-    with pytest.raises(ValueError, match="one token at a time"):
-        cached(model, torch.tensor([PROMPT, PROMPT]), cache)
+def test_prompts_prefilled_together_have_the_logits_of_each_alone(model: Decoder) -> None:
+    """Exact to the rounding of fp32, in the prefill and for several tokens behind it."""
+    prompts = sorted(PROMPTS, key=len, reverse=True)
+    ids = torch.tensor([prompt + [0] * (20 - len(prompt)) for prompt in prompts])
+    cache = KVCache(model.arch, len(ids), 24, ids.device, torch.float32)
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    together = model(ids, context=PromptContext(ids, last, cache))[:, 0]
+    cache.set_lengths([len(prompt) for prompt in prompts])
+    further = cached(model, torch.tensor([[8, 1, 30]]).expand(len(ids), 3), cache)[:, 0]
+    for row, prompt in enumerate(prompts):
+        alone = model(torch.tensor([prompt]))[0, -1]
+        torch.testing.assert_close(together[row], alone, rtol=1e-5, atol=1e-5)
+        longer = model(torch.tensor([[*prompt, 8, 1, 30]]))[0, -1]
+        torch.testing.assert_close(further[row], longer, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_of_similar_lengths_are_prefilled_together() -> None:
+    def groups(*lengths: int) -> list[list[int]]:
+        found = prompt_groups(lengths, lambda length: length > 50)
+        return [list(lengths[rows]) for rows in found]
+
+    assert groups(9, 9, 5, 4, 4, 2, 1) == [[9, 9, 5], [4, 4, 2], [1]]
+    assert groups(60, 51, 50, 40) == [[60, 51], [50, 40]]  # short and long texts of LongRoPE
+    assert groups(5000, 4000, 3000) == [[5000], [4000, 3000]]  # at most 8,192 tokens a pass
 
 
 class CountingDecoder(Decoder):
@@ -124,7 +154,7 @@ class CountingDecoder(Decoder):
 def test_successive_prompts_give_what_each_gives_alone_and_compute_only_new_tokens(
     model: Decoder, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtt.model.generate.CHUNK", chunk)
+    monkeypatch.setattr("dtt.model.decoding.CHUNK", chunk)
     options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0, "top_k": None, "top_p": 1.0}
     counting = CountingDecoder(model.arch)
     counting.load_state_dict(model.state_dict())
@@ -194,11 +224,30 @@ def one_by_one(model: Decoder, seed: int | None, **options: Any) -> list[list[in
     ]
 
 
-@pytest.fixture(params=["read first", "read later"])
+class RecordingGraphs(StepGraphs):
+    """Steps that are run again, as a graph is replayed; `log` says what was done."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device or torch.device("cpu"))
+        self.captures, self.log = True, list[str]()
+
+    def captured(self, step: Step) -> Step:
+        self.log.append("capture")
+        return lambda: self.log.append("replay") or step()
+
+
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode as on a CPU, and as on a GPU: before the host has read the last tokens."""
-    later = request.param == "read later"
-    monkeypatch.setattr("dtt.model.generate._asynchronous", lambda _: later)
+    """Decode as on a CPU, or as on a GPU.
+
+    There a step starts before the host has read the last tokens, attention reads whole blocks of
+    the cache, and the step of equal shapes that ran before is run again, as a CUDA graph is.
+    """
+    if request.param == "as on a GPU":
+        for module in ("decoding", "kv_cache"):
+            monkeypatch.setattr(f"dtt.model.{module}.asynchronous", lambda _: True)
+        monkeypatch.setattr("dtt.model.kv_cache.GPU_BLOCK", 8)
+        monkeypatch.setattr("dtt.model.decoding.StepGraphs", RecordingGraphs)
 
 
 @pytest.mark.usefixtures("order")
@@ -295,5 +344,40 @@ def test_non_finite_logits_of_a_batch_are_refused(model: Decoder) -> None:
     next(tokens)
     with torch.no_grad():
         model.embed.weight.fill_(torch.nan)
-    with pytest.raises(Diverged, match="its largest logit is nan"):
+    with pytest.raises(Diverged, match="the largest logit is nan"):
         list(tokens)
+
+
+@pytest.mark.usefixtures("order")
+def test_a_state_serves_prompts_of_any_number_and_length_one_after_another(model: Decoder) -> None:
+    decoding = StaticDecoding(model)
+    for prompts in ([PROMPT], PROMPTS, [[9] * 12], PROMPTS[1:3], [*PROMPTS, PROMPT]):
+        for options in ({"temperature": 0}, {"top_k": 5}, {"temperature": 0.5, "top_p": 0.9}):
+            found = list[list[tuple[int, int]]]()
+            for state in (decoding, None):
+                how: dict[str, Any] = {"max_new_tokens": len(prompts[0]), **options}
+                how["generators"] = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
+                found.append(list(generate_batch(model, prompts, decoding=state, **how)))
+            assert found[0] == found[1]
+
+
+def test_a_step_is_captured_at_its_second_run_and_replayed_from_then_on() -> None:
+    graphs, number = RecordingGraphs(), torch.zeros(1)
+    for key in ("a", "a", "b", "a"):
+        graphs.run(key, lambda: number.add_(1) and None)
+    assert (graphs.log, number.item()) == (["capture", "replay", "replay"], 4)
+    graphs.clear()
+    graphs.run("a", lambda: number.add_(1) and None)
+    assert (len(graphs.log), number.item()) == (3, 5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there a step can be captured")
+def test_a_step_that_cannot_be_captured_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+    graphs, runs = StepGraphs(torch.device("cpu")), list[int]()
+    graphs.captures = True
+    with caplog.at_level("WARNING", logger="dtt"):
+        for run in range(4):
+            graphs.run("a", partial(runs.append, run))
+    assert runs == [0, 1, 2, 3]
+    (warning,) = caplog.messages
+    assert warning.startswith("each token is launched kernel by kernel")

@@ -16,7 +16,8 @@ from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder
-from dtt.model.generate import generate, generate_uncached
+from dtt.model.decoding import whole_passes
+from dtt.model.generate import generate
 from dtt.model.init import initialize
 from dtt.parallel.context import ContextParallel
 
@@ -126,9 +127,8 @@ def generated(world: World, length: int) -> tuple[list[int], list[int]]:
         "top_p": 0.9,
     }
     module, multiple, agreed = shared(model, layout), layout.granularity, world.from_first
-    together = generate_uncached(
-        module, multiple, agreed, length, [1, 2, 3], generator=seeded(), **how
-    )
+    passes = whole_passes(module, multiple, agreed)
+    together = generate(model, [1, 2, 3], generator=seeded(), decoding=passes, **how)
     return list(together), list(generate(model, [1, 2, 3], generator=seeded(), **how))
 
 

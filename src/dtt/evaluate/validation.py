@@ -23,13 +23,14 @@ from dtt.data.samples.protocol import SampleNumbers, SampleSource
 from dtt.data.text.continuation import Continuation
 from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.contract import Model
-from dtt.model.generate import generate, generate_uncached, in_eval_mode
+from dtt.model.decoding import whole_passes
+from dtt.model.generate import generate, in_eval_mode
 from dtt.model.output import TEXT_BYTES, Output
 from dtt.optim.ema import Ema
 from dtt.parallel.apply import release
 from dtt.track.base import Record
 
-Together = tuple[nn.Module, int, Callable[[int], int]]
+Together = tuple[nn.Module, int, Callable[[list[int]], list[int]]]
 """For a sharded model: the module that all ranks must call together, the number that its sequence
 lengths must be a multiple of, and a function that broadcasts rank 0's token to all ranks."""
 
@@ -211,14 +212,13 @@ class Sampler:
             # The step is in the seed: the sample does not depend on how often a run was resumed.
             "generator": torch.Generator(device).manual_seed((self.seed + step) % 2**63),
         }
-        if together is None:
-            tokens = generate(model, self.prompt, **how)
-        else:
-            context = model.arch.max_seq_len
-            tokens = generate_uncached(*together, context, self.prompt, **how)
+        if together is not None:
+            how["decoding"] = whole_passes(*together)
+        tokens = generate(model, self.prompt, **how)
         reply = Continuation(self.tokenizer, list(self.prompt), self.stop_tokens)
+        called = model if together is None else together[0]
         # Every token has a different shape, and each would be compiled.
-        with torch.compiler.set_stance("force_eager"):
+        with in_eval_mode(called), torch.compiler.set_stance("force_eager"):
             try:
                 text = "".join(reply.stream(tokens))
             except Diverged as error:  # the guard decides what to do about it, on all ranks

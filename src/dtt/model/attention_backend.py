@@ -24,7 +24,7 @@ from dtt.config.train import AttentionKernel
 from dtt.mesh.compilation import compiler
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.block_sparse import tiled_attention
-from dtt.model.cached_attention import DecodeStep, Prefill, recent
+from dtt.model.cached_attention import CachedAttention, Prefill, cached_mask
 from dtt.model.kv_cache import KVCache
 from dtt.model.sdpa import (
     WITH_A_MASK,
@@ -138,30 +138,39 @@ def make_attention_fns(
     return [by_window[w] for w in arch.windows]
 
 
-def make_cached_attention_fns(
+def make_prefill_attention_fns(
     arch: Architecture, tokens_BT: Tensor, cache: KVCache
 ) -> list[AttentionFn]:
-    """Return the attention function of each layer for tokens that follow those in a cache.
+    """Return the attention function of each layer for prompts, which an empty cache keeps."""
+    # In the dtype of the weights, which a kernel chosen for training may not take.
+    allowed = kernels(tokens_BT.device, "auto", training=False)
+    by_window = {
+        w: _make_attention_fn(arch.attn_scale, tokens_BT, None, w, allowed=allowed)
+        for w in set(arch.windows)
+    }
+    return [Prefill(*cache.layer(i), by_window[w]) for i, w in enumerate(arch.windows)]
 
-    If all sequences in the cache have the same length, any number of new tokens may follow;
-    otherwise only one token per sequence (ValueError).
-    """
-    if not any(cache.lengths):
-        # In the dtype of the weights, which a kernel chosen for training may not take.
-        allowed = kernels(tokens_BT.device, "auto", training=False)
-        by_window = {
-            w: _make_attention_fn(arch.attn_scale, tokens_BT, None, w, allowed=allowed)
-            for w in set(arch.windows)
-        }
-        return [Prefill(cache, i, by_window[w]) for i, w in enumerate(arch.windows)]
-    count = tokens_BT.shape[1]
-    # The cache appends several tokens as one slice, which exists only if all rows end alike. With
-    # one token per row it scatters.
-    if count > 1 and len(set(cache.lengths)) > 1:
-        raise ValueError("sequences of different lengths take one token at a time")
+
+def make_cached_attention_fns(
+    arch: Architecture, positions_BT: Tensor, cache: KVCache
+) -> list[AttentionFn]:
+    """Return the attention function of each layer for tokens that follow those in a cache."""
     # All layers with one window share the mask; each has its own keys and values.
-    masks = {w: recent(cache, w, count) for w in set(arch.windows)}
-    return [DecodeStep(cache, i, arch.attn_scale, *masks[w]) for i, w in enumerate(arch.windows)]
+    limits: dict[int | None, tuple[slice, Tensor | None]] = {}
+    for w in set(arch.windows):
+        places = cache.places(w, positions_BT.shape[1])
+        limits[w] = places, cached_mask(cache, w, places, positions_BT)
+    new = cache.new_places(positions_BT.shape[1])
+    if new is None:
+        rows_B1 = torch.arange(len(positions_BT), device=cache.device)[:, None]
+        # Indexing pairs each row with its own positions, on the device.
+        at: tuple[Any, ...] = rows_B1, slice(None), positions_BT
+    else:
+        at = slice(None), slice(None), new
+    return [
+        CachedAttention(*cache.layer(i), arch.attn_scale, at, *limits[w])
+        for i, w in enumerate(arch.windows)
+    ]
 
 
 def make_context_attention_fns(

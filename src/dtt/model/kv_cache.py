@@ -13,12 +13,24 @@ from torch import Tensor
 
 from dtt.model.architecture import Architecture
 
+GPU_BLOCK = 128
+"""Places of the cache that attention on a GPU reads at once: the end of what it reads is rounded
+up to a multiple of it, so that 128 tokens share one CUDA graph. Smaller: more graphs, each about as
+long to capture as two tokens take. Larger: more masked places are read."""
+
+
+def asynchronous(device: torch.device) -> bool:
+    """Return True if the host may continue while the device computes."""
+    return device.type == "cuda"
+
 
 class KVCache:
     """KV cache of all layers, for up to `capacity` tokens of each of `batch` sequences.
 
-    Sequences may have different lengths: the token at position p is stored at index p. Layers with
-    a sliding window keep all tokens too; they read only the recent ones.
+    Sequences may have different lengths: the token at position p is stored at index p, and what is
+    stored from the length of a sequence on is masked until it is overwritten. Layers with a sliding
+    window keep all tokens too; they read only the recent ones. A ring would save memory, but its
+    places would move, and with them the masks and the parts that two prompts share.
     """
 
     def __init__(
@@ -30,73 +42,99 @@ class KVCache:
         dtype: torch.dtype,
     ) -> None:
         """Allocate 2 * n_layers * batch * n_kv_heads * capacity * head_dim elements."""
+        self.block = GPU_BLOCK if asynchronous(device) else 1
+        capacity = self._whole_blocks(capacity)
         shape = (2, arch.n_layers, batch, arch.n_kv_heads, capacity, arch.head_dim)
         self.memory = torch.zeros(shape, device=device, dtype=dtype)
         """Keys and values, [2, n_layers, B, G, S, K]."""
+        self._context = arch.max_seq_len
         self.lengths = [0] * batch
-        """Number of cached tokens of each sequence."""
-        self._lengths_B: tuple[list[int], Tensor] | None = None
-        """The lengths that are on the device, and their tensor."""
+        """Number of cached tokens of each sequence, as the host knows it."""
+        self.lengths_B = torch.zeros(batch, device=device, dtype=torch.int64)
+        """The same on the device, which decoding increments there: no step waits for the host."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens of a sequence for which there is memory."""
+        return self.memory.shape[4]
+
+    @property
+    def last(self) -> int:
+        """The last position that a token may have."""
+        return min(self.capacity, self._context) - 1
 
     @property
     def device(self) -> torch.device:
         """Device of the cache."""
         return self.memory.device
 
+    def new_places(self, count: int) -> slice | None:
+        """Return the places of the next `count` tokens, or None if only the device has them.
+
+        That is so on a GPU, and where sequences have different lengths.
+        """
+        if self.block > 1 or len(set(self.lengths)) > 1:
+            return None
+        return slice(self.lengths[0], self.lengths[0] + count)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer, [B, G, S, K] each: views, to write to."""
+        return self.memory[0, index], self.memory[1, index]
+
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next `count` tokens of each sequence, [B, count]."""
-        return self._on_device()[:, None] + torch.arange(count, device=self.device)
+        return self.lengths_B[:, None] + torch.arange(count, device=self.device)
 
-    def row(self, index: int) -> KVCache:
-        """Return a cache of one sequence that shares this memory but has its own length."""
-        # A shallow copy: the slice below is a view, so writes reach the shared memory.
-        one = copy(self)
-        one.memory = self.memory[:, :, index : index + 1]
-        one.lengths = [self.lengths[index]]
-        return one
+    def rows(self, rows: slice) -> KVCache:
+        """Return a cache of some of the sequences, which shares this memory and these lengths.
+
+        Changes of its `lengths` on the host must be copied back.
+        """
+        # A shallow copy: the slices below are views, so writes reach the shared memory.
+        some = copy(self)
+        some.memory = self.memory[:, :, rows]
+        some.lengths, some.lengths_B = self.lengths[rows], self.lengths_B[rows]
+        return some
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Set the number of cached tokens of each sequence, on host and device."""
+        self.lengths = list(lengths)
+        self.lengths_B.copy_(torch.tensor(self.lengths))
+
+    def advance(self) -> None:
+        """Record on the host that a token of each sequence has been written in every layer."""
+        self.lengths = [min(length + 1, self.last) for length in self.lengths]
+
+    def advance_on_device(self) -> None:
+        """Record it on the device, as a part of the decoding step."""
+        # Sequences that have ended are computed with the others, and must not leave the memory.
+        self.lengths_B.add_(1).clamp_(max=self.last)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all sequences except those with the indices `rows`."""
-        # Indexing with a list copies the remaining rows. It happens once per finished sequence, and
-        # frees the memory of that sequence.
-        self.memory = self.memory[:, :, rows]
+        """Drop all sequences except those with the indices `rows`, which ascend."""
+        # In place, layer by layer: a second cache would need as much memory again.
+        kept = torch.tensor(rows, device=self.device)
+        for layer_BGSK in self.memory.flatten(0, 1):
+            layer_BGSK[: len(rows)] = layer_BGSK[kept]
+        self.lengths_B[: len(rows)] = self.lengths_B[kept]
+        self.memory, self.lengths_B = self.memory[:, :, : len(rows)], self.lengths_B[: len(rows)]
         self.lengths = [self.lengths[row] for row in rows]
 
     def reserve(self, capacity: int) -> None:
         """Enlarge the memory to `capacity` tokens of each sequence; the cached tokens stay."""
+        capacity = self._whole_blocks(capacity)
         memory = self.memory.new_zeros((*self.memory.shape[:4], capacity, self.memory.shape[5]))
-        memory[..., : self.memory.shape[4], :] = self.memory
+        memory[..., : self.capacity, :] = self.memory
         self.memory = memory
 
-    def write(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append T tokens; return the keys and values of that layer, [B, G, S, K] each.
+    def _whole_blocks(self, capacity: int) -> int:
+        return -(-capacity // self.block) * self.block
 
-        Sequences of different lengths take one token at a time. Call `advance` after the last
-        layer.
+    def places(self, window: int | None, count: int) -> slice:
+        """Return the range of places that `count` new tokens of the sequences attend to.
+
+        One for all sequences: from the oldest key that any of them needs to the end of the longest.
         """
-        # Views into the cache: assignments below write to it.
-        k_BGSK, v_BGSK = self.memory[:, layer]
-        if len(set(self.lengths)) == 1:
-            positions = slice(self.lengths[0], self.lengths[0] + k_BGTK.shape[2])
-            k_BGSK[:, :, positions], v_BGSK[:, :, positions] = k_BGTK, v_BGTK
-        else:
-            # Every row has its own end, so one slice is not enough. Indexing pairs row i with its
-            # length. Lists would be copied to the device four times a layer, and each copy waits
-            # for all kernels before it.
-            rows_B = torch.arange(len(self.lengths), device=self.device)
-            k_BGSK[rows_B, :, self._on_device()] = k_BGTK.squeeze(2)
-            v_BGSK[rows_B, :, self._on_device()] = v_BGTK.squeeze(2)
-        return k_BGSK, v_BGSK
-
-    def advance(self, count: int) -> None:
-        """Record that `count` tokens of each sequence have been written in every layer."""
-        lengths_B = self._on_device() + count
-        self.lengths = [length + count for length in self.lengths]
-        self._lengths_B = list(self.lengths), lengths_B
-
-    def _on_device(self) -> Tensor:
-        """Return the lengths as a tensor; copied from the host only if `advance` did not set it."""
-        if self._lengths_B is None or self._lengths_B[0] != self.lengths:
-            copied = torch.tensor(self.lengths, device=self.device)
-            self._lengths_B = list(self.lengths), copied
-        return self._lengths_B[1]
+        start = 0 if window is None else max(0, min(self.lengths) + 1 - window)
+        stop = self._whole_blocks(max(self.lengths) + count)
+        return slice(start // self.block * self.block, min(stop, self.capacity))

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtt.base.errors import InputError
 from dtt.config.train import AttentionKernel
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import (
     attention_within,
     make_attention_fns,
     make_cached_attention_fns,
+    make_prefill_attention_fns,
 )
 from dtt.model.kv_cache import KVCache
 from dtt.model.sdpa import AttentionFn
@@ -97,8 +97,33 @@ class GivenContext(Context):
         return self._given
 
 
+class PromptContext(Context):
+    """The place of prompts that an empty cache keeps; each is padded behind its last token.
+
+    Behind, so that the token at position p of any prompt is at place p of the cache, and so that
+    causal attention needs no mask: no token attends to the padding, and what the cache keeps of it
+    is overwritten before it is read. Padding in front would need a mask in every layer, which the
+    fastest kernels do not take, and positions that differ from places.
+    """
+
+    def __init__(self, tokens_BT: Tensor, last_B: Tensor, cache: KVCache) -> None:
+        """Describe prompts; `last_B` are the positions of their last tokens."""
+        super().__init__(tokens_BT)
+        self._last_B, self._cache = last_B, cache
+
+    def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
+        """Return those that write to the cache."""
+        return make_prefill_attention_fns(arch, self._tokens_BT, self._cache)
+
+    def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the hidden state of the last token of each prompt: [B, 1, D]."""
+        return hidden_BTD[torch.arange(len(hidden_BTD), device=hidden_BTD.device), self._last_B][
+            :, None
+        ]
+
+
 class CachedContext(LastTokenContext):
-    """The place of tokens that follow those in a cache, and are appended to it."""
+    """The place of tokens that follow those in a cache, which keeps them too."""
 
     def __init__(self, tokens_BT: Tensor, cache: KVCache) -> None:
         """Describe tokens that follow the cached ones of their rows."""
@@ -106,24 +131,8 @@ class CachedContext(LastTokenContext):
         self.positions, self._cache = cache.positions(tokens_BT.shape[1]), cache
 
     def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
-        """Return those that read and write the cache.
-
-        Raises InputError if the new tokens invalidate cached keys: see `becomes_long`.
-        """
-        count = self._tokens_BT.shape[1]
-        if any(arch.becomes_long(length, count) for length in self._cache.lengths):
-            raise InputError(
-                "a text grows beyond the context up to which its model has short rotations",
-                why="longrope rotates all tokens of a longer text differently, cached ones too",
-                next="generate fewer tokens",
-            )
-        return make_cached_attention_fns(arch, self._tokens_BT, self._cache)
-
-    def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the hidden state of the last token of each row: [B, 1, D]."""
-        # Only now, because every layer writes at the positions that the lengths of the cache give.
-        self._cache.advance(hidden_BTD.shape[1])
-        return super().read_by_head(hidden_BTD)
+        """Return those that read and write the cache."""
+        return make_cached_attention_fns(arch, self.positions, self._cache)
 
 
 def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
 from dtt.model.contract import Model
 from dtt.model.decoder import Decoder
-from dtt.model.generate import generate_batch, generate_uncached
+from dtt.model.decoding import whole_passes
+from dtt.model.generate import generate_batch, make_decoding
 from dtt.model.token_context import Context, GivenContext
 from dtt.model.tree_attention import make_tree_attention_fns
 from dtt.parallel.apply import autocast
@@ -166,7 +168,10 @@ class Generator:
         failure: Diverged | None = None
         batches = list(self._batches(prompts, max_new_tokens))
         ranks = 1 if self.collective else self.world.size
+        sharded = self.model, self.multiple, self.world.from_first
         with forward_only(self.model, self.world.device):
+            # One state for all batches, which share its memory and graphs.
+            decoding = whole_passes(*sharded) if self.collective else make_decoding(self.model)
             for first in range(0, len(batches), ranks):
                 if stop():
                     return None
@@ -174,8 +179,10 @@ class Generator:
                     found: list[list[int]] = [[] for _ in batch]
                     own = [prompts[i] for i in batch]
                     ended = set[int]()
+                    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "decoding": decoding}
+                    how |= {"generators": [None] * len(own), "temperature": 0, "ended": ended}
                     try:
-                        for i, token in self._tokens(own, max_new_tokens, ended):
+                        for i, token in generate_batch(self.model, own, **how):
                             if token in until_ids:
                                 ended.add(i)
                                 continue
@@ -204,40 +211,6 @@ class Generator:
             batch.append(i)
         if batch:
             yield batch
-
-    def _tokens(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        ended: Collection[int],
-    ) -> Iterator[tuple[int, int]]:
-        """Yield (index of the prompt, token) for each new token of prompts not in `ended`."""
-        if not self.collective:
-            assert isinstance(self.model, Model)
-            yield from generate_batch(
-                self.model,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                temperature=0,
-                generators=[None] * len(prompts),
-                ended=ended,
-            )
-            return
-        tokens = generate_uncached(
-            self.model,
-            self.multiple,
-            self.world.from_first,
-            self.model.arch.max_seq_len,
-            prompts[0],
-            max_new_tokens=max_new_tokens,
-            temperature=0,
-            generator=torch.Generator(self.world.device),
-        )
-        with closing(tokens):
-            for token in tokens:
-                yield 0, token
-                if ended:  # on all ranks, because their tokens are equal
-                    return
 
 
 @contextmanager
