@@ -128,7 +128,8 @@ class TrainConfig(Section):
     eval_answers: NonNegativeInt = resumable(16)
     """Number of held-out conversations to answer at each evaluation, with `data.type: chat`: the
     share of greedy answers that stop by themselves is recorded as `answer_stop_rate`. A sharded
-    model answers without a KV cache, one forward pass per token. 0: none."""
+    model is first copied to each rank; where half of the free memory does not hold all weights, it
+    answers without a KV cache, one forward pass per token. 0: none."""
     eval_answer_tokens: PositiveInt = resumable(128)
     """Maximum tokens of such an answer; a longer one counts as not stopping."""
     sample_every: NonNegativeInt = resumable(0)

@@ -67,14 +67,14 @@ def generate_batch(
         return
     live, capacity = set(rows), max(len(texts[i]) + remaining[i] for i in rows)
     decoding = decoding or make_decoding(model)
-
-    def start() -> None:
-        own = [generators[i] for i in rows]
-        decoding.start([texts[i] for i in rows], capacity, rule, own)
-
     with in_eval_mode(model):
-        start()
+        again, started = True, False
         while live:
+            if again:
+                own = [generators[i] for i in rows]
+                decoding.start([texts[i] for i in rows], capacity, rule, own)
+            elif not started:
+                decoding.step()
             read = _start_reading(decoding.tokens)
             # Started before the host knows the tokens, so that the GPU is not idle meanwhile: a
             # stop token is seen one step late, and the step after it is computed for nothing. Not
@@ -90,17 +90,13 @@ def generate_batch(
                     texts[i].append(token)
                     remaining[i] -= 1
             live = {i for i in live if remaining[i] > 0 and i not in ended}
-            again = bool(live) and not started and decoding.outgrown()
+            again = not started and decoding.outgrown()
             # On a CPU each row costs its time. On a GPU a step takes about as long for 33 rows as
             # for 64, and each number of rows needs a graph of its own.
             few = len(rows) // 2 if decoding.ahead else len(rows) - 1
-            if again or 0 < len(live) <= few:
+            if live and (again or len(live) <= few):
                 decoding.keep([row for row, i in enumerate(rows) if i in live])
                 rows = [i for i in rows if i in live]
-            if again:
-                start()
-            elif live and not started:
-                decoding.step()
 
 
 def make_decoding(model: Any) -> Decoding:

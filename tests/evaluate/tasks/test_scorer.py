@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.generate import generate
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply
+from dtt.parallel.unsharding import whole_copy
 
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
 FAMILIES = {
@@ -40,6 +42,9 @@ FAMILIES = {
         rope_scaling=LinearRopeScaling(),
         logit_softcap=3.0,
         **SIZES,
+    ),
+    "qwen3_moe": ModelConfig(
+        family="qwen3_moe", n_kv_heads=2, head_dim=16, n_experts=4, experts_per_token=2, **SIZES
     ),
 }
 Scores = list[list[OptionScore]]
@@ -156,18 +161,32 @@ def test_scores_do_not_depend_on_the_number_of_ranks_to_the_last_bit() -> None:
         assert on_ranks(ranks, on_replicas, "llama") == [alone] * ranks
 
 
-def on_shards(world: World, family: str, sizes: Sizes) -> tuple[Scores | None, list[list[int]]]:
-    """The layouts of a run: what all ranks return for a model whose weights are sharded."""
+def on_shards(
+    world: World, family: str, sizes: Sizes
+) -> tuple[Scores | None, list[list[list[int]] | None]]:
+    """The layouts of a run: what all ranks return for a model whose weights are sharded.
+
+    The answers are those of a copy of all weights, and those for which no memory is left.
+    """
     torch.set_num_threads(1)
-    layout = make_mesh(sizes, world)
     model = make(family)
+    layout = make_mesh(sizes, world, None if model.arch.mixture is None else 2)
     apply(model, world, layout, compile_blocks=False)
     how: Any = {"multiple": sizes.tensor, "collective": True}
     asked = questions()
-    answers = Generator(model, world, batch_tokens=100, **how).generate(PROMPTS, 4, [])
+    generator, answers = Generator(model, world, batch_tokens=100, **how), []
+    for free in (1 << 40, 0 if world.first else 1 << 40):
+        with patch("dtt.base.host_memory.free", lambda free=free: free):
+            copied = whole_copy(model, world)
+            answers.append(generator.generate(PROMPTS, 4, []))
+        if len(answers) == 2:  # rank 0 has no memory for a copy
+            assert copied is None
+            continue
+        assert copied is not None
+        for name, weight in make(family).state_dict().items():
+            assert torch.equal(copied.state_dict()[name], weight)
     scores = score(model, world, asked, **how)
     assert model.training
-    assert answers is not None
     return scores, answers
 
 
@@ -182,6 +201,7 @@ PROMPTS = [[1, 2, 3], [7], list(range(94)), [5, 5]]
         ("gpt2", Sizes(tensor=2)),
         ("llama", Sizes(context=2)),
         ("qwen3", Sizes(shard=2, tensor=2)),
+        ("qwen3_moe", Sizes(shard=2)),
     ],
 )
 def test_sharded_models_score_and_answer_alike(family: str, sizes: Sizes) -> None:
@@ -191,7 +211,7 @@ def test_sharded_models_score_and_answer_alike(family: str, sizes: Sizes) -> Non
     ranks = sizes.replicate * sizes.shard * sizes.context * sizes.tensor
     for scores, answers in on_ranks(ranks, on_shards, family, sizes):
         assert_equal(scores, expected)
-        assert answers == said
+        assert answers == [said, said]
 
 
 def test_scoring_changes_no_bit_of_the_training_that_follows() -> None:

@@ -25,6 +25,7 @@ from dtt.model.token_context import Context, GivenContext
 from dtt.model.tree_attention import make_tree_attention_fns
 from dtt.parallel.apply import autocast
 from dtt.parallel.pipelining import Pipeline
+from dtt.parallel.unsharding import whole_copy
 
 GPU_MULTIPLE = 1024
 """Tokens that batches on a GPU are padded to a multiple of: each length is compiled once."""
@@ -146,8 +147,8 @@ class Generator:
     multiple: int = 1
     """Number of ranks of tensor parallelism."""
     collective: bool = False
-    """True if parameters are sharded: all ranks then generate one answer at a time together,
-    without a KV cache."""
+    """True if parameters are sharded: each rank then generates with a copy of all weights. Where
+    memory does not suffice, all ranks generate one answer at a time, without a KV cache."""
 
     def generate(
         self,
@@ -166,12 +167,16 @@ class Generator:
         """
         answers: dict[int, list[int]] = {}
         failure: Diverged | None = None
-        batches = list(self._batches(prompts, max_new_tokens))
-        ranks = 1 if self.collective else self.world.size
-        sharded = self.model, self.multiple, self.world.from_first
         with forward_only(self.model, self.world.device):
+            whole = whole_copy(self.model, self.world) if self.collective else self.model
             # One state for all batches, which share its memory and graphs.
-            decoding = whole_passes(*sharded) if self.collective else make_decoding(self.model)
+            decoding = (
+                whole_passes(self.model, self.multiple, self.world.from_first)
+                if whole is None
+                else make_decoding(whole)
+            )
+            batches = list(self._batches(prompts, max_new_tokens, one=whole is None))
+            ranks = 1 if whole is None else self.world.size
             for first in range(0, len(batches), ranks):
                 if stop():
                     return None
@@ -199,13 +204,13 @@ class Generator:
         return [answers[i] for i in range(len(prompts))]
 
     def _batches(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, one: bool
     ) -> Iterator[list[int]]:
-        """Yield the indices of prompts to answer at once, the longest first."""
+        """Yield the indices of prompts to answer at once, or `one` by one, the longest first."""
         batch: list[int] = []
         for i in sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i)):
             longest = len(prompts[batch[0] if batch else i]) + max_new_tokens
-            if batch and (self.collective or (len(batch) + 1) * longest > self.batch_tokens):
+            if batch and (one or (len(batch) + 1) * longest > self.batch_tokens):
                 yield batch
                 batch = []
             batch.append(i)

@@ -9,7 +9,8 @@ from dtt.data.samples.dataset import Dataset
 from dtt.data.text.encoding_errors import encoding
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
 from dtt.evaluate.answers import chat_prompt, first_prompts
-from dtt.evaluate.validation import Sampler, Together, first_words
+from dtt.evaluate.validation import Sampler, first_words
+from dtt.parallel.unsharding import whole_copy
 from dtt.track.base import Record
 from dtt.train.actions.action import StepAction, Stop, every
 from dtt.train.components import Run
@@ -33,10 +34,13 @@ class Sample(StepAction):
         state = run.state
         if not (run.world.first or state.layout.sharded):
             return []
-        together: Together | None = None
-        if state.layout.sharded:
-            together = state.module, state.layout.granularity, run.world.from_first
-        return [self.sampler.record(state.model, run.position.step, together)]
+        step = run.position.step
+        if not state.layout.sharded:
+            return [self.sampler.record(state.model, step)]
+        if (whole := whole_copy(state.without_context(), run.world)) is not None:
+            return [self.sampler.record(whole, step)]
+        together = state.module, state.layout.granularity, run.world.from_first
+        return [self.sampler.record(state.model, step, together)]
 
 
 def make_sampler(cfg: RunConfig, dataset: Dataset) -> Sampler | None:
