@@ -156,19 +156,17 @@ def make_cached_attention_fns(
 ) -> list[AttentionFn]:
     """Return the attention function of each layer for tokens that follow those in a cache."""
     # All layers with one window share the mask; each has its own keys and values.
-    limits: dict[int | None, tuple[slice, Tensor | None]] = {}
-    for w in set(arch.windows):
-        places = cache.places(w, positions_BT.shape[1])
-        limits[w] = places, cached_mask(cache, w, places, positions_BT)
+    places = {w: cache.places(w, positions_BT.shape[1]) for w in set(arch.windows)}
+    limits = {w: (at, cached_mask(cache, w, at, positions_BT)) for w, at in places.items()}
     new = cache.new_places(positions_BT.shape[1])
     if new is None:
-        rows_B1 = torch.arange(len(positions_BT), device=cache.device)[:, None]
         # Indexing pairs each row with its own positions, on the device.
-        at: tuple[Any, ...] = rows_B1, slice(None), positions_BT
+        rows_B1 = torch.arange(len(positions_BT), device=cache.device)[:, None]
+        index: tuple[Any, ...] = rows_B1, slice(None), positions_BT
     else:
-        at = slice(None), slice(None), new
+        index = slice(None), slice(None), new
     return [
-        CachedAttention(*cache.layer(i), arch.attn_scale, at, *limits[w])
+        CachedAttention(*cache.layer(i), arch.attn_scale, index, *limits[w])
         for i, w in enumerate(arch.windows)
     ]
 
