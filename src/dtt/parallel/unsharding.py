@@ -28,7 +28,7 @@ def whole_copy(model: nn.Module, world: World) -> Decoder | None:
     if any(model.role(name, param) == "adapter" for name, param in params.items()):
         return None
     size = sum(param.numel() * param.element_size() for param in params.values())
-    if world.agree(int(2 * size > _free(world))):
+    if any(world.gather(2 * size > _free(world))):
         return None
     dtype = next(iter(params.values())).dtype
     whole = make_model(model.arch, dtype=dtype)
