@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from dtt.base.files import (
     exclusive,
     in_size,
     named,
+    patience_of_step,
     sha256_file,
     write_atomically,
 )
@@ -103,6 +107,30 @@ def test_a_folder_held_by_another_process_is_refused_until_that_dies(tmp_path: P
         other.kill()
     with exclusive(tmp_path, "dtt train"):
         pass
+
+
+def test_a_step_in_a_batch_job_waits_for_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert patience_of_step() == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # no terminal
+    caplog.set_level("INFO")
+    done: list[bool] = []
+
+    def second_chain() -> None:
+        with exclusive(tmp_path, "dtt tokenize", patience_of_step()):
+            done.append(True)
+
+    waiter = threading.Thread(target=second_chain)
+    with exclusive(tmp_path, "dtt tokenize"):
+        waiter.start()
+        while f"waiting for {tmp_path}, which process {os.getpid()}" not in caplog.text:
+            assert waiter.is_alive()
+            time.sleep(0.01)
+        assert not done
+    waiter.join()
+    assert done
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -168,6 +169,16 @@ def check_space(folder: Path, needed: int, what: str) -> None:
             why=f"{in_size(needed)} needed, {in_size(free)} free",
             next="free some space, or use a folder on another disk",
         )
+
+
+def patience_of_step() -> float:
+    """Return how many seconds a step on data waits for the folder that another process uses.
+
+    Without end in a batch job of Slurm: two chains that share a corpus meet in it, and the one that
+    comes second finds the work done. A refusal would end it, as nobody is there to try again. At a
+    terminal and elsewhere it does not wait: a person reads the message.
+    """
+    return float("inf") if "SLURM_JOB_ID" in os.environ and not sys.stderr.isatty() else 0.0
 
 
 @contextmanager

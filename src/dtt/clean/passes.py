@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.base.files import exclusive, has_sha256, sha256_file, write_atomically
+from dtt.base.files import (
+    exclusive,
+    has_sha256,
+    patience_of_step,
+    sha256_file,
+    write_atomically,
+)
 from dtt.base.log import log, progress
 from dtt.clean.contamination import TaskNgrams
 from dtt.clean.document_order import DocumentOrder, DocumentSet
@@ -156,16 +162,19 @@ def section_of(cfg: RunConfig) -> CleanConfig:
 @contextmanager
 def _locked(out: Path, part: Part | None) -> Iterator[None]:
     """Lock a selection. Parts may run at the same time, but not together with the whole command."""
+    patience = patience_of_step()
     with ExitStack() as locks:
         if part is not None:
             name = f".lock-{part.number}-of-{part.of}"
-            locks.enter_context(exclusive(out, "dtt clean", name=name))
-            with exclusive(out, "dtt clean", patience=10):  # other parts take it as briefly
+            locks.enter_context(exclusive(out, "dtt clean", patience, name=name))
+            # Other parts take it as briefly. Never without end: the whole command would wait for
+            # this part's lock meanwhile.
+            with exclusive(out, "dtt clean", patience=10):
                 pass
         else:
-            locks.enter_context(exclusive(out, "dtt clean"))
+            locks.enter_context(exclusive(out, "dtt clean", patience))
             for path in sorted(out.glob(".lock-*-of-*")):
-                locks.enter_context(exclusive(out, "dtt clean --part", name=path.name))
+                locks.enter_context(exclusive(out, "dtt clean --part", patience, name=path.name))
         yield
 
 

@@ -19,7 +19,14 @@ from dtt.artifacts.corpus import (
     SourceKind,
 )
 from dtt.base.errors import ConfigError, InputError
-from dtt.base.files import check_space, exclusive, remove, sha256_file, write_atomically
+from dtt.base.files import (
+    check_space,
+    exclusive,
+    patience_of_step,
+    remove,
+    sha256_file,
+    write_atomically,
+)
 from dtt.base.log import log, progress
 from dtt.base.object_store import urls_of
 from dtt.config.data import DownloadConfig
@@ -50,7 +57,7 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
             where="download.dataset",
             next="dtt download -d DATASET: a FILE, FOLDER, URL, ORG/NAME or python-stdlib",
         )
-    with exclusive(out, "dtt download"):
+    with exclusive(out, "dtt download", patience_of_step()):
         _remove_torn(out)
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
         kind: SourceKind = "own" if cfg.documents is not None else _kind(dataset)

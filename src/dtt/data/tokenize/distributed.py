@@ -21,7 +21,7 @@ import numpy as np
 
 from dtt.artifacts.manifests import LostText, TokensManifest
 from dtt.base.errors import DamagedError, InputError
-from dtt.base.files import check_space, exclusive, write_atomically
+from dtt.base.files import check_space, exclusive, patience_of_step, write_atomically
 from dtt.base.log import log, progress
 from dtt.config.clean import CleanConfig
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
@@ -78,7 +78,7 @@ def tokenize(
     cores = _share_cores(comm)
     kind, first = kind or PlainText(cfg.engine), comm.rank == 0
     # One process per folder; rank 0 holds the lock for all its ranks.
-    with exclusive(out, "dtt tokenize") if first else nullcontext():
+    with exclusive(out, "dtt tokenize", patience_of_step()) if first else nullcontext():
         plan = make_plan(
             cfg, tokenizer, corpus_folder, out, comm, kind, clean=clean, overwrite=overwrite
         )

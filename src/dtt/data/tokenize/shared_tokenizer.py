@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from dtt.base.files import exclusive, has_sha256
+from dtt.base.files import exclusive, has_sha256, patience_of_step
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.selection import removals_key
@@ -37,7 +37,8 @@ def share_tokenizer(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> None:
     if not cfg.download.datasets or not isinstance(tokenizer, TrainedTokenizerConfig):
         return
     corpora = [divide(c.tokenize, c.clean, c.corpus_dir, comm)[:2] for c in cfg.corpora]
-    with exclusive(out, "dtt tokenize") if comm.rank == 0 else nullcontext():
+    patience = patience_of_step()
+    with exclusive(out, "dtt tokenize", patience) if comm.rank == 0 else nullcontext():
         if comm.rank == 0:
             asked = TokensKey(
                 key_parts={
