@@ -154,3 +154,24 @@ def test_weights_of_another_model_are_refused_by_name(
     save_file({name: t for name, t in tensors.items() if t is not None}, path)
     with pytest.raises(DttError, match=expected):
         read(tmp_path)
+
+
+def test_a_table_of_integers_that_no_checkpoint_would_have_is_refused(tmp_path: Path) -> None:
+    kind = "deepseek_v4"  # its first layers choose experts by token
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        index_n_heads=2, head_dim=8, index_head_dim=16, qk_rope_head_dim=8, n_routed_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=16, q_lora_rank=12, o_lora_rank=12,
+        vocab_size=128, sliding_window=16, index_topk=16,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.gate.tid2eid"
+    assert name in model.state_dict()
+    assert name not in read(tmp_path)  # zeros, as in a new model
+    model.get_buffer(name).random_(0, 8, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(DttError, match=name):
+        read(tmp_path)

@@ -102,9 +102,11 @@ class _Target:
 def named_by_library(
     stored: Mapping[str, FullTensor], model: Any, folder: Path
 ) -> dict[str, FullTensor]:
-    """Return the tensors in `folder` by the names of a `LibraryModel`; reads none of them.
+    """Return the tensors in `folder` by the names of a `LibraryModel`; reads no weights.
 
-    Raises InputError if one is missing, has another shape, or is none of the model.
+    Raises InputError if one is missing, has another shape, or is none of the model. Tables of
+    integers, which are no weights, are left out: InputError if they are not those that the
+    configuration alone makes.
     """
     library = model.library
     expected: dict[str, Tensor] = library.state_dict()
@@ -138,7 +140,19 @@ def named_by_library(
         raise InputError(
             f"the weights in {folder} are not those of its config.json", why="; ".join(listed)
         )
-    return {name: tensor for name, tensor in state.items() if name in expected}
+    tables = dict(library.named_buffers())
+    for name in sorted(tables.keys() & state.keys()):
+        # DeepSeek-V4 chooses the experts of its first layers by such a table, of zeros at first.
+        # Training would go on with zeros, and nothing but its loss would show it.
+        if not torch.equal(tables[name], state[name][()]):
+            raise InputError(
+                f"dtt cannot train the model in {folder}",
+                where=name,
+                why="its values are no weights, and do not follow from config.json: checkpoints of "
+                "dtt would not have them",
+            )
+    known = expected.keys() - tables.keys()
+    return {name: tensor for name, tensor in state.items() if name in known}
 
 
 def _targets(
