@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from support.ranks import on_ranks
@@ -87,13 +88,13 @@ def test_a_save_file_is_obeyed_once_and_removed(job: JobDir, alone: World) -> No
 def test_the_acknowledgement_of_a_request_does_not_wait_for_space(
     job: JobDir, alone: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(path: Path, _: object) -> None:
+    def full(path: Path) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def waits(_: float) -> None:
         pytest.fail("the steps wait for space")
 
-    monkeypatch.setattr(files, "_write_aside", full)
+    monkeypatch.setattr(files, "replacing", full)
     monkeypatch.setattr(reading, "time", SimpleNamespace(sleep=waits))
     requests = listening(job)
     job.save.touch()

@@ -20,7 +20,7 @@ from dtt.mesh.dist import SHARED_GPU, World, _share_gpu, choose_device, start
 def talk(world: World) -> dict[str, Any]:
     return {
         "rank": (world.rank, world.size, world.first),
-        "agree": world.maximum(world.rank * 7 - 3),
+        "maximum": world.maximum(world.rank * 7 - 3),
         "sum": world.sum_(torch.tensor([world.rank + 1.0, 10.0], dtype=torch.float64)).tolist(),
         "shared": world.from_first({"from": world.rank, "path": Path("x")}),
     }
@@ -30,7 +30,7 @@ def test_two_ranks_agree_add_up_and_share() -> None:
     first, second = on_ranks(2, talk)
     assert first.pop("rank") == (0, 2, True)
     assert second.pop("rank") == (1, 2, False)
-    expected = {"agree": 4, "sum": [3.0, 20.0], "shared": {"from": 0, "path": Path("x")}}
+    expected = {"maximum": 4, "sum": [3.0, 20.0], "shared": {"from": 0, "path": Path("x")}}
     assert first == second == expected
 
 
