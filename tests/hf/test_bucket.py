@@ -26,11 +26,8 @@ def started() -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def server(started: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
-    started.fault = lambda method, path: None
-    for name, value in started.environment.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(object_store, "DELAYS", (0, 0, 0))
-    return started
+    return started.prepared(monkeypatch)
 
 
 @pytest.fixture
