@@ -129,8 +129,10 @@ def test_faults_are_repeated_and_no_copy_has_a_wrong_byte(
 
     server.fault = often
     run.save(4, wait=False)
-    # On busy cores some resets are noticed only by the client's read timeout, 60 s each.
-    assert run.finish(seconds=800)
+    assert run.finish()
+    # Each request is repeated by itself: a copy that starts again with its first file whenever one
+    # fails needs three times the requests for each file more.
+    assert max(seen.values()) <= 12
     server.fault = lambda method, path: None
     assert whole(server, f"faulty-{fault}") == [4]
     check_equal(server, f"faulty-{fault}", run.job, 4)

@@ -54,6 +54,7 @@ class ObjectServer:
         self.fault = lambda method, path: None
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr("s3fs.S3FileSystem.retries", 3)  # of 5, with growing waits
         return self
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Credentials come from the environment, as each library reads them; none is writt
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -118,6 +119,8 @@ class ObjectStore:
             ) from None
         except ValueError as error:  # of adlfs without the name of an account
             raise self.refused(error) from None
+        if self._extra == "s3":
+            _repeat_more()
         self._said = False
 
     def objects(self) -> list[StoredObject]:
@@ -271,6 +274,26 @@ def version_of(info: dict[str, Any]) -> str:
         if info.get(key):
             return str(info[key]).strip('"')
     return ""
+
+
+@functools.cache
+def _repeat_more() -> None:
+    """Let s3fs repeat requests after a reset and after any answer of 5xx, as it does after others.
+
+    aiobotocore calls a reset EndpointConnectionError, which s3fs takes for permanent, and a HEAD
+    that is throttled has no text in which s3fs could find SlowDown. Without this, one of a
+    checkpoint's thousand requests fails, and the copy starts again with the first.
+    """
+    from botocore.exceptions import ClientError, ConnectionError
+    from s3fs.core import set_custom_error_handler
+
+    def passes(error: Exception) -> bool:
+        if isinstance(error, ClientError):
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return status >= 500 or status == 429
+        return isinstance(error, ConnectionError)
+
+    set_custom_error_handler(passes)
 
 
 def store_errors() -> Iterator[type[Exception]]:
