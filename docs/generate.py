@@ -32,7 +32,7 @@ from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DttError
 from dtt.config.base import field_docs
 from dtt.config.load import Mistakes, resolve
-from dtt.config.parallel import resolve as resolve_mesh
+from dtt.config.parallel import mesh_sizes
 from dtt.config.reference import LONGEST_CELL
 from dtt.config.reference import page as config_page
 from dtt.config.sweep import SweepConfig
@@ -356,7 +356,7 @@ def _refusal(one: tuple[str, ...], other: tuple[str, ...]) -> str:
     base = [a for a in BASE if a.split("=")[0] not in {*keys, *given}]
     try:
         cfg = resolve(None, [*base, *one, *other], env={}).config
-        check_layout(cfg, resolve_mesh(cfg.parallel, 8), scaled(cfg, 50304).arch)
+        check_layout(cfg, mesh_sizes(cfg.parallel, 8), scaled(cfg, 50304).arch)
     except Mistakes as error:
         return "; ".join(f"`{'.'.join(key)}`: {why}" for key, why in error.problems)
     except DttError as error:

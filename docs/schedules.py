@@ -24,7 +24,7 @@ from dtt.optim.lr_curves import (
     LinearConfig,
     WsdConfig,
 )
-from dtt.optim.schedule import resolve
+from dtt.optim.schedule import resolve_schedule
 from dtt.track.plot import save
 
 STEPS = 1000
@@ -46,7 +46,7 @@ SHAPES: dict[str, Schedule] = {
 def draw(axes: Axes, configs: Mapping[str, Schedule]) -> None:
     """Plot a curve for each schedule, and print its first and last value."""
     for name, config in configs.items():
-        schedule = resolve(config, STEPS, lambda step: step)
+        schedule = resolve_schedule(config, STEPS, lambda step: step)
         rates = [schedule.multiplier(step) for step in range(STEPS)]
         axes.plot(range(1, STEPS + 1), rates, label=name, linewidth=1.2)
         print(f"{name:<24} step 1: {rates[0]:.4f}  step {STEPS}: {rates[-1]:.4f}")

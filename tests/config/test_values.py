@@ -16,8 +16,7 @@ from dtt.config.budget import seconds
 from dtt.config.load import changes_on_resume, resolve
 from dtt.config.model import ModelConfig
 from dtt.config.optim import own_decays
-from dtt.config.parallel import ParallelConfig, Sizes
-from dtt.config.parallel import resolve as sizes_of
+from dtt.config.parallel import ParallelConfig, Sizes, mesh_sizes
 from dtt.config.weight_decay import parse_decay
 from dtt.model import families
 from dtt.model.mesh_divisibility import check_experts
@@ -215,16 +214,16 @@ def test_a_horizon_is_the_decay_over_which_weights_are_averaged() -> None:
 
 
 def test_minus_one_takes_the_remaining_devices() -> None:
-    assert sizes_of(ParallelConfig(tensor=2), 8) == (1, 4, 1, 1, 2)
-    assert sizes_of(ParallelConfig(replicate=2, shard=-1, context=2), 8) == (1, 2, 2, 2, 1)
+    assert mesh_sizes(ParallelConfig(tensor=2), 8) == (1, 4, 1, 1, 2)
+    assert mesh_sizes(ParallelConfig(replicate=2, shard=-1, context=2), 8) == (1, 2, 2, 2, 1)
 
 
 def test_the_suggested_mesh_fits_the_number_of_processes() -> None:
     with pytest.raises(ConfigError) as caught:
-        sizes_of(ParallelConfig(tensor=2), 3)
+        mesh_sizes(ParallelConfig(tensor=2), 3)
     for change in ("parallel.shard=-1", "parallel.replicate=1", "parallel.tensor=1"):
         assert change in str(caught.value)
-    assert sizes_of(ParallelConfig(shard=-1, replicate=1, tensor=1), 3) == (1, 1, 3, 1, 1)
+    assert mesh_sizes(ParallelConfig(shard=-1, replicate=1, tensor=1), 3) == (1, 1, 3, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from dtt.estimate.case import Case
 from dtt.mesh.dist import World
 from dtt.model import attention_backend, count
 from dtt.model.scaling import scaled
-from dtt.optim import built, schedule
+from dtt.optim import built
 from dtt.optim.ema import Ema
+from dtt.optim.schedule import resolve_schedule
 from dtt.train.assemble import LaidOutModel, assemble
 from dtt.train.objectives.loss_function import loss_function
 from dtt.train.pipelined_step import make_passes
@@ -110,7 +111,7 @@ def plan_of(case: Case, world: World) -> RunPlan:
         tokens=step_sizes.tokens_before(case.steps),
         step_size=step_sizes.describe(case.steps),
         steps=case.steps,
-        schedule=schedule.resolve(
+        schedule=resolve_schedule(
             cfg.schedule, case.steps, step_sizes.tokens_before, own_decays(cfg.optim)
         ),
         data="",

@@ -22,12 +22,12 @@ from dtt.config.schedule import RunFacts
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.model.decoder import parameter_role
-from dtt.optim import schedule
 from dtt.optim.adamw import AdamWConfig, AdamWSettings
 from dtt.optim.built import build
 from dtt.optim.groups import describe, set_learning_rate
 from dtt.optim.lr_curves import WsdConfig
 from dtt.optim.muon.variant import MuonConfig, MuonGroup
+from dtt.optim.schedule import resolve_schedule
 from dtt.params.table import Param, Params
 
 SHAPES = {
@@ -168,7 +168,7 @@ def test_groups_decay_over_their_own_part_of_the_run_as_in_torch() -> None:
     config = AdamWConfig(lr=0.2, groups=entries)
     optimizers = made(config)
     wsd = WsdConfig(warmup=2, decay=4, shape="linear", floor=0.1)
-    resolved = schedule.resolve(wsd, 20, lambda step: 10 * step, own_decays(config))
+    resolved = resolve_schedule(wsd, 20, lambda step: 10 * step, own_decays(config))
 
     def multiplier(decay: int, step: int) -> float:
         rise = min(1.0, (step + 1) / 2)

@@ -19,7 +19,7 @@ from dtt.optim.lr_curves import (
     LinearConfig,
     WsdConfig,
 )
-from dtt.optim.schedule import ResolvedSchedule, resolve
+from dtt.optim.schedule import ResolvedSchedule, resolve_schedule
 
 PER_STEP = 1024
 
@@ -51,7 +51,7 @@ def growing(step: int) -> int:
 
 
 def set_against(config: Schedule, steps: int) -> ResolvedSchedule:
-    return resolve(config, steps, lambda step: PER_STEP * step)
+    return resolve_schedule(config, steps, lambda step: PER_STEP * step)
 
 
 def lowest(config: Schedule) -> float:
@@ -78,7 +78,7 @@ def largest_fall(schedule: ResolvedSchedule, config: Schedule) -> float:
 def test_the_rate_rises_then_falls_without_a_jump_to_the_neighbour_of_its_floor(
     config: Schedule, steps: int
 ) -> None:
-    schedule = resolve(config, steps, growing)
+    schedule = resolve_schedule(config, steps, growing)
     rates = [schedule.multiplier(step) for step in range(steps)]
     warm = min(schedule.warmup, steps)
     assert rates[:warm] == pytest.approx([(n + 1) / schedule.warmup for n in range(warm)])
@@ -125,7 +125,9 @@ def test_a_length_is_steps_or_a_share_or_tokens(decay: Any) -> None:
 
 
 def test_lengths_in_tokens_follow_a_batch_that_grows() -> None:
-    schedule = resolve(WsdConfig(warmup="51.2k tokens", decay="51.2k tokens"), 200, growing)
+    schedule = resolve_schedule(
+        WsdConfig(warmup="51.2k tokens", decay="51.2k tokens"), 200, growing
+    )
     assert schedule.warmup == 50
     assert schedule.decay is not None
     assert schedule.decay.begin == 175

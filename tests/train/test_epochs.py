@@ -18,7 +18,7 @@ from dtt.config.load import load_job
 from dtt.config.load import resolve as load
 from dtt.config.train import TrainConfig
 from dtt.data.samples.dataset import open_dataset
-from dtt.data.samples.schedules import resolve, steps_of_epochs
+from dtt.data.samples.step_sizes import step_sizes_of, steps_of_epochs
 from dtt.track import jsonl
 
 SCHEDULES: list[dict[str, Any]] = [
@@ -46,7 +46,7 @@ def test_the_last_step_is_the_one_that_completes_the_epochs(
 ) -> None:
     train = section(batch_schedule=schedule, epochs=hundredths / 100)
     steps = steps_of_epochs(train, samples)
-    sizes = resolve(train.model_copy(update={"steps": steps}))
+    sizes = step_sizes_of(train.model_copy(update={"steps": steps}))
     total = math.ceil(hundredths * samples / 100)
     assert sizes.first_sample(steps - 1) < total <= sizes.first_sample(steps)
 

@@ -289,7 +289,7 @@ def _repeat_more() -> None:
 
     def passes(error: Exception) -> bool:
         if isinstance(error, ClientError):
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            status: int = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return status >= 500 or status == 429
         return isinstance(error, ConnectionError)
 

@@ -139,7 +139,7 @@ class Sizes(NamedTuple):
         return " x ".join(f"{size} {name}" for name, size in named if size > 1)
 
 
-def resolve(config: ParallelConfig, processes: int) -> Sizes:
+def mesh_sizes(config: ParallelConfig, processes: int) -> Sizes:
     """Return the mesh of this number of processes; ConfigError if the sizes do not fit it."""
     given = config.sizes
     rest = next((name for name, size in given.items() if size == REST), None)

@@ -11,12 +11,11 @@ import torch
 
 from dtt.config.adapter import LoraConfig
 from dtt.config.optim import GroupedOptimizer
-from dtt.config.parallel import Sizes, resolve
+from dtt.config.parallel import Sizes, mesh_sizes
 from dtt.config.run import RunConfig
 from dtt.config.schedule import RunFacts
 from dtt.data.samples import compatibility
-from dtt.data.samples.schedules import StepSizes
-from dtt.data.samples.schedules import resolve as resolve_step_sizes
+from dtt.data.samples.step_sizes import StepSizes, step_sizes_of
 from dtt.estimate.built_models import formula_names, stand_in
 from dtt.estimate.gpus import Gpu
 from dtt.hf.model_source import frozen_architectures
@@ -431,13 +430,13 @@ def make_case(
     cfg: RunConfig, gpu: Gpu, nodes: int, gpus_per_node: int, vocab_size: int, steps: int
 ) -> Case:
     """Create the case of a run of `steps` steps; raise ConfigError if sizes are incompatible."""
-    sizes = resolve(cfg.parallel, nodes * gpus_per_node)
+    sizes = mesh_sizes(cfg.parallel, nodes * gpus_per_node)
     model = scaled(cfg, vocab_size).arch
     built = model if isinstance(model, BuiltArchitecture) else None
     arch = stand_in(model) if isinstance(model, BuiltArchitecture) else model
     compatibility.check_batches(cfg.train, sizes)
     check_layout(cfg, sizes, arch)
-    step_sizes, precision = resolve_step_sizes(cfg.train), _precision(cfg, gpu)
+    step_sizes, precision = step_sizes_of(cfg.train), _precision(cfg, gpu)
     held = frozen_architectures(cfg.objective)
     models = tuple(make_model(one, dtype=precision.compute_dtype) for one in held)
     case = Case(cfg, gpu, nodes, gpus_per_node, sizes, arch, precision, step_sizes, steps)

@@ -34,11 +34,10 @@ from dtt.config.optim import horizon_keys, own_decays
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay, before_last
 from dtt.data.epochs import with_epochs_resolved
-from dtt.data.samples import schedules
+from dtt.data.samples.step_sizes import step_sizes_of
 from dtt.jobs.job_paths import enter
-from dtt.optim import schedule
 from dtt.optim.lr_curves import WsdConfig
-from dtt.optim.schedule import DECAY, ResolvedSchedule
+from dtt.optim.schedule import DECAY, ResolvedSchedule, resolve_schedule
 
 OWN_KEYS = {"name", "train.steps", "train.epochs", "train.budget"}
 """Keys that a branch may set differently from its parent, besides `schedule.*` and the keys that
@@ -228,7 +227,7 @@ def _resolve(branch: Branch, parent: RunConfig, arguments: Sequence[str]) -> Res
 
 def _shortest_run(cfg: RunConfig, wsd: WsdConfig, step: int) -> int:
     """Return the number of steps of the shortest run whose decay does not start before `step`."""
-    tokens_before = schedules.resolve(cfg.train).tokens_before
+    tokens_before = step_sizes_of(cfg.train).tokens_before
 
     def decay_start(steps: int) -> int:
         return before_last(wsd.decay, steps, tokens_before)
@@ -253,8 +252,8 @@ def _schedule(cfg: RunConfig, steps: int | None = None) -> ResolvedSchedule:
     if the run has a time limit: then the decay depends on the measured speed.
     """
     steps = steps or cfg.train.steps
-    tokens_before = schedules.resolve(cfg.train).tokens_before
-    resolved = schedule.resolve(cfg.schedule, steps, tokens_before, own_decays(cfg.optim))
+    tokens_before = step_sizes_of(cfg.train).tokens_before
+    resolved = resolve_schedule(cfg.schedule, steps, tokens_before, own_decays(cfg.optim))
     return resolved.with_decay(None) if cfg.train.timed else resolved
 
 
@@ -308,7 +307,7 @@ def _check_stable_phase(branch: Branch, parent: RunConfig, resolved: Resolved) -
             next="omit schedule.warmup",
         )
     parent_phases, branch_phases = (
-        [stage for stage in schedules.resolve(cfg.train).ranges if stage.step < step]
+        [stage for stage in step_sizes_of(cfg.train).ranges if stage.step < step]
         for cfg in (parent, resolved.config)
         # Only ranges before the branch point: later ones are in the branch's own hands.
     )

@@ -21,10 +21,10 @@ from dtt.base.files import check_space, sha256_file
 from dtt.base.reading import read_text
 from dtt.base.terminal import Message
 from dtt.checkpoint import store
-from dtt.config import parallel
 from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.config.init import HF
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
+from dtt.config.parallel import mesh_sizes
 from dtt.config.run import RunConfig
 from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.data.corpus.described import check_tokens, read_corpus
@@ -184,7 +184,7 @@ def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
 def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
     """Raise ConfigError if sizes of the model are not divisible by the mesh."""
     try:
-        sizes = parallel.resolve(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
+        sizes = mesh_sizes(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
         arch = scaled(cfg, vocab_size).arch
     except ConfigError:  # `batch_problems` and `_check_model` report it
         return
@@ -228,9 +228,7 @@ def batch_problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttErr
     processes = each if command == "pipeline" else each * nodes
     done = max(store.steps(job.checkpoints), default=0)
     yield from caught(
-        lambda: compatibility.check_batches(
-            cfg.train, parallel.resolve(cfg.parallel, processes), done
-        )
+        lambda: compatibility.check_batches(cfg.train, mesh_sizes(cfg.parallel, processes), done)
     )
 
 

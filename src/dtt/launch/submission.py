@@ -19,7 +19,7 @@ from dtt.config.merging import Resolved
 from dtt.config.own import kept_files
 from dtt.config.run import RunConfig
 from dtt.config.shipped import shipped_configs
-from dtt.data.samples.schedules import resolve as resolve_schedules
+from dtt.data.samples.step_sizes import step_sizes_of
 from dtt.jobs.slurm import job_script
 from dtt.jobs.stages import Stage
 
@@ -179,7 +179,7 @@ def _amount(cfg: RunConfig) -> str:
     paths = [source.place for source in cfg.sources]
     if cfg.train.steps == 0:
         return f"{cfg.train.epochs:g} epochs of {', '.join(map(str, paths))}"
-    batches, steps = resolve_schedules(cfg.train), cfg.train.steps
+    batches, steps = step_sizes_of(cfg.train), cfg.train.steps
     total = batches.tokens_before(steps)
     most = "at most " if cfg.train.timed else ""
     amount = f"{most}{steps} steps of {batches.describe(steps)}: {total / 1e6:.1f}M tokens"

@@ -93,7 +93,7 @@ class ResolvedSchedule:
         return f"{start}decay ({self.name}) from step {self.decay.begin + 1}, {share}{''.join(own)}"
 
 
-def resolve(
+def resolve_schedule(
     config: Schedule, steps: int, tokens_before: TokensBefore, own: Iterable[Length] = ()
 ) -> ResolvedSchedule:
     """Resolve a schedule for a run of `steps` steps.
@@ -111,5 +111,5 @@ def resolve(
         assert isinstance(config, WsdConfig), "the configuration was checked"
         # A copy of the configuration with another decay, so that groups use the same code path.
         other = config.model_copy(update={"decay": length})
-        groups[length] = resolve(other, steps, tokens_before)
+        groups[length] = resolve_schedule(other, steps, tokens_before)
     return ResolvedSchedule(config, facts, groups)

@@ -22,7 +22,7 @@ from dtt.base.secrets import redacted
 from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
 from dtt.config.run import RunConfig
-from dtt.data.samples.schedules import resolve
+from dtt.data.samples.step_sizes import step_sizes_of
 from dtt.jobs.job_state import FAILURES, State, Status
 from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
@@ -113,7 +113,7 @@ def _computed(
     None if the configuration does not say how many.
     """
     try:
-        sizes = None if cfg is None else resolve(cfg.train)
+        sizes = None if cfg is None else step_sizes_of(cfg.train)
     except DttError:
         sizes = None
     ends = [min((bucket + 1) * progress["width"] - 1, last_step) for bucket in progress["at"]]

@@ -61,7 +61,7 @@ def _coefficients(cfg: RunConfig, *, corrected: bool) -> RouterLosses:
 class LaidOutModel:
     """A model on its devices."""
 
-    layout: Mesh
+    mesh: Mesh
     model: Model
     module: nn.Module
     """The module called in training: `model`, or `model` wrapped (DDP, context, pipeline)."""
@@ -87,15 +87,15 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
     A sharded model has no memory before it is sharded, so that no rank ever holds all of it.
     """
     experts = None if plan.arch.mixture is None else cfg.parallel.expert
-    layout = make_mesh(plan.sizes, world, experts)
+    mesh = make_mesh(plan.sizes, world, experts)
     stages = cfg.parallel.stage_layers(plan.arch.n_layers)
-    held = stages[layout.index("pipeline") :: layout.size("pipeline")]
+    held = stages[mesh.index("pipeline") :: mesh.size("pipeline")]
     # Pure bf16 has bf16 weights, mixed precision fp32 ones.
     model = make_model(plan.arch, held, plan.precision.weights)
     if isinstance(cfg.adapter, LoraConfig):
         # Frozen weights need no fp32 copy: bf16 is what autocast would make of it in every step.
         attach(model, cfg.adapter, plan.precision.compute_dtype)
-    if not layout.sharded:
+    if not mesh.sharded:
         # Now, because DDP looks at the values when it wraps the model.
         allocate(model, world.device)
     model.attention = cfg.train.attention
@@ -111,25 +111,25 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
     module = apply(
         model,
         world,
-        layout,
+        mesh,
         compile_blocks=plan.compile,
         remat=cfg.train.remat,
         remat_every=cfg.train.remat_every,
         precision=plan.precision,
         reshard=cfg.parallel.reshard,
     )
-    if layout.sizes.context > 1:
+    if mesh.sizes.context > 1:
         assert isinstance(model, Decoder), "the configuration was checked"
         # The outermost wrapper: it divides sequences before anything else sees them.
-        module = ContextParallel(model, layout)
-    if layout.size("pipeline") > 1:
+        module = ContextParallel(model, mesh)
+    if mesh.size("pipeline") > 1:
         each = cfg.parallel.reduce == "each"
         dtype = plan.precision.compute_dtype
-        module = Pipeline(module, stages, layout, dtype, reduce_each=each)
-    if layout.sharded:
+        module = Pipeline(module, stages, mesh, dtype, reduce_each=each)
+    if mesh.sharded:
         # Values follow from the seed and the name.
         allocate_shards(model, world.device)
     # On every rank by itself: the values do not depend on the layout, so none are sent.
     initialize(model, cfg.seed, plan.scaling.base)
-    params = params_of(model, layout)
-    return LaidOutModel(layout=layout, model=model, module=module, params=params)
+    params = params_of(model, mesh)
+    return LaidOutModel(mesh=mesh, model=model, module=module, params=params)

@@ -96,7 +96,7 @@ def make_state(inputs: StartedRun) -> tuple[TrainState, BatchReader]:
         # Before the first large tensor: malloc's thresholds apply to later allocations.
         malloc.keep_freed_memory()
     laid_out = assemble(cfg, plan, world)
-    reader = BatchReader.of(cfg, laid_out.layout.index(*DATA), plan.sizes.data, world.device)
+    reader = BatchReader.of(cfg, laid_out.mesh.index(*DATA), plan.sizes.data, world.device)
     reader = reader.checking(world.rank, world.size)
     # After parallelisation, so that each rank fills its shards only.
     came_from, base = load_initial_weights(inputs, laid_out, reader)
@@ -113,13 +113,13 @@ def make_state(inputs: StartedRun) -> tuple[TrainState, BatchReader]:
     if came_from is not None and cfg.init.optimizer == "carry":
         carry_optimizers(optimizers, laid_out.params, came_from)
     with own_code(cfg.objective, "objective"):
-        cfg.objective.setup(RunView.of(inputs, laid_out.layout))
+        cfg.objective.setup(RunView.of(inputs, laid_out.mesh))
     state = TrainState(
         **vars(laid_out),
         passes=make_passes(
             laid_out.module,
             plan.precision,
-            laid_out.layout.gradient_replicas,
+            laid_out.mesh.gradient_replicas,
             reduce_each=cfg.parallel.reduce == "each",
         ),
         optimizers=optimizers,
@@ -140,7 +140,7 @@ def make_experts(cfg: RunConfig, laid_out: LaidOutModel) -> ExpertLoad | None:
 
     if laid_out.model.arch.mixture is None:
         return None
-    return ExpertLoad(laid_out.model, laid_out.layout, cfg.train.balance_rate)
+    return ExpertLoad(laid_out.model, laid_out.mesh, cfg.train.balance_rate)
 
 
 def make_ema(inputs: StartedRun, laid_out: LaidOutModel) -> Ema | None:
@@ -225,7 +225,7 @@ def make_observers(
     meter = ThroughputMeter(
         plan.arch, plan.precision.compute_dtype, world, optimizers, adapter=adapter
     )
-    if world.size > 1 and not state.layout.sharded:
+    if world.size > 1 and not state.mesh.sharded:
         # DDP reduces gradients in the reverse order of the parameters, so that of the first last.
         meter.watch_gradients(next(iter(state.params.trainable().values())).tensor)
     if isinstance(state.module, Pipeline):

@@ -69,7 +69,7 @@ class TrainState(LaidOutModel):
         """Load the tensors of a checkpoint; raise ConfigError or DamagedError if they differ."""
         # A checkpoint has what is trained. The frozen weights below an adapter are there already.
         load_parameters(self.params.trainable(), weights)
-        load_optimizers(self.optimizers, state, self.layout.gather)
+        load_optimizers(self.optimizers, state, self.mesh.gather)
         if self.ema is not None:
             self.ema.restore(state)
         if self.experts is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.config.optim import own_decays
-from dtt.config.parallel import Sizes, resolve
+from dtt.config.parallel import Sizes, mesh_sizes
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay, RunFacts
 from dtt.data.samples import compatibility
@@ -18,9 +18,8 @@ from dtt.model import attention_backend, count
 from dtt.model.architecture import AnyArchitecture
 from dtt.model.mesh_divisibility import check_layout
 from dtt.model.scaling import Scaling, scaled
-from dtt.optim import schedule
 from dtt.optim.rounding import StochasticRounding
-from dtt.optim.schedule import ResolvedSchedule
+from dtt.optim.schedule import ResolvedSchedule, resolve_schedule
 from dtt.train.precision import Precision, choose
 from dtt.train.process_memory import check_memory
 
@@ -96,7 +95,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
     The first `done` steps of the run are trained.
     """
     train, step_sizes = cfg.train, dataset.step_sizes
-    sizes = resolve(cfg.parallel, world.size)
+    sizes = mesh_sizes(cfg.parallel, world.size)
     compatibility.check_batches(train, sizes, done)
     if dataset.steps == 0:
         raise ConfigError(
@@ -138,5 +137,5 @@ def _schedule(cfg: RunConfig, dataset: Dataset) -> ResolvedSchedule:
     If a time limit ends the run, it has no decay yet: `TimeBudget` starts it.
     """
     tokens_before, own = dataset.step_sizes.tokens_before, own_decays(cfg.optim)
-    resolved = schedule.resolve(cfg.schedule, dataset.steps, tokens_before, own)
+    resolved = resolve_schedule(cfg.schedule, dataset.steps, tokens_before, own)
     return resolved.with_decay(None) if cfg.train.timed else resolved

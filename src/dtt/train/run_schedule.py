@@ -8,7 +8,7 @@ from typing import Any
 
 from dtt.config.base import Length
 from dtt.config.schedule import Decay
-from dtt.data.samples.schedules import StepSizes
+from dtt.data.samples.step_sizes import StepSizes
 from dtt.optim.schedule import ResolvedSchedule
 from dtt.train.supervise.time_budget import TimeBudget
 

@@ -123,7 +123,7 @@ class Trainer(Run):
         if not self._reported:
             # Once, as the names do not change. By their places in the stack below, ranks would add
             # up values of different names, or wait for more of them forever.
-            check_ranks(state.objective, reported, state.layout)
+            check_ranks(state.objective, reported, state.mesh)
             self._reported.extend(["loss", *reported])
         meter.end_phase("forward_backward")
         limit = self.cfg.train.clip_norm or float("inf")
@@ -131,7 +131,7 @@ class Trainer(Run):
         norm = state.params.clip(limit)
         # One all-reduce for all numbers of the step. Its result is bitwise equal on all ranks, so
         # all guards judge alike.
-        means = state.layout.mean(torch.stack([losses.loss, norm, *reported.values()]))
+        means = state.mesh.mean(torch.stack([losses.loss, norm, *reported.values()]))
         # If it is to stop the run, Diverged follows in `read_losses`, up to `log_every` steps
         # later. `save` reads the losses first, so that no checkpoint has such a step.
         judgement = state.guard.judge(means[:2])

@@ -51,7 +51,7 @@ class Recorder:
         """Return a trainer that does the same and records it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         state, position = trainer.state, trainer.position
-        index = state.layout.index(*DATA)
+        index = state.mesh.index(*DATA)
         record = {"inner": state.passes, "recorder": self, "position": position, "index": index}
         passes = RecordedPasses(**_fields(state.passes) | record)
         params = RecordedParams(state.params, self, position)

@@ -27,7 +27,7 @@ from dtt.config.schedule import Decay
 from dtt.config.train import TrainConfig
 from dtt.jobs.clock import Clock
 from dtt.optim.lr_curves import WsdConfig
-from dtt.optim.schedule import resolve
+from dtt.optim.schedule import resolve_schedule
 from dtt.track import jsonl
 from dtt.train import run as train
 from dtt.train.supervise.time_budget import SHORTEST, SPARE_SECONDS, TimeBudget
@@ -53,7 +53,7 @@ class Simulated:
     begun: int | None = None
 
     def run(self) -> None:
-        schedule = resolve(self.budget.schedule, self.budget.limit, tokens_before)
+        schedule = resolve_schedule(self.budget.schedule, self.budget.limit, tokens_before)
         schedule = schedule.with_decay(None)
         worked = 0.0
         while self.step < (schedule.decay.end if schedule.decay else self.budget.limit):

@@ -30,7 +30,7 @@ from dtt.config.merging import Resolved
 from dtt.config.parallel import Sizes
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
-from dtt.data.samples.schedules import StepRange, resolve
+from dtt.data.samples.step_sizes import StepRange, step_sizes_of
 
 
 def check_batches(train: TrainConfig, sizes: Sizes, done: int = 0) -> None:
@@ -50,7 +50,7 @@ def check_batches(train: TrainConfig, sizes: Sizes, done: int = 0) -> None:
             next=f"train.global_batch_tokens={enough}",
         )
     # `train.epochs` is resolved when the data is open.
-    steps = resolve(train).ranges_from(done) if train.steps else ()
+    steps = step_sizes_of(train).ranges_from(done) if train.steps else ()
     for step in steps:
         if step.sequences % processes:
             raise ConfigError(

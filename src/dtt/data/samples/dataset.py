@@ -31,7 +31,7 @@ from dtt.data.samples.protocol import (
     SampleSource,
     Streamed,
 )
-from dtt.data.samples.schedules import StepSizes, resolve, steps_of_epochs
+from dtt.data.samples.step_sizes import StepSizes, step_sizes_of, steps_of_epochs
 from dtt.data.samples.token_source import TokenSource
 from dtt.data.text.tokenizer import begin_of_document, open_tokenizer, token_bytes
 
@@ -216,7 +216,7 @@ def open_dataset(cfg: RunConfig) -> Dataset:
         # `train.epochs` needs the number of samples, which is known only now.
         steps = steps_of_epochs(train, sum(len(source.train) for source in opened))
         train = train.model_copy(update={"steps": steps})
-    step_sizes = resolve(train)
+    step_sizes = step_sizes_of(train)
     mixture = Mixture(
         [len(source.train) for source in opened],
         # Weights change at steps, and the mixture works on samples: steps may have different sizes.

@@ -37,5 +37,5 @@ def make_actions(
         actions.append(Sample(cfg, steps, sampler))
     # Last: they see the validation of their step. A checkpoint of the step has been saved before,
     # so a run that resumes from it runs them again, from the state that they had.
-    view = RunView.of(inputs, state.layout)
+    view = RunView.of(inputs, state.mesh)
     return [*actions, *(Own(cfg, steps, own, view) for own in cfg.actions)]

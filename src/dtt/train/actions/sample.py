@@ -32,14 +32,14 @@ class Sample(StepAction):
     def work(self, run: Run, stop: Stop) -> list[Record]:
         """Generate it on rank 0; if the model is sharded, on all ranks together."""
         state = run.state
-        if not (run.world.first or state.layout.sharded):
+        if not (run.world.first or state.mesh.sharded):
             return []
         step = run.position.step
-        if not state.layout.sharded:
+        if not state.mesh.sharded:
             return [self.sampler.record(state.model, step)]
         if (whole := whole_copy(state.without_context(), run.world)) is not None:
             return [self.sampler.record(whole, step)]
-        together = state.module, state.layout.granularity, run.world.from_first
+        together = state.module, state.mesh.granularity, run.world.from_first
         return [self.sampler.record(state.model, step, together)]
 
 

@@ -49,7 +49,7 @@ def make_tasks(inputs: StartedRun, state: TrainState) -> TaskEvaluator | None:
     how: dict[str, Any] = {
         "batch_tokens": cfg.batch_tokens,
         "multiple": plan.sizes.tensor,
-        "collective": state.layout.sharded,
+        "collective": state.mesh.sharded,
     }
     end = dataset.manifest.end_of_document
     model, stages = state.without_context(), plan.sizes.pipeline

@@ -41,12 +41,12 @@ class Validate(StepAction):
         if record is None:
             return None
         if self.answers is not None:
-            layout = run.state.layout
+            mesh = run.state.mesh
             rate = self.answers.stop_rate(
                 run.state.without_context(),
                 stop,
-                multiple=layout.sizes.tensor,
-                collective=layout.sharded,
+                multiple=mesh.sizes.tensor,
+                collective=mesh.sharded,
             )
             if rate is None:
                 return None
@@ -69,7 +69,7 @@ def make_evaluator(inputs: StartedRun, state: TrainState, reader: BatchReader) -
     loss_function = make_loss(cfg, plan, token_bytes, evaluates=True)
     measure = partial(state.passes.evaluate, loss_function=loss_function)
     in_pairs = cfg.objective.per_pair
-    return Evaluator(parts, reader, state.passes.module, measure, state.layout, in_pairs)
+    return Evaluator(parts, reader, state.passes.module, measure, state.mesh, in_pairs)
 
 
 def make_answers(inputs: StartedRun) -> AnswerEvaluator | None:

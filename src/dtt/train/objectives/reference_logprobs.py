@@ -78,7 +78,7 @@ def write_reference(
         return
     log.info("computing the log-probabilities of the reference model, %s", source)
     passes = Passes(laid_out.module, inputs.plan.precision)
-    reference = ReferencePass(passes, reader, laid_out.layout, world)
+    reference = ReferencePass(passes, reader, laid_out.mesh, world)
     reference.write(inputs.dataset, folder, key, cfg.train.seq_len)
 
 

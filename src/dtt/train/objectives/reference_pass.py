@@ -72,7 +72,7 @@ class ReferencePass:
     passes: Passes
     """The passes of the module with the weights of the reference model."""
     reader: BatchReader
-    layout: Mesh
+    mesh: Mesh
     world: World
 
     def write(self, dataset: Dataset, folder: Path, key: str, seq_len: int) -> None:
@@ -113,7 +113,7 @@ class ReferencePass:
                 values = self._logprobs(source, np.arange(start, stop, dtype=np.uint64))
                 rows = np.empty((stop - start, values.shape[1]), dtype=DTYPE)
                 # Only from ranks with other samples: those that share samples have equal values.
-                for rank, part in enumerate(self.layout.gather(values, DATA)):
+                for rank, part in enumerate(self.mesh.gather(values, DATA)):
                     mine = rows[rank :: reader.size]
                     mine[:] = part[: len(mine)]  # a rank without samples computed a dummy one
                 yield rows

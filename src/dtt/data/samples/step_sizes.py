@@ -112,7 +112,7 @@ class StepSizes:
         return {"batch_tokens": self.batch_tokens(step), "seq_len": self.at(step).seq_len}
 
 
-def resolve(train: TrainConfig) -> StepSizes:
+def step_sizes_of(train: TrainConfig) -> StepSizes:
     """Resolve the batch-size and context-length schedules of `train` to steps.
 
     Raises ConfigError for an entry that would start before the preceding one, or after the end
@@ -148,13 +148,13 @@ def steps_of_epochs(train: TrainConfig, samples: int) -> int:
 
     def enough(steps: int) -> bool:
         try:
-            sizes = resolve(train.model_copy(update={"steps": steps}))
+            sizes = step_sizes_of(train.model_copy(update={"steps": steps}))
         except ConfigError:  # an entry of a schedule starts later
             return False
         return sizes.first_sample(steps) >= total
 
     steps = bisect_left(range(total), True, lo=1, key=enough)
-    sizes = resolve(train.model_copy(update={"steps": steps}))
+    sizes = step_sizes_of(train.model_copy(update={"steps": steps}))
     if (first := sizes.first_sample(1)) > total:
         log.info(
             "train.epochs=%g of %d samples is less than one step, which repeats them until it has "
@@ -163,7 +163,7 @@ def steps_of_epochs(train: TrainConfig, samples: int) -> int:
         )
     if steps > 1 and sizes.first_sample(steps - 1) >= total:
         # Fewer steps would be enough, but an entry of a schedule starts later: report it.
-        resolve(train.model_copy(update={"steps": steps - 1}))
+        step_sizes_of(train.model_copy(update={"steps": steps - 1}))
     if train.steps not in (0, steps):
         raise ConfigError(
             f"train.steps={train.steps} contradicts train.epochs={train.epochs:g}",

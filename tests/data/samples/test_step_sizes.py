@@ -17,7 +17,7 @@ from dtt.config.load import resolve as load
 from dtt.config.parallel import Sizes as MeshSizes
 from dtt.config.train import TrainConfig
 from dtt.data.samples.compatibility import check_batches
-from dtt.data.samples.schedules import resolve
+from dtt.data.samples.step_sizes import step_sizes_of
 
 SEQ_LEN, FULL = 64, 4096
 Sizes = list[tuple[Fraction, int]]
@@ -58,7 +58,7 @@ def in_unit(length: int, unit: str) -> Fraction:
 def assert_grows(schedule: dict[str, Any], sizes: Sizes, unit: str) -> None:
     taken = walk(sizes, unit, 300)
     assume(taken[-1] == FULL)  # else it is refused
-    sizes = resolve(train(batch_schedule=schedule))
+    sizes = step_sizes_of(train(batch_schedule=schedule))
     assert [sizes.batch_tokens(step) for step in range(300)] == taken
 
 
@@ -123,7 +123,7 @@ def test_steps_use_every_sample_once_and_positions_invert_steps(
         schedule |= {"every" if batch == "doubling" else "length": over}
     starts = [in_unit(7 * i, context_unit) for i in range(len(contexts) + 1)]
     cut = [*zip((spelt(at, context_unit) for at in starts), [*contexts, SEQ_LEN], strict=True)]
-    sizes = resolve(train(batch_schedule=schedule, context_schedule=cut))
+    sizes = step_sizes_of(train(batch_schedule=schedule, context_schedule=cut))
     samples = tokens = 0
     for step in range(400):  # beyond the end of the run, too: mixtures ask
         stage = sizes.at(step)
@@ -181,20 +181,20 @@ def test_an_invalid_schedule_is_refused_with_its_key(arguments: list[str], said:
 def test_stages_out_of_order_are_refused_with_their_steps() -> None:
     stages = [(0, 64), ("50%", 128), ("1k tokens", FULL)]
     with pytest.raises(ConfigError, match=r"do not follow one another\n.*step 17, .*step 151"):
-        resolve(train(batch_schedule={"type": "list", "stages": stages}))
+        step_sizes_of(train(batch_schedule={"type": "list", "stages": stages}))
     with pytest.raises(ConfigError, match=r"32 would begin with step 1[01], .*step 151"):
-        resolve(train(context_schedule=[(0, 8), (150, 16), (10, 32), (200, SEQ_LEN)]))
+        step_sizes_of(train(context_schedule=[(0, 8), (150, 16), (10, 32), (200, SEQ_LEN)]))
 
 
 def test_a_stage_after_the_end_of_the_run_is_refused() -> None:
     schedule = {"type": "linear", "start": 256, "length": "10M tokens"}
     with pytest.raises(ConfigError) as caught:
-        resolve(train(batch_schedule=schedule))
+        step_sizes_of(train(batch_schedule=schedule))
     assert "only after the end of the run" in str(caught.value)
     assert "train.steps = 300" in str(caught.value)
     with pytest.raises(ConfigError, match="reaches 64 only after the end"):
-        resolve(train(context_schedule=[(0, 8), (300, SEQ_LEN)]))
-    resolve(train(context_schedule=[(0, 8), (299, SEQ_LEN)]))
+        step_sizes_of(train(context_schedule=[(0, 8), (300, SEQ_LEN)]))
+    step_sizes_of(train(context_schedule=[(0, 8), (299, SEQ_LEN)]))
 
 
 def test_a_batch_that_does_not_divide_over_the_processes_is_named_by_its_step() -> None:
