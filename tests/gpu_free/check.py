@@ -21,6 +21,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch
 
 ADAMW, ROPE = "optim.type=adamw", "model.rope_scaling"
+FP8 = "train.precision=fp8"
 FACTORS = f"short_factor: {[1.0] * 32}, long_factor: {[2.0] * 32}"
 LONG_ROPE = f"{ROPE}={{type: longrope, original_max_seq_len: 64, attention_factor: 1, {FACTORS}}}"
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -35,6 +36,12 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "experts-fsdp2": (8, ("model.family=qwen3_moe", ADAMW, "train.remat=full")),
     "expert-parallel": (8, ("model.family=mixtral", "optim.type=muon", "parallel.expert=4")),
     "tensor": (8, (ADAMW, "parallel.tensor=2", "train.remat=selective")),
+    "fp8": (8, (ADAMW, "train.precision=fp8", "train.remat=full")),
+    "fp8-tensor": (8, (ADAMW, "train.precision=fp8", "parallel.tensor=2", "train.remat=selective")),
+    "fp8-adapter": (
+        1,
+        (ADAMW, "train.precision=fp8", "adapter.type=lora", "init.from=hf:any", "train.remat=full"),
+    ),
     "adapter": (8, (ADAMW, "parallel.tensor=2", "adapter.type=lora", "init.from=hf:any")),
 }
 """Number of GPUs and keys of each configuration."""

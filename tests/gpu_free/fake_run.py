@@ -32,6 +32,7 @@ from dtt.mesh.mesh import Mesh
 from dtt.model import attention_backend
 from dtt.model.decoder import Decoder
 from dtt.optim.muon import optimizer as muon
+from dtt.parallel import fp8
 from dtt.train import assemble, step
 from dtt.train.anomaly_guard import Guard
 from dtt.train.build import make_experts
@@ -142,6 +143,8 @@ def on_fake_gpu(backend: Callable[..., Any] | str, ranks: int = 1) -> Iterator[W
             (DeviceMesh, "__init__", _on_real_tensors(DeviceMesh.__init__)),
             (Decoder, "to", _to),
             (attention_backend, "running_kernel", lambda *_: "cudnn"),  # asks the driver
+            # Nothing can be timed.
+            (fp8, "find_gains", lambda layers, _: dict.fromkeys(layers.values(), 2.0)),
             (muon, "plan", _on_real_tensors(muon.plan)),  # reads the mesh
             (sharding, "_on_mesh", _on_real_tensors(sharding._on_mesh)),
             (World, "maxima", lambda _, *values: list(values)),

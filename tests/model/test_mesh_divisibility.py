@@ -77,7 +77,7 @@ def test_learned_positions_must_divide() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sizes", "why"),
     [
-        (["train.precision=fp8"], Sizes(tensor=2), "cannot be combined with tensor parallelism"),
+        (["model.family=llama", "model.n_kv_heads=1"], Sizes(tensor=2), "n_kv_heads 1 is not"),
         (
             ["model.family=qwen3_moe", "parallel.expert=3"],
             Sizes(shard=2),

@@ -18,7 +18,9 @@ from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local_shard
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from dtt.parallel import fp8_linear
 from dtt.parallel.apply import apply, autocast
+from dtt.parallel.fp8 import linear_layers
 from dtt.parallel.tensor import overlap
 
 ROWS, SEQ_LEN = 2, 16
@@ -165,11 +167,21 @@ def test_gradients_of_two_shards_by_two_tensors_are_those_of_the_whole_batch() -
         assert_close(first, outcome(make_model(variant), True))
 
 
-def in_bf16(world: World) -> dict[str, Any]:
-    return numbers(outcome(divided("llama", world, Sizes(tensor=2)), precision="bf16"))
+def rough(world: World, precision: str) -> dict[str, Any]:
+    return numbers(
+        outcome(in_fp8(divided("llama", world, Sizes(tensor=2)), precision), precision=precision)
+    )
 
 
-def test_in_bf16_two_ranks_are_as_close_to_fp32_as_one_is() -> None:
+def in_fp8(model: nn.Module, precision: str) -> nn.Module:
+    if precision == "fp8":
+        for layer in linear_layers(model).values():
+            layer.product = fp8_linear.linear
+    return model
+
+
+@pytest.mark.parametrize(("precision", "most"), [("bf16", 0.1), ("fp8", 0.5)])
+def test_two_ranks_are_as_close_to_fp32_as_one_is(precision: str, most: float) -> None:
     exact = outcome(make_model("llama"))
 
     def error(found: dict[str, Any]) -> float:
@@ -178,8 +190,8 @@ def test_in_bf16_two_ranks_are_as_close_to_fp32_as_one_is() -> None:
             for name, value in exact.items()
         )
 
-    one = error(numbers(outcome(make_model("llama"), precision="bf16")))
-    assert 0 < error(on_ranks(2, in_bf16)[0]) < 2 * one < 0.1
+    one = error(numbers(outcome(in_fp8(make_model("llama"), precision), precision=precision)))
+    assert 0 < error(on_ranks(2, rough, precision)[0]) < 2 * one < most
 
 
 def initialised(world: World) -> bool:

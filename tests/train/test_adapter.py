@@ -305,6 +305,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "no weights": ({"init.from": "null"}, "set init.from"),
     "muon": ({"optim.type": "muon"}, "needs adamw"),
     "pure bf16": ({"train.precision": "bf16-pure"}, "does not support it"),
+    "4 bits and fp8": (
+        {"train.precision": "fp8", "adapter.base": "nf4"},
+        "nf4 does not support fp8",
+    ),
     "dropout": ({"adapter.dropout": 0.1, "parallel.tensor": 2}, "must be 0"),
     "no target": ({"adapter.targets": "[q, query]"}, "'query'"),
     "the head": ({"adapter.targets": "[head]"}, "the head and the embedding cannot"),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.running import Dtt, in_this_process
-from torch import nn
 
-from dtt.base.errors import EnvironmentUnfit
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.config.model import ModelConfig
@@ -24,10 +21,11 @@ from dtt.mesh.dist import start
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
+from dtt.model.linear import Linear
 from dtt.optim import built
 from dtt.optim.ema import Ema
 from dtt.optim.muon.variant import MuonConfig
-from dtt.parallel import fp8
+from dtt.parallel import fp8, fp8_linear
 from dtt.track import jsonl
 from dtt.train.precision import Precision, choose
 from dtt.train.state import load_optimizers, optimizer_tensors
@@ -158,68 +156,62 @@ def test_what_each_precision_computes_in() -> None:
     ("keys", "why"),
     [
         ({"stochastic_rounding": True, "precision": "bf16"}, "bf16-pure"),
-        ({"precision": "fp8", "seq_len": 1000, "global_batch_tokens": 1000}, "multiple of 16"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(keys: dict[str, Any], why: str) -> None:
     assert [why in text for _, text in TrainConfig(**keys).problems()] == [True]
 
 
-# ---- fp8: torchao is not among dtt's own dependencies --------------------------------------------
-
-
-class Fp8(nn.Linear):
-    """Stands for torchao's."""
-
-
-def convert_to_fp8(model: nn.Module, *, module_filter_fn: Any = lambda *_: True) -> nn.Module:
-    """Swaps as torchao's function of that name does."""
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and module_filter_fn(layer, name):
-            swapped = Fp8(layer.in_features, layer.out_features, bias=False, device="meta")
-            swapped.weight = layer.weight
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, swapped)
-    return model
-
+# ---- fp8 -----------------------------------------------------------------------------------------
 
 SECONDS = {(32, 32): (1.0, 0.99), (32, 64): (1.0, 0.5), (64, 32): (1.0, 3.0)}
 """Of a layer's shape: in bf16 and in fp8."""
 
 
-def timed(layer: nn.Linear, *_: Any) -> float:
-    return SECONDS[layer.in_features, layer.out_features][isinstance(layer, Fp8)]
+def in_fp8(layer: Linear) -> bool:
+    return layer.product is fp8_linear.linear
+
+
+def timed(layer: Linear, *_: Any) -> float:
+    return SECONDS[layer.in_features, layer.out_features][in_fp8(layer)]
 
 
 def test_only_shapes_that_gain_are_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "_torchao", lambda: convert_to_fp8)
     monkeypatch.setattr(fp8, "_seconds", timed)
     model = make_model()
-    names = [name for name, _ in model.named_parameters()]
     summary = fp8.convert(model, start(Ranks(), "cpu"), 64, compiled=False)
-    taken = {name for name, layer in model.named_modules() if isinstance(layer, Fp8)}
+    taken = {name for name, layer in fp8.linear_layers(model).items() if in_fp8(layer)}
     assert taken == {f"layers.{i}.mlp.{name}" for i in (0, 1) for name in ("gate", "up")}
     assert summary == "fp8: 4 of 32 x 64 (2.00x as fast); the other linear layers are in bf16"
-    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_tensor_parallel_ranks_time_the_part_of_a_layer_that_each_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    def seconds(layer: Linear, *_: Any) -> float:
+        seen.append((layer.in_features, layer.out_features, layer.weight.requires_grad))
+        return 1.0
+
+    monkeypatch.setattr(fp8, "_seconds", seconds)
+    model = make_model().requires_grad_(requires_grad=False)
+    fp8.convert(model, start(Ranks(), "cpu"), 64, compiled=False, divided=2)
+    # q, k, v; o; gate and up; down. A frozen weight needs no gradient.
+    assert set(seen) == {(32, 16, False), (16, 32, False), (32, 32, False)}
 
 
 def test_without_a_speedup_training_is_in_bf16_and_logs_so() -> None:
-    layers = [nn.Linear(32, 32), nn.Linear(64, 32), nn.Linear(24, 32)]
-    gains = fp8.find_gains(layers, lambda layer: Fp8(layer.in_features, layer.out_features), timed)
+    layers = {Linear(*shape): shape for shape in [(32, 32), (64, 32), (24, 32)]}
+    gains = fp8.find_gains(layers, timed)
     assert gains == {(32, 32): pytest.approx(1.01, abs=0.01), (64, 32): 1 / 3, (24, 32): 0.0}
-    assert fp8.describe(layers, gains) == (
+    assert fp8.describe(layers.values(), gains) == (
         "fp8 gains nothing here: training is in bf16 (at best it is 1.01x as fast, over 3 shapes)"
     )
 
 
-def test_without_torchao_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(EnvironmentUnfit, match=r"(?s)needs torchao.*pip install .torchao>="):
-        fp8.convert(make_model(), start(Ranks(), "cpu"), 64, compiled=False)
-
-
 def test_a_trial_times_both_passes_of_a_real_layer() -> None:
-    layer = nn.Linear(32, 64, bias=False)
+    layer = Linear(32, 64, bias=False)
+    torch.nn.init.ones_(layer.weight)
     assert fp8._seconds(layer, 16, torch.device("cpu"), compiled=False) > 0
     assert layer.weight.grad is not None

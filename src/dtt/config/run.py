@@ -280,9 +280,12 @@ class RunConfig(Section):
             )
         if self.scaling.type != "standard":
             yield "scaling.type", f"adapter.type={adapter.type} needs standard"
-        if self.train.precision in ("bf16-pure", "fp8"):
+        if self.train.precision == "bf16-pure":
             why = "bf16 keeps the frozen weights in bf16 and the adapter in fp32"
             yield "train.precision", f"adapter.type={adapter.type} does not support it: {why}"
+        if adapter.base == "nf4" and self.train.precision == "fp8":
+            why = "its products decode 4 bits to bf16: use bf16"
+            yield "train.precision", f"adapter.base=nf4 does not support fp8: {why}"
         if adapter.base == "nf4" and self.parallel.tensor > 1:
             why = "it would divide the blocks of 64 weights that have one scale"
             yield "adapter.base", f"nf4 does not support parallel.tensor > 1: {why}"

@@ -96,7 +96,7 @@ class TrainConfig(Section):
     """Precision of the forward and backward pass. With `bf16`, weights and optimizer state stay
     fp32; with `bf16-pure`, they and the gradients are bf16 too, which halves their memory and loses
     small updates. `fp8` is `bf16` with those linear layers in fp8 that a benchmark at the start
-    finds faster in fp8 (needs torchao). `fp64` is for comparing layouts: slow, but sums in another
+    finds faster in fp8. `fp64` is for comparing layouts: slow, but sums in another
     order differ by 1e-13 at most. `auto`: bf16 where the hardware multiplies it natively,
     else fp32."""
     stochastic_rounding: bool = resumable(False)
@@ -163,11 +163,6 @@ class TrainConfig(Section):
             yield "steps", f"{self.steps} steps of {full} tokens are more than 2^63 tokens"
         if self.stochastic_rounding and self.precision != "bf16-pure":
             yield "stochastic_rounding", "it requires train.precision = bf16-pure"
-        if self.precision == "fp8" and seq_len % 16:
-            yield (
-                "precision",
-                f"fp8 requires a train.seq_len that is a multiple of 16, not {seq_len}",
-            )
         if full % seq_len:
             yield "global_batch_tokens", f"{full} is not a multiple of train.seq_len = {seq_len}"
         for key, why in batch_problems(self.batch_schedule, full, seq_len):

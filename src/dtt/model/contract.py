@@ -18,6 +18,7 @@ from dtt.config.own import own_code
 from dtt.config.train import AttentionKernel
 from dtt.mesh.sharding import local
 from dtt.model.layers import held_layers
+from dtt.model.linear import Linear
 from dtt.model.loss import VocabShard, linear_cross_entropy
 from dtt.model.output import HiddenStates, Output
 from dtt.model.target_scores import target_scores
@@ -85,10 +86,11 @@ class Model(nn.Module):
     def linear_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the linear layers in blocks, by name: those that LoRA can adapt."""
         names = {module: name for name, module in self.named_modules()}
+        plain = nn.Linear.forward, Linear.forward
         for block in self.blocks().values():
             for module in block.modules():
-                # A subclass with a `forward` of its own computes more than the product.
-                if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+                # Another subclass with a `forward` of its own computes more than the product.
+                if isinstance(module, nn.Linear) and type(module).forward in plain:
                     yield f"{names[module]}.weight", module.weight
 
     def role(self, name: str, parameter: Tensor) -> Role:

@@ -7,11 +7,21 @@ number loads torch's decompositions.
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
     """`nn.Linear` without default initialisation."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+    """Function of the input, the weight and the bias; `dtt.parallel.fp8` sets its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return W x + b."""
+        return self.product(x, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Do nothing: leave the parameters uninitialised."""

@@ -15,12 +15,6 @@ from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitect
 
 def check_layout(cfg: RunConfig, sizes: Sizes, arch: AnyArchitecture) -> None:
     """Raise ConfigError if a model cannot be laid out over the mesh as configured."""
-    if cfg.train.precision == "fp8" and sizes.tensor > 1:
-        raise ConfigError(
-            "train.precision=fp8 cannot be combined with tensor parallelism",
-            where="parallel.tensor",
-            next="parallel.tensor=1, or train.precision=bf16",
-        )
     check_mesh(sizes, arch, cfg.train)
     check_stages(cfg.parallel, arch)
     check_experts(cfg.parallel.expert, sizes, arch)

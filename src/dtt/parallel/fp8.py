@@ -1,16 +1,16 @@
-"""fp8 linear layers through torchao, for the shapes on which a benchmark finds a speedup.
+"""Choice of the linear layers in fp8: the shapes on which a benchmark finds a speedup.
 
-torchao scales inputs, weights and gradients so that their largest value is representable
-(Micikevicius et al., arXiv 2209.05433). Only large matrix multiplications gain more than this
-scaling costs.
+Only large matrix multiplications gain more than scaling costs. `parallel/fp8_linear.py` has the
+product.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -18,78 +18,73 @@ from torch import nn
 from dtt.base.errors import EnvironmentUnfit
 from dtt.mesh.compilation import Compiler
 from dtt.mesh.dist import World
-from dtt.mesh.environment import install
+from dtt.model.linear import Linear
+from dtt.parallel import fp8_linear
+from dtt.parallel.tensor import InputsDivided, OutputsDivided, plan
 
 LEAST_GAIN = 1.05
 """Minimum speedup at which a layer is converted; a smaller one is measurement noise."""
-MULTIPLE = 16
-"""Both sizes of a layer must be multiples of this for fp8."""
 WARM_UP, TRIALS = 3, 7
 """Warm-up runs, which are not counted, and timed runs, of which the median counts, for each
 shape."""
 
 Shape = tuple[int, int]
-"""in_features and out_features of a layer."""
-Timer = Callable[[nn.Linear], float]
-Converter = Callable[..., nn.Module]
+"""Number of inputs and outputs of a layer that a rank computes."""
+Timer = Callable[[Linear], float]
 
 
-def convert(model: nn.Module, world: World, tokens: int, compiled: bool) -> str:
-    """Convert linear layers of the blocks to fp8, in place, where this is faster; return a summary.
+def convert(model: nn.Module, world: World, tokens: int, compiled: bool, divided: int = 1) -> str:
+    """Compute linear layers of the blocks in fp8 where this is faster; return a summary.
 
     All ranks call this together, before any other parallelism; rank 0's benchmark decides. It times
-    the forward and backward pass of a layer on `tokens` tokens, as in training. Parameters keep
-    their names and values. Raises EnvironmentUnfit without torchao, or on a GPU without fp8.
+    the forward and backward pass of a layer on `tokens` tokens, as in training, with the part that
+    each of `divided` tensor-parallel ranks has. Parameters stay as they are. Raises
+    EnvironmentUnfit on a GPU without fp8.
     """
     if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
         raise EnvironmentUnfit(
             f"{torch.cuda.get_device_name(world.device)} does not support train.precision=fp8",
             next="train.precision=bf16; fp8 requires an L4, H100 or newer",
         )
-    to_fp8 = _torchao()
-
-    def in_fp8(layer: nn.Linear) -> nn.Linear:
-        (swapped,) = to_fp8(nn.Sequential(layer)).children()
-        assert isinstance(swapped, nn.Linear)
-        return swapped
-
-    layers = list(_linear_layers(model))
+    layers = {layer: shape(name, layer, divided) for name, layer in linear_layers(model).items()}
     gains: Mapping[Shape, float] = {}
     if world.first:
         # Creates the layers to time on this device.
         with world.device:
             gains = find_gains(
-                layers, in_fp8, lambda layer: _seconds(layer, tokens, world.device, compiled)
+                layers, lambda layer: _seconds(layer, tokens, world.device, compiled)
             )
     # From rank 0: timings vary, and ranks with different precisions would compute different models.
     gains = world.from_first(gains)
-    fast = {shape for shape, gain in gains.items() if gain >= LEAST_GAIN}
-    to_fp8(
-        model.get_submodule("layers"),
-        module_filter_fn=lambda layer, _: isinstance(layer, nn.Linear) and _shape(layer) in fast,
-    )
-    return describe(layers, gains)
+    for layer, its_shape in layers.items():
+        if gains[its_shape] >= LEAST_GAIN:
+            layer.product = fp8_linear.linear
+    return describe(layers.values(), gains)
 
 
-def find_gains(
-    layers: list[nn.Linear], in_fp8: Callable[[nn.Linear], nn.Linear], seconds: Timer
-) -> dict[Shape, float]:
+def find_gains(layers: Mapping[Linear, Shape], seconds: Timer) -> dict[Shape, float]:
     """Return the fp8 speedup of each layer shape; 0 if the shape does not support fp8."""
-    gains = {}
-    for shape in dict.fromkeys(map(_shape, layers)):
-        if any(size % MULTIPLE for size in shape):
-            gains[shape] = 0.0
+    gains: dict[Shape, float] = {}
+    for layer, (inputs, outputs) in layers.items():
+        if (inputs, outputs) in gains:
+            continue
+        if inputs % fp8_linear.MULTIPLE or outputs % fp8_linear.MULTIPLE:
+            gains[inputs, outputs] = 0.0
             continue
         # A layer without bias stands for all of its shape: a bias is added outside the fp8 product.
-        layer = nn.Linear(*shape, bias=False)
-        plain = seconds(layer)
-        gains[shape] = plain / seconds(in_fp8(layer))
+        # So does the base of an adapter, whose products stay in bf16.
+        sample = Linear(inputs, outputs, bias=False)
+        # A frozen weight has no gradient, so one product less.
+        sample.requires_grad_(layer.weight.requires_grad)
+        plain = seconds(sample)
+        sample.product = fp8_linear.linear
+        gains[inputs, outputs] = plain / seconds(sample)
     return gains
 
 
-def describe(layers: list[nn.Linear], gains: Mapping[Shape, float]) -> str:
+def describe(shapes: Iterable[Shape], gains: Mapping[Shape, float]) -> str:
     """Return one line that lists the fp8 layers and their speedups, or that there are none."""
-    counts = Counter(map(_shape, layers))
+    counts = Counter(shapes)
     taken = [
         f"{counts[shape]} of {shape[0]} x {shape[1]} ({gain:.2f}x as fast)"
         for shape, gain in gains.items()
@@ -104,28 +99,23 @@ def describe(layers: list[nn.Linear], gains: Mapping[Shape, float]) -> str:
     )
 
 
-def _linear_layers(model: nn.Module) -> Iterator[nn.Linear]:
-    return (m for m in model.get_submodule("layers").modules() if isinstance(m, nn.Linear))
+def linear_layers(model: nn.Module) -> dict[str, Linear]:
+    """Return the linear layers of the blocks by name."""
+    modules = model.named_modules()
+    return {n: m for n, m in modules if n.startswith("layers.") and isinstance(m, Linear)}
 
 
-def _shape(layer: nn.Linear) -> Shape:
-    return layer.in_features, layer.out_features
+def shape(name: str, layer: Linear, divided: int) -> Shape:
+    """Return the shape of the product of a layer on each of `divided` tensor-parallel ranks."""
+    style = plan(norm_all_heads=False)[re.sub(r"\.\d+\.", ".*.", name)]
+    inputs, outputs = layer.in_features, layer.out_features
+    if isinstance(style, InputsDivided):
+        return inputs // divided, outputs
+    assert isinstance(style, OutputsDivided), name
+    return inputs, outputs // divided
 
 
-def _torchao() -> Converter:
-    try:
-        from torchao.float8 import convert_to_float8_training
-    except ImportError as error:
-        raise EnvironmentUnfit(
-            "train.precision is fp8, which needs torchao",
-            why=str(error),
-            next=f"{install('fp8')}, or train.precision=bf16",
-        ) from None
-    convert: Converter = convert_to_float8_training
-    return convert
-
-
-def _seconds(layer: nn.Linear, tokens: int, device: torch.device, compiled: bool) -> float:
+def _seconds(layer: Linear, tokens: int, device: torch.device, compiled: bool) -> float:
     """Return the median time of the layer's forward and backward pass under bf16 autocast."""
     # Its own compiler: a failure here must not switch off compilation of the model.
     run = Compiler().compiled(layer.forward) if compiled else layer

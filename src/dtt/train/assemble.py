@@ -103,11 +103,11 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
         router.coefficients = _coefficients(cfg, corrected=router.mixture.corrected)
     if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", doubt)
-    # Before the parallelism below: it wraps the layers that this replaces.
+    # Before the parallelism below: it divides the layers whose sizes this reads.
     if plan.precision is Precision.FP8:
         # A rank's share of a sequence, as in training: fp8 pays off only for large products.
         tokens = cfg.train.micro_batch * cfg.train.seq_len // plan.sizes.context
-        log.info("%s", fp8.convert(model, world, tokens, plan.compile))
+        log.info("%s", fp8.convert(model, world, tokens, plan.compile, plan.sizes.tensor))
     module = apply(
         model,
         world,

@@ -14,8 +14,8 @@
   would stop far from their mean, and with 0.999 never fall.
 - `optim.state=8bit` (`optim/adamw_8bit.py`) computes steps of AdamW in fp32 and keeps the moments
   of large matrices as codes of a byte (page).
-- `fp8` (`parallel/fp8.py`) is `bf16` with torchao's linear layers, for those shapes whose forward
-  and backward pass a benchmark at the start measures as faster. On a CPU, there are none.
+- `fp8` (`parallel/fp8.py`) is `bf16` with products in fp8 of those linear layers whose forward and
+  backward pass a benchmark at the start measures as faster. On a CPU, there are none.
 """
 
 from __future__ import annotations
