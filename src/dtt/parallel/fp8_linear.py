@@ -60,7 +60,7 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-class _Product(torch.autograd.Function):
+class _Fp8Product(torch.autograd.Function):
     """X Wᵀ and its gradients; what is kept for the backward pass is in bf16."""
 
     @staticmethod
@@ -100,7 +100,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _rows(x: Tensor, weight: Tensor) -> Tensor:
-    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
+    y: Tensor = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
