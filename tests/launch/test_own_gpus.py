@@ -1,13 +1,15 @@
-"""`dtt train` and `dtt eval` on a machine with several GPUs start a process on each, and say so."""
+"""dtt on a machine with several GPUs starts a process on each, and says so."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.tiny_job import write_job
 
 from dtt.base import local
 from dtt.launch import own_gpus
@@ -94,9 +96,49 @@ def test_an_evaluation_takes_all_gpus(
         assert started == []
 
 
+@pytest.mark.parametrize(
+    ("memory", "environment", "processes"),
+    [
+        (100_000, {}, 8),
+        (10**6, {}, 0),  # one GPU holds the weights
+        (100_000, {"SLURM_JOB_ID": "1"}, 0),
+        (100_000, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, 0),
+    ],
+)
+def test_a_model_that_one_gpu_cannot_hold_generates_on_all(
+    started: list[list[str]],
+    memory: int,
+    environment: dict[str, str],
+    processes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    gpu = SimpleNamespace(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    job = str(write_job(tmp_path))  # with 214 kB of weights
+    typed = ["generate", job, "-p", "x"]
+    monkeypatch.setattr(sys, "argv", ["dtt", *typed])
+    if not processes:
+        own_gpus.start_generation(job)
+        own_gpus.start_generation("jobs/nothing")
+        assert started == []
+        return
+    with pytest.raises(SystemExit) as ended:
+        commands("generate")(typed, prog_name="dtt")
+    assert ended.value.code == 75
+    assert started == [local.torchrun_argv(processes, typed)]
+    [line] = capsys.readouterr().err.splitlines()
+    assert "starting a process on each of 8 GPUs (" in line
+    assert "GB of weights" in line
+
+
 def test_one_gpu_needs_no_other_process(
     started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     own_gpus.start_evaluation()
+    own_gpus.start_generation("jobs/run")
     assert started == []

@@ -35,10 +35,13 @@ def generate(
 
     Reads the newest checkpoint of a job, or an exported folder; writes to stdout. The text does not
     depend on the other prompts of a batch. With --json, prints one line per prompt: prompt, text,
-    finish_reason (stop: end of document; length) and the numbers of tokens.
+    finish_reason (stop: end of document; length) and the numbers of tokens. If the weights do not
+    fit on one GPU, it starts a process on each visible GPU, outside of torchrun and Slurm.
     """
     from dtt.generate import run as generate
+    from dtt.launch import own_gpus
 
+    own_gpus.start_generation(source)
     generate.run(
         source,
         prompt or [],

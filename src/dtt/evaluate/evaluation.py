@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,7 @@ from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
 from dtt.evaluate import result_table as eval_report
 from dtt.evaluate.models import ALL, EvaluatedModel, find_steps, models_of
-from dtt.hf.model_source import find_chat_format, find_folder, job_of, on_device
+from dtt.hf.model_source import find_chat_format, find_folder, job_of, on_device, on_first
 from dtt.jobs import job_paths
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dtt.evaluate.tasks.task_data import TaskData
     from dtt.hf.chat_format import ChatFormat
     from dtt.hf.read import LoadedModel
+    from dtt.jobs.stop import Requests
     from dtt.mesh.dist import World
 
 T = TypeVar("T")
@@ -49,27 +50,38 @@ def evaluate(
     job or in `evals/`; those that exist are not computed again. Damaged checkpoints are named and
     skipped if there are others; with `all`, DamagedError is raised at the end.
     """
-    from dtt.jobs.attempt import after_rank_0
     from dtt.jobs.stop import Requests
 
     requests, ranks = Requests(), Ranks.detect()
+    with all_ranks(ranks, requests) as world:
+        models = choose_models(source, step, world, ema=ema)
+        cfg = configured(source, options)
+        chat_format = find_chat_format(source, None) if chat else None
+        evaluation = open_evaluation(cfg, world, chat_format)
+        requests.defer()
+
+        def results(model: EvaluatedModel) -> list[TaskResult]:
+            return evaluation.run(model, world, lambda: bool(requests.reason))
+
+        for model, found in evaluate_each(models, world, results, every=step == ALL):
+            if ranks.first:
+                files = evaluation.files(model)
+                eval_report.show(model, files, found, as_json=as_json)
+
+
+@contextmanager
+def all_ranks(ranks: Ranks, requests: Requests) -> Iterator[World | None]:
+    """Yield the World of all ranks of this command, which have met; None without others.
+
+    Rank 0 reports an error that all ranks raise. Stop signals end the process until
+    `requests.defer()`.
+    """
+    from dtt.jobs.attempt import after_rank_0
+
     requests.act_at_once(ranks)
     try:
         with after_rank_0(ranks, requests), lost_peers_reported(ranks):
-            world = _join(ranks) if ranks.size > 1 else None
-            models = choose_models(source, step, world, ema=ema)
-            cfg = configured(source, options)
-            chat_format = find_chat_format(source, None) if chat else None
-            evaluation = open_evaluation(cfg, world, chat_format)
-            requests.defer()
-
-            def results(model: EvaluatedModel) -> list[TaskResult]:
-                return evaluation.run(model, world, lambda: bool(requests.reason))
-
-            for model, found in evaluate_each(models, world, results, every=step == ALL):
-                if ranks.first:
-                    files = evaluation.files(model)
-                    eval_report.show(model, files, found, as_json=as_json)
+            yield _join(ranks) if ranks.size > 1 else None
     finally:
         requests.defer()
         if ranks.size > 1:
@@ -249,11 +261,6 @@ def fetch_questions(cfg: EvalConfig) -> None:
     tasks = open_evaluation(cfg).tasks
     questions = sum(len(data.questions) for data in tasks)
     print(f"tasks   {len(tasks)} with {questions:,} questions, in {cfg.data}")
-
-
-def on_first(world: World | None, action: Callable[[], T]) -> T:
-    """Return `world.on_first(action)`, or `action()` if `world` is None: there are no others."""
-    return action() if world is None else world.on_first(action)
 
 
 def load_verified(model: EvaluatedModel, world: World) -> LoadedModel:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import randbits
@@ -13,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
+from dtt.base.ranks import Ranks
 from dtt.base.reading import is_kind
 from dtt.base.terminal import Verbatim
-from dtt.hf.model_source import find_folder, load_model, on_device
+from dtt.hf.model_source import find_folder, load_model, on_device, on_first
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
 
     from dtt.data.text.continuation import Continuation
     from dtt.hf.read import LoadedModel
+    from dtt.mesh.dist import World
     from dtt.model.contract import Model
+    from dtt.model.decoding import ReaderDecoding
 
 
 RECOMMENDED = {
@@ -131,45 +136,50 @@ def run(
     `load_model` describes `source` and `ema`. The prompt `-` is read from standard input; an empty
     prompt starts a new document. The text of a single prompt is streamed; several are printed in
     order, one batch at a time. The continuation of a prompt does not depend on the other prompts,
-    even with a seed.
+    even with a seed. Several ranks divide the weights among them, and rank 0 prints.
     """
-    texts = _read_prompts(prompts, prompts_file)
-    trained = load_model(source, ema=ema)
-    import torch
-
     from dtt.data.text.continuation import Continuation
+    from dtt.evaluate.evaluation import all_ranks
+    from dtt.jobs.stop import Requests
 
-    tokenizer = trained.open_tokenizer()
-    prompt_ids = _encode_all(texts, tokenizer, trained)
-    model = on_device(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    streamed = len(texts) == 1 and not as_json
-    for start in range(0, len(texts), batch_size):
-        batch = prompt_ids[start : start + batch_size]
-        replies = [Continuation(tokenizer, ids, trained.stop_tokens()) for ids in batch]
-        if streamed:
-            sys.stdout.write(Verbatim(texts[0]))
-        for text in _texts(model, replies, sampling):
+    ranks = Ranks.detect()
+    with nullcontext() if ranks.size == 1 else all_ranks(ranks, Requests()) as world:
+        # One process reads: the others share its standard input.
+        texts = on_first(world, lambda: _read_prompts(prompts, prompts_file))
+        trained = load_model(source, ema=ema, world=world)
+        tokenizer = trained.open_tokenizer()
+        prompt_ids = _encode_all(texts, tokenizer, trained)
+        model, decoding = _loaded(trained, world)
+        streamed = len(texts) == 1 and not as_json
+        for start in range(0, len(texts), batch_size):
+            batch = prompt_ids[start : start + batch_size]
+            replies = [Continuation(tokenizer, ids, trained.stop_tokens()) for ids in batch]
+            pieces = _texts(model, replies, sampling, decoding)
+            if not ranks.first:
+                deque(pieces, maxlen=0)
+                continue
             if streamed:
-                sys.stdout.write(Verbatim(text))
-                sys.stdout.flush()
-        for number, reply in enumerate(replies, start):
-            heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
-            whole = "" if streamed else f"{heading}{texts[number]}{reply.content}"
-            print(Verbatim(_record(texts[number], reply) if as_json else whole), flush=True)
+                sys.stdout.write(Verbatim(texts[0]))
+            for text in pieces:
+                if streamed:
+                    sys.stdout.write(Verbatim(text))
+                    sys.stdout.flush()
+            for number, reply in enumerate(replies, start):
+                heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
+                whole = "" if streamed else f"{heading}{texts[number]}{reply.content}"
+                print(Verbatim(_record(texts[number], reply) if as_json else whole), flush=True)
 
 
 def continuations(
     source: str, prompts: Sequence[str], sampling: Sampling, batch_size: int = 16
 ) -> list[str]:
     """Return the text that a model generates for each prompt, as `run` would print it."""
-    import torch
-
     from dtt.data.text.continuation import Continuation
 
     trained = load_model(source, ema=False)
     tokenizer = trained.open_tokenizer()
     prompt_ids = _encode_all(prompts, tokenizer, trained)
-    model = on_device(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model, _ = _loaded(trained)
     replies = [Continuation(tokenizer, ids, trained.stop_tokens()) for ids in prompt_ids]
     for start in range(0, len(replies), batch_size):
         for _ in _texts(model, replies[start : start + batch_size], sampling):
@@ -177,14 +187,33 @@ def continuations(
     return [reply.content for reply in replies]
 
 
-def _texts(model: Model, replies: Sequence[Continuation], sampling: Sampling) -> Iterator[str]:
+def _loaded(
+    trained: LoadedModel, world: World | None = None
+) -> tuple[Model, ReaderDecoding | None]:
+    """Return the model on this process's device, and how to decode if ranks divide its weights."""
+    if world is not None:
+        from dtt.parallel.sharded_model import load_sharded
+
+        return load_sharded(trained, world)
+    import torch
+
+    return on_device(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
+
+
+def _texts(
+    model: Model,
+    replies: Sequence[Continuation],
+    sampling: Sampling,
+    decoding: ReaderDecoding | None = None,
+) -> Iterator[str]:
     """Generate a batch of replies; yield each text as it is appended to one of them."""
     from dtt.model.generate import generate_batch
 
     ended = set[int]()
     prompts, device = [reply.prompt_ids for reply in replies], model.head_weight().device
     generators = [sampling.generator(device, ids) for ids in prompts]
-    tokens = generate_batch(model, prompts, generators=generators, ended=ended, **sampling.options)
+    how = sampling.options | {"generators": generators, "ended": ended, "decoding": decoding}
+    tokens = generate_batch(model, prompts, **how)
     for row, token in tokens:
         yield replies[row].add(token)
         if replies[row].stopped:

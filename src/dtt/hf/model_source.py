@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import DataManifest
+from dtt.artifacts.manifests import CheckpointManifest, DataManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.log import log, log_on_terminal
 from dtt.config.init import HF, HUB_ID
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from dtt.config.objective import Objective
     from dtt.hf.chat_format import ChatFormat
     from dtt.hf.read import LoadedModel
+    from dtt.mesh.dist import World
     from dtt.model.architecture import AnyArchitecture
     from dtt.model.contract import Model
+
+T = TypeVar("T")
 
 
 class NoChatTemplate(ConfigError):
@@ -31,17 +35,20 @@ class NoChatTemplate(ConfigError):
 SOURCES = "a job (jobs/run, jobs/run@500), an export (exports/run), or hf:ORG/NAME"
 
 
-def load_model(source: str, *, ema: bool) -> LoadedModel:
+def load_model(source: str, *, ema: bool, world: World | None = None) -> LoadedModel:
     """Read the model that `source` names.
 
     `source` is a job directory, whose newest checkpoint is read; `JOB@STEP`; a Hugging Face folder,
     such as one written by `dtt export`; or `hf:FOLDER`, `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`,
     as in `init.from`. With `ema`, reads the averaged weights of a job's checkpoint. Raises
     InputError if there is no such model, and ConfigError for `ema` without a job.
+
+    With the `world` of several ranks, all call this: rank 0 chooses and verifies for them, and the
+    weights of a job stay in files.
     """
-    folder = find_folder(source)
+    folder = on_first(world, lambda: find_folder(source))
     if folder is None:
-        return _read_job(source, ema)
+        return _read_job(source, ema, world)
     if ema:
         raise ConfigError(
             f"--ema requires a job, and {source} is not one",
@@ -103,15 +110,38 @@ def job_of(source: str) -> JobDir:
     return JobDir(store.parse(source)[0].parent)
 
 
-def _read_job(source: str, ema: bool) -> LoadedModel:
+def on_first(world: World | None, action: Callable[[], T]) -> T:
+    """Return `world.on_first(action)`, or `action()` if `world` is None: there are no others."""
+    return action() if world is None else world.on_first(action)
+
+
+def _read_job(source: str, ema: bool, world: World | None) -> LoadedModel:
     from dtt.checkpoint import store
     from dtt.hf.read_checkpoint import find_checkpoint, read_checkpoint
 
     folder, step = store.parse(source)
     job = JobDir(folder.parent)
     log_on_terminal("reading the model in %s", source)
-    checkpoint = find_checkpoint(folder, step)
-    return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema)
+    checkpoint = on_first(world, lambda: find_checkpoint(folder, step))
+    return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema, world=world)
+
+
+def weight_bytes(source: str) -> int:
+    """Return the size of the weights that `load_model` would read; reads headers only.
+
+    The newest checkpoint of a job is not verified: the others have the same size.
+    """
+    from dtt.checkpoint import store
+    from dtt.hf.read import weight_files
+    from dtt.hf.read_checkpoint import checkpoint_weights
+
+    if (folder := find_folder(source)) is not None:
+        return sum(file.stat().st_size for file in weight_files(folder))
+    checkpoints, step = store.locate(source)
+    path = store.folder_of(checkpoints, store.steps(checkpoints)[-1] if step is None else step)
+    checkpoint = store.Checkpoint(path, CheckpointManifest.read(path))
+    weights = checkpoint_weights(checkpoint, check=False).values()
+    return sum(prod(weight.shape) * weight.dtype.itemsize for weight in weights)
 
 
 def on_device(trained: LoadedModel, device: torch.device) -> Model:

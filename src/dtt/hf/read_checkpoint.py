@@ -25,6 +25,7 @@ from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.hf.peft import Adapter
 from dtt.hf.read import LoadedModel, read_hf_folder, weight_files
+from dtt.mesh.dist import World
 from dtt.mesh.sharding import FullTensor
 from dtt.model import nf4
 from dtt.model.adapted_layers import adaptable, adapted_layers
@@ -53,12 +54,14 @@ def read_checkpoint(
     *,
     ema: bool = False,
     quantized: bool = False,
+    world: World | None = None,
 ) -> LoadedModel:
     """Return the model of a job with the resolved config `cfg`.
 
     Reads only the job directory, and the frozen weights below an adapter.
 
     With `ema`, the weights are their moving average; `quantized` is as in `checkpoint_weights`.
+    With the `world` of several ranks, weights stay in files until each rank reads its part.
     Raises InputError if the job keeps none, and DamagedError if the job directory contains the
     manifest of different data.
     """
@@ -71,10 +74,11 @@ def read_checkpoint(
             next=f"run dtt train {job.root}, which writes it again",
         )
     compatibility.check_tokenizer(job.tokenizer, data.tokenizer_sha256)
-    weights = checkpoint_weights(checkpoint, job, average=ema, quantized=quantized)
+    check = world is None or world.first
+    weights = checkpoint_weights(checkpoint, job, average=ema, check=check, quantized=quantized)
     return LoadedModel(
         architecture(job, cfg),
-        {name: weight[()] for name, weight in weights.items()},
+        weights if world else {name: weight[()] for name, weight in weights.items()},
         job.tokenizer,
         data.end_of_document,
         data.until_ids,

@@ -1,4 +1,4 @@
-"""`dtt train` and `dtt eval` on a machine with several GPUs: a process on each."""
+"""`dtt train`, `eval` and `generate` on a machine with several GPUs: a process on each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from dtt.base import local
 from dtt.base.errors import DttError
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
+
+WEIGHTS_SHARE = 0.9
+"""Share of a GPU's memory that weights may take; the rest is for CUDA, keys and values."""
 
 
 def start_training(
@@ -65,6 +68,31 @@ def start_evaluation() -> None:
     if processes > 1:
         # torchrun exits with 1 for every failure; its cause is in the lines above.
         sys.exit(_run(processes, "CUDA_VISIBLE_DEVICES takes fewer"))
+
+
+def start_generation(source: str) -> None:
+    """Run this command in one process per GPU and exit with its code, if one GPU is too small.
+
+    Returns in a process of a launcher or of a Slurm job, with one GPU, and if one GPU holds the
+    weights that `source` names: a model that is divided generates more slowly.
+    """
+    if not _alone_with_gpus():
+        return
+    import torch
+
+    processes = torch.cuda.device_count()
+    if processes < 2:
+        return
+    from dtt.hf.model_source import weight_bytes
+
+    try:
+        size = weight_bytes(source)
+    except (DttError, OSError):
+        return  # `dtt generate` reports it
+    memory = torch.cuda.get_device_properties(0).total_memory
+    if size > WEIGHTS_SHARE * memory:
+        why = f"{size / 1e9:.0f} GB of weights, and a GPU has {memory / 1e9:.0f} GB"
+        sys.exit(_run(processes, f"{why}; CUDA_VISIBLE_DEVICES takes fewer"))
 
 
 def _run(processes: int, fewer: str) -> int:

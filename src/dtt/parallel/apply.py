@@ -171,6 +171,14 @@ def shard_frozen(model: Model, layout: Mesh) -> None:
     _shard(model, list(model.blocks().values()), mesh, "fp32", reshard=True, reshard_root=True)
 
 
+def allocate_shards(model: nn.Module, device: torch.device) -> None:
+    """Give a sharded model memory for this rank's shards only, without values; move buffers."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
 def _corrections(model: Model) -> dict[str, nn.Parameter]:
     """Return the parameters that no optimizer trains, by name."""
     named = model.named_parameters()

@@ -21,7 +21,7 @@ from dtt.model.lora import attach
 from dtt.optim import built, groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
-from dtt.parallel.apply import apply
+from dtt.parallel.apply import allocate_shards, apply
 from dtt.parallel.context import ContextParallel
 from dtt.parallel.pipelining import Pipeline
 from dtt.params.table import Params
@@ -38,14 +38,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             memory = torch.empty_like(parameter, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
-
-
-def allocate_shards(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded model memory for this rank's shards only, without values; move buffers."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
 
 
 def _coefficients(cfg: RunConfig, *, corrected: bool) -> RouterLosses:

@@ -19,8 +19,8 @@ from dtt.mesh.sharding import FullTensor
 from dtt.model.architecture import AnyArchitecture
 from dtt.model.contract import Model
 from dtt.model.decoder import make_model
-from dtt.parallel.apply import shard_frozen
-from dtt.train.assemble import allocate, allocate_shards
+from dtt.parallel.apply import allocate_shards, shard_frozen
+from dtt.train.assemble import allocate
 from dtt.train.inputs import StartedRun
 from dtt.train.warm_start import take_base
 
