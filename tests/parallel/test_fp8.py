@@ -201,7 +201,7 @@ def test_two_ranks_compute_what_one_does_but_for_the_rounding_of_sums(by: str) -
 def trained(world: World, folder: Path, tokens: Path, precision: str) -> str:
     """Train, or continue, a run on tensor-parallel ranks; return its folder of the last step."""
     # A benchmark on a CPU would find no speedup.
-    fp8.find_gains = lambda layers, seconds: dict.fromkeys(layers.values(), 2.0)  # noqa: ARG005
+    fp8.find_gains = lambda layers, seconds: dict.fromkeys(layers.values(), 2.0)
     trainer = build(
         world, folder, tokens, "model.dim=32", f"train.precision={precision}", "parallel.tensor=2",
         "train.remat=full", "train.compile=false", "train.steps=4", "checkpoint.every=2",
