@@ -81,9 +81,13 @@ choose() {
 # Where PyTorch's own index is out of reach, torch comes from find-links or the usual index.
 # Bytecode is compiled once here: else every process may do it anew, at seconds a start.
 install() {
-    local index=https://download.pytorch.org/whl from='' quiet=--quiet uv
+    local index=https://download.pytorch.org/whl from='' quiet=--quiet uv limit=''
     if "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$index/cpu/', timeout=5)" \
         2>/dev/null; then from=$backend; fi
+    # The release that all tests run with. Where PyTorch's index is out of reach, newer ones are only
+    # to be had as GPU builds: 5.5 GB with their libraries, instead of 200 MB.
+    [[ $backend != cpu ]] || limit='torch<2.14'
+    printf '%s\n' "$limit" >"$venv/constraints.txt"
     [[ ! -t 2 ]] || quiet=''
     uv=$(command -v uv) || uv=$venv/bin/uv
     say "installing dtt[$extras], torch for $backend${from:+ from $index}"
@@ -91,10 +95,10 @@ install() {
     [[ -x $uv ]] || "$venv/bin/python" -m pip install -qq uv || say "uv is not to be had"
     env -u UV_TORCH_BACKEND UV_NO_SOURCES=1 UV_FIND_LINKS="${PIP_FIND_LINKS:-}" \
         "$uv" pip install $quiet --compile-bytecode ${from:+--torch-backend "$from"} \
-        --python "$venv/bin/python" -e ".[$extras]" && return
+        --python "$venv/bin/python" -c "$venv/constraints.txt" -e ".[$extras]" && return
     say "trying pip instead"
     [[ $from != auto ]] || from='' # what pip takes by itself is a GPU build
-    "$venv/bin/python" -m pip install $quiet \
+    "$venv/bin/python" -m pip install $quiet -c "$venv/constraints.txt" \
         ${from:+--extra-index-url "$index/$from"} -e ".[$extras]"
 }
 

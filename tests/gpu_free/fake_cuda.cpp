@@ -1,5 +1,7 @@
-// Makes a CPU build of torch accept fake CUDA tensors in autograd: answers of a CUDA runtime with
-// one GPU, and a device guard that guards nothing. Loaded before torch, which asks for both once.
+// Makes torch accept fake CUDA tensors in autograd: answers of a CUDA runtime with one GPU, and a
+// device guard that guards nothing. Loaded before torch, which asks for both once. A CUDA build
+// registers its own: its hooks give way to those of a higher priority, but its guard replaces this
+// one, so guard_cuda() puts it back after torch has been imported.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -44,6 +46,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 }  // namespace
 
 namespace at {
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::Hooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, ::Hooks)
 }
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+extern "C" void guard_cuda() {
+  static const Guard guard;
+  c10::impl::DeviceGuardImplRegistrar(Guard::static_type, &guard);
+}

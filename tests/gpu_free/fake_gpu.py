@@ -1,4 +1,4 @@
-"""An H100 that computes nothing, so that CUDA paths run on fake tensors in a CPU build of torch.
+"""An H100 that computes nothing, so that CUDA paths run on fake tensors without a GPU.
 
 Import this module before torch: torch asks once which accelerator it has. Fake tensors have shapes,
 dtypes and a device, but no numbers.
@@ -20,7 +20,7 @@ from typing import Any
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
-def _load_hooks() -> None:
+def _load_hooks() -> ctypes.CDLL:
     """Compile the hooks (2 s, once per torch and user), and load them with torch's library."""
     assert "torch" not in sys.modules, "import fake_gpu before torch"
     spec = importlib.util.find_spec("torch")
@@ -43,18 +43,18 @@ def _load_hooks() -> None:
     # as `import torch` loads it: its symbols must be visible to libraries that are loaded later
     ctypes.CDLL(str(lib / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(lib / "libtorch_cpu.so"))
-    ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(library))
 
 
-_load_hooks()
+_HOOKS = _load_hooks()
 
 import torch  # noqa: E402  (after the hooks)
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-TORCH = "2.13"
-"""Version of torch whose internals these programs replace."""
+TORCH = ("2.13.", "2.14.")
+"""Versions of torch whose internals these programs replace."""
 DEVICE = torch.device("cuda", 0)
 MEMORY = int(79.1 * 2**30)
 SHARED_MEMORY = 232_448
@@ -133,14 +133,15 @@ ANSWERS: dict[str, Any] = {
     "get_device_properties": PROPERTIES, "mem_get_info": (MEMORY, MEMORY),
     "max_memory_allocated": 0, "empty_cache": None, "is_bf16_supported": True,
     "current_stream": _STREAM, "default_stream": _STREAM, "stream": _STREAM, "set_stream": None,
-    "synchronize": None, "set_rng_state": None,
+    "synchronize": None, "set_rng_state": None, "is_current_stream_capturing": False,
 }  # fmt: skip
 """What functions of torch.cuda return."""
 
 
 def _pretend() -> None:
     """Replace torch.cuda's functions; before torch._dynamo is imported, which keeps them."""
-    if not torch.__version__.startswith(f"{TORCH}."):
+    _HOOKS.guard_cuda()
+    if not torch.__version__.startswith(TORCH):
         print(f"this pretends to be a GPU of torch {TORCH}, and may not fit {torch.__version__}",
               file=sys.stderr)  # fmt: skip
     for name, answer in ANSWERS.items():
