@@ -3,7 +3,8 @@
     python benchmarks/gpu_session.py [BLOCK …] [--out gpu-session] [--total 25] [--tiny]
 
 Runs the blocks one after another, by default all of them in the order of their value until the time
-is over, each in a separate process with a time limit of its own. A block continues after a failure
+is over, each in a separate process with a time limit of its own. The plan printed first says
+which blocks fit by their limits: those up to `mixture-1.7b` do. A block continues after a failure
 of one of its parts, and the session after a failure of a block. `OUT/BLOCK.log` holds its output,
 `OUT/BLOCK.jsonl` one line per part, written as it ends, so that little is lost with the machine,
 and `OUT/summary.json` all results. The exit code is 1 if anything failed. Without a GPU, or with
@@ -43,9 +44,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from measurement import DTT, Table, make_tokens, parser_of
@@ -285,42 +286,6 @@ def flex(session: Session) -> None:
                 figures["uncompiled"] = compiler.failure
 
 
-def warps(session: Session) -> None:
-    """Time FlexAttention's kernels with four and eight warps, for several head widths."""
-    from dtt.model import attention_backend
-
-    shapes = [
-        (8, 32, 8, 2048, 64), (2, 32, 8, 4096, 128), (2, 8, 4, 4096, 192), (2, 8, 4, 4096, 256),
-        (1, 4, 2, 1024, 320),
-    ]  # fmt: skip
-    for shape in [(1, 2, 1, 128, 16)] if session.tiny else shapes:
-        rows, heads, kv_heads, length, width = shape
-        for forward, backward in ((4, 4), (8, 8), (4, 8)):
-            options = attention_backend.kernel_options(width, hopper=False)
-            options |= {"fwd_num_warps": forward, "bwd_num_warps": backward}
-            with (
-                session.part(f"{shape}, {forward} and {backward} warps") as figures,
-                patch.object(attention_backend, "kernel_options", lambda *_, o=options: o),
-            ):
-                torch.manual_seed(0)
-                inputs = [
-                    torch.randn(rows, n, length, width, device=session.device, dtype=session.dtype)
-                    for n in (heads, kv_heads, kv_heads)
-                ]
-                inputs = [x.requires_grad_() for x in inputs]
-                documents = (torch.rand(rows, length, device=session.device) < 4 / length).cumsum(1)
-                attend = attention_backend.flex(width**-0.5, inputs[0][:, 0, :, 0], documents, None)
-                if session.tiny:  # uncompiled FlexAttention has no gradients on a CPU
-                    figures["visible"] = float(attend.mask.float().mean())
-                    continue
-                with torch.no_grad():
-                    figures["forward ms"] = 1e3 * seconds(
-                        session.device, partial(attend, *inputs), 20
-                    )
-                work = partial(_attended, attend, inputs)
-                figures["both ms"] = 1e3 * seconds(session.device, work, 20)
-
-
 def training(
     session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None,
     beside: bool = False,
@@ -341,7 +306,8 @@ def training(
         }  # fmt: skip
         if "n_experts" in shape:
             shape |= {"n_experts": 4, "experts_per_token": 2}
-        keys = [key for key in case.keys if not key.startswith("train.precision")]
+        fp8 = "train.precision=fp8"
+        keys = [key for key in case.keys if key == fp8 or not key.startswith("train.precision")]
         keys.append("train.device=cpu")
         case, steps = Case(shape, keys, 2), 8
     with session.part(f"{name}, {optimizer}") as figures:
@@ -536,27 +502,30 @@ class Block(NamedTuple):
 
 def _run(
     name: str, steps: int = 6, accumulation: int = 8, optimizer: str = "adamw",
-    beside: bool = False,
+    beside: bool = False, minutes: float = 2,
 ) -> Block:  # fmt: skip
     how: dict[str, Any] = {"accumulation": accumulation, "beside": beside}
-    return Block(2.5, (partial(training, name=name, optimizer=optimizer, steps=steps, **how),))
+    return Block(minutes, (partial(training, name=name, optimizer=optimizer, steps=steps, **how),))
 
 
-# By value: what was never run comes before what is only slower than it could be.
+# By value: what was never run comes before what is only slower than it could be. The limits up to
+# `mixture-1.7b` fit into the session. They are estimates: 20 s to start, 40 s of compilation (fp8
+# also compiles two trial layers for each shape), the weights (8B: 48 s once), the steps.
 BLOCKS: dict[str, Block] = {
-    "versions": Block(1, (versions,)),
-    "nccl": Block(8, (partial(run_tests, folder="tests/gpu/nccl"),)),
-    "gpu-tests": Block(3, (partial(run_tests, folder="tests/gpu"),)),
-    "generation": Block(2, (generation,)),
-    "1b-lora": _run("1b-lora", beside=True),
-    "8b-lora": _run("8b-lora"),
-    "8b-third-bf16": _run("8b-third-bf16"),
+    "versions": Block(0.5, (versions,)),
+    "generation": Block(2, (generation,)),  # CUDA graphs
+    "nccl": Block(7, (partial(run_tests, folder="tests/gpu/nccl"),)),
+    "8b-third-bf16": _run("8b-third-bf16", minutes=1.5),
     "8b-third-fp8": _run("8b-third-fp8"),
+    "8b-lora": _run("8b-lora"),
+    "8b-lora-fp8": _run("8b-lora-fp8"),
+    "1b-lora": _run("1b-lora", beside=True),
+    "gpu-tests": Block(2, (partial(run_tests, folder="tests/gpu"),)),
+    "memory": Block(1.5, (memory,)),
+    "start": Block(1, (start,)),
+    "mixture-1.7b": _run("mixture-1.7b", minutes=1.5),
     # A fraction of the tokens of a real step, so that a step can be profiled.
     "8b-none": _run("8b-none"),
-    "mixture-1.7b": _run("mixture-1.7b"),
-    "memory": Block(2, (memory,)),
-    "start": Block(1.5, (start,)),
     # Measured once already.
     "olmoe-1b-7b": _run("olmoe-1b-7b"),
     "small": Block(4, (small,)),
@@ -566,12 +535,19 @@ BLOCKS: dict[str, Block] = {
     "124m-muon": _run("124m", steps=30, optimizer="muon"),
     "1b-adamw": _run("1b", steps=8),
     "1b-muon": _run("1b", steps=8, optimizer="muon"),
-    "1b-fp8": _run("1b-fp8"),
     "8b-selective": _run("8b-selective", accumulation=16),
     "8b-full": _run("8b-full", accumulation=16),
     "loss": Block(3, (loss,)),
-    "warps": Block(4, (warps,)),
 }
+
+
+def print_plan(blocks: list[str], options: argparse.Namespace) -> None:
+    """Print the time limit of each block, and which of them fit into the session together."""
+    sums = list(accumulate(options.minutes or BLOCKS[block].minutes for block in blocks))
+    for block, end in zip(blocks, sums, strict=True):
+        late = "" if end <= options.total else "  only if blocks before it need less"
+        limit = options.minutes or BLOCKS[block].minutes
+        print(f"{block:13} {limit:4g} min, until {end:4g}{late}", flush=True)
 
 
 def supervise(block: str, options: argparse.Namespace, minutes: float) -> dict[str, Any]:
@@ -617,8 +593,10 @@ def main() -> None:
             work(session)
         sys.exit(bool(session.failed))
     summary: dict[str, Any] = {}
+    blocks = options.blocks or list(BLOCKS)
+    print_plan(blocks, options)
     end = time.perf_counter() + 60 * options.total
-    for block in options.blocks or BLOCKS:
+    for block in blocks:
         left = (end - time.perf_counter()) / 60
         if left <= 0:
             print(f"{block:13} left out: the {options.total:g} minutes are over", flush=True)

@@ -80,12 +80,15 @@ CASES = {
         ["train.precision=bf16", "init.from=hf:base", "adapter.type=lora", "adapter.rank=64"],
         32,
     ),
-    "8b-lora": Case(
-        LLAMA_8B | {"batch": 1},
-        ["train.precision=bf16", "init.from=hf:base-8b", "adapter.type=lora", "adapter.rank=16",
-         "train.remat=full"],
-        128,
-    ),
+    **{
+        f"8b-lora{suffix}": Case(
+            LLAMA_8B | {"batch": 1},
+            [f"train.precision={precision}", "init.from=hf:base-8b", "adapter.type=lora",
+             "adapter.rank=16", "train.remat=full"],
+            128,
+        )
+        for suffix, precision in (("", "bf16"), ("-fp8", "fp8"))
+    },
     # A third of the layers: fp32 masters and optimizer state of all take more than an H100 has.
     **{
         f"8b-third-{precision}": Case(

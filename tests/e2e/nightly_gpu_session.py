@@ -16,8 +16,8 @@ from support.running import ROOT
 
 SCRIPT = ROOT / "benchmarks/gpu_session.py"
 BLOCKS = (
-    "versions", "nccl", "generation", "1b-lora", "8b-third-bf16", "mixture-1.7b", "memory", "start",
-    "attention", "small", "flex", "1b-muon", "loss",
+    "versions", "nccl", "generation", "1b-lora", "8b-lora-fp8", "8b-third-fp8", "mixture-1.7b",
+    "memory", "start", "attention", "small", "flex", "1b-muon", "loss",
 )  # fmt: skip
 """One of those that differ in an option of a training run."""
 

@@ -25,6 +25,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "context": ("context=2", DOCUMENTS),
     "pipeline": ("pipeline=2", *LLAMA),
     "expert": ("shard=2", "expert=2", *EXPERTS),
+}
+LARGER: dict[str, tuple[str, ...]] = {
     "hsdp": ("replicate=2", "shard=2"),
     "fsdp2 and tensor": ("shard=2", "tensor=2", "optim.type=muon"),
     "fsdp2 and context": ("shard=2", "context=2", DOCUMENTS),
@@ -36,8 +38,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "fsdp2, tensor, pipeline": ("shard=2", "tensor=2", "pipeline=2", *LLAMA),
     "fsdp2, context, tensor": ("shard=2", "context=2", "tensor=2", DOCUMENTS),
 }  # fmt: skip
-"""Keys by layout, the smallest first; those without a section are of `parallel`. `dtt verify` also
-compares each layout without one of its dimensions, and resumes in it, from it and to it."""
+"""Keys by layout, of two ranks, which run before all else, and of four and eight; those without a
+section are of `parallel`. `dtt verify` also compares each layout without one of its dimensions, and
+resumes in it, from it and to it."""
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -54,15 +57,51 @@ def test_collectives_have_the_right_values(dtt: Dtt, device: str, ranks: int) ->
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_computes_what_one_process_does(dtt: Dtt, device: str, layout: str) -> None:
+    assert_verified(dtt, device, LAYOUTS[layout])
+
+
+def assert_verified(dtt: Dtt, device: str, layout: tuple[str, ...]) -> None:
     if device == "cpu":
         pytest.skip("needs a GPU: tests/verify compares layouts on a CPU")
-    keys = [key if "." in key else f"parallel.{key}" for key in LAYOUTS[layout]]
+    keys = [key if "." in key else f"parallel.{key}" for key in layout]
     keys = ["parallel.replicate=1", "train.precision=fp32", *keys]
     done = dtt.wait(dtt.start("verify", "--device", device, "--json", *keys))
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)
-    dims = [key for key in LAYOUTS[layout] if key.split("=")[0] in Sizes._fields]
+    dims = [key for key in layout if key.split("=")[0] in Sizes._fields]
     assert found["layouts"][-1]["ranks"] == 2 ** len(dims)
+
+
+IN_FP8 = '''
+import dtt
+from dtt.parallel import fp8
+
+# Small products gain nothing; these are to run in any case.
+fp8.find_gains = lambda layers, seconds: dict.fromkeys(layers.values(), 2.0)
+
+class InFp8(dtt.Objective):
+    """Cross-entropy."""
+
+    def loss(self, out, batch):
+        return out.sum()
+'''
+
+
+def test_fp8_on_two_tensor_parallel_ranks_trains_as_on_one(
+    dtt: Dtt, tokens: Path, device: str
+) -> None:
+    (dtt.folder / "in_fp8.py").write_text(IN_FP8)
+    keys = [f"data.tokens={tokens}", f"train.device={device}", *SIZES, "train.steps=4"]
+    keys += ["objective.type=in_fp8.py:InFp8", "parallel.replicate=1"]
+    log = train(dtt, 1, *keys, "name=one", "train.precision=fp8")
+    log += train(dtt, 2, *keys, "name=two", "train.precision=fp8", "parallel.tensor=2")
+    train(dtt, 1, *keys, "name=bf16", "train.precision=bf16")
+    assert log.count("fp8: ") == 2, log
+    assert "training continues uncompiled" not in log
+    one, two, bf16 = (values(dtt, name, "train") for name in ("one", "two", "bf16"))
+    assert two == pytest.approx(one, rel=0.01)
+    assert one == pytest.approx(bf16, rel=0.02)
+    assert one != bf16
 
 
 def started(dtt: Dtt, tokens: Path, device: str, *keys: str) -> subprocess.Popen[str]:
@@ -153,3 +192,8 @@ def test_memory_that_runs_out_on_one_rank_ends_all_and_the_run_resumes(
         "--allow-change", "train.steps",
     )  # fmt: skip
     assert "resumed from" in log
+
+
+@pytest.mark.parametrize("layout", LARGER)
+def test_a_larger_layout_computes_what_one_process_does(dtt: Dtt, device: str, layout: str) -> None:
+    assert_verified(dtt, device, LARGER[layout])
