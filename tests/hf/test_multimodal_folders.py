@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.multimodal_folders import PARTS, write_multimodal
 from torch import Tensor
 
-from dtt.base.errors import InputError
+from dtt.base.errors import DamagedError, InputError
 from dtt.config.adapter import LoraConfig
 from dtt.hf import peft as ours
 from dtt.hf import publish, verify, write_folder
@@ -156,6 +157,88 @@ def test_an_adapter_of_peft_for_the_text_model_is_read(
     got = on_device(trained, torch.device("cpu")).float().eval()(tokens)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
     assert verify.check_adapter(out, folder, trained) < 1e-4
+
+
+def renamed(folder: Path, out: Path, old: str, new: str) -> None:
+    """Write the adapter in `folder` to `out` with another prefix of its layers."""
+    shutil.copytree(folder, out)
+    path = out / "adapter_model.safetensors"
+    tensors = {name.replace(old, new): tensor for name, tensor in load_file(path).items()}
+    assert all(name.startswith(f"base_model.model.{new}") for name in tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def merged_with(folder: Path, found: LoadedModel, cfg: LoraConfig) -> LoadedModel:
+    """Return a model with the adapter in `folder` merged, as dtt reads it."""
+    state = ours.read_peft(folder, found.arch, cfg)
+    whole = merged(found.state, state, adapted_layers(cfg, found.arch))
+    return replace(found, state={name: one[()] for name, one in whole.items()})
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_an_adapter_of_the_class_for_text_is_read(
+    kind: str, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    """AutoModelForCausalLM makes the text model alone of a folder of Qwen3.5 or Llama 4."""
+    folder, out = tmp_path / "whole", tmp_path / "adapter"
+    whole = write_multimodal(kind, folder, tokenizer_json)
+    found, tokens = read_hf_folder(folder), torch.randint(320, (1, 20))
+    of_text = transformers.AutoModelForCausalLM.from_config(whole.config.get_text_config()).eval()
+    named = {multimodal.text_name(name): one for name, one in whole.state_dict().items()}
+    of_text.load_state_dict({name: one for name, one in named.items() if name is not None})
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    theirs: Any = peft.get_peft_model(of_text, settings)
+    randomised(dict(theirs.named_parameters()))
+    theirs.save_pretrained(out)
+    cfg = LoraConfig(rank=4, alpha=6.0, targets=targets(found))
+    trained = merged_with(out, found, cfg)
+    got = on_device(trained, torch.device("cpu")).float().eval()(tokens)
+    torch.testing.assert_close(got, theirs(input_ids=tokens).logits, rtol=0, atol=1e-4)
+    assert verify.check_adapter(out, folder, trained) < 1e-4
+
+
+OLD, NEW = "language_model.model.", "model.language_model."
+"""Prefixes of the layers of a text model in older versions of transformers, and in newer ones."""
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "gemma3", "llava", "qwen3_5"])
+def test_a_prefix_of_older_versions_is_accepted_where_peft_renames_it(
+    kind: str, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    """Qwen3.5 never had it: PEFT drops all of these layers, and computes without the adapter."""
+    folder, out, old = tmp_path / "whole", tmp_path / "adapter", tmp_path / "old"
+    write_multimodal(kind, folder, tokenizer_json)
+    found = read_hf_folder(folder)
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=OF_TEXT)
+    theirs: Any = peft.get_peft_model(whole_model(folder), settings)
+    randomised(dict(theirs.named_parameters()))
+    theirs.save_pretrained(out)
+    renamed(out, old, NEW, OLD)
+    cfg = LoraConfig(rank=4, alpha=6.0, targets=targets(found))
+    trained = merged_with(old, found, cfg)
+    same = merged_with(out, found, cfg).tensors
+    assert all(torch.equal(same[name], tensor) for name, tensor in trained.tensors.items())
+    if kind == "qwen3_5":
+        with pytest.raises(InputError, match=r"it drops those of mlp\.down_proj"):
+            verify.check_adapter(old, folder, trained)
+    else:
+        assert verify.check_adapter(old, folder, trained) < 1e-4
+
+
+def test_an_adapter_that_names_a_layer_under_two_prefixes_is_refused(
+    tokenizer_json: Path, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "whole", tmp_path / "adapter"
+    write_multimodal("qwen3_5", folder, tokenizer_json)
+    settings = peft.LoraConfig(r=4, target_modules=OF_TEXT)
+    peft.get_peft_model(whole_model(folder), settings).save_pretrained(out)
+    path = out / "adapter_model.safetensors"
+    tensors = load_file(path)
+    twice = {name.replace(NEW, "model."): tensor + 1 for name, tensor in tensors.items()}
+    save_file(tensors | twice, path, metadata={"format": "pt"})
+    found = read_hf_folder(folder)
+    with pytest.raises(DamagedError, match="names a layer twice"):
+        ours.read_peft(out, found.arch, LoraConfig(rank=4, targets=targets(found)))
 
 
 def test_an_adapter_of_another_part_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from dtt.base.errors import InputError
 from dtt.base.log import log
@@ -95,6 +96,22 @@ def text_logits(library: Any, ids_BT: Tensor) -> Tensor:
         library = inner  # Llama 4's: the class around it fails without an image
     logits: Tensor = library(input_ids=ids_BT).logits
     return logits
+
+
+def text_model(library: Any) -> Any:
+    """Return the text model of a multimodal one as the class for text alone; it shares weights."""
+    auto: Any = transformers.AutoModelForCausalLM
+    with no_init_weights():
+        text = auto.from_config(
+            library.config.get_text_config(),
+            dtype=torch.float32,
+            experts_implementation="eager",
+            trust_remote_code=False,
+        )
+    named = ((multimodal.text_name(name), one) for name, one in library.state_dict().items())
+    text.load_state_dict({name: one for name, one in named if name is not None}, assign=True)
+    text.tie_weights()
+    return text.eval()
 
 
 def text_parameter(folder: Path) -> str | None:

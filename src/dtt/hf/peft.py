@@ -247,6 +247,20 @@ def _named_like(name: str, like: str | None) -> str:
     return name if like is None else multimodal.whole_name(name, like)
 
 
+def text_layer(name: str) -> str:
+    """Return the name that a tensor of an adapter has if it is for the text model alone."""
+    module = name.removeprefix(PREFIX)
+    return multimodal.text_name(module) or module
+
+
+def of_text_class(folder: Path) -> bool:
+    """Return True if an adapter names layers as the class of a text model does.
+
+    AutoModelForCausalLM makes one of a folder of Qwen3.5 or Llama 4.
+    """
+    return all(n.removeprefix(PREFIX) == text_layer(n) for n in load_tensors(folder / TENSORS))
+
+
 def _layers(
     tensors: Mapping[str, Tensor], where: Path
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], str | None]:
@@ -262,9 +276,12 @@ def _layers(
             raise InputError(f"dtt does not support the tensor {name} of an adapter", where=where)
         if tensor.ndim != 2 or not tensor.is_floating_point():
             raise DamagedError(f"{name} is {tensor.dtype} {list(tensor.shape)}", where=where)
-        text = multimodal.text_name(module)
-        like = like if text is None else module
-        found.setdefault(text or module, {})[part] = tensor
+        layer = found.setdefault(text_layer(name).rpartition(".lora_")[0], {})
+        if part in layer:
+            why = f"{name} is one of two tensors for it"
+            raise DamagedError("the adapter names a layer twice", where=where, why=why)
+        layer[part] = tensor
+        like = like if multimodal.text_name(module) is None else module
     incomplete = [name for name, parts in found.items() if len(parts) != 2]
     if incomplete or not found:
         raise DamagedError("the adapter is incomplete", where=where, why=f"{incomplete[:1]}")

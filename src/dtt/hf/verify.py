@@ -25,6 +25,7 @@ from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.hf import library_folder
 from dtt.hf.chat_format import ChatFormat, read_config
 from dtt.hf.model_source import on_device
+from dtt.hf.peft import TENSORS, of_text_class, text_layer
 from dtt.hf.read import LoadedModel, load_tensors, transformers_defaults
 from dtt.hf.weights import NOT_WEIGHTS
 from dtt.mesh.environment import install
@@ -169,6 +170,8 @@ def check_adapter(folder: Path, base: Path, trained: LoadedModel) -> float:
             theirs, _ = library_folder.loaded(base, torch.float32)
         else:
             theirs = _load(base, arch)
+        if of_text_class(folder) and multimodal.is_multimodal(read_config(base / "config.json")):
+            theirs = library_folder.text_model(theirs)
         try:
             adapted: Any = peft.PeftModel.from_pretrained(theirs, folder).eval()
         except (ValueError, TypeError, NotImplementedError) as error:  # such as layers of Mamba
@@ -195,8 +198,10 @@ def _lost_layers(folder: Path, adapted: Any) -> list[str]:
     That of Laguna for `mlp.shared_expert.` is a regular expression that also matches the new name.
     PEFT then warns that keys are missing, and computes with B = 0.
     """
-    loaded = {n.replace(".default.", "."): p for n, p in adapted.named_parameters()}
-    file = load_tensors(folder / "adapter_model.safetensors")
+    # A prefix of older versions, `language_model.model.`, is renamed without loss.
+    named = ((name.replace(".default.", "."), p) for name, p in adapted.named_parameters())
+    loaded = {text_layer(name): parameter for name, parameter in named}
+    file = {text_layer(name): t for name, t in load_tensors(folder / TENSORS).items()}
     lost = [n for n, t in file.items() if n not in loaded or not torch.equal(loaded[n].float(), t)]
     return sorted({inner(name.rpartition(".lora_")[0]) for name in lost})
 
