@@ -6,8 +6,11 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.running import Dtt
 
+from dtt.base.errors import ConfigError
+from dtt.config.load import resolve
 from dtt.data.samples.synthetic_source import SyntheticSource
 from dtt.track import jsonl
 
@@ -32,6 +35,14 @@ def test_ids_are_uniform_and_depend_on_seed_and_sample_alone() -> None:
     assert len(np.unique(ids, axis=0)) == len(ids)
     assert not np.array_equal(SyntheticSource(300, 64, seed=2).read(samples).ids, ids)
     assert source.counts(samples).targets == 2000 * 64
+
+
+def test_more_ids_than_rows_of_the_model_are_refused_by_their_key() -> None:
+    """Those of the default, too: the rows may be those of the folder that `init.from` names."""
+    keys = ("data.type=synthetic", "model.vocab_size=320")
+    with pytest.raises(ConfigError, match=r"data\.vocab_size: .*: set data\.vocab_size=320"):
+        resolve(None, keys, env={})
+    resolve(None, (*keys, "data.vocab_size=320"), env={})
 
 
 def weights(job: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -39,6 +40,13 @@ class SyntheticDataConfig(OneSource):
             Vocabulary(path, sha256_file(path), self.vocab_size, 0),
             None,
         )
+
+    def run_problems(self, run: RunConfig) -> Iterator[tuple[str, str]]:
+        """Yield an error for more ids than a model has rows, such as that of `init.from`."""
+        rows = run.model.vocab_size
+        if rows is not None and rows < self.vocab_size:
+            why = f"{self.vocab_size} ids are more than model.vocab_size = {rows}: "
+            yield "data.vocab_size", f"{why}set data.vocab_size={rows}"
 
     def known_vocab_size(self) -> int:
         """See Data."""
