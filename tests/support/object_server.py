@@ -17,9 +17,9 @@ import pytest
 Fault = Literal["reset", "throttled", "truncated", "cut"] | None
 """`truncated`: the answer ends too early; `cut`: half of what was sent arrives, and counts."""
 KEY = "planted-secret-of-the-environment"
-LISTED = "bucket-of-10000"
-"""A bucket that the proxy itself lists: moto sorts all keys for each page of many objects."""
-PAGE, OBJECTS = 1000, 10_000
+LISTED = "bucket-of-"
+"""The proxy itself lists `bucket-of-N`: moto sorts all keys for each page of many objects."""
+PAGE = 1000
 SIGNED = "a/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 """By this, moto knows that a request is for S3; it checks no signature."""
 
@@ -106,7 +106,7 @@ class ObjectServer:
                 if fault == "throttled":
                     text = b"<Error><Code>SlowDown</Code><Message>slow down</Message></Error>"
                     status, headers, content = 503, [("Content-Type", "application/xml")], text
-                elif self.path.startswith(f"/{LISTED}?"):
+                elif self.path.startswith(f"/{LISTED}") and "?" in self.path:
                     status, headers, content = 200, [], listing(self.path)
                 elif self.path.startswith(f"/{LISTED}"):
                     status, headers, content = 404, [], b""
@@ -135,7 +135,8 @@ class ObjectServer:
 
 
 def listing(path: str) -> bytes:
-    """Return a page of the bucket LISTED, in the form of ListObjectsV2."""
+    """Return a page of the bucket `bucket-of-N`, in the form of ListObjectsV2."""
+    bucket = path[1:].partition("?")[0]
     token = path.partition("continuation-token=")[2].partition("&")[0]
     start = int(token or 0)
     keys = [f"data/{number % 7}/part-{number:06}.jsonl" for number in range(start, start + PAGE)]
@@ -144,10 +145,10 @@ def listing(path: str) -> bytes:
         "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
         for number, key in enumerate(keys, start)
     )
-    more = start + PAGE < OBJECTS
+    more = start + PAGE < int(bucket.removeprefix(LISTED))
     after = f"<NextContinuationToken>{start + PAGE}</NextContinuationToken>" if more else ""
     return (
-        f"<ListBucketResult><Name>{LISTED}</Name><KeyCount>{PAGE}</KeyCount>"
+        f"<ListBucketResult><Name>{bucket}</Name><KeyCount>{PAGE}</KeyCount>"
         f"<IsTruncated>{str(more).lower()}</IsTruncated>{after}{objects}</ListBucketResult>"
     ).encode()
 

@@ -123,22 +123,41 @@ class ObjectStore:
             _repeat_more()
         self._said = False
 
-    def objects(self) -> list[StoredObject]:
-        """Return the object that the URL names, or all below it, in the order of the store."""
+    def objects(self) -> Iterator[StoredObject]:
+        """Yield the object that the URL names, or all below it, in the order of the store.
+
+        Those of S3 arrive page by page: a listing of any length takes the memory of one page.
+        """
         info = self.patiently(self.url, lambda: self.fs.info(self.root))
         if self._is_web or info["type"] == "file":
             name = unquote(urlsplit(self.root).path) if self._is_web else self.root
             name = name.rpartition("/")[2]
             if not name:
                 raise InputError(f"{self.url} is not a file", next="name the files themselves")
-            return [self._stored(self.root, name, info)]
-        found = self.patiently(self.url, lambda: self.fs.find(self.root, detail=True))
+            yield self._stored(self.root, name, info)
+            return
         start = len(self.root) + 1
-        return [
-            self._stored(path, path[start:], info)
-            for path, info in found.items()
-            if path[start:] and not path.endswith("/")  # markers of folders
-        ]
+        for path, info in self._infos():
+            if path[start:] and not path.endswith("/"):  # markers of folders
+                yield self._stored(path, path[start:], info)
+
+    def _infos(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (path, facts) of all objects below the root."""
+        if self._extra != "s3":
+            yield from self.patiently(
+                self.url, lambda: self.fs.find(self.root, detail=True)
+            ).items()
+            return
+        # `find` of s3fs holds several dicts for each object until the end, 1.5 kB together.
+        bucket, prefix, _ = self.fs.split_path(self.root)
+        asked = {"Bucket": bucket, "Prefix": prefix and f"{prefix}/"}
+        while True:
+            page = self.patiently(self.url, lambda: self.fs.call_s3("list_objects_v2", **asked))
+            for info in page.get("Contents", ()):
+                yield f"{bucket}/{info['Key']}", info | {"size": info["Size"]}
+            if not page.get("IsTruncated"):
+                return
+            asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def _stored(self, path: str, name: str, info: dict[str, Any]) -> StoredObject:
         if info.get("size") is None:

@@ -299,7 +299,7 @@ def _from_urls(
         return _manifest(cfg, source, out, previous.files, rows=rows)
     patterns = FilePatterns(cfg)
     found = remote_files(urls_of(dataset), dataset, cfg.split, patterns)
-    one_format([Path(file.path) for file in found], dataset, patterns)
+    one_format((Path(file.path) for file in found), dataset, patterns)
     found = found[: cfg.max_files]
     log.info("%s: %d files", dataset, len(found))
     known = {record.path: record for record in previous.files} if previous else {}

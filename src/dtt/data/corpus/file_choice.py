@@ -138,19 +138,24 @@ class FilePatterns:
 
 
 def one_format(
-    paths: Sequence[Path], dataset: str, patterns: FilePatterns, *, inspects: bool = False
+    paths: Iterable[Path], dataset: str, patterns: FilePatterns, *, inspects: bool = False
 ) -> FileFormat:
     """Return the format that all `paths` share; files of unsupported formats are ignored.
 
     Raises InputError if dtt supports none of the formats, ConfigError if there are several; with
     `inspects`, its remedy is for `dtt data inspect`, which reads no configuration.
     """
-    by_format: dict[FileFormat, list[Path]] = {}
+    # Of each ending the first, as messages name no more: there may be millions of files.
+    endings: dict[FileFormat, dict[str, Path]] = {}
+    shown: list[Path] = []
+    arrow = False
     for path in paths:
-        found = patterns.format_of(path)
-        if found is not None:
-            by_format.setdefault(found, []).append(path)
-    if not by_format and any(path.suffix == ".arrow" for path in paths):
+        shown += [path][: 3 - len(shown)]
+        arrow = arrow or path.suffix == ".arrow"
+        if (found := patterns.format_of(path)) is not None:
+            endings.setdefault(found, {}).setdefault(_ending(path), path)
+    by_format = {name: list(firsts.values()) for name, firsts in endings.items()}
+    if not by_format and arrow:
         raise InputError(
             f"{dataset} was written by save_to_disk of `datasets`",
             why="dtt does not read .arrow files",
@@ -161,14 +166,12 @@ def one_format(
     if not by_format:
         raise InputError(
             f"no file of {dataset} has a format that dtt reads",
-            why=f"found {', '.join(path.name for path in paths[:3])}"
-            if paths
-            else "no file at all",
+            why=f"found {', '.join(path.name for path in shown)}" if shown else "no file at all",
             next=f"use {KNOWN}"
-            + (f"; text of another ending: {_pattern('include', paths[0])}" if paths else ""),
+            + (f"; text of another ending: {_pattern('include', shown[0])}" if shown else ""),
         )
     if len(by_format) > 1:
-        one = shlex.quote(str(paths[0]))
+        one = shlex.quote(str(shown[0]))
         raise ConfigError(
             f"{dataset} mixes formats",
             why=", ".join(f"{many[0].name} is {name}" for name, many in by_format.items()),
@@ -208,9 +211,13 @@ def _pattern(key: Key, *paths: Path) -> str:
 
 def _endings(paths: Iterable[Path]) -> list[str]:
     """Return the patterns of the endings of `paths`, each once."""
-    endings = ("".join(p.suffixes[-1 - is_compressed(p) :]) or p.name for p in paths)
-    escaped = (re.sub(r"([\\*?\[\] ])", r"\\\1", one) for one in dict.fromkeys(endings))
+    endings = dict.fromkeys(map(_ending, paths))
+    escaped = (re.sub(r"([\\*?\[\] ])", r"\\\1", one) for one in endings)
     return [f"**/*{one}" for one in escaped]
+
+
+def _ending(path: Path) -> str:
+    return "".join(path.suffixes[-1 - is_compressed(path) :]) or path.name
 
 
 def several_datasets(entries: Sequence[Mapping[str, object]]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from dtt.base.errors import InputError
 from dtt.base.log import log
@@ -31,8 +32,28 @@ HIDDEN = {
 """The reason to leave out hidden files, without and with `download.include`."""
 
 
-LeftOut = dict[str, list[str]]
-"""Files, and folders (with a slash), that were found but left out, by reason."""
+T = TypeVar("T")
+
+
+class LeftOut:
+    """The files, and folders (with a slash), that were found but left out, by reason.
+
+    Keeps their number and the first names only: a bucket may hold millions.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, list[str]]] = {}
+
+    def add(self, reason: str, name: str) -> None:
+        """Count a file."""
+        count, first = self._found.get(reason, (0, []))
+        self._found[reason] = count + 1, sorted([*first, name])[:LEFT_OUT_SHOWN]
+
+    def report(self) -> None:
+        """Log a line for each reason: the number of files and the first names."""
+        for reason, (count, first) in self._found.items():
+            shown = ", ".join(first[:LEFT_OUT_SHOWN])
+            log.info("left out %d: %s: %s%s", count, reason, shown, " …" * (count > LEFT_OUT_SHOWN))
 
 
 def local_files(
@@ -51,7 +72,7 @@ def local_files(
     pattern matches nothing.
     """
     patterns = patterns or FilePatterns(DownloadConfig())
-    left_out: LeftOut = defaultdict(list)
+    left_out = LeftOut()
     folder = dataset if dataset.is_dir() else dataset.parent
     if dataset.is_dir():
         found = list(_files_below(dataset, left_out, patterns))
@@ -59,74 +80,88 @@ def local_files(
         name = dataset.name
         chosen_itself = not patterns.excludes(name) and patterns.includes(name)
         found = [dataset] if dataset.is_file() and chosen_itself else []
-    patterns.check_all_matched(str(dataset))
-    chosen = files_of_split(found, folder, str(dataset), split, patterns, left_out)
+
+    def below(path: Path) -> Path:
+        return path.relative_to(folder)
+
+    chosen = files_of_split(found, below, str(dataset), split, patterns, left_out)
     files = sorted(_once(chosen, folder, left_out))
-    report_left_out(left_out)
+    left_out.report()
     if split is None:
-        warn_of_held_out(chosen, folder)
+        warn_of_held_out(map(below, chosen))
     for path in files:
         _check_is_utf8(path)
     return files
 
 
 def files_of_split(
-    found: list[Path],
-    folder: Path,
+    found: Iterable[T],
+    name: Callable[[T], Path],
     dataset: str,
     split: str | None,
     patterns: FilePatterns,
     left_out: LeftOut,
-) -> list[Path]:
+) -> list[T]:
     """Return the files of known formats, or all if none is known, that belong to `split`.
 
-    Raises InputError if no file belongs to it.
+    `name` returns the path of a file in the dataset. Holds no file that it does not return. Raises
+    InputError if no file belongs to `split`, and ConfigError if a pattern matched nothing.
     """
-    known = [path for path in found if patterns.format_of(path)]
-    if known:
-        for path in found:
-            if not patterns.format_of(path):
-                left_out["files of other formats"].append(path.name)
-    chosen = [path for path in known if split is None or _has_word(path, folder, split)]
+    chosen: list[T] = []
+    others: list[T] = []
+    known: Path | None = None
+    wanted = split and SPLIT_NAMES.get(split.lower(), split.lower())
+    for file in found:
+        path = name(file)
+        if not patterns.format_of(path):
+            others.append(file)
+        else:
+            known = known or path
+            if wanted is None or wanted in _splits(path):
+                chosen.append(file)
+        if known:
+            for other in others:
+                left_out.add("files of other formats", name(other).name)
+            others.clear()
+    patterns.check_all_matched(dataset)
     if known and not chosen:
-        report_left_out(left_out)
+        left_out.report()
         raise InputError(
             f"no file of {dataset} belongs to split {split!r}",
-            why=f"files are chosen by a word in their path; found {known[0].name}, …",
+            why=f"files are chosen by a word in their path; found {known.name}, …",
             next="omit download.split to use every file",
         )
-    return chosen or found
+    return chosen or others
 
 
-def warn_of_held_out(paths: list[Path], folder: Path) -> None:
+def warn_of_held_out(paths: Iterable[Path]) -> None:
     """Log the number of files whose path names a held-out split, beside files of no such split.
 
     From the Hub, only the split `train` is read; a copy of the same data set would otherwise train
     on its test questions unseen.
     """
-    # Words in the names of other files, such as sources, say nothing about splits.
-    paths = [path for path in paths if file_format(path)]
-    found = {name: [path for path in paths if _has_word(path, folder, name)] for name in HELD_OUT}
-    held_out = {path for many in found.values() for path in many}
-    if not held_out or len(held_out) == len(paths):
+    counts, files, held_out, train = dict.fromkeys(HELD_OUT, 0), 0, 0, False
+    first: Path | None = None
+    for path in paths:
+        if not file_format(path):
+            continue  # words in the names of other files, such as sources, say nothing about splits
+        files += 1
+        splits = _splits(path)
+        train = train or "train" in splits
+        for split in splits.intersection(HELD_OUT):
+            counts[split] += 1
+        if not splits.isdisjoint(HELD_OUT):
+            held_out += 1
+            first = path if first is None else min(first, path)
+    if held_out in (0, files):
         return
-    train = any(_has_word(path, folder, "train") for path in paths)
-    counts = ", ".join(f"{len(many)} of {name}" for name, many in found.items() if many)
+    listed = ", ".join(f"{count} of {split}" for split, count in counts.items() if count)
     log.warning(
         "%d of %d files are named like held-out splits (%s), such as %s, and are read, too; "
         "next: %s",
-        len(held_out), len(paths), counts, _name(min(held_out), folder),
+        held_out, files, listed, first,
         "download.split=train" if train else "download.exclude leaves files out",
     )  # fmt: skip
-
-
-def report_left_out(left_out: LeftOut) -> None:
-    """Log a line for each reason: the number of files and the first names."""
-    for reason, names in left_out.items():
-        shown = ", ".join(sorted(names)[:LEFT_OUT_SHOWN])
-        log.info(
-            "left out %d: %s: %s%s", len(names), reason, shown, " …" * (len(names) > LEFT_OUT_SHOWN)
-        )
 
 
 def real_path(path: Path) -> Path:
@@ -155,7 +190,7 @@ def _files_below(folder: Path, left_out: LeftOut, patterns: FilePatterns) -> Ite
         here = pending.popleft() if pending else linked.popleft()
         real = os.path.realpath(here)
         if real in seen:
-            left_out["links to folders that are already read"].append(_name(here, folder) + "/")
+            left_out.add("links to folders that are already read", _name(here, folder) + "/")
             continue
         seen.add(real)
         with os.scandir(here) as entries:
@@ -165,18 +200,18 @@ def _files_below(folder: Path, left_out: LeftOut, patterns: FilePatterns) -> Ite
                 is_folder = path.is_dir() if is_link else entry.is_dir()
                 name = _name(path, folder) + "/" * is_folder
                 if patterns.excludes(name):
-                    left_out["matched by download.exclude"].append(name)
+                    left_out.add("matched by download.exclude", name)
                 elif patterns.skips(entry.name):
-                    left_out[HIDDEN[patterns.chooses]].append(name)
+                    left_out.add(HIDDEN[patterns.chooses], name)
                 elif is_folder:
                     (linked if is_link else pending).append(path)
                 elif path.is_file() if is_link else entry.is_file():
                     if patterns.includes(name):
                         yield path
                     else:
-                        left_out["not matched by download.include"].append(name)
+                        left_out.add("not matched by download.include", name)
                 else:
-                    left_out["not regular files (broken links, pipes, …)"].append(name)
+                    left_out.add("not regular files (broken links, pipes, …)", name)
 
 
 def _once(paths: Iterable[Path], folder: Path, left_out: LeftOut) -> Iterator[Path]:
@@ -185,7 +220,7 @@ def _once(paths: Iterable[Path], folder: Path, left_out: LeftOut) -> Iterator[Pa
     for path in sorted(paths, key=os.path.islink):  # a file's own name comes before links to it
         real = os.path.realpath(path)
         if real in seen:
-            left_out["links to files that are already read"].append(_name(path, folder))
+            left_out.add("links to files that are already read", _name(path, folder))
         else:
             seen.add(real)
             yield real_path(path)
@@ -206,7 +241,6 @@ def _name(path: Path, folder: Path) -> str:
     return str(path.relative_to(folder))
 
 
-def _has_word(path: Path, folder: Path, split: str) -> bool:
-    words = re.split(r"[^a-z]+", _name(path, folder).lower())
-    wanted = SPLIT_NAMES.get(split.lower(), split.lower())
-    return any(SPLIT_NAMES.get(word, word) == wanted for word in words)
+def _splits(path: Path) -> set[str]:
+    """Return the words of a path, synonyms of splits as their names."""
+    return {SPLIT_NAMES.get(word, word) for word in re.split(r"[^a-z]+", str(path).lower())}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 
@@ -23,7 +23,6 @@ from dtt.data.corpus.local_files import (
     HIDDEN,
     LeftOut,
     files_of_split,
-    report_left_out,
     warn_of_held_out,
 )
 
@@ -55,39 +54,45 @@ def remote_files(
     Of several URLs, paths begin with what follows `://`. Raises the errors of `local_files`, and
     InputError for two objects of one path.
     """
-    found: dict[str, RemoteCorpusFile] = {}
+    left_out = LeftOut()
+    chosen = files_of_split(
+        _chosen(_listed(urls), patterns, left_out),
+        lambda file: Path(file.path), dataset, split, patterns, left_out,
+    )  # fmt: skip
+    left_out.report()
+    if split is None:
+        warn_of_held_out(Path(file.path) for file in chosen)
+    chosen.sort(key=lambda file: file.path)
+    for one, other in pairwise(chosen):
+        if one.path == other.path:
+            raise InputError(f"two objects of {dataset} have the path {one.path}")
+    return chosen
+
+
+def _listed(urls: tuple[str, ...]) -> Iterator[RemoteCorpusFile]:
+    """Yield the objects of `urls` while they are listed."""
     for url in urls:
         log.info("listing %s", url)
         store = ObjectStore(url)
-        one = store.objects()
         below = store.url.partition("://")[2].partition("?")[0]
-        if len(one) == 1 and one[0].path == store.root:
-            below = below.rpartition("/")[0]
-        for entry in one:
-            path = f"{below}/{entry.name}" if len(urls) > 1 else entry.name
-            path = checked_name(path, Path(url))
-            if path in found:
-                raise InputError(f"two objects of {dataset} have the path {path}")
-            found[path] = RemoteCorpusFile(store, entry, path)
-    left_out: LeftOut = defaultdict(list)
-    matched = [Path(name) for name in _chosen(sorted(found), patterns, left_out)]
-    patterns.check_all_matched(dataset)
-    chosen = files_of_split(matched, Path(), dataset, split, patterns, left_out)
-    report_left_out(left_out)
-    if split is None:
-        warn_of_held_out(chosen, Path())
-    return [found[str(path)] for path in chosen]
+        for entry in store.objects():
+            # Of a URL that names an object, its name is the last part.
+            folder = below.rpartition("/")[0] if entry.path == store.root else below
+            path = f"{folder}/{entry.name}" if len(urls) > 1 else entry.name
+            yield RemoteCorpusFile(store, entry, checked_name(path, Path(url)))
 
 
-def _chosen(names: list[str], patterns: FilePatterns, left_out: LeftOut) -> Iterator[str]:
-    """Yield the names that the patterns choose, as `local_files` chooses below a folder."""
+def _chosen(
+    files: Iterable[RemoteCorpusFile], patterns: FilePatterns, left_out: LeftOut
+) -> Iterator[RemoteCorpusFile]:
+    """Yield what the patterns choose, as `local_files` chooses below a folder."""
     closed: dict[str, bool] = {"": False}
 
     def is_left_out(name: str) -> bool:
         if patterns.excludes(name):
-            left_out["matched by download.exclude"].append(name)
+            left_out.add("matched by download.exclude", name)
         elif patterns.skips(name.rstrip("/").rpartition("/")[2]):
-            left_out[HIDDEN[patterns.chooses]].append(name)
+            left_out.add(HIDDEN[patterns.chooses], name)
         else:
             return False
         return True
@@ -97,13 +102,13 @@ def _chosen(names: list[str], patterns: FilePatterns, left_out: LeftOut) -> Iter
             closed[folder] = is_closed(folder.rpartition("/")[0]) or is_left_out(folder + "/")
         return closed[folder]
 
-    for name in names:
-        if is_closed(name.rpartition("/")[0]) or is_left_out(name):
+    for file in files:
+        if is_closed(file.path.rpartition("/")[0]) or is_left_out(file.path):
             continue
-        if patterns.includes(name):
-            yield name
+        if patterns.includes(file.path):
+            yield file
         else:
-            left_out["not matched by download.include"].append(name)
+            left_out.add("not matched by download.include", file.path)
 
 
 def fetch(
