@@ -112,6 +112,29 @@ def test_each_checkpoint_is_copied_and_the_copies_are_kept_by_the_same_rules(
     assert KEY.encode() not in everything + run.job.mirror.read_bytes()
 
 
+def test_of_two_processes_of_one_run_the_later_one_copies(
+    server: ObjectServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = server.bucket("two", {})
+    first, second = Mirrored(tmp_path / "first", url), Mirrored(tmp_path / "second", url)
+    first.save(1)
+    second.save(2, value=7.0)
+    first.save(2, wait=False)
+    first.save(3, wait=False)
+    assert not first.finish()
+    assert "no checkpoint is copied to the mirror any more: another process" in caplog.text
+    assert first.state()["failure"]["step"] in (2, 3)
+    second.save(4)
+    assert second.finish()
+    assert whole(server, "two") == [2, 4]
+    for step in (2, 4):
+        check_equal(server, "two", second.job, step)
+    # Started again, the first one takes over.
+    again = Mirrored(tmp_path / "first", url)
+    assert again.finish()
+    check_equal(server, "two", first.job, 3)
+
+
 @pytest.mark.parametrize("fault", ["reset", "throttled", "truncated", "cut"])
 def test_faults_are_repeated_and_no_copy_has_a_wrong_byte(
     server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
@@ -413,7 +436,8 @@ def test_a_mirror_on_another_disk_needs_no_library(tmp_path: Path) -> None:
     run.save(2)
     assert run.finish()
     there = tmp_path / "disk/run"
-    assert sorted(path.name for path in there.iterdir()) == ["job", "run_id", "step-000002"]
+    found = sorted(path.name for path in there.iterdir())
+    assert found == ["job", "run_id", "step-000002", "writer"]
     before = damage(run, 2)
     fetch.run(str(run.job.root), None)
     assert files_of(store.folder_of(run.job.checkpoints, 2)) == before

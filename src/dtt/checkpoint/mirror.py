@@ -3,6 +3,7 @@
 The folder `<checkpoint.mirror>/<name>/` of a job has
 
     run_id              the run to which it belongs
+    writer              the process that was the last one to begin to copy
     job/config.yaml, …  the files of the job with which it can continue
     step-000500/        a copy, complete once it has MANIFEST.json
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import FileRecord
@@ -41,7 +44,7 @@ DELAYS = (5, 10, 20, 40, 80, 160, 300)
 SECONDS_AT_END, SECONDS_AT_STOP = 600.0, 30.0
 """Time that a run waits for uploads at its end, and when it has to stop. A scheduler kills a job
 soon after it has asked it to stop; the next attempt uploads what is missing."""
-RUN_ID, JOB = "run_id", "job"
+RUN_ID, WRITER, JOB = "run_id", "writer", "job"
 JOB_FILES = (
     "config.yaml", "data.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja",
     "released.json", "parent.json", "stage.json", "run_id", "metrics.jsonl", f"{CODE}/*",
@@ -81,7 +84,9 @@ class Mirror:
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._uploading: int | None = None
-        self._finishing = self._saved = False
+        self._finishing = self._saved = self._writes = False
+        # Random, too: in two containers the same name and id may mean different processes.
+        self._process = f"{socket.gethostname()}, process {os.getpid()}, {uuid4().hex}"
         self._failure: dict[str, Any] | None = None
         self._done: list[int] = []
         self._sent: dict[str, tuple[int, int]] = {}
@@ -151,7 +156,7 @@ class Mirror:
     def _run(self) -> None:
         if sys.platform == "linux":  # training has priority where cores are scarce
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        failures = 0
+        failures, superseded = 0, False
         while True:
             with self._changed:
                 while not self._pending:
@@ -167,9 +172,12 @@ class Mirror:
                 failures, self._failure = 0, None
             except Exception as error:  # noqa: BLE001  an upload never stops training
                 failures = self._failed(step, error, failures)
+                superseded = isinstance(error, _Superseded)
             finally:
                 self._uploading = None
             self._write_state()
+            if superseded:
+                return
             if failures:
                 with self._changed:
                     # A new checkpoint, or the end of the run, is a reason to try at once.
@@ -187,7 +195,9 @@ class Mirror:
             if line.strip().startswith("why:"):
                 reason += f": {line.partition('why:')[2].strip()}"
         given_up = isinstance(error, _ChangedHere)
-        if given_up:
+        if isinstance(error, _Superseded):
+            log.warning("no checkpoint is copied to the mirror any more: %s", reason)
+        elif given_up:
             log.warning("step %d is not copied to the mirror: %s", step, reason)
         elif self._failure is None or self._failure["reason"] != reason:
             log.warning("the mirror of step %d failed, and is tried again: %s", step, reason)
@@ -203,6 +213,7 @@ class Mirror:
         started = time.perf_counter()
         self._write_state()
         self._claim()
+        self._take_turn()
         folder = store.folder_of(self._job.checkpoints, step)
         manifest = CheckpointManifest.read(folder)
         text = read_whole(folder / MARKER)
@@ -258,6 +269,23 @@ class Mirror:
                 next="set another name, or another folder; dtt ckpt fetch brings that run back",
             )
 
+    def _take_turn(self) -> None:
+        """Write this process into the folder at its first copy; _Superseded if another did later.
+
+        Two processes have one run id if a job is fetched or copied to another machine while it
+        trains. Each would overwrite and delete the copies of the other.
+        """
+        found = self._remote.content(WRITER) if self._writes else None
+        if found is None:
+            self._remote.write(WRITER, self._process.encode())
+            self._writes = True
+        elif found != self._process.encode():
+            raise _Superseded(
+                f"another process copies this run to {self.url}",
+                why=found.decode(errors="replace").rpartition(",")[0],
+                next="stop one of the two; the one that starts last copies",
+            )
+
     def _prune(self) -> None:
         """Delete incomplete copies, those of a superseded timeline, and those out of retention."""
         whole, torn = copies(self._remote.sizes())
@@ -293,6 +321,10 @@ class Mirror:
 
 class _ChangedHere(DamagedError):
     """A file of a checkpoint that is not as it was when it was verified; no copy of it is made."""
+
+
+class _Superseded(ConfigError):
+    """A mirror into which another process copies the same run."""
 
 
 def _never() -> bool:
