@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 from support import local_tasks
 from support.running import Dtt
 
+from dtt.data.tokenize.markers import WORK
+
 pytestmark = pytest.mark.slow
 
-HOLD = '[ "$SLURM_JOB_NAME" != t-tokenize ] || [ -e ended ] || { touch began; exec sleep 300; }'
 DATA = (
     "data.tokens=null", "download.dataset=counting.jsonl", "tokenizer.vocab_size=300",
     "tokenize.validation_fraction=0.1", "tokenize.unit_bytes=8192",
@@ -27,6 +30,44 @@ DATA = (
 def states(dtt: Dtt) -> list[str]:
     said = dtt("job", "status", "jobs/t-pipeline", "--json").stdout
     return [step["state"] for step in json.loads(said)["steps"]]
+
+
+def write_units(path: Path, source: Path) -> None:
+    """Write documents for 600 units of tokenization."""
+    documents = source.read_text().splitlines(keepends=True)
+    path.write_text("".join(documents * 50))
+
+
+def pause_tokenization(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Stop the process that tokenizes once it has finished some units.
+
+    Return the files of these units, each with its inode and the time of its last change.
+    """
+    tokens = folder / "data/tokens"
+    while len(units := [*tokens.glob(f"*/{WORK}/[0-9]*.json")]) < 3:
+        time.sleep(0.005)
+    for pid in pids_of("tokenize", folder):
+        os.kill(pid, signal.SIGSTOP)
+    stems = {(unit.parents[1], unit.stem) for unit in units}
+    files = [path for out, stem in stems for path in out.glob(f"*-{stem}.*")]
+    return {path: changed(path) for path in files}
+
+
+def pids_of(step: str, folder: Path) -> list[int]:
+    """Return the ids of the Python processes of a step in a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+            is_python = "python" in (process / "exe").readlink().name
+            if is_python and step.encode() in arguments and (process / "cwd").readlink() == folder:
+                found.append(int(process.name))
+    return found
+
+
+def changed(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def reach_time_limit(cluster: Any, training: Any) -> None:
@@ -63,30 +104,31 @@ def test_a_chain_survives_a_preemption_a_time_limit_and_a_failing_step(
     source = tokens.parent / "counting.jsonl"
     for folder in (dtt.folder, plain := dtt.folder / "plain"):
         local_tasks.write_tasks(folder, questions=4)
-        shutil.copy(source, folder)
+        write_units(folder / source.name, source)
     keys = [*settings(), *DATA]
     blocked = dtt.folder / "exports"
     blocked.write_text("")  # the export fails
-    setup = f"launch.setup={json.dumps([HOLD])}"
-    report = json.loads(dtt("submit", "pipeline", *keys, setup, "-y", "--json").stdout)
+    report = json.loads(dtt("submit", "pipeline", *keys, "-y", "--json").stdout)
     ids = [step["job_id"] for step in report["steps"]]
     tokenize, train, evaluation, export = ids[1:]
     later = ("name=later", "download.dataset=counting.jsonl", "--after", "jobs/t-pipeline")
     after = json.loads(dtt("submit", "download", *later, "-y", "--json").stdout)
 
-    cluster.wait_for_file(dtt.folder / "began")
+    finished = pause_tokenization(dtt.folder)
     assert states(dtt) == ["done", "running", "queued", "queued", "queued"]
-    (dtt.folder / "ended").touch()
     urgent = cluster.run(
         "sbatch", "--parsable", "-p", "debug", "-N2", "--exclusive", "-o", "/dev/null",
         "--wrap", "sleep 5",
     )  # fmt: skip
     cluster.wait_for_state(urgent, "RUNNING", "COMPLETED")
     waiting = states(dtt)
-    assert waiting.pop(1) in ("preempted", "queued")  # it was preempted before dtt itself started
+    assert waiting.pop(1) in ("preempted", "queued")
     assert waiting == ["done", "queued", "queued", "queued"]
     cluster.wait_for_state(tokenize, "COMPLETED")
     assert cluster.field(tokenize, "Restarts") == "1"
+    assert {path: changed(path) for path in finished} == finished  # not encoded again
+    [out] = {path.parent for path in finished}
+    assert 3 <= len(finished) < len([*out.glob("*-?????.*")])
 
     training = follow("jobs/t", train)
     training.wait_for_step(80)
