@@ -94,7 +94,7 @@ def text_logits(library: Any, ids_BT: Tensor) -> Tensor:
     inner = getattr(library, "language_model", None)
     if inner is not None and inner.get_output_embeddings() is not None:
         library = inner  # Llama 4's: the class around it fails without an image
-    logits: Tensor = library(input_ids=ids_BT).logits
+    logits: Tensor = library(input_ids=ids_BT, use_cache=False).logits
     return logits
 
 

@@ -314,7 +314,8 @@ def _load(folder: Path, arch: Architecture) -> Any:
         model, report = auto.from_pretrained(
             folder,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            # Parts for images, such as that of GOT-OCR2, may have no other.
+            attn_implementation="eager" if whole else "sdpa",
             output_loading_info=True,
             trust_remote_code=False,
         )

@@ -116,7 +116,10 @@ def of_library(model: Model, folder: str | Path = "") -> Any:
         return library
     auto: Any = transformers.AutoModelForCausalLM
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    library = auto.from_config(config.get_text_config(), trust_remote_code=False).float()
+    config = config.get_text_config()
+    # In a multimodal folder, such as that of GOT-OCR2, it may be a key of the whole alone.
+    config.tie_word_embeddings = model.arch.tie_embeddings
+    library = auto.from_config(config, trust_remote_code=False).float()
     tensors = to_hf(model.state_dict(), model.arch)
     missing, extra = library.load_state_dict({k: tensors[k] for k in tensors}, strict=False)
     tied = {"lm_head.weight"} if library.config.tie_word_embeddings else set()
