@@ -13,6 +13,8 @@ from support.multimodal_folders import write_multimodal
 from support.tiny_job import make_tokenizer
 
 from dtt.base.errors import ConfigError, DttError
+from dtt.hf.read import read_hf_folder
+from dtt.hf.verify import check_import
 from dtt.model.architecture import BuiltArchitecture
 from dtt.model.library.family import TransformersFamily
 from dtt.train.contract_check import check_gradients
@@ -46,6 +48,7 @@ def model_of(kind: str) -> Any:
         ("gemma4_text", set()),  # sizes that differ from layer to layer
         ("mamba", {"documents"}),  # a mask with a value for each token
         ("lfm2_moe", {"documents"}),  # documents that see little of each other
+        ("xlstm", {"documents"}),  # a cache of other sizes than its layers, in such a small model
     ],
 )
 def test_a_class_of_each_kind_works(kind: str, limits: set[str]) -> None:
@@ -66,6 +69,17 @@ def test_a_parameter_that_nothing_uses_is_found_without_values(kind: str) -> Non
     arch.skeleton.blocks()[1].register_parameter("idle", idle)
     with pytest.raises(ConfigError, match=r"1 parameters get no gradient, such as .*\.1\.idle"):
         check_gradients(arch)
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "longcat_flash", "opt", "qwen4_exp_text"])
+def test_gradients_are_checked_without_values_where_code_asks_for_numbers(kind: str) -> None:
+    """Such as those of experts that have tokens. A number that is made up accuses no parameter."""
+    section = TransformersFamily(config=small_models.tiny(kind))
+    arch = BuiltArchitecture(section=section, vocab_size=256, max_seq_len=24)
+    assert check_gradients(arch).startswith("each of")
+    idle = torch.nn.Parameter(torch.empty(3, device="meta"))
+    arch.skeleton.blocks()[1].register_parameter("idle", idle)
+    assert check_gradients(arch).startswith("not checked")
 
 
 def test_a_head_that_computes_something_else_is_found() -> None:
@@ -113,6 +127,15 @@ def test_the_text_model_of_a_multimodal_folder_works(kind: str, tmp_path: Path) 
     found = {check.name: check.verdict for check in folder.checks(model, theirs)}
     limited = {"documents"} if kind == "qwen3_5" else set()
     assert {name for name, verdict in found.items() if verdict != "works"} == limited
+
+
+def test_a_head_that_the_whole_folder_alone_ties_is_tied(tmp_path: Path) -> None:
+    """GOT-OCR2 says so beside `text_config`, and its part for images has eager attention alone."""
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    small_models.write_whole("got_ocr2", "qwen2", tmp_path / "whole", tmp_path)
+    model, theirs, _ = folder.models(tmp_path / "whole")
+    assert {check.verdict for check in folder.checks(model, theirs)} == {"works"}
+    assert check_import(tmp_path / "whole", read_hf_folder(tmp_path / "whole")) < 1e-4
 
 
 def test_a_parameter_without_initial_values_is_found() -> None:

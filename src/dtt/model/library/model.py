@@ -34,7 +34,7 @@ CACHES = ("cache", "past_key_values", "cache_params")
 the first, and return it under one of the others."""
 ANOTHER = "use a model of another type: docs/library-models.md lists those that work"
 """Remedy for a type whose inside dtt cannot train."""
-OF_PADDING = ("bloom", "falcon_mamba", "mamba")
+OF_PADDING = ("bloom", "falcon_mamba", "mamba", "opt")
 """Types whose masks have a value for each token, [B, T]."""
 FIXED = (".indexer.", "correction_bias", "expert_bias")
 """Parts of the names of parameters that choose tokens or experts: no gradient passes a choice."""
