@@ -53,11 +53,15 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """Return A Bᵀ in bf16, [M, N]."""
     (a, scales_a), (b, scales_b) = quantize(a_MK), quantize(b_NK)
+    if not a.is_cuda:
+        # A CPU has no scales by row in torch 2.11. Powers of two can be applied afterwards.
+        one = torch.ones((), device=a.device)
+        y = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32)  # noqa: SLF001
+        return (y * scales_a * scales_b.t()).bfloat16()
     # Fast accumulation: without it, the kernels for scales by row are hardly faster than bf16.
-    return torch._scaled_mm(  # noqa: SLF001  `F.scaled_mm` does not run on a CPU in torch 2.11
-        a, b.t(), scale_a=scales_a, scale_b=scales_b.t(), out_dtype=torch.bfloat16,
-        use_fast_accum=a.is_cuda,
-    )  # fmt: skip
+    return torch._scaled_mm(  # noqa: SLF001
+        a, b.t(), scales_a, scales_b.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 class _Fp8Product(torch.autograd.Function):
