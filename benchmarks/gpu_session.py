@@ -286,6 +286,37 @@ def flex(session: Session) -> None:
                 figures["uncompiled"] = compiler.failure
 
 
+def chunks(session: Session) -> None:
+    """Time attention of the chunks of two ranks that share a sequence, beside FlexAttention."""
+    from dtt.model import attention_backend
+    from dtt.model.chunked_attention import Chunked, Kernel
+
+    length, heads, width = (256, (4, 2, 2), 16) if session.tiny else (16_384, (32, 8, 8), 128)
+    kernels: tuple[Kernel, ...] = ("flash for CPUs",) if session.tiny else ("cudnn", "flash")
+    tokens = torch.zeros(1, length, device=session.device)
+    for rank in range(2):
+        starts = rank * length // 4, (3 - rank) * length // 4
+        places = [range(start, start + length // 4) for start in starts]
+        flex = attention_backend.flex(width**-0.5, tokens, None, None, places)
+        torch.manual_seed(0)
+        shapes = zip(heads, (length // 2, length, length), strict=True)
+        inputs = [
+            torch.randn(1, n, size, width, device=session.device, dtype=session.dtype)
+            for n, size in shapes
+        ]
+        inputs = [x.requires_grad_() for x in inputs]
+        with session.part(f"rank {rank}, FlexAttention") as figures:
+            # Uncompiled FlexAttention has no gradients on a CPU.
+            attend = flex.dense if session.tiny else flex
+            exact = _attended(attend, inputs)
+            figures["ms"] = 1e3 * seconds(session.device, partial(_attended, attend, inputs), 10)
+        for kernel in kernels:
+            with session.part(f"rank {rank}, {kernel}") as figures:
+                work = partial(_attended, Chunked(width**-0.5, starts, kernel), inputs)
+                figures["difference"] = max_relative_error(work(), exact)
+                figures["ms"] = 1e3 * seconds(session.device, work, 10)
+
+
 def training(
     session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None,
     beside: bool = False,
@@ -524,6 +555,7 @@ BLOCKS: dict[str, Block] = {
     "memory": Block(1.5, (memory,)),
     "start": Block(1, (start,)),
     "mixture-1.7b": _run("mixture-1.7b", minutes=1.5),
+    "chunks": Block(1, (chunks,)),
     # A fraction of the tokens of a real step, so that a step can be profiled.
     "8b-none": _run("8b-none"),
     # Measured once already.

@@ -21,6 +21,7 @@ from support.tiny_architectures import DOCUMENTS, VARIANTS, alone, make, tiny_ar
 from dtt.base.errors import EnvironmentUnfit
 from dtt.config.train import AttentionKernel
 from dtt.model import attention_backend, sdpa
+from dtt.model.chunked_attention import Chunked, chunk_kernel
 
 GPU = torch.device("cuda")
 
@@ -44,6 +45,21 @@ def test_some_queries_give_their_rows_of_a_dense_mask(
     got = made(q[:, :, places], k, v)
     expected = dense(q, k, v, may_attend(800, documents, window))[:, :, places]
     assert_the_same(got, expected, (q, k, v), 1e-3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("asked", ["auto", "flash"])
+def test_chunks_by_sdpa_equal_a_dense_mask(asked: AttentionKernel, rank: int) -> None:
+    torch.manual_seed(1)
+    q, k, v = (x.detach().cuda().bfloat16().requires_grad_() for x in heads(2, 800, 4, 2, 64))
+    chunks = chunks_of(rank, 2, 200)
+    places = [place for chunk in chunks for place in chunk]
+    kernel = chunk_kernel(arch(), GPU, 200, asked, torch.bfloat16)
+    assert kernel is not None
+    starts = tuple(chunk.start for chunk in chunks)
+    got = Chunked(SCALE, starts, kernel)(q[:, :, places], k, v)
+    expected = dense(q.double(), k.double(), v.double(), may_attend(800, None, None))
+    assert_the_same(got, expected[:, :, places].bfloat16(), (q, k, v), 4e-2)
 
 
 @pytest.mark.parametrize("width", [8, 64])

@@ -29,7 +29,7 @@ from dtt.mesh import sharding
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
-from dtt.model import attention_backend
+from dtt.model import attention_backend, chunked_attention
 from dtt.model.decoder import Decoder
 from dtt.optim.muon import optimizer as muon
 from dtt.parallel import fp8
@@ -56,6 +56,7 @@ def make(*keys: str, model: str = "", gpu: str = "H100", ranks: int = 1) -> Case
         given = dict(key.split("=", 1) for key in (*SMALL, "model.family=llama")) | given
     tokens = int(given["train.micro_batch"]) * int(given["train.seq_len"])
     replicas = ranks // int(given.get("parallel.tensor", 1))
+    replicas //= int(given.get("parallel.context", 1))
     given.setdefault("train.global_batch_tokens", str(tokens * replicas))
     if ranks > 1:
         given.setdefault("parallel.replicate", "1")
@@ -143,6 +144,7 @@ def on_fake_gpu(backend: Callable[..., Any] | str, ranks: int = 1) -> Iterator[W
             (DeviceMesh, "__init__", _on_real_tensors(DeviceMesh.__init__)),
             (Decoder, "to", _to),
             (attention_backend, "running_kernel", lambda *_: "cudnn"),  # asks the driver
+            (chunked_attention, "running_kernel", lambda *_: "cudnn"),
             # Nothing can be timed.
             (fp8, "find_gains", lambda layers, _: dict.fromkeys(layers.values(), 2.0)),
             (muon, "plan", _on_real_tensors(muon.plan)),  # reads the mesh

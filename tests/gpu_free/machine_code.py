@@ -38,7 +38,7 @@ def resources(name: str) -> list[dict[str, Any]]:
         width = int(name.removeprefix("head-"))
         keys = [*DOCUMENTS, f"model.head_dim={width}", "model.n_layers=1"]
     inductor.kernels.clear()
-    parts = both_ranks() if name == "chunks" else contextlib.nullcontext()
+    parts = both_ranks() if name.startswith("chunks") else contextlib.nullcontext()
     with parts, training(make("optim.type=adamw", *keys)) as step:
         step()
     if compiler.failure:

@@ -50,8 +50,8 @@ def test_the_numbers_of_a_compiled_step_are_those_of_a_cpu(differences: Ask, cas
 @pytest.mark.parametrize(
     "fault",
     [
-        "scale", "mask", "positions", "terms", "gradient", "norm", "mlp", "gelu", "rsqrt", "sum",
-        "residual", "pairs", "update", "truncation",
+        "scale", "mask", "positions", "starts", "terms", "gradient", "norm", "mlp", "gelu", "rsqrt",
+        "sum", "residual", "pairs", "update", "truncation",
     ],
 )  # fmt: skip
 def test_a_wrong_number_is_found(differences: Ask, fault: str) -> None:

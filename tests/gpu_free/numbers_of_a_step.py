@@ -26,7 +26,7 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
-from dtt.model import attention_backend, layers, loss, norm
+from dtt.model import attention_backend, chunked_attention, layers, loss, norm
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import attach
 from dtt.optim.muon import optimizer as muon
@@ -80,6 +80,13 @@ def _chunks_from_the_start() -> Any:
     )
 
 
+def _chunks_one_earlier() -> Any:
+    right = chunked_attention._parts
+    return patch.object(
+        chunked_attention, "_parts", lambda start, length: right(max(start - 1, 0), length)
+    )
+
+
 def _one_term_too_many() -> Any:
     right = Passes.run
     return patch.object(Passes, "run", lambda *args: right(*args[:-1], args[-1] + 1))
@@ -97,7 +104,8 @@ def _gradients_scaled() -> Any:
 FAULTS: dict[str, tuple[str, Callable[[], Any], shadow.Spoil]] = {
     "scale": ("llama", _scale_up, str),
     "mask": ("documents", _one_key_too_many, str),
-    "positions": ("chunks", _chunks_from_the_start, str),
+    "positions": ("chunks-documents", _chunks_from_the_start, str),
+    "starts": ("chunks", _chunks_one_earlier, str),
     "terms": ("llama", _one_term_too_many, str),
     "gradient": ("llama", _gradients_scaled, str),
     "norm": ("llama", lambda: _scaled(norm.RMSNorm, "forward", 1.001), str),
@@ -120,7 +128,7 @@ def compare(name: str) -> dict[str, float]:
     """
     case_name, plant, spoil = FAULTS.get(name, (name, contextlib.nullcontext, str))
     case = make(*SMALL, *CASES[case_name])
-    with plant(), both_ranks() if case_name == "chunks" else contextlib.nullcontext():
+    with plant(), both_ranks() if case_name.startswith("chunks") else contextlib.nullcontext():
         before, batch, computed = _on_gpu(case, spoil)
     expected = _on_cpu(case, "fp32", before, batch)
     found = {

@@ -200,11 +200,12 @@ def _attend(q, k, v, bias, _lse, _p=0.0, causal=False, *, scale=None):  # type: 
 
 
 def _attend_backward(  # type: ignore[no-untyped-def]
-    grad, q, k, v, bias, out, _lse, _seed, _offset, _p, _mask, causal=False, *, scale=None
+    grad, q, k, v, bias, out, lse, _seed, _offset, _p, _mask, causal=False, *, scale=None
 ):
     scale = scale or q.shape[-1] ** -0.5
     grad = grad.float()
-    weights = _weights(q, k, bias, causal, scale).softmax(-1)
+    # Of the scores that the logsumexp covers, which may be more than these.
+    weights = (_weights(q, k, bias, causal, scale) - lse.view(*q.shape[:-1], 1)).exp()
     scores = weights * (grad @ v.float().mT - (grad * out).sum(-1, keepdim=True)) * scale
     found = scores @ k.float(), scores.mT @ q.float(), weights.mT @ grad
     return *(x.to(q.dtype) for x in found), None

@@ -24,7 +24,8 @@ CASES = {
     "olmo3": ["model.family=olmo3", "model.window=20", "model.n_layers=4", *DOCUMENTS],
     "gemma3": ["model.family=gemma3", "model.window=20", "model.logit_softcap=5", *DOCUMENTS],
     "documents": ["model.n_kv_heads=1", *DOCUMENTS],
-    "chunks": DOCUMENTS,
+    "chunks": [],
+    "chunks-documents": DOCUMENTS,
     "z-loss": ["train.z_loss=0.01"],
     "remat-full": ["train.remat=full"],
     "remat-selective": ["train.remat=selective"],
@@ -38,4 +39,4 @@ CASES = {
     "bf16": ["train.precision=bf16"],
     "bf16-documents": ["train.precision=bf16", *DOCUMENTS],
 }  # fmt: skip
-"""Keys by name. In `chunks`, this rank computes the chunks of two ranks that share a sequence."""
+"""Keys by name. With `chunks`, this rank computes the chunks of two ranks that share a sequence."""

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dtt.config.model import ModelConfig
 from dtt.mesh.compilation import compiler
-from dtt.model import attention_backend, families
+from dtt.model import attention_backend, chunked_attention, families
 from dtt.model.architecture import Architecture
 from dtt.model.block_sparse import TILE, tiled_attention
 from dtt.model.decoder import Decoder
@@ -248,16 +248,40 @@ def test_plain_causal_attention_is_left_to_sdpa() -> None:
     assert attention_backend.choose(GPU, 100, True, None) == "FlexAttention"
 
 
-def test_ranks_that_share_a_sequence_use_block_sparse_attention() -> None:
-    assert (
-        attention_backend.choose(CPU, 100, False, None, full_sequence=False) == "block-sparse SDPA"
-    )
-    assert attention_backend.choose(GPU, 100, False, 100, full_sequence=False) == "FlexAttention"
+def test_ranks_that_share_a_sequence_use_sdpa_unless_something_limits_attention() -> None:
+    assert attention_backend.choose(GPU, 100, False, 100, by_sdpa=False) == "FlexAttention"
     arch = windowed(16, None)
     assert (
-        attention_backend.describe(arch, CPU, 16, False, full_sequence=False)
-        == "attention: block-sparse SDPA"
+        attention_backend.describe(arch, CPU, 16, False, context=2)
+        == "attention: SDPA (flash for CPUs) by chunks"
     )
+    assert attention_backend.describe(arch, CPU, 32, False, context=2) == (
+        "attention: block-sparse SDPA within a window of 16 (1 of 2 layers), "
+        "SDPA (flash for CPUs) by chunks (1 of 2 layers)"
+    )
+    assert (
+        attention_backend.describe(arch, CPU, 16, True, context=2)
+        == "attention: block-sparse SDPA within documents"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "kernel"),
+    [
+        ("cudnn", 16, "cudnn"),
+        ("FlashAttention 3", 16, "flash"),
+        ("efficient", 16, None),
+        ("cudnn", 12, None),
+    ],
+)
+def test_chunks_take_the_kernel_of_whole_sequences_if_it_gives_a_logsumexp(
+    monkeypatch: pytest.MonkeyPatch, name: str, width: int, kernel: str | None
+) -> None:
+    monkeypatch.setattr(chunked_attention, "running_kernel", lambda *_: name)
+    arch = dataclasses.replace(windowed(None), head_dim=width)
+    assert chunked_attention.chunk_kernel(arch, GPU, 16, "auto", torch.bfloat16) == kernel
+    described = attention_backend.describe(arch, GPU, 16, False, context=2)
+    assert described == f"attention: {f'SDPA ({kernel}) by chunks' if kernel else 'FlexAttention'}"
 
 
 def windowed(*windows: int | None) -> Architecture:

@@ -5,7 +5,7 @@ heads, G key/value heads, K head_dim.
 
 Plain causal attention uses SDPA. Document masks and sliding windows use block-sparse attention:
 SDPA tile by tile on a CPU, FlexAttention on a GPU. Both skip masked blocks and never materialise a
-[T, T] mask. Both also support queries that are a part of the sequence (context parallelism).
+[T, T] mask. All also support queries that are a part of the sequence (context parallelism).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dtt.mesh.compilation import compiler
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.block_sparse import tiled_attention
 from dtt.model.cached_attention import CachedAttention, Prefill, cached_mask
+from dtt.model.chunked_attention import Chunked, Kernel, chunk_kernel
 from dtt.model.kv_cache import KVCache
 from dtt.model.sdpa import (
     WITH_A_MASK,
@@ -69,15 +70,14 @@ def choose(
     seq_len: int,
     documents: bool,
     window: int | None,
-    full_sequence: bool = True,
+    by_sdpa: bool = True,
 ) -> Backend:
     """Return the attention backend for `seq_len` tokens, with separate documents or a window.
 
-    `full_sequence`: this rank holds all tokens of each sequence.
+    `by_sdpa`: SDPA has a kernel for plain causal attention of this rank's tokens.
     """
-    # A window that covers the sequence limits nothing. A part of a sequence cannot use SDPA's
-    # `is_causal`: that takes the first query for the first token.
-    if full_sequence and not documents and (window is None or window >= seq_len):
+    # A window that covers the sequence limits nothing.
+    if by_sdpa and not documents and (window is None or window >= seq_len):
         return "SDPA"
     return "FlexAttention" if device.type == "cuda" else "block-sparse SDPA"
 
@@ -87,23 +87,26 @@ def describe(
     device: torch.device,
     seq_len: int,
     documents: bool,
-    full_sequence: bool = True,
+    context: int = 1,
     *,
     requested: AttentionKernel = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> str:
     """Return one line for the log that names the backend of each layer.
 
-    Raises EnvironmentUnfit if `requested` cannot compute plain causal attention of these sizes in
-    `dtype`.
+    `context` ranks share each sequence. Raises EnvironmentUnfit if `requested` cannot compute plain
+    causal attention of these sizes in `dtype`.
     """
     if isinstance(arch, BuiltArchitecture):
         return f"attention: as {arch.family} computes it"
+    plain: str | None = None
+    if any(choose(device, seq_len, documents, window) == "SDPA" for window in arch.windows):
+        if context == 1:
+            plain = f"SDPA ({running_kernel(arch, device, seq_len, requested, dtype)})"
+        elif kernel := chunk_kernel(arch, device, seq_len // (2 * context), requested, dtype):
+            plain = f"SDPA ({kernel}) by chunks"
     layers = Counter(
-        f"SDPA ({running_kernel(arch, device, seq_len, requested, dtype)})"
-        if choose(device, seq_len, documents, window, full_sequence) == "SDPA"
-        else _describe(window, device, seq_len, documents, full_sequence)
-        for window in arch.windows
+        _describe(window, device, seq_len, documents, plain) for window in arch.windows
     )
     if len(layers) == 1:
         return f"attention: {next(iter(layers))}"
@@ -112,9 +115,11 @@ def describe(
 
 
 def _describe(
-    window: int | None, device: torch.device, seq_len: int, documents: bool, full_sequence: bool
+    window: int | None, device: torch.device, seq_len: int, documents: bool, plain: str | None
 ) -> str:
-    backend = choose(device, seq_len, documents, window, full_sequence)
+    backend = choose(device, seq_len, documents, window, plain is not None)
+    if backend == "SDPA" and plain:
+        return plain
     limits = ["documents"] * documents
     if window is not None and window < seq_len:
         limits.append(f"a window of {window}")
@@ -177,14 +182,23 @@ def make_context_attention_fns(
     doc_ids_BS: Tensor | None,
     chunks: Sequence[range],
     gather: Callable[[Tensor], Tensor],
+    requested: AttentionKernel = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> list[AttentionFn]:
     """Return the attention function of each layer under context parallelism.
 
     This rank holds `chunks`, all of the same length, given as ranges of positions among the S
     tokens. `gather` all-gathers a tensor [..., T, K] to [..., S, K], in the order of the tokens.
+    `dtype` is that of queries, keys and values.
     """
+    device, (_, seq_len) = tokens_BS.device, tokens_BS.shape
+    kernel = None
+    if any(choose(device, seq_len, doc_ids_BS is not None, w) == "SDPA" for w in arch.windows):
+        kernel = chunk_kernel(arch, device, len(chunks[0]), requested, dtype)
     by_window = {
-        w: Gathered(gather, _make_attention_fn(arch.attn_scale, tokens_BS, doc_ids_BS, w, chunks))
+        w: Gathered(
+            gather, _make_attention_fn(arch.attn_scale, tokens_BS, doc_ids_BS, w, chunks, kernel)
+        )
         for w in set(arch.windows)
     }
     return [by_window[w] for w in arch.windows]
@@ -208,14 +222,16 @@ def _make_attention_fn(
     doc_ids_BS: Tensor | None,
     window: int | None,
     chunks: Sequence[range] | None = None,
+    kernel: Kernel | None = None,
     allowed: Kernels = (),
 ) -> AttentionFn:
     seq_len, device = tokens_BS.shape[1], tokens_BS.device
-    match choose(device, seq_len, doc_ids_BS is not None, window, full_sequence=chunks is None):
+    starts = (0,) if chunks is None else tuple(chunk.start for chunk in chunks)
+    by_sdpa = chunks is None or kernel is not None
+    match choose(device, seq_len, doc_ids_BS is not None, window, by_sdpa):
         case "SDPA":
-            return Causal(scale, allowed)
+            return Chunked(scale, starts, kernel) if kernel else Causal(scale, allowed)
         case "block-sparse SDPA":
-            starts = (0,) if chunks is None else tuple(chunk.start for chunk in chunks)
             return Tiled(scale, doc_ids_BS, window, starts)
         case "FlexAttention":
             return flex(scale, tokens_BS, doc_ids_BS, window, chunks)

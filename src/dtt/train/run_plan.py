@@ -119,7 +119,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
             world.device,
             train.seq_len,
             cfg.separates_documents,
-            full_sequence=sizes.context == 1,
+            context=sizes.context,
             requested=train.attention,
             dtype=precision.compute_dtype,
         ),
