@@ -77,7 +77,7 @@ class Step:
         self.assembled = parts = assemble.assemble(case.cfg, plan, world)
         state = TrainState(
             **vars(parts),
-            passes=step.Passes(parts.module, case.precision, parts.layout.gradient_replicas),
+            passes=step.Passes(parts.module, case.precision, parts.mesh.gradient_replicas),
             optimizers=assemble.make_optimizers(case.cfg, plan, parts, None),
             guard=Guard(case.cfg.guard, world, Path()), objective=case.cfg.objective,
             rounding=None, ema=None, experts=make_experts(case.cfg, parts),
