@@ -89,29 +89,32 @@ def test_a_name_has_one_meaning_in_the_package() -> None:
     assert not {name for name, n in classes.items() if n > 1}
 
 
-FORKED = """
-import sys
-from support.ranks import start_process
+AHEAD = """
+import os, sys
+from importlib import import_module
+from support import forked
 
-def ended_with_the_hub():
-    sys.exit("huggingface_hub" in sys.modules)
-
-if __name__ == "__main__":
-    process = start_process(ended_with_the_hub)
-    process.join()
-    sys.exit(process.exitcode)
+for name in forked.MODULES:
+    import_module(name)
+assert "huggingface_hub" not in sys.modules, "a module of READ_ENVIRONMENT is missing there"
+for name in (*forked.TRANSFORMERS, *forked.MODULES_OF_HUB):
+    import_module(name)
+os.environ["HF_ENDPOINT"] = "http://there"
+forked.forget_hub()
+assert not [name for name in sys.modules if name.startswith(("huggingface_hub", "dtt.hf"))]
+from dtt.train import adapter
+from transformers import LlamaForCausalLM
+from huggingface_hub import constants
+assert adapter is sys.modules["dtt.train.adapter"]
+assert constants.ENDPOINT == "http://there"
 """
 
 
-def test_what_tests_import_ahead_reads_no_variables_of_the_hub(tmp_path: Path) -> None:
-    """Else HF_ENDPOINT has no effect; modules that import it belong to `READ_ENVIRONMENT`."""
-    # In a process of its own: one has a single fork server, and earlier tests may have started it
-    # with what `dtt verify` imports ahead.
-    file = tmp_path / "forked_alone.py"
-    file.write_text(FORKED)
+def test_what_tests_import_ahead_has_read_no_variables_of_the_hub_for_good() -> None:
+    """Else HF_ENDPOINT has no effect in a process that tests fork."""
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
-        [sys.executable, file], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

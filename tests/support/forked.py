@@ -18,23 +18,35 @@ import dtt
 from support import warm_python
 
 PACKAGE = Path(dtt.__file__).parent
-READ_ENVIRONMENT = (
-    "dtt/hf/", "dtt/data/corpus/hub.py", "dtt/train/adapter.py", "dtt/verify/folder.py",
-    "/__",
-)  # fmt: skip
-"""Modules that are not imported ahead: huggingface_hub reads variables when it is imported."""
-FILES = (path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.rglob("*.py")))
-MODULES = [
-    ".".join(path.with_suffix("").parts)
-    for path in FILES
-    if not any(part in str(path) for part in READ_ENVIRONMENT)
-]
-IMPORTED_BY_TRANSFORMERS = ("scipy.optimize", "PIL.Image", "torch.distributed.checkpoint")
-"""Modules that take a third of its import, and read no variables of huggingface_hub."""
+READ_ENVIRONMENT = ("dtt/hf/", "dtt/train/adapter.py", "dtt/verify/folder.py")
+"""Modules that import huggingface_hub, which reads variables when it is imported."""
+NOT_AHEAD = ("dtt/data/corpus/hub.py", "/__")
+"""Modules that are not imported ahead: `datasets`, which the first imports, cannot be forgotten."""
+FILES = [path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def _modules(*, reading: bool) -> list[str]:
+    """Return the modules of dtt that are imported ahead, and read variables or do not."""
+    return [
+        ".".join(path.with_suffix("").parts)
+        for path in FILES
+        if not any(part in str(path) for part in NOT_AHEAD)
+        if any(part in str(path) for part in READ_ENVIRONMENT) == reading
+    ]
+
+
+MODULES, MODULES_OF_HUB = _modules(reading=False), _modules(reading=True)
+TRANSFORMERS = [
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
+]  # fmt: skip
+"""What a command imports that reads or writes a folder of transformers: 1.4 s of CPU time."""
+HUB_VARIABLES = ("HF_", "HUGGING", "TRANSFORMERS_", "HOME", "XDG_CACHE_HOME")
+"""Beginnings of variables that huggingface_hub and transformers read when they are imported."""
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["pyarrow.parquet", "tokenizers", "torch._dynamo", "yaml", "safetensors.torch",
-     *IMPORTED_BY_TRANSFORMERS, *MODULES]
+     "torch.distributed.checkpoint", *MODULES, *TRANSFORMERS, *MODULES_OF_HUB]
 )  # fmt: skip
 
 
@@ -156,11 +168,28 @@ def become_dtt(
     dtt.main.main()
 
 
+def _hub_variables(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(HUB_VARIABLES)}
+
+
+def forget_hub() -> None:
+    """Forget the modules that have read variables of the Hub, so that they are imported anew."""
+    packages = ("huggingface_hub", "transformers", "accelerate")
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in packages or name in MODULES_OF_HUB or name == "dtt.hf":
+            del sys.modules[name]
+            package, _, module = name.rpartition(".")
+            if package in sys.modules:  # `from PACKAGE import MODULE` looks here first
+                vars(sys.modules[package]).pop(module, None)
+
+
 def become(around: Surroundings, given: Stream, out: Stream, err: Stream) -> None:
     """Take on folder, environment, umask and streams."""
     folder, env, umask, python = around
     os.chdir(folder)
     os.umask(umask)
+    if _hub_variables(env) != _hub_variables(os.environ):
+        forget_hub()
     os.environ.clear()
     os.environ.update(env)
     for number, where in enumerate((given, out, err)):
