@@ -18,7 +18,7 @@ from dtt.hf.read import LoadedModel, read_hf_folder
 from dtt.hf.verify import check_import
 from dtt.model.decoder import Decoder
 
-MODELS = 40
+MODELS = 20
 """Of each family."""
 Draw = Callable[[random.Random], Any]
 
