@@ -61,6 +61,25 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     return name
 """
 
+# Stand in for a Python whose venv module installs pip, and for uv: pip takes seconds to be
+# installed, and to install a project without dependencies.
+QUICK = {
+    "python": """#!/bin/sh
+[ "$1 $2" != "-m venv" ] || set -- -m venv --without-pip "$3"
+exec '{python}' "$@"
+""",
+    "uv": """#!/bin/bash
+while [[ $1 != --python ]]; do shift; done
+"$2" - <<.
+import sysconfig, tempfile, zipfile
+import backend
+with tempfile.TemporaryDirectory() as folder:
+    name = backend.build_editable(folder)
+    zipfile.ZipFile(folder + "/" + name).extractall(sysconfig.get_path("purelib"))
+.
+""",
+}
+
 
 class Project:
     """A clone in miniature."""
@@ -113,11 +132,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 @pytest.fixture
-def project(made: Project, tmp_path: Path) -> Project:
-    """A fresh copy of that project, for tests that change or break it."""
-    copy = Project(tmp_path / "a copy")
-    (copy.root / "calls").write_text("")
-    return copy
+def project(tmp_path: Path) -> Project:
+    """A project without an environment, which is made without pip."""
+    fresh = Project(tmp_path / "a copy")
+    quick = tmp_path / "quick"
+    quick.mkdir()
+    for name, text in QUICK.items():
+        (quick / name).write_text(text.replace("{python}", sys.executable))
+        (quick / name).chmod(0o755)
+    fresh.env |= {"PATH": f"{quick}:{fresh.env['PATH']}", "DTT_PYTHON": str(quick / "python")}
+    return fresh
 
 
 @pytest.mark.slow
@@ -173,9 +197,8 @@ def test_a_python_that_is_too_old_is_passed_over(project: Project, tmp_path: Pat
     old.parent.mkdir()
     old.write_text("#!/bin/sh\nexit 1\n")  # as `sys.exit(sys.version_info < (3, 11))` ends there
     old.chmod(0o755)
-    (old.parent / "python3.11").symlink_to(sys.executable)
+    (old.parent / "python3.11").symlink_to(project.env.pop("DTT_PYTHON"))
     project.env["PATH"] = f"{old.parent}:{project.env['PATH']}"
-    del project.env["DTT_PYTHON"]
     run = project.bash("./env.sh true")
     assert run.returncode == 0, run.stderr
     assert not project.stamp.startswith("python3|")
