@@ -46,7 +46,9 @@ HUB_VARIABLES = ("HF_", "HUGGING", "TRANSFORMERS_", "HOME", "XDG_CACHE_HOME")
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["pyarrow.parquet", "tokenizers", "torch._dynamo", "yaml", "safetensors.torch",
-     "torch.distributed.checkpoint", *MODULES, *TRANSFORMERS, *MODULES_OF_HUB]
+     "torch.distributed.checkpoint", *MODULES, *TRANSFORMERS, *MODULES_OF_HUB,
+     # The server looks for modules in its folder: the root of the repository, in .ci/run `tests`.
+     "tests.support.warm_caches", "support.warm_caches"]
 )  # fmt: skip
 
 
