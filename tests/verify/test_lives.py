@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from support import lifecycle
 
-COUNT = 12
-"""Lives in CI, of ten seconds each; nightly_lives.py has 300."""
+DRAWS = 0, 3, 4, 8, 9, 10, 11
+"""Lives in CI, of ten seconds each; nightly_lives.py has 300. Of the first twelve draws, those left
+out (1, 2, 5, 6 and 7) pair features that these have with others."""
 INPUTS: dict[str, Path] = {}
 
 
 @pytest.mark.slow(except_for=["0"])
-@pytest.mark.parametrize("number", range(COUNT), ids=str)
+@pytest.mark.parametrize("number", DRAWS, ids=str)
 def test_an_accepted_configuration_works_to_its_export(
     number: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
