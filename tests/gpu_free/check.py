@@ -21,16 +21,14 @@ from dtt.model.decoder import Decoder
 from dtt.model.generate import generate_batch
 
 ADAMW, ROPE = "optim.type=adamw", "model.rope_scaling"
-FP8 = "train.precision=fp8"
+YARN = f"{ROPE}={{type: yarn, factor: 4, original_max_seq_len: 64}}"
 FACTORS = f"short_factor: {[1.0] * 32}, long_factor: {[2.0] * 32}"
 LONG_ROPE = f"{ROPE}={{type: longrope, original_max_seq_len: 64, attention_factor: 1, {FACTORS}}}"
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "gpt2": (1, ("model.family=gpt2", ADAMW, "train.remat=full")),
     "llama": (1, (ADAMW,)),
-    "yarn": (1, (ADAMW, f"{ROPE}={{type: yarn, factor: 4, original_max_seq_len: 64}}")),
-    "longrope": (1, (ADAMW, "model.family=phi3", LONG_ROPE)),
-    "documents": (1, (ADAMW, "data.mask_documents=true")),
-    "muon": (1, ("optim.type=muon",)),
+    "documents": (1, (ADAMW, "data.mask_documents=true", YARN)),
+    "muon": (1, ("optim.type=muon", "model.family=phi3", LONG_ROPE)),
     "fsdp2": (8, ("optim.type=muon",)),
     "experts": (1, ("model.family=dots1", "optim.type=muon", "train.router_z_loss=0.1")),
     "experts-fsdp2": (8, ("model.family=qwen3_moe", ADAMW, "train.remat=full")),
@@ -85,7 +83,7 @@ def model(case: str = "llama") -> Decoder:
 GENERATION: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("llama", {"temperature": 0.0}),
     "sampled": ("llama", {"top_k": 50, "top_p": 0.9}),
-    "sampled-longrope": ("longrope", {"top_p": 0.9}),
+    "sampled-longrope": ("muon", {"top_p": 0.9}),
     "sampled-experts": ("experts", {"top_p": 0.9}),
 }
 """Case of the model and options of sampling."""
