@@ -47,6 +47,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["pyarrow.parquet", "tokenizers", "torch._dynamo", "yaml", "safetensors.torch",
      "torch.distributed.checkpoint", *MODULES, *TRANSFORMERS, *MODULES_OF_HUB,
+     "pytest", "hypothesis",  # which modules of tests import: 0.2 s for each rank of `on_ranks`
      # The server looks for modules in its folder: the root of the repository, in .ci/run `tests`.
      "tests.support.warm_caches", "support.warm_caches"]
 )  # fmt: skip
