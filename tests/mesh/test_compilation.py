@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,17 +150,12 @@ main()
 """
 
 
-def on_two_ranks(dtt: Dtt, program: str, *arguments: object) -> subprocess.Popen[str]:
-    script = dtt.folder / "program.py"
-    script.write_text(program)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    return dtt.start_python(*launcher, script, *arguments)
-
-
 @pytest.mark.slow
 def test_where_one_rank_cannot_compile_none_does(dtt: Dtt, tiny: Any) -> None:
     keys = tiny(train__compile="true", train__steps=3, train__eval_every=0)
-    run = dtt.wait(on_two_ranks(dtt, ON_RANK_1, "train", *keys))
+    script = dtt.folder / "program.py"
+    script.write_text(ON_RANK_1)
+    run = dtt.wait(dtt.start_torchrun(2, script, "train", *keys))
     assert run.returncode == 0, run.stderr
     lines = [line for line in run.stderr.splitlines() if "uncompiled" in line]
     assert ["[rank 1]" in line for line in lines].count(True) == 1

@@ -105,8 +105,7 @@ def test_only_a_run_that_ends_well_waits_for_the_process_group(
 ) -> None:
     script = dtt.folder / "program.py"
     script.write_text(SHUTDOWN_HANGS)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    process = dtt.start_python(*launcher, script, "train", *tiny(train__steps=2), **env)
+    process = dtt.start_torchrun(2, script, "train", *tiny(train__steps=2), **env)
     try:
         run = dtt.wait(process)
     finally:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import forked_runs
+from support import forked_runs, warm_python
+from support.forked import CONTEXT
 from support.library_types import TYPES, built, initialized
 from support.ranks import on_ranks
 from support.running import Dtt
@@ -69,7 +70,8 @@ def test_torchrun_hands_standard_input_to_rank_0_alone(dtt: Dtt, job: Path) -> N
     argv = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "-m", "dtt.main"]
     done = subprocess.run(
         [sys.executable, *map(str, [*argv, *asked])],
-        cwd=dtt.folder, input="typed é", capture_output=True, text=True, check=True,
+        cwd=dtt.folder, executable=warm_python.start(CONTEXT),
+        input="typed é", capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.startswith("typed é")
     assert done.stdout == dtt(*asked, stdin="typed é").stdout

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtt.base.interrupts import STOP_SIGNALS
-from support.forked import ForkedDtt, can_fork, run_dtt
+from support import warm_python
+from support.forked import CONTEXT, ForkedDtt, can_fork, run_dtt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,9 +63,22 @@ class Dtt:
 
     def start_python(self, *arguments: object, **env: str) -> subprocess.Popen[str]:
         """Start `python ARGUMENTS`."""
+        return self._start(arguments, env, None)
+
+    def start_torchrun(self, ranks: int, *arguments: object, **env: str) -> subprocess.Popen[str]:
+        """Start `torchrun --nproc_per_node RANKS ARGUMENTS`, by the quickest way: torchrun is
+        itself, but it and dtt are imported already."""
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
+        program = warm_python.start(CONTEXT) if can_fork(env) else None
+        return self._start((*launcher, *arguments), env, program)
+
+    def _start(
+        self, arguments: tuple[object, ...], env: dict[str, str], program: Path | None
+    ) -> subprocess.Popen[str]:
+        """Start Python, or a program in its place."""
         return subprocess.Popen(
             [sys.executable, *map(str, arguments)],
-            cwd=self.folder, env=os.environ | env, text=True,
+            executable=program, cwd=self.folder, env=os.environ | env, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 

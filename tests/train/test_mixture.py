@@ -6,13 +6,14 @@ import json
 import random
 import shlex
 import shutil
-import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm_python
+from support.forked import CONTEXT
 from support.running import Dtt, kill_when
 from support.tiny_job import END_OF_DOCUMENT, make_tokenizer
 from support.token_files import write_folder
@@ -134,8 +135,8 @@ def test_ranks_that_read_other_data_than_each_other_stop_before_the_first_step(
         (node / "here").symlink_to(folder)
     alike = [s for s in mixed if not s.startswith(("data.sources", "data.weights"))]
     command = f'cd node$RANK && exec "$0" -m dtt.main train {shlex.join(alike)} data.tokens=here'
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "--no-python")
-    done = dtt.wait(dtt.start_python(*launcher, "sh", "-c", command, sys.executable))
+    python = warm_python.start(CONTEXT)
+    done = dtt.wait(dtt.start_torchrun(2, "--no-python", "sh", "-c", command, python))
     assert done.returncode != 0
     assert "the nodes of this run do not have the same data" in done.stderr
     ended = json.loads((dtt.folder / "jobs/t/attempts/1/attempt.json").read_text())

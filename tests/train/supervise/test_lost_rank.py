@@ -28,8 +28,7 @@ def test_a_killed_rank_is_named_by_the_other_in_the_message_and_in_exit_json(
     dtt: Dtt, tiny: Settings
 ) -> None:
     job = dtt.folder / "jobs/t"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    agent = dtt.start_python(*launcher, "-m", "dtt.main", "train", *tiny(train__steps=100_000))
+    agent = dtt.start_torchrun(2, "-m", "dtt.main", "train", *tiny(train__steps=100_000))
     place = job / "attempts/1/ranks/00001.json"
     wait_until(lambda: place.exists() and (job / "metrics.jsonl").exists())
     wait_until(lambda: '"train"' in (job / "metrics.jsonl").read_text())
