@@ -146,9 +146,9 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
 }
 
 
-@pytest.fixture(params=SOURCES)
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
-    return SOURCES[request.param](tmp_path)
+@pytest.fixture(scope="module", params=SOURCES)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return SOURCES[request.param](tmp_path_factory.mktemp("source"))
 
 
 def some(source: Source) -> SampleNumbers:

@@ -206,9 +206,7 @@ def test_two_ranks_with_half_of_the_rows_each_have_one_loss_and_exact_gradients(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bf16", "softcap", "z_loss"), [(False, None, 0.0), (False, 5.0, 0.1), (True, None, 1e-4)]
-)
+@pytest.mark.parametrize(("bf16", "softcap", "z_loss"), [(False, 5.0, 0.1), (True, None, 0.0)])
 def test_compiled_by_inductor_it_is_as_exact_as_uncompiled(
     bf16: bool, softcap: float | None, z_loss: float
 ) -> None:
