@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 import pytest
-from support.running import ROOT
+from support import forked
+from support.running import ROOT, TIMEOUT
 
 import dtt
 from dtt.base.errors import ConfigError, InputError
@@ -41,11 +40,9 @@ def folder(tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def run_script(text: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, out, err = forked.run_script(text, Path.cwd(), TIMEOUT)
+    assert code == 0, err
+    return out
 
 
 @pytest.mark.slow

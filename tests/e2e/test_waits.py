@@ -10,10 +10,12 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import filelock
 import pytest
 from support.fake_slurm import FakeSlurm
+from support.forked import ForkedDtt, become_dtt
 from support.running import Dtt, write_documents
 
 from dtt.base.errors import ExitCode
@@ -22,15 +24,6 @@ from dtt.base.log import setup_logging
 from dtt.base.ranks import Ranks
 from dtt.jobs.slurm import squeue
 
-SLOW_DISK = """\
-import os
-fsync = os.fsync
-def blocking(fd):
-    os.fsync = fsync
-    open("hold").read()
-    fsync(fd)
-os.fsync = blocking
-"""
 RUN = """\
 name: small
 download: {dataset: book.jsonl}
@@ -121,6 +114,18 @@ def test_the_wait_for_a_slow_slurm_is_logged_and_its_answer_is_read(
     assert "waiting for Slurm: squeue\n" in capsys.readouterr().err
 
 
+def become_dtt_on_a_slow_disk(*arguments: Any) -> None:
+    fsync = os.fsync
+
+    def blocking(fd: int) -> None:
+        os.fsync = fsync
+        Path("hold").read_bytes()
+        fsync(fd)
+
+    os.fsync = blocking
+    become_dtt(*arguments)
+
+
 @pytest.mark.slow(except_for=["tokenize-the finished units are kept"])
 @pytest.mark.parametrize(
     ("command", "kept"),
@@ -139,11 +144,9 @@ def test_ctrl_c_says_what_is_kept_and_the_same_command_continues(
         "tokenize": ["tokenize", "-c", "run.yaml", "tokenize.out=again"],
         "export": ["export", "jobs/small", "--out", "exports/again"],
     }[command]
-    (folder / "slow").mkdir(exist_ok=True)
-    (folder / "slow/sitecustomize.py").write_text(SLOW_DISK)
     os.mkfifo(folder / "hold")
     dtt = Dtt(folder)
-    process = dtt.start(*arguments, PYTHONPATH=str(folder / "slow"))
+    process = ForkedDtt(arguments, folder, {}, become_dtt_on_a_slow_disk)
     with (folder / "hold").open("w"):  # opens when the command writes
         process.send_signal(signal.SIGINT)
     done = dtt.wait(process)

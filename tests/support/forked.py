@@ -63,28 +63,51 @@ def run_dtt(
     arguments: list[str], folder: Path, env: Mapping[str, str], timeout: float, stdin: bytes = b""
 ) -> tuple[int, str, str]:
     """`dtt ARGUMENTS` in `folder`: exit code, standard output, standard error."""
+    return _run(become_dtt, arguments, folder, env, timeout, stdin)
+
+
+def run_script(text: str, folder: Path, timeout: float) -> tuple[int, str, str]:
+    """`python -c TEXT` in `folder`: exit code, standard output, standard error."""
+    return _run(become_script, text, folder, {}, timeout)
+
+
+def _run(
+    become: Callable[..., None],
+    what: list[str] | str,
+    folder: Path,
+    env: Mapping[str, str],
+    timeout: float,
+    stdin: bytes = b"",
+) -> tuple[int, str, str]:
     with tempfile.TemporaryDirectory() as said:
         given, out, err = Path(said, "in"), Path(said, "out"), Path(said, "err")
         given.write_bytes(stdin)
         process = CONTEXT.Process(
-            target=become_dtt, args=(arguments, surroundings(folder, env), given, out, err)
+            target=become, args=(what, surroundings(folder, env), given, out, err)
         )
         process.start()
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
-            raise TimeoutError(f"dtt {' '.join(arguments)}")
+            raise TimeoutError(what)
         return process.exitcode, out.read_text("utf-8"), err.read_text("utf-8")
 
 
 class ForkedDtt(subprocess.Popen[str]):
     """A running `dtt ARGUMENTS`, with pipes for what it prints."""
 
-    def __init__(self, arguments: list[str], folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        folder: Path,
+        env: Mapping[str, str],
+        target: Callable[..., None] | None = None,
+    ) -> None:
+        """Start `target`, or `become_dtt`."""
         # Not that of Popen, which would start a program.
         (out, there), (err, there_too) = (CONTEXT.Pipe(duplex=False) for _ in range(2))
         self._process = CONTEXT.Process(
-            target=become_dtt,
+            target=target or become_dtt,
             args=(arguments, surroundings(folder, env), Path(os.devnull), there, there_too),
         )
         self._process.start()
@@ -169,6 +192,13 @@ def become_dtt(
     become(around, given, out, err)
     sys.argv = ["dtt", *arguments]
     dtt.main.main()
+
+
+def become_script(text: str, around: Surroundings, given: Stream, out: Stream, err: Stream) -> None:
+    """Become a process that runs the text of a script."""
+    become(around, given, out, err)
+    sys.path.insert(0, "")
+    exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def _hub_variables(env: Mapping[str, str]) -> dict[str, str]:
