@@ -52,8 +52,7 @@ def test_from_a_real_corpus_to_text_that_transformers_writes(
     dtt("download", "-d", shared / "data" / dataset, *settings)
     mpirun(dtt, 2, "tokenize", *settings)
     if dataset == "novels":  # with the launcher itself; it takes longer than the training
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-        train = dtt.start_python(*launcher, "-m", "dtt.main", "train", *settings)
+        train = dtt.start_torchrun(2, "-m", "dtt.main", "train", *settings)
         assert dtt.wait(train).returncode == 0
     else:
         forked_runs.run(dtt, "train", *settings, ranks=2)

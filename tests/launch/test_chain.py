@@ -287,8 +287,7 @@ def test_what_a_later_step_refuses_is_said_at_submission_with_the_same_words(
     submitted = dtt("submit", "pipeline", *keys, "-y", expect=code, **slurm)
     there = Dtt(tokenized)
     if wrong == TENSOR:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3")
-        step = there.wait(there.start_python(*launcher, "-m", "dtt.main", command, *keys))
+        step = there.wait(there.start_torchrun(3, "-m", "dtt.main", command, *keys))
     else:
         step = there(command, *keys, expect=code)
     [first, *more] = [line for line in submitted.stderr.splitlines() if line[:2] != "20"]
