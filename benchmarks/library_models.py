@@ -224,6 +224,8 @@ def tokenized(folder: Path) -> Path:
     (folder / "counting.jsonl").write_text("".join(lines))
     made = (
         "tokenizer.vocab_size=300",
+        # AutoTokenizer splits texts of some types, such as Qwen3.5, so, whatever their folder says.
+        "tokenizer.pre_tokenizer=qwen2",
         "tokenize.out=tokens",
         "tokenize.validation_fraction=0.1",
         "tokenize.unit_bytes=8192",

@@ -216,8 +216,12 @@ def test_combinations_that_cannot_work_are_reported_together() -> None:
 
 
 def test_a_tokenizer_that_transformers_would_change_is_refused_before_training() -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer\.pre_tokenizer: model\.family=qwen2 needs"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.pre_tokenizer: qwen2 needs qwen2"):
         resolve(None, ["model.family=qwen2"], env={})
+    library = ["model.family=transformers", "model.config.model_type=qwen3_5_moe_text"]
+    with pytest.raises(ConfigError, match=r"qwen3_5_moe_text needs qwen3\.5"):
+        resolve(None, [*library, "tokenizer.pre_tokenizer=qwen2"], env={})
+    resolve(None, [*library, "tokenizer.pre_tokenizer=qwen3.5"], env={})
     resolve(None, ["model.family=qwen2", "tokenizer.pre_tokenizer=qwen2"], env={})
     resolve(None, ["model.family=qwen2", "data.tokens=other"], env={})
 

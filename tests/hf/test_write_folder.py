@@ -187,8 +187,8 @@ def test_verification_finds_another_tokenizer(llama: LoadedModel, tmp_path: Path
     other = json.loads(llama.tokenizer.read_text())
     other["model"]["merges"] = []
     (out / "tokenizer.json").write_text(json.dumps(other))
-    with pytest.raises(DamagedError, match="AutoTokenizer returns different ids"):
-        verify.check(out, llama.state, llama.arch, llama.open_tokenizer())
+    with pytest.raises(DamagedError, match=r"AutoTokenizer .* returns different ids"):
+        verify.check_token_ids(out, llama.open_tokenizer())
 
 
 @pytest.mark.parametrize(

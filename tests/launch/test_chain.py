@@ -116,7 +116,8 @@ def test_each_step_waits_for_the_one_before_and_is_seen_as_one_thing(dtt: Dtt, s
     rows = [" ".join(line.split()) for line in shown.splitlines()]
     assert "download done" in rows
     start = "2026-01-02T03:04:05"
-    assert f"tokenize 3 4 0 60 3.0 node-hours the default unknown {start}" in rows
+    expected = "≈ 0 min 10 s, 0.0 node-hours"
+    assert f"tokenize 3 4 0 60 3.0 node-hours the default {expected} {start}" in rows
     assert f"train 1 2 2 60 2.0 GPU-hours the default unknown {start}" in rows
     assert "alone Slurm was asked for each step as if it waited for no other" in rows
     assert not (dtt.folder / "jobs/n-pipeline").exists()

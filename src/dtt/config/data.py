@@ -130,8 +130,9 @@ class TrainedTokenizerConfig(Section):
     type: Literal["bpe"] = "bpe"
     vocab_size: int = Field(default=4096, ge=257)
     """Vocabulary size, including the 256 bytes and the special tokens."""
-    pre_tokenizer: Literal["gpt2", "llama3", "qwen2"] = "gpt2"
-    """Pre-tokenization before BPE merges: the published regular expression of that model."""
+    pre_tokenizer: Literal["gpt2", "llama3", "qwen2", "qwen3.5"] = "gpt2"
+    """Pre-tokenization before BPE merges: the published regular expression of that model. Those of
+    Qwen also compose characters (NFC) first."""
     train_bytes: PositiveInt = 100_000_000
     """Approximate number of bytes of training text, sampled evenly over the corpus, or over all."""
     special_tokens: tuple[str, ...] = ("<|endoftext|>",)

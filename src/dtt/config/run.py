@@ -55,6 +55,15 @@ else:
     ]
     ScheduleConfig = any_of("schedule")
 
+PRE_TOKENIZER_OF_TYPE = {
+    "qwen2": "qwen2",
+    "qwen3_5": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5",
+    "qwen3_5_moe_text": "qwen3.5",
+    "qwen4_exp": "qwen3.5",
+}
+"""For these `model_type`s, AutoTokenizer of transformers 5 ignores how tokenizer.json splits text:
+the export after days of training would be refused."""
 MAX_JOINED = 100
 """Maximum length of the joined names of several datasets; the name of a folder has 255 bytes."""
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -204,15 +213,15 @@ class RunConfig(Section):
     def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems of the tokenizer with the model."""
         tokenizer = self.tokenizer
-        # For this model_type alone, AutoTokenizer of transformers 5 ignores how tokenizer.json
-        # splits text, so that the export after days of training would be refused.
+        model_type = getattr(self.model, "model_type", self.model.family)
+        needed = PRE_TOKENIZER_OF_TYPE.get(model_type)
         if (
-            self.model.family == "qwen2"
+            needed is not None
             and isinstance(tokenizer, TrainedTokenizerConfig)
-            and tokenizer.pre_tokenizer != "qwen2"
+            and tokenizer.pre_tokenizer != needed
             and self.reads_corpus
         ):
-            why = "model.family=qwen2 needs qwen2: transformers splits text in no other way for it"
+            why = f"{model_type} needs {needed}: transformers splits text in no other way for it"
             yield "tokenizer.pre_tokenizer", why
 
     def _objective_problems(self) -> Iterator[tuple[str, str]]:

@@ -85,6 +85,8 @@ def export(
             ids_T = verify.random_ids(trained.arch)
             moved = whole_folder.put_back(staging, released.multimodal, ids_T, max_shard_size)
             difference = max(difference, moved)
+        # The last: config.json, which puts parts for images back, decides which class is loaded.
+        verify.check_token_ids(staging, trained.open_tokenizer())
         return _write_manifest(
             staging,
             trained,
@@ -129,6 +131,7 @@ def _export_built(
         if released.multimodal is not None:
             put_back = whole_folder.put_back(staging, released.multimodal, ids_T, max_shard_size)
             difference = max(difference, put_back)
+        verify.check_token_ids(staging, trained.open_tokenizer())
         moved = float((model(ids_T[None]) - expected).abs().max())
         return _write_manifest(
             staging,

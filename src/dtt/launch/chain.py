@@ -25,7 +25,7 @@ from dtt.jobs.chain_steps import LinkedStep
 from dtt.jobs.clock import in_words
 from dtt.jobs.slurm import job_script, squeue
 from dtt.jobs.slurm.job_script import Script
-from dtt.launch import checks, pipeline, submit
+from dtt.launch import checks, pipeline, step_times, submit
 from dtt.launch.pipeline import PipelineRun, PipelineStep
 from dtt.launch.submission import Submission, amounts
 
@@ -285,18 +285,25 @@ def _cost(script: Script, seconds: float) -> str:
 
 
 def _expected(submission: Submission) -> str:
-    """Return the duration and cost of a training that `dtt plan` expects; else "unknown"."""
+    """Return the expected duration and cost of a step, that of a training as of `dtt plan`."""
     if submission.command == chain_steps.EVAL:
         return "as train"
-    if submission.command != "train":
+    if submission.command == "train":
+        seconds = _training_seconds(submission)
+    else:
+        script = submission.script
+        processes = script.nodes * script.tasks_per_node
+        seconds = step_times.expected_seconds(submission.command, submission.config, processes)
+    if seconds is None:
         return "unknown"
+    return f"≈ {in_words(seconds)}, {_cost(submission.script, seconds)}"
+
+
+def _training_seconds(submission: Submission) -> float | None:
     from dtt.estimate import plan as estimate  # it loads torch
 
     try:
         stages = [stage.config for stage in submission.stages] or [submission.config]
-        seconds = estimate.expected_seconds(stages)
+        return estimate.expected_seconds(stages)
     except DttError:  # the number of epochs says nothing before there are token files
-        seconds = None
-    if seconds is None:
-        return "unknown"
-    return f"≈ {in_words(seconds)}, {_cost(submission.script, seconds)}"
+        return None

@@ -92,6 +92,7 @@ def test_a_text_too_small_for_the_vocabulary_is_reported(caplog: pytest.LogCaptu
         ("gpt2", ["I", "'ll", " pay", " 12345", " DON", "'", "T"]),
         ("llama3", ["I", "'ll", " pay", " ", "123", "45", " DON", "'T"]),
         ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", " DON", "'T"]),
+        ("qwen3.5", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", " DON", "'T"]),
     ],
 )
 def test_pre_tokenizers_split_as_published(name: Any, pieces: list[str]) -> None:

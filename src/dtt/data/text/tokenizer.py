@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
@@ -25,11 +34,19 @@ _SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-PATTERNS = {"llama3": _SPLIT % "{1,3}", "qwen2": _SPLIT % ""}
+PATTERNS = {
+    "llama3": _SPLIT % "{1,3}",
+    "qwen2": _SPLIT % "",
+    # Marks, such as the vowel signs of Devanagari, stay with their letters.
+    "qwen3.5": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
 
 
 def pre_tokenizer(name: str) -> Any:
-    """Return the built-in pre-tokenizer `name`: gpt2 (part of `ByteLevel`), llama3 or qwen2."""
+    """Return the built-in pre-tokenizer `name`: gpt2 (part of `ByteLevel`), or one of PATTERNS."""
     if name == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     return pre_tokenizers.Sequence(
@@ -49,6 +66,9 @@ def train_tokenizer(cfg: TrainedTokenizerConfig, texts: Iterable[list[str]]) -> 
     special = cfg.all_special_tokens
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer(cfg.pre_tokenizer)
+    if cfg.pre_tokenizer.startswith("qwen"):
+        # As those tokenizers do. `AutoTokenizer` does it to models of these types in any case.
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     # It counts pairs in 32 bits, enough for about 40 GB of English: `train_bytes` is 100 MB.
     trainer = trainers.BpeTrainer(

@@ -32,6 +32,11 @@ class TransformersFamily(Family):
                 yield f"config.{key}", "names code of the folder, which dtt never runs"
 
     @property
+    def model_type(self) -> str | None:
+        """The type as config.json names it."""
+        return self.config.get("model_type")
+
+    @property
     def loss_per_token(self) -> str | None:
         """The key that adds a loss of routers; None if there is none."""
         return "config.output_router_logits" if self.config.get("output_router_logits") else None
