@@ -47,7 +47,7 @@ TEXT = """def mean(numbers: list[float]) -> float:
 It's 12,345 words — Übergröße, Привет, 你好世界, नमस्ते, 🙂👩‍🚀.
 """
 DECOMPOSED = unicodedata.normalize("NFD", TEXT)
-"""The text with accents as characters of their own, as some file systems and PDF readers give it."""
+"""The text with accents as characters of their own, as some PDF readers give it."""
 
 CONVERSATIONS = tuple(
     Conversation(tuple({"role": role, "content": text} for role, text in turns))
