@@ -139,23 +139,30 @@ def test_a_device_without_memory_left_is_not_taken_for_a_failed_compilation(
 
 
 ON_RANK_1 = """
-import os, sys, torch
+import os
+import dtt, torch
 real = torch.compile
 def broken(graph, inputs):
     raise RuntimeError("no compiler on this rank")
 backend = broken if os.environ["RANK"] == "1" else "eager"
 torch.compile = lambda *args, **how: real(*args, backend=backend, **how)
-from dtt.main import main
-main()
+
+
+class Nothing(dtt.Action):
+    def run(self, run):
+        return {}
 """
+"""Code of a user, so that it runs in dtt itself: a program of its own would import torch anew."""
 
 
 @pytest.mark.slow
 def test_where_one_rank_cannot_compile_none_does(dtt: Dtt, tiny: Any) -> None:
-    keys = tiny(train__compile="true", train__steps=3, train__eval_every=0)
-    script = dtt.folder / "program.py"
-    script.write_text(ON_RANK_1)
-    run = dtt.wait(dtt.start_torchrun(2, script, "train", *keys))
+    (dtt.folder / "mine.py").write_text(ON_RANK_1)
+    keys = tiny(
+        train__compile="true", train__steps=3, train__eval_every=0,
+        actions="[{type: mine.py:Nothing}]",
+    )  # fmt: skip
+    run = dtt.wait(dtt.start_torchrun(2, "-m", "dtt.main", "train", *keys))
     assert run.returncode == 0, run.stderr
     lines = [line for line in run.stderr.splitlines() if "uncompiled" in line]
     assert ["[rank 1]" in line for line in lines].count(True) == 1

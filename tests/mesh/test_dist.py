@@ -77,7 +77,8 @@ def test_another_launcher_than_torchrun_is_refused_with_the_right_command(launch
 
 
 SHUTDOWN_HANGS = """
-import os, sys, time, pathlib
+import os, time, pathlib
+import dtt
 import torch.distributed as dist
 real = dist.destroy_process_group
 def destroy():
@@ -93,9 +94,13 @@ def fail(self, *arguments):
         raise AssertionError("made to fail")
     step(self, *arguments)
 Trainer.step = fail
-from dtt.main import main
-main()
+
+
+class Nothing(dtt.Action):
+    def run(self, run):
+        return {}
 """
+"""Code of a user, so that it runs in dtt itself: a program of its own would import torch anew."""
 
 
 @pytest.mark.slow
@@ -103,9 +108,9 @@ main()
 def test_only_a_run_that_ends_well_waits_for_the_process_group(
     dtt: Dtt, tiny: Any, env: dict[str, str]
 ) -> None:
-    script = dtt.folder / "program.py"
-    script.write_text(SHUTDOWN_HANGS)
-    process = dtt.start_torchrun(2, script, "train", *tiny(train__steps=2), **env)
+    (dtt.folder / "mine.py").write_text(SHUTDOWN_HANGS)
+    keys = tiny(train__steps=2, actions="[{type: mine.py:Nothing}]")
+    process = dtt.start_torchrun(2, "-m", "dtt.main", "train", *keys, **env)
     try:
         run = dtt.wait(process)
     finally:
