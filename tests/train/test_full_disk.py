@@ -74,6 +74,7 @@ def trained_to(job: JobDir) -> int:
 OFTEN = """
 import time
 from types import SimpleNamespace
+import dtt
 from dtt.base import reading
 from dtt.checkpoint import saver
 
@@ -83,10 +84,14 @@ def look(_):
     time.sleep(0.05)
 
 reading.time = saver.time = SimpleNamespace(**vars(time) | {"sleep": look})
-from dtt.main import main
-main()
+
+
+class Nothing(dtt.Action):
+    def run(self, run):
+        return {}
 """
-"""dtt, which looks for space every 0.05 s, and says so in a file outside of the full disk."""
+"""Code of a user, with which dtt looks for space every 0.05 s, and says so in a file outside of the
+full disk."""
 
 
 @pytest.mark.slow
@@ -98,8 +103,9 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run(
     dtt, job = Dtt(small_disk), JobDir(small_disk / "jobs/t")
     looks = small_disk.parent / "looks"
     looks.touch()
+    (small_disk / "mine.py").write_text(OFTEN)
     keys = sizes(200, checkpoint__every=50, checkpoint__on_full=on_full)
-    process = dtt.start_python("-c", OFTEN, "train", *tiny(**keys))
+    process = dtt.start("train", *tiny(**keys, actions="[{type: mine.py:Nothing}]"))
     wait_until(lambda: job.lead.exists() and trained_to(job) > 0)
     ballast = fill(small_disk)
     if on_full == "stop":
