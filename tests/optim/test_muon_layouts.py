@@ -211,8 +211,8 @@ def assert_parts_of(expected: State, parts: list[dict[str, Any]], within: float)
 @pytest.mark.slow(except_for=["fsdp-4"])
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [("ddp", 2), ("fsdp", 4), ("hsdp", 4), ("tensor", 2), ("tensor", 4), ("fsdp_over_tensor", 4)],
-)  # fmt: skip
+    [("ddp", 2), ("fsdp", 4), ("hsdp", 4), ("tensor", 4), ("fsdp_over_tensor", 4)],
+)
 def test_on_every_layout_steps_are_those_of_one_process(layout: str, ranks: int) -> None:
     results = on_ranks(ranks, trained, layout, CONFIGS, torch.float32)
     for config, of_ranks in zip(CONFIGS, zip(*results, strict=True), strict=True):
