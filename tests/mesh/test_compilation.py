@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from support.own_classes import NOTHING
 from support.running import Dtt
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -139,25 +140,18 @@ def test_a_device_without_memory_left_is_not_taken_for_a_failed_compilation(
 
 
 ON_RANK_1 = """
-import os
-import dtt, torch
+import os, torch
 real = torch.compile
 def broken(graph, inputs):
     raise RuntimeError("no compiler on this rank")
 backend = broken if os.environ["RANK"] == "1" else "eager"
 torch.compile = lambda *args, **how: real(*args, backend=backend, **how)
-
-
-class Nothing(dtt.Action):
-    def run(self, run):
-        return {}
 """
-"""Code of a user, so that it runs in dtt itself: a program of its own would import torch anew."""
 
 
 @pytest.mark.slow
 def test_where_one_rank_cannot_compile_none_does(dtt: Dtt, tiny: Any) -> None:
-    (dtt.folder / "mine.py").write_text(ON_RANK_1)
+    (dtt.folder / "mine.py").write_text(ON_RANK_1 + NOTHING)
     keys = tiny(
         train__compile="true", train__steps=3, train__eval_every=0,
         actions="[{type: mine.py:Nothing}]",

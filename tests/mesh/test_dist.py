@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.own_classes import NOTHING
 from support.ranks import on_ranks
 from support.running import Dtt
 
@@ -78,7 +79,6 @@ def test_another_launcher_than_torchrun_is_refused_with_the_right_command(launch
 
 SHUTDOWN_HANGS = """
 import os, time, pathlib
-import dtt
 import torch.distributed as dist
 real = dist.destroy_process_group
 def destroy():
@@ -94,13 +94,7 @@ def fail(self, *arguments):
         raise AssertionError("made to fail")
     step(self, *arguments)
 Trainer.step = fail
-
-
-class Nothing(dtt.Action):
-    def run(self, run):
-        return {}
 """
-"""Code of a user, so that it runs in dtt itself: a program of its own would import torch anew."""
 
 
 @pytest.mark.slow
@@ -108,7 +102,7 @@ class Nothing(dtt.Action):
 def test_only_a_run_that_ends_well_waits_for_the_process_group(
     dtt: Dtt, tiny: Any, env: dict[str, str]
 ) -> None:
-    (dtt.folder / "mine.py").write_text(SHUTDOWN_HANGS)
+    (dtt.folder / "mine.py").write_text(SHUTDOWN_HANGS + NOTHING)
     keys = tiny(train__steps=2, actions="[{type: mine.py:Nothing}]")
     process = dtt.start_torchrun(2, "-m", "dtt.main", "train", *keys, **env)
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.own_classes import NOTHING
 from support.running import Dtt
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -96,16 +97,21 @@ def test_another_learning_rate_compiles_nothing(graphs: list[list[object]]) -> N
     assert len(graphs) == counters["stats"]["unique_graphs"] == 1
 
 
+NO_COMPILER = """
+import os
+import torch._inductor.config
+torch._inductor.config.cpp.cxx = (None, "/bin/false")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath("kernels")
+"""
+
+
 @pytest.mark.slow
 def test_without_a_compiler_training_continues_and_logs_the_reason_once(
-    dtt: Dtt, tiny: Any, tmp_path: Path
+    dtt: Dtt, tiny: Any
 ) -> None:
-    run = dtt(
-        "train",
-        *tiny(train__compile="true", train__steps=2, train__remat="selective"),
-        CXX="/bin/false",
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"),
-    )
+    (dtt.folder / "mine.py").write_text(NO_COMPILER + NOTHING)
+    keys = {"train__remat": "selective", "actions": "[{type: mine.py:Nothing}]"}
+    run = dtt("train", *tiny(train__compile="true", train__steps=2, **keys))
     reported = [line for line in run.stderr.splitlines() if "training continues uncompiled" in line]
     assert len(reported) == 1
     assert "No working C++ compiler" in reported[0]

@@ -81,3 +81,15 @@ class Words(dtt.Documents):
     def version(self):
         return Path("version").read_text()
 """
+
+NOTHING = """
+
+import dtt
+
+
+class Nothing(dtt.Action):
+    def run(self, run):
+        return {}
+"""
+"""With it, code that spoils a part of dtt or torch runs in a forked dtt, on every rank: a program
+around dtt would import torch anew."""

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.own_classes import NOTHING
 from support.running import TIMEOUT, Dtt, in_this_process, wait_until
 
 from dtt.artifacts.jobdir import JobDir
@@ -74,7 +75,6 @@ def trained_to(job: JobDir) -> int:
 OFTEN = """
 import time
 from types import SimpleNamespace
-import dtt
 from dtt.base import reading
 from dtt.checkpoint import saver
 
@@ -84,11 +84,6 @@ def look(_):
     time.sleep(0.05)
 
 reading.time = saver.time = SimpleNamespace(**vars(time) | {"sleep": look})
-
-
-class Nothing(dtt.Action):
-    def run(self, run):
-        return {}
 """
 """Code of a user, with which dtt looks for space every 0.05 s, and says so in a file outside of the
 full disk."""
@@ -103,7 +98,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run(
     dtt, job = Dtt(small_disk), JobDir(small_disk / "jobs/t")
     looks = small_disk.parent / "looks"
     looks.touch()
-    (small_disk / "mine.py").write_text(OFTEN)
+    (small_disk / "mine.py").write_text(OFTEN + NOTHING)
     keys = sizes(200, checkpoint__every=50, checkpoint__on_full=on_full)
     process = dtt.start("train", *tiny(**keys, actions="[{type: mine.py:Nothing}]"))
     wait_until(lambda: job.lead.exists() and trained_to(job) > 0)
