@@ -13,17 +13,19 @@ SETTINGS = (
     "data.type=synthetic", "data.vocab_size=384", "name=t", "model.dim=48", "model.n_layers=2",
     "model.n_heads=6", "model.ffn_dim=144", "model.dropout=0.1", "train.steps=4",
     "train.seq_len=30",
-    # Divides among 1, 2, 3, 5 and 6 ranks, and by micro-batches of two sequences.
-    "train.global_batch_tokens=1800", "train.micro_batch=2", "train.eval_every=0",
+    # Several micro-batches of two sequences on one, two and three ranks.
+    "train.global_batch_tokens=360", "train.micro_batch=2", "train.eval_every=0",
     "train.eval_tokens=60", "train.sample_tokens=0", "train.ema_decay=0.9", "train.precision=fp32",
     "train.device=cpu", "checkpoint.every=2", "schedule.warmup=2",
 )  # fmt: skip
-
 
 WITHOUT_MODEL = tuple(key for key in SETTINGS if not key.startswith("model."))
 """The same for a model that has other keys."""
 WITHOUT_DATA = tuple(key for key in SETTINGS if not key.startswith("data."))
 """The same for other data."""
+FOR_MORE_RANKS = "train.global_batch_tokens=1800"
+"""Divides among 5 and 6 ranks, too, with several micro-batches on each. It takes five times as
+long, because time goes by the number of micro-batches."""
 
 
 def differing(dtt: Dtt, layout: str, *more: str, settings: Sequence[str] = SETTINGS) -> list[str]:

@@ -25,7 +25,8 @@ OPTIMIZERS = {"muon": (), "adamw": ("optim.type=adamw", "optim.lr=1e-3")}
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_restart_changes_no_bit(layout: str, optimizer: str, dtt: Dtt) -> None:
-    assert resumed.differing(dtt, layout, *OPTIMIZERS[optimizer]) == []
+    more = (resumed.FOR_MORE_RANKS, *OPTIMIZERS[optimizer])
+    assert resumed.differing(dtt, layout, *more) == []
 
 
 @pytest.mark.parametrize("layout", ["replicate=3", "shard=3", "replicate=3 shard=2"])
@@ -34,17 +35,18 @@ def test_a_restart_changes_no_bit_of_a_mixture(layout: str, dtt: Dtt) -> None:
         "model.family=dots1", "model.n_experts=4", "model.experts_per_token=2",
         "model.expert_ffn_dim=16", "model.n_dense_layers=1", "model.dropout=0",
     )  # fmt: skip
-    assert resumed.differing(dtt, layout, *mixture) == []
+    assert resumed.differing(dtt, layout, resumed.FOR_MORE_RANKS, *mixture) == []
 
 
 @pytest.mark.parametrize("layout", ["replicate=3", "replicate=5"])
 def test_a_branch_and_a_warm_start_repeat_bit_for_bit(layout: str, dtt: Dtt) -> None:
     """A branch without changes is its parent; two starts from the same weights are equal."""
     ranks = int(layout[-1])
-    run(dtt, "train", *resumed.SETTINGS, f"parallel.{layout}", ranks=ranks)
+    settings = [*resumed.SETTINGS, resumed.FOR_MORE_RANKS, f"parallel.{layout}"]
+    run(dtt, "train", *settings, ranks=ranks)
     run(dtt, "train", "--branch", "jobs/t@2", "name=branch", "train.steps=4", ranks=ranks)
     assert_equal(dtt, "t", "branch")
-    start = [*resumed.SETTINGS, f"parallel.{layout}", "init.from=jobs/t", "init.optimizer=carry"]
+    start = [*settings, "init.from=jobs/t", "init.optimizer=carry"]
     run(dtt, "train", *start, "name=whole", ranks=ranks)
     run(dtt, "train", *start, "name=stopped", ranks=ranks)
     shutil.rmtree(dtt.folder / "jobs/stopped/checkpoints/step-000004")

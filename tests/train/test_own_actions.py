@@ -136,7 +136,9 @@ def test_the_gradient_noise_is_that_of_the_same_batches_in_every_layout(dtt: Dtt
     """And measuring it changes nothing of what is trained."""
     (dtt.folder / "run.yaml").write_text(NOISE)
     # The micro-batches of all ranks together are the same 20 rows.
-    keys = (*resumed.SETTINGS, "model.dropout=0.0", "train.micro_batch=10")
+    keys = (
+        *resumed.SETTINGS, resumed.FOR_MORE_RANKS, "model.dropout=0.0", "train.micro_batch=10",
+    )  # fmt: skip
     found, hashes = [], []
     for layout in (("parallel.shard=2", "name=t"), ("train.micro_batch=20", "name=t")):
         run(dtt, "train", "-c", "run.yaml", *keys, *layout, ranks=2 if "shard" in layout[0] else 1)
