@@ -7,13 +7,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support.loopback_wandb import KEY, LoopbackWandb
+from support.loopback_wandb import KEY, LoopbackWandb, Run
 from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
@@ -253,12 +254,21 @@ for id, steps in ("exp", (0, 1, 5, *range(900, 2300), 4001)), ("exp-2", range(3)
 """
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Three runs of `old/p` as the client wrote them: `exp`, `exp-2`, and one without rows."""
+    dtt = Dtt(tmp_path_factory.mktemp("source"))
+    with LoopbackWandb() as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
+        made = dtt.start_python("-c", SOURCE, HOME=str(dtt.folder), **env)
+        assert Dtt.wait(made).returncode == 0
+    return server.runs
+
+
 @pytest.fixture
-def runs(dtt: Dtt, server: LoopbackWandb) -> LoopbackWandb:
-    """Three runs of `old/p` that exist only on the server: `exp`, `exp-2`, and one without rows."""
-    env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
-    made = dtt.start_python("-c", SOURCE, HOME=str(dtt.folder), **env)
-    assert Dtt.wait(made).returncode == 0
+def runs(made: dict[str, Run], server: LoopbackWandb) -> LoopbackWandb:
+    """A server with these runs, which exist nowhere else."""
+    server.runs.update(deepcopy(made))
     return server
 
 

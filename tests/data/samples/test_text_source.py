@@ -29,7 +29,7 @@ from dtt.data.text.tokenizer import train_tokenizer
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 TEXTS = [
     f"{i}: " + " ".join(WORDS[(i * 7 + j * j) % 10] for j in range(5 + i * i % 90))
-    for i in range(600)
+    for i in range(300)
 ]
 FRACTION = 0.1
 SEQ_LEN = 16
@@ -50,13 +50,13 @@ def csv(texts: list[str]) -> bytes:
 
 
 FILES: dict[str, dict[str, bytes]] = {
-    "parquet": {"a.parquet": parquet(TEXTS[:300]), "b.parquet": parquet(TEXTS[300:])},
+    "parquet": {"a.parquet": parquet(TEXTS[:150]), "b.parquet": parquet(TEXTS[150:])},
     "jsonl": {"a.jsonl": jsonl(TEXTS)},
     "jsonl.gz": {
-        "a.jsonl.gz": gzip.compress(jsonl(TEXTS[:500])),
-        "b.jsonl.gz": gzip.compress(jsonl(TEXTS[500:])),
+        "a.jsonl.gz": gzip.compress(jsonl(TEXTS[:250])),
+        "b.jsonl.gz": gzip.compress(jsonl(TEXTS[250:])),
     },
-    "csv": {"a.csv": csv(TEXTS[:200]), "b.csv": csv(TEXTS[200:])},
+    "csv": {"a.csv": csv(TEXTS[:100]), "b.csv": csv(TEXTS[100:])},
     "txt": {f"{i:03}.txt": text.encode() for i, text in enumerate(TEXTS)},
 }
 
@@ -124,7 +124,7 @@ def by_file(kind: str) -> dict[tuple[str, int], str]:
     """The text of each document, by its file and its number there."""
     if kind == "txt":
         return {(f"{i:03}.txt", 0): text for i, text in enumerate(TEXTS)}
-    cut = {"parquet": 300, "jsonl": 600, "jsonl.gz": 500, "csv": 200}[kind]
+    cut = {"parquet": 150, "jsonl": 300, "jsonl.gz": 250, "csv": 100}[kind]
     return {(f"a.{kind}", i): text for i, text in enumerate(TEXTS[:cut])} | {
         (f"b.{kind}", i): text for i, text in enumerate(TEXTS[cut:])
     }
@@ -211,7 +211,7 @@ def test_held_out_documents_are_never_trained_on(
 
 
 def test_only_a_few_parts_of_a_large_file_are_in_memory(corpora: Any, open_source: Open) -> None:
-    source = open_source(corpora.make({"a.jsonl.gz": gzip.compress(jsonl(TEXTS * 10))}))
+    source = open_source(corpora.make({"a.jsonl.gz": gzip.compress(jsonl(TEXTS * 20))}))
     ahead = 0
     for first in range(0, 8000, 40):
         source.read(source.order(first, 40))
