@@ -51,10 +51,14 @@ def section(title: str) -> str:
     return (ROOT / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
+@pytest.fixture(scope="module", name="texts")
+def read_tests() -> list[str]:
+    return [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+
+
 @pytest.mark.parametrize("name", [name for names in PROMISES.values() for name in names.split()])
-def test_it_exists_and_runs_by_default(name: str) -> None:
-    paths = (ROOT / "tests").rglob("test_*.py")
+def test_it_exists_and_runs_by_default(name: str, texts: list[str]) -> None:
     definition = re.compile(rf"^((?:.+\n)*)def test_{name}\(", re.M)
-    decorators = [match[1] for path in paths for match in definition.finditer(path.read_text())]
+    decorators = [match[1] for text in texts for match in definition.finditer(text)]
     assert decorators
     assert not any("@pytest.mark.slow\n" in text for text in decorators)
