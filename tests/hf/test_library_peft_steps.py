@@ -172,8 +172,10 @@ def steps(world: World, kind: str, layout: str) -> tuple[list[float], dict[str, 
     return losses, {name: tensor.tolist() for name, tensor in full.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["lfm2", "granite", "ministral3", "nanochat"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*((kind, "fsdp2") for kind in ("lfm2", "granite", "ministral3", "nanochat")), ("lfm2", "ddp")],
+)
 def test_two_ranks_train_the_adapter_of_one_process(kind: str, layout: str) -> None:
     losses, expected = steps(start(Ranks(), "cpu"), kind, layout)
     before = trained_of(adapted(kind))
