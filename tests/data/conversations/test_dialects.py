@@ -19,7 +19,13 @@ from dtt.data.conversations.dialects import (
     parse_prompt,
     parse_row,
 )
-from dtt.data.conversations.rows import MAX_DEPTH, TRAIN_FLAGS, Conversation, RefusedRow
+from dtt.data.conversations.rows import (
+    MAX_DEPTH,
+    TOO_DEEP,
+    TRAIN_FLAGS,
+    Conversation,
+    RefusedRow,
+)
 from dtt.data.conversations.template import CHATML, ChatTemplate
 from dtt.data.corpus.json_rows import without_nulls
 
@@ -143,6 +149,8 @@ def calling(call: Any) -> dict[str, Any]:
     return with_answer(tool_calls=[call])
 
 
+DEEP = "[" * 80 + "]" * 80
+"""JSON text."""
 WRONG: list[tuple[Any, str]] = [
     (COMPLETION | {"label": False}, "KTO"),
     (COMPLETION | {"label": 1}, "KTO"),
@@ -176,6 +184,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"system": ["a"], "messages": [Q, A]}, "system: expected a string"),
     ({"input_ids": [1], "labels": [1]}, "tokenized already"),
     ({"messages": [Q, A], "tools": "{"}, "tools: the text is not JSON"),
+    ({"messages": [Q, A], "tools": DEEP}, TOO_DEEP),
+    ({"messages": [Q, A], "tools": "[" * 9000}, TOO_DEEP),
+    (calling({"name": "f", "arguments": DEEP}), TOO_DEEP),
+    ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": DEEP}]}, TOO_DEEP),
     ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": "f(1)"}]}, "not JSON"),
     ({"messages": [Q, A | {"reasoning": "a", "thinking": "b"}]}, "different texts of reasoning"),
     ({"segments": [{"label": True, "text": "a"}]}, "segments is rendered text .* write messages"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from dtt.data.conversations import row_encoder
 from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.row_encoder import Conversations
+from dtt.data.conversations.rows import TOO_DEEP
 from dtt.data.conversations.template import CHATML
 from dtt.data.corpus.download import download
 from dtt.data.token_file import TokenFile, mask_path
@@ -216,18 +215,10 @@ def test_what_only_rendering_or_encoding_raises_costs_its_row(
 ) -> None:
     rows = [*ROWS[:5], {**ROWS[5], "tools": DEEP}, *ROWS[6:9]]
     workshop.corpus(jsonl(rows))
-    # A thread of its own and the usual limit: other tests, or the frames of pytest, must not decide
-    # where Python stops to recurse.
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(1000)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            tokenized = thread.submit(workshop.run, validation_fraction=0.0).result()
-    finally:
-        sys.setrecursionlimit(before)
+    tokenized = workshop.run(validation_fraction=0.0)
     found = workshop.sequences()["train"]
     assert found == encoded(workshop.tokenizer, [*ROWS[:5], *ROWS[6:9]])
-    assert tokenized.problems == (f"{workshop.folder / 'rows.jsonl'}:6: nested too deeply",)
+    assert tokenized.problems == (f"{workshop.folder / 'rows.jsonl'}:6: {TOO_DEEP}",)
     finish = ChatEncoder._finish
 
     def fail(self: ChatEncoder, rendered: Any, encoded: Any) -> Any:

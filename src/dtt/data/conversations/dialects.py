@@ -27,6 +27,7 @@ from dtt.data.conversations.rows import (
     check_depth,
     common_length,
     is_object,
+    json_of,
     kind_of,
     list_of,
     make_conversation,
@@ -314,10 +315,9 @@ def _from_sharegpt(turn: dict[str, Any], where: str) -> Message:
     if speaker != "function_call":
         return message | {"content": text}
     # As text, the call would be trained in a form that no template renders at inference.
-    try:
-        calls = json.loads(text) if isinstance(text, str) else text
-    except (ValueError, RecursionError):
-        raise RefusedRow(f"{where}.value: a function call that is not JSON") from None
+    calls = json_of(text) if isinstance(text, str) else text
+    if calls is None:
+        raise RefusedRow(f"{where}.value: a function call that is not JSON")
     calls = calls if isinstance(calls, list) else [calls]
     return message | {"tool_calls": [{"type": "function", "function": call} for call in calls]}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -46,7 +45,9 @@ REFUSED_KEYS = {
 }
 """Keys of a message that dtt refuses if they have a value, with the reason."""
 MAX_DEPTH = 64
-"""Maximum nesting of lists and objects in a row."""
+"""Maximum nesting of lists and objects in a row, and in JSON text in it."""
+TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
+"""The reason for a refusal."""
 
 
 class RefusedRow(ValueError):
@@ -93,7 +94,23 @@ def check_depth(value: object) -> None:
         ]
         if not level:
             return
-    raise RefusedRow(f"lists and objects are nested more than {MAX_DEPTH} deep")
+    raise RefusedRow(TOO_DEEP)
+
+
+def json_of(text: str) -> Any:
+    """Return the value of JSON text in a row, None if it is none; RefusedRow if it is too deep.
+
+    A value that has come through would be walked by recursion, whose limit is that of the process:
+    libraries raise it, and the same row would be used in one run and not in another.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    except RecursionError:
+        raise RefusedRow(TOO_DEEP) from None
+    check_depth(value)
+    return value
 
 
 def make_conversation(
@@ -190,10 +207,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     """
     function = call.get("function", call)
     arguments = function.get("arguments")
-    value = None
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(arguments or "{}")
+    value = json_of(arguments or "{}") if isinstance(arguments, str) else None
     if not is_object(value):
         return call
     function = {**function, "arguments": value}
@@ -255,10 +269,9 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
     if value is None:
         return None
     if isinstance(value, str):  # ShareGPT rows and TRL have JSON text
-        try:
-            value = json.loads(value or "[]")
-        except (ValueError, RecursionError):
-            raise RefusedRow("tools: the text is not JSON") from None
+        value = json_of(value or "[]")
+        if value is None:
+            raise RefusedRow("tools: the text is not JSON")
     tools = list_of(value, "tools")
     for i, tool in enumerate(tools):
         if not is_object(tool):
