@@ -230,7 +230,8 @@ def test_what_only_rendering_or_encoding_raises_costs_its_row(
     error: Exception = KeyError("x")
     tokenized = workshop.run("other", validation_fraction=0.0)
     assert workshop.sequences("other")["train"] == [*found[:2], *found[3:]]
-    assert "rows.jsonl:3: cannot be read: KeyError: 'x'" in tokenized.problems[0]
+    failed = f"{workshop.folder / 'rows.jsonl'}:3: cannot be read: KeyError: 'x'"
+    assert failed in tokenized.problems
     error = MemoryError()
     with pytest.raises(MemoryError):
         workshop.run("third", validation_fraction=0.0)
