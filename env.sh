@@ -60,12 +60,21 @@ find_python() {
 }
 
 make_venv() {
-    find_python
+    find_python || return 1
+    if [[ -L $venv && -n $(ls -A -- "$venv/" 2>/dev/null) ]]; then
+        say ".venv is a link to $(readlink -- "$venv"), which is another environment: it is left alone"
+        say "remove the link, or that folder, and run this again"
+        return 1
+    fi
     say "making .venv with $("$python" --version), $python"
-    rm -rf -- "$venv"
-    mkdir -- "$venv"
+    if [[ -L $venv ]]; then # to a disk with more space
+        (cd -- "$root" && mkdir -p -- "$(readlink .venv)")
+    else
+        rm -rf -- "$venv"
+        mkdir -- "$venv"
+    fi
     : >"$stamp"
-    "$python" -m venv "$venv"
+    "$python" -m venv "$(cd -- "$venv" && pwd -P)" # it makes none at a link
 }
 
 choose() {
@@ -107,7 +116,7 @@ update() {
     local fresh=''
     if [[ -f $stamp && "$python|$backend|$root" != "$old_made" ]] ||
         ! "$venv/bin/python" -c '' 2>/dev/null; then fresh=yes; fi
-    if [[ -n $fresh ]]; then make_venv; fi
+    if [[ -n $fresh ]]; then make_venv || return 1; fi
     choose
     : >"$stamp"
     if install >&2; then

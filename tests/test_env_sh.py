@@ -204,6 +204,17 @@ def test_a_python_that_is_too_old_is_passed_over(project: Project, tmp_path: Pat
     assert not project.stamp.startswith("python3|")
 
 
+def test_without_a_python_it_says_what_to_install(project: Project) -> None:
+    run = project.bash("DTT_PYTHON=/bin/false ./env.sh true")
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == [
+        "env.sh: no Python 3.11 or newer with its venv module: tried /bin/false",
+        "env.sh: install one (Debian, Ubuntu: apt install python3-venv) or name it: "
+        "DTT_PYTHON=/path ./env.sh",
+    ]
+    assert not (project.root / ".venv").exists()
+
+
 @pytest.mark.slow
 def test_developers_tools_come_with_a_developers_command_and_stay(made: Project) -> None:
     assert "dev" not in made.stamp
@@ -273,3 +284,26 @@ def test_a_moved_clone_is_made_again(project: Project) -> None:
     run = project.bash("./env.sh python -c 'import sys; print(sys.prefix)'", cwd=moved)
     assert run.stdout == f"{moved}/.venv\n", run.stderr
     assert "making .venv" in run.stderr
+
+
+@pytest.mark.slow
+def test_a_link_to_a_disk_with_more_space_stays(project: Project) -> None:
+    (project.root / ".venv").symlink_to("../scratch/env")
+    assert project.bash("./env.sh true").returncode == 0
+    assert (project.root / ".venv").is_symlink()
+    assert (project.root.parent / "scratch/env/bin/python").exists()
+    assert project.installs == 1
+    assert project.bash("./env.sh true").stderr == ""
+
+
+@pytest.mark.slow
+def test_a_link_to_the_environment_of_another_clone_is_refused(project: Project) -> None:
+    other = project.root.parent / "other"
+    other.mkdir()
+    (other / ".dtt").write_text("python|cpu|/another/clone\nmpich|sources\n")
+    (project.root / ".venv").symlink_to(other)
+    run = project.bash("./env.sh true")
+    assert run.returncode == 1
+    assert "which is another environment: it is left alone" in run.stderr
+    assert [path.name for path in other.iterdir()] == [".dtt"]
+    assert (project.root / ".venv").is_symlink()
