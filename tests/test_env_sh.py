@@ -209,8 +209,10 @@ def test_without_a_python_it_says_what_to_install(project: Project) -> None:
     assert run.returncode == 1
     assert run.stderr.splitlines() == [
         "env.sh: no Python 3.11 or newer with its venv module: tried /bin/false",
-        "env.sh: install one (Debian, Ubuntu: apt install python3-venv) or name it: "
-        "DTT_PYTHON=/path ./env.sh",
+        (
+            "env.sh: install one (Debian, Ubuntu: apt install python3-venv) or name it: "
+            "DTT_PYTHON=/path ./env.sh"
+        ),
     ]
     assert not (project.root / ".venv").exists()
 
