@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from dtt.optim.ema import Ema
 from dtt.optim.muon.variant import MuonConfig
 from dtt.parallel import fp8, fp8_linear
 from dtt.track import jsonl
+from dtt.train import run as train
 from dtt.train.precision import Precision, choose
 from dtt.train.state import load_optimizers, optimizer_tensors
 
@@ -176,13 +178,43 @@ def timed(layer: Linear, *_: Any) -> float:
     return SECONDS[layer.in_features, layer.out_features][in_fp8(layer)]
 
 
-def test_only_shapes_that_gain_are_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_shapes_that_gain_are_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(fp8, "_seconds", timed)
     model = make_model()
-    summary = fp8.convert(model, start(Ranks(), "cpu"), 64, compiled=False)
+    with caplog.at_level(logging.INFO):
+        fp8.convert(model, start(Ranks(), "cpu"), 64, compiled=False)
     taken = {name for name, layer in fp8.linear_layers(model).items() if in_fp8(layer)}
     assert taken == {f"layers.{i}.mlp.{name}" for i in (0, 1) for name in ("gate", "up")}
-    assert summary == "fp8: 4 of 32 x 64 (2.00x as fast); the other linear layers are in bf16"
+    assert caplog.messages == [
+        "fp8: 4 of 32 x 64 (2.00x as fast); the other linear layers are in bf16"
+    ]
+
+
+@pytest.mark.slow
+def test_a_resume_computes_the_layers_in_fp8_that_the_first_attempt_chose(
+    monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path
+) -> None:
+    """They are chosen by timings, which vary: other layers give other bits."""
+    gaining = {"wide": lambda layer: layer.out_features > layer.in_features, "all": bool}
+
+    def weights(arguments: list[str], which: str, from_step: int | None = None) -> bytes:
+        monkeypatch.setattr(
+            fp8, "_seconds", lambda one, *_: 2.0 if gaining[which](one) and not in_fp8(one) else 1.0
+        )
+        train.run(None, arguments, [], from_step)
+        return store.at_step(Path("jobs/t/checkpoints"), 12).files(store.MODEL)[0].read_bytes()
+
+    with in_this_process(tmp_path):
+        whole = weights(tiny(train__precision="fp8", checkpoint__keep_last=9), "wide")
+        assert weights(["jobs/t"], "all", from_step=8) == whole
+        # The claim: with the layers that it would choose now, it ends with other weights.
+        position = store.Checkpoint.position
+        monkeypatch.setattr(
+            store.Checkpoint, "position", lambda one: {**position(one), "fp8_gains": []}
+        )
+        assert weights(["jobs/t"], "all", from_step=8) != whole
 
 
 def test_tensor_parallel_ranks_time_the_part_of_a_layer_that_each_has(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dtt.base.errors import EnvironmentUnfit
+from dtt.base.log import log
 from dtt.mesh.compilation import Compiler
 from dtt.mesh.dist import World
 from dtt.model.linear import Linear
@@ -33,13 +34,21 @@ Shape = tuple[int, int]
 Timer = Callable[[Linear], float]
 
 
-def convert(model: nn.Module, world: World, tokens: int, compiled: bool, divided: int = 1) -> str:
-    """Compute linear layers of the blocks in fp8 where this is faster; return a summary.
+def convert(
+    model: nn.Module,
+    world: World,
+    tokens: int,
+    compiled: bool,
+    divided: int = 1,
+    known: Mapping[Shape, float] | None = None,
+) -> dict[Shape, float]:
+    """Compute linear layers of the blocks in fp8 where this is faster; return the speedups.
 
     All ranks call this together, before any other parallelism; rank 0's benchmark decides. It times
     the forward and backward pass of a layer on `tokens` tokens, as in training, with the part that
-    each of `divided` tensor-parallel ranks has. Parameters stay as they are. Raises
-    EnvironmentUnfit on a GPU without fp8.
+    each of `divided` tensor-parallel ranks has. A run that resumes passes the speedups that are
+    `known`: measured again, one near LEAST_GAIN could fall on the other side, and the run would go
+    on with other bits. Parameters stay as they are. Raises EnvironmentUnfit on a GPU without fp8.
     """
     if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
         raise EnvironmentUnfit(
@@ -47,19 +56,19 @@ def convert(model: nn.Module, world: World, tokens: int, compiled: bool, divided
             next="train.precision=bf16; fp8 requires an L4, H100 or newer",
         )
     layers = {layer: shape(name, layer, divided) for name, layer in linear_layers(model).items()}
-    gains: Mapping[Shape, float] = {}
+    gains = dict(known or {})
     if world.first:
+        new = {layer: its_shape for layer, its_shape in layers.items() if its_shape not in gains}
         # Creates the layers to time on this device.
         with world.device:
-            gains = find_gains(
-                layers, lambda layer: _seconds(layer, tokens, world.device, compiled)
-            )
+            gains |= find_gains(new, lambda one: _seconds(one, tokens, world.device, compiled))
     # From rank 0: timings vary, and ranks with different precisions would compute different models.
     gains = world.from_first(gains)
     for layer, its_shape in layers.items():
         if gains[its_shape] >= LEAST_GAIN:
             layer.product = fp8_linear.linear
-    return describe(layers.values(), gains)
+    log.info("%s", describe(layers.values(), gains))
+    return gains
 
 
 def find_gains(layers: Mapping[Linear, Shape], seconds: Timer) -> dict[Shape, float]:
@@ -88,7 +97,7 @@ def describe(shapes: Iterable[Shape], gains: Mapping[Shape, float]) -> str:
     taken = [
         f"{counts[shape]} of {shape[0]} x {shape[1]} ({gain:.2f}x as fast)"
         for shape, gain in gains.items()
-        if gain >= LEAST_GAIN
+        if gain >= LEAST_GAIN and counts[shape]  # others are of a run with another division
     ]
     if taken:
         return f"fp8: {', '.join(taken)}; the other linear layers are in bf16"

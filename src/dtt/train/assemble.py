@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ class LaidOutModel:
     """The module called in training: `model`, or `model` wrapped (DDP, context, pipeline)."""
     params: Params
     """Parameters by their unwrapped names."""
+    fp8_gains: Mapping[fp8.Shape, float] = field(default_factory=dict)
+    """Speedups of shapes of linear layers in fp8, by which layers were chosen."""
 
 
 def make_optimizers(
@@ -73,10 +76,13 @@ def make_optimizers(
     return found
 
 
-def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
+def assemble(
+    cfg: RunConfig, plan: RunPlan, world: World, fp8_gains: Mapping[fp8.Shape, float] | None = None
+) -> LaidOutModel:
     """Create the model, wrap it for the run's parallelism, and give it fresh weights; collective.
 
     A sharded model has no memory before it is sharded, so that no rank ever holds all of it.
+    `fp8_gains` are those by which an earlier attempt chose its layers.
     """
     experts = None if plan.arch.mixture is None else cfg.parallel.expert
     mesh = make_mesh(plan.sizes, world, experts)
@@ -95,11 +101,13 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
         router.coefficients = _coefficients(cfg, corrected=router.mixture.corrected)
     if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", doubt)
+    gains: Mapping[fp8.Shape, float] = {}
     # Before the parallelism below: it divides the layers whose sizes this reads.
     if plan.precision is Precision.FP8:
         # A rank's share of a sequence, as in training: fp8 pays off only for large products.
         tokens = cfg.train.micro_batch * cfg.train.seq_len // plan.sizes.context
-        log.info("%s", fp8.convert(model, world, tokens, plan.compile, plan.sizes.tensor))
+        divided = plan.sizes.tensor
+        gains = fp8.convert(model, world, tokens, plan.compile, divided, known=fp8_gains)
     module = apply(
         model,
         world,
@@ -124,4 +132,4 @@ def assemble(cfg: RunConfig, plan: RunPlan, world: World) -> LaidOutModel:
     # On every rank by itself: the values do not depend on the layout, so none are sent.
     initialize(model, cfg.seed, plan.scaling.base)
     params = params_of(model, mesh)
-    return LaidOutModel(mesh=mesh, model=model, module=module, params=params)
+    return LaidOutModel(mesh=mesh, model=model, module=module, params=params, fp8_gains=gains)

@@ -95,7 +95,9 @@ def make_state(inputs: StartedRun) -> tuple[TrainState, BatchReader]:
     if world.device.type == "cpu":
         # Before the first large tensor: malloc's thresholds apply to later allocations.
         malloc.keep_freed_memory()
-    laid_out = assemble(cfg, plan, world)
+    recorded = [] if inputs.resume is None else inputs.resume.position().get("fp8_gains", [])
+    fp8_gains = {(n_in, n_out): gain for n_in, n_out, gain in recorded}
+    laid_out = assemble(cfg, plan, world, fp8_gains)
     reader = BatchReader.of(cfg, laid_out.mesh.index(*DATA), plan.sizes.data, world.device)
     reader = reader.checking(world.rank, world.size)
     # After parallelisation, so that each rank fills its shards only.

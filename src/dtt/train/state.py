@@ -13,6 +13,7 @@ position.json has
                                 step earlier
     warmup                      length of the warm-up, in steps
     decay                       first step and end of the decay
+    fp8_gains                   inputs, outputs and speedup of each shape of linear layers in fp8
     own_actions                 by label, the last step and the state of each action of the user
     ended_by                    the action that ended the run, if one did
     speed                       with a time budget: the seconds spent in steps and the tokens of
@@ -53,7 +54,7 @@ FIELDS: dict[str, Kind] = {
 OPTIONAL: dict[str, Kind] = {
     "trained": int, "skipped": list, "warmup": int, "decay": (dict, NONE),
     "speed": (dict, NONE), "tasks_evaluated": (int, NONE), "sampled": (int, NONE),
-    "own_actions": dict, "ended_by": (str, NONE),
+    "own_actions": dict, "ended_by": (str, NONE), "fp8_gains": list,
 }  # fmt: skip
 """Fields that position.json may have, and their types."""
 ACTIONS = {"validate": "evaluated", "tasks": "tasks_evaluated", "sample": "sampled"}
@@ -124,6 +125,12 @@ class Position:
         )
 
 
+def _is_gain(value: object) -> bool:
+    """Return True for the inputs, outputs and speedup of a shape of layers."""
+    kinds = (int, int, float)
+    return isinstance(value, list) and len(value) == len(kinds) and all(map(is_kind, value, kinds))
+
+
 def check_position(checkpoint: Checkpoint) -> None:
     """Raise DamagedError unless a run can resume from the checkpoint's position.json."""
     record = checkpoint.position()
@@ -138,6 +145,7 @@ def check_position(checkpoint: Checkpoint) -> None:
             "eval_loss": isinstance(record.get("eval_loss", ""), float | int | NONE),
             "skipped": all(is_kind(step, int) for step in record.get("skipped", [])),
             "decay": decay is None or (fits(decay, DECAY) and decay["begin"] < decay["end"]),
+            "fp8_gains": all(map(_is_gain, record.get("fp8_gains", []))),
             "speed": all(is_kind(n, float) for n in (record.get("speed") or {}).values()),
         }
         wrong = [name for name, is_sound in sound.items() if not is_sound]

@@ -42,6 +42,7 @@ class SaveCheckpoint(StepAction):
             position.to_json()
             | {"run_id": run.run_id, "sources": sources}
             | {"own_actions": states_of(run.cfg.actions, position)}
+            | {"fp8_gains": [[*shape, gain] for shape, gain in run.state.fp8_gains.items()]}
             | run.schedule.state(),
             # Trackers are flushed before a checkpoint is complete: a run that resumes from it finds
             # all records up to it.
