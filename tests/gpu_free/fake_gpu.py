@@ -51,9 +51,10 @@ _HOOKS = _load_hooks()
 import torch  # noqa: E402  (after the hooks)
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch._subclasses import fake_tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-TORCH = ("2.13.", "2.14.")
+TORCH = ("2.11.", "2.13.", "2.14.")
 """Versions of torch whose internals these programs replace."""
 DEVICE = torch.device("cuda", 0)
 MEMORY = int(79.1 * 2**30)
@@ -156,6 +157,7 @@ def _pretend() -> None:
     # In the thread of the caller, where the dispatch modes of a test are active.
     torch.autograd.set_multithreading_enabled(False)
     FakeTensorMode.avoid_device_init = True  # type: ignore[method-assign,assignment]
+    fake_tensor.init_gpu_context = lambda *_: None  # what avoids it only since torch 2.13
 
 
 _pretend()
