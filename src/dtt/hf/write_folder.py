@@ -85,7 +85,7 @@ def export(
             ids_T = verify.random_ids(trained.arch)
             moved = whole_folder.put_back(staging, released.multimodal, ids_T, max_shard_size)
             difference = max(difference, moved)
-        # The last: config.json, which puts parts for images back, decides which class is loaded.
+        # After parts for images: the type in config.json, theirs then, decides on the class.
         verify.check_token_ids(staging, trained.open_tokenizer())
         return _write_manifest(
             staging,
