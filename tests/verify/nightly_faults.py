@@ -27,4 +27,6 @@ def test_a_fault_is_found_by_the_check_of_its_kind(
     assert difference is not None
     with capsys.disabled():
         print(f"\n{name}: {difference.check}: {difference.describe()}")
-    assert difference.check in fault.checks
+    # A save compares the copies of ranks, and ends the run before verify compares anything.
+    refused = difference.check == "run" and "are not the same on all ranks" in difference.what
+    assert refused or difference.check in fault.checks
