@@ -10,13 +10,12 @@ from torch import Tensor
 
 from dtt.base.errors import DamagedError
 from dtt.hf.weights import HFTensors, apply_rules
-from dtt.model.families.base import WeightRule, same_name
+from dtt.model.families.base import WeightRule, renamed
 
 EXPERTS, DIM, FFN = 12, 4, 6
 LAYER = "model.layers.{i}.mlp"
 QWEN3_MOE = (
-    *same_name("model.embed_tokens", "embed", "weight"),
-    *same_name(f"{LAYER}.gate", "layers.{i}.mlp.router", "weight"),
+    *renamed({"model.embed_tokens": "embed", f"{LAYER}.gate": "layers.{i}.mlp.router"}),
     WeightRule(f"{LAYER}.experts.{{e}}.gate_proj.weight", ("layers.{i}.mlp.experts.gate",)),
     WeightRule(f"{LAYER}.experts.{{e}}.up_proj.weight", ("layers.{i}.mlp.experts.up",)),
     WeightRule(f"{LAYER}.experts.{{e}}.down_proj.weight", ("layers.{i}.mlp.experts.down",)),

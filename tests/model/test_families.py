@@ -183,10 +183,10 @@ def test_what_transformers_5_14_writes_beside_the_ropes_of_gemma3_changes_nothin
     config = family.to_hf_config(tiny_architecture("gemma3"), 0)
     unused: dict[str, Any] = {"rope_type": "default", "rope_theta": None}
     beside = {**config, "rope_parameters": {**config["rope_parameters"], **unused}}
-    assert family.read_hf_config(beside) == family.read_hf_config(config)
+    assert family.from_hf_config(beside) == family.from_hf_config(config)
     beside["rope_parameters"]["rope_theta"] = 1e4
     with pytest.raises(InputError, match="rope_parameters"):
-        family.read_hf_config(beside)
+        family.from_hf_config(beside)
 
 
 def test_layers_with_a_window_have_a_rotary_embedding_of_their_own() -> None:

@@ -53,7 +53,7 @@ class ExpertMixture:
 class Architecture:
     """The resolved architecture of a decoder: every option chosen, every size known.
 
-    `Decoder` is built from this alone. `Family.architecture` and `Family.read_hf_config` create it.
+    `Decoder` is built from this alone. A `DecoderFamily` makes it of a configuration or config.json.
     """
 
     family: str

@@ -1,17 +1,18 @@
-"""Model families, one file each: architecture options, weight names, config.json conversion."""
+"""Model families: architecture options, weight names and config.json as tables."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, get_args
+from dtt.model.families import dense, mixtures
+from dtt.model.families.base import DecoderFamily
 
-from dtt.config.model import ModelConfig
-
-if TYPE_CHECKING:
-    from dtt.model.families.base import DecoderFamily
-
-NAMES: tuple[str, ...] = get_args(ModelConfig.model_fields["family"].annotation)
-"""Each is `model.family` in the config, the module that defines the family, and its constant."""
+_FAMILIES = {
+    family.name: family
+    for module in (dense, mixtures)
+    for family in vars(module).values()
+    if isinstance(family, DecoderFamily)
+}
+NAMES = tuple(_FAMILIES)
+"""Values of `model.family` in the config."""
 
 
 def get(name: str) -> DecoderFamily:
@@ -19,13 +20,9 @@ def get(name: str) -> DecoderFamily:
 
     Raises KeyError if there is none.
     """
-    if name not in NAMES:
-        raise KeyError(name)
-    # Imported by name: a run needs one of the fourteen, and a login node should start fast.
-    family: DecoderFamily = getattr(import_module(f"{__name__}.{name}"), name.upper())
-    return family
+    return _FAMILIES[name]
 
 
 def every() -> tuple[DecoderFamily, ...]:
     """Return all families."""
-    return tuple(map(get, NAMES))
+    return tuple(_FAMILIES.values())

@@ -1,4 +1,4 @@
-"""Conversion of sliding windows between dtt and `layer_types` of config.json."""
+"""Conversion of sliding windows between dtt and config.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 Windows = tuple[int | None, ...]
 
 
-def to_hf(windows: Windows) -> list[str]:
-    """Return `layer_types`."""
-    return [FULL if window is None else LOCAL for window in windows]
+def to_hf(windows: Windows, pattern: tuple[int, int] | None) -> dict[str, Any]:
+    """Return all keys of windows; `pattern` is the family's default window, if it needs one."""
+    window = next((w for w in windows if w is not None), None)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": pattern[0] if pattern is not None and window is None else window,
+        # Of versions of transformers that do not read layer_types.
+        "max_window_layers": windows.index(window) if window else len(windows),
+        "layer_types": [FULL if w is None else LOCAL for w in windows],
+    }
 
 
 def from_hf(config: Mapping[str, Any], window: int | None, default: Sequence[str]) -> Windows:

@@ -1,18 +1,54 @@
-"""The description of a model family: its architecture, its config.json and its weight names."""
+"""A model family as data: its architecture, its config.json and the names of its weights.
+
+The tables of `dense.py` and `mixtures.py` say what differs from Llama; the code is here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
-from dtt.config.model import ModelConfig
-from dtt.model.architecture import Architecture
+from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
+from dtt.config.model import MIXTURES, ONLY_FOR, TIED, ModelConfig
+from dtt.model.architecture import (
+    Architecture,
+    ExpertMixture,
+    fit_context,
+    fit_vocabulary,
+    round_up,
+)
 from dtt.model.config_section import section_problems
-from dtt.model.families.hf_config import Values, check_values, unsupported
+from dtt.model.families import attention_windows, rope_scaling
+from dtt.model.families.attention_windows import FULL, LOCAL
+from dtt.model.families.hf_config import COMMON, UNSET, Key, check_values, unsupported
 
+LLAMA_AXES: Mapping[str, Any] = {
+    "norm": "rmsnorm",
+    "qk_norm": "none",
+    "norm_placement": "pre",
+    "position": "rope",
+    "rope_local_theta": None,
+    "partial_rotary_factor": 1.0,
+    "mlp": "swiglu",
+    "bias": "none",
+    "embed_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+    "dropout": 0.0,
+}
+"""Fields of `Architecture` as Llama has them."""
+OF_MIXTURE = "mixture."
+"""Beginning of `Key.field` for the fields of an `ExpertMixture`."""
 MIXTURE = tuple(f"layers.{{i}}.mlp.{part}." for part in ("router", "experts", "shared"))
 """Beginnings of the names of the parameters of a mixture."""
+SAME_KEYS = (
+    "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "norm_eps", "rope_theta",
+    "rope_scaling", "partial_rotary_factor", "logit_softcap", "dropout",
+)  # fmt: skip
+"""Keys of the section `model` that an architecture takes over."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +67,12 @@ class WeightRule:
 
     def of_layer(self, i: int) -> WeightRule:
         """Return the rule for layer `i`, with `{i}` filled in."""
-        return replace(
-            self,
-            hf_name=self.hf_name.replace("{i}", str(i)),
-            dtt_names=tuple(name.replace("{i}", str(i)) for name in self.dtt_names),
-        )
+        names = tuple(name.replace("{i}", str(i)) for name in self.dtt_names)
+        return replace(self, hf_name=self.hf_name.replace("{i}", str(i)), dtt_names=names)
 
     def of_expert(self, e: int) -> str:
         """Return the name of the Hugging Face tensor of expert `e`."""
         return self.hf_name.replace("{e}", str(e))
-
-    def fits(self, arch: Architecture, i: int) -> bool:
-        """Return False for a rule of another kind of MLP than layer `i` has."""
-        if not self.dtt_names[0].startswith("layers.{i}.mlp."):
-            return True
-        of_mixture = self.dtt_names[0].startswith(MIXTURE)
-        return of_mixture == (arch.mixture_of(i) is not None)
 
     @property
     def per_expert(self) -> bool:
@@ -54,7 +80,27 @@ class WeightRule:
         return "{e}" in self.hf_name
 
 
-@dataclass(frozen=True)
+def renamed(names: Mapping[str, str], *suffixes: str) -> tuple[WeightRule, ...]:
+    """Return rules for tensors that differ in name only: names of dtt by those of Hugging Face.
+
+    There is a rule for each of the suffixes, by default `weight` alone.
+    """
+    return tuple(
+        WeightRule(f"{hf_name}.{suffix}", (f"{ours}.{suffix}",))
+        for hf_name, ours in names.items()
+        for suffix in suffixes or ("weight",)
+    )
+
+
+def _as_is(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
+def _nothing(_arch: Architecture) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderFamily:
     """A published model architecture, and its Hugging Face format."""
 
@@ -63,18 +109,77 @@ class DecoderFamily:
     """`model_type` in config.json."""
     hf_class: str
     """`architectures` in config.json: the class that transformers builds."""
-    architecture: Callable[[ModelConfig, int, int], Architecture]
-    """Function `(cfg, tokenizer_size, seq_len)` that resolves every null of the config. It raises
-    ConfigError if the tokenizer or the sequences do not fit."""
-    hf_facts: Callable[[Architecture], dict[str, Any]]
-    """Entries of config.json that are specific to the family."""
-    hf_values: Mapping[str, Values]
-    """Keys of config.json that are specific to the family, with their supported values; any other
-    key is rejected."""
-    read_hf_config: Callable[[Mapping[str, Any]], Architecture]
-    """Function that reads a config.json whose keys were checked. It raises InputError if they
-    contradict each other."""
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Architecture` that are the same in all models, where they differ from Llama's."""
+    scaled_embedding: bool = False
+    """True if embeddings are multiplied by sqrt(dim)."""
+    norm_topk: bool = True
+    """True if the scores of the chosen experts are divided by their sum, by default."""
+    routing: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ExpertMixture` that are the same in all models."""
+    window_pattern: tuple[int, int] | None = None
+    """Default window and interval, if every n-th layer has no window; else None."""
+
+    keys: Mapping[str, Key]
+    """Keys of config.json that are specific to the family; any other key is rejected."""
+    window_keys: tuple[str, ...] = ()
+    """Those of the sliding windows that an export has."""
+    theta: float = 10_000.0
+    """RoPE base of a config.json without one."""
+    local_theta: float | None = None
+    """The same for layers with a window; None: all layers have one base."""
+    rope_types: tuple[str, ...] = rope_scaling.USUAL
+    read: Callable[[dict[str, Any]], dict[str, Any]] = _as_is
+    """Function that replaces values of a checked config.json by those of the fields they stand for.
+    It raises InputError if they contradict each other."""
+    write: Callable[[Architecture], dict[str, Any]] = _nothing
+    """Function that returns further entries of config.json."""
     weights: tuple[WeightRule, ...]
+    """The first one is the embedding."""
+
+    def architecture(self, cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
+        """Resolve every null of the config.
+
+        Raises ConfigError if the tokenizer or the sequences do not fit.
+        """
+        fields = {key: getattr(cfg, key) for key in SAME_KEYS} | {
+            "vocab_size": fit_vocabulary(cfg, tokenizer_size),
+            "max_seq_len": fit_context(cfg, seq_len),
+            "init_std": parse_std(cfg.init_std),
+            "tie_embeddings": self._tied(cfg.tie_embeddings),
+        }
+        if self.window_pattern is None:
+            full = min(cfg.max_window_layers, cfg.n_layers)
+            fields["windows"] = (None,) * full + (cfg.window,) * (cfg.n_layers - full)
+        else:
+            window, interval = self.window_pattern
+            window = cfg.window or window
+            kinds = attention_windows.every_nth(cfg.n_layers, cfg.window_pattern or interval)
+            fields["windows"] = tuple(window if kind == LOCAL else None for kind in kinds)
+        if self.local_theta is not None:
+            own = self.has("rope_local_theta")
+            fields["rope_local_theta"] = cfg.rope_local_theta if own else cfg.rope_theta
+        if self.has("no_rope_layer_interval"):
+            fields["rope_layers"] = rope_layers(cfg.n_layers, cfg.no_rope_layer_interval)
+        if cfg.query_pre_attn_scalar is not None:
+            fields["attn_scale"] = cfg.query_pre_attn_scalar**-0.5
+        arch = self._resolved(fields)
+        if self.name not in MIXTURES:
+            return arch
+        width = cfg.expert_ffn_dim or arch.ffn_dim
+        mixture = ExpertMixture(
+            experts=cfg.n_experts,
+            per_token=cfg.experts_per_token,
+            ffn_dim=width,
+            shared_dim=cfg.n_shared_experts * width if self.has("n_shared_experts") else 0,
+            dense_layers=cfg.n_dense_layers,
+            normalise=self.norm_topk if cfg.norm_topk is None else cfg.norm_topk,
+            groups=cfg.n_expert_groups,
+            groups_per_token=cfg.expert_groups_per_token,
+            scale=cfg.routed_scaling,
+            **self.routing,
+        )
+        return replace(arch, mixture=mixture)
 
     def from_hf_config(
         self, config: Mapping[str, Any], defaults: Callable[[], Mapping[str, Any]] = dict
@@ -85,8 +190,29 @@ class DecoderFamily:
         not know, unless they have the value in `defaults()` (those of transformers' class for the
         family).
         """
-        check_values(config, self.hf_values, defaults)
-        arch = self.read_hf_config(config)
+        check_values(config, self.keys, defaults)
+        missing = {name: key.default for name, key in self.keys.items() if key.default is not UNSET}
+        known = self.keys.keys() | COMMON.keys()
+        values = self.read({**missing, **{k: v for k, v in config.items() if k in known}})
+        fields = {key.field: values[name] for name, key in self.keys.items() if key.field}
+        sizes = {
+            name.removeprefix(OF_MIXTURE): fields.pop(name)
+            for name in list(fields)
+            if name.startswith(OF_MIXTURE)
+        }
+        fields |= {
+            "vocab_size": values["vocab_size"],
+            "init_std": InitialStd.uniform(values.get("initializer_range", DEFAULT_STD)),
+            "tie_embeddings": self._tied(values.get("tie_word_embeddings")),
+            "windows": self._read_windows(values, fields["n_layers"]),
+        }
+        if "rope_theta" in self.keys:
+            fields |= self._read_rope(values, fields["windows"])
+        if sizes:
+            mixture = ExpertMixture(**{"ffn_dim": fields["ffn_dim"], **sizes, **self.routing})
+            _check_mixture(config, mixture)
+            fields["mixture"] = mixture
+        arch = self._resolved(fields)
         problems = list(section_problems(arch))
         if problems:
             raise unsupported(config, "; ".join(problems))
@@ -97,11 +223,17 @@ class DecoderFamily:
 
         `end_of_document` is the id of the token that ends a document.
         """
+        windows = attention_windows.to_hf(arch.windows, self.window_pattern)
+        constants = {n: key.writes for n, key in self.keys.items() if key.writes is not UNSET}
         return {
             "model_type": self.hf_model_type,
             "architectures": [self.hf_class],
             "vocab_size": arch.vocab_size,
-            **self.hf_facts(arch),
+            **{n: attrgetter(key.field)(arch) for n, key in self.keys.items() if key.field},
+            **(rope_scaling.entries(arch) if "rope_theta" in self.keys else {}),
+            **{name: windows[name] for name in self.window_keys},
+            **constants,
+            **self.write(arch),
             "initializer_range": arch.init_std.matrix,
             "tie_word_embeddings": arch.tie_embeddings,
             # dtt separates documents by one token, which also starts a generation. GPT-2 uses the
@@ -113,15 +245,97 @@ class DecoderFamily:
     def weight_rules(self, arch: Architecture) -> Iterator[WeightRule]:
         """Yield the rules of this model, with the layer filled in; a tied head has none."""
         for rule in self.weights:
-            if rule.dtt_names == ("head.weight",) and arch.tie_embeddings:
+            name = rule.dtt_names[0]
+            if name == "head.weight" and arch.tie_embeddings:
                 continue
-            if "{i}" in rule.hf_name:
-                layers = (i for i in range(arch.n_layers) if rule.fits(arch, i))
-                yield from (rule.of_layer(i) for i in layers)
-            else:
+            if "{i}" not in rule.hf_name:
                 yield rule
+                continue
+            for i in range(arch.n_layers):
+                # Layers differ in the kind of their MLP.
+                mixed = arch.mixture_of(i) is not None
+                if not name.startswith("layers.{i}.mlp.") or name.startswith(MIXTURE) == mixed:
+                    yield rule.of_layer(i)
+
+    def has(self, key: str) -> bool:
+        """Return True if the section `model` of this family has a key that others lack."""
+        return self.name in ONLY_FOR[key]
+
+    def _tied(self, given: bool | None) -> bool:
+        return self.name in TIED if given is None else given
+
+    def _resolved(self, fields: Mapping[str, Any]) -> Architecture:
+        """Return the architecture with these fields; those that are None follow from others."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        axes = {**LLAMA_AXES, **self.axes}
+        dim, n_layers, n_heads = (given[name] for name in ("dim", "n_layers", "n_heads"))
+        head_dim = given.get("head_dim", dim // n_heads)
+        # Three matrices of 8/3 have as many weights as two of 4, those of an MLP without a gate
+        # (Shazeer, 2020). The multiple of 64 suits matrix kernels and tensor parallelism.
+        width = 4 * dim if axes["mlp"] == "gelu" else round_up(8 * dim // 3, 64)
+        derived = {
+            "family": self.name,
+            "n_kv_heads": n_heads,
+            "head_dim": head_dim,
+            "ffn_dim": width,
+            "rope_layers": (axes["position"] == "rope",) * n_layers,
+            "attn_scale": head_dim**-0.5,
+        }
+        if self.scaled_embedding:
+            derived["embed_scale"] = dim**0.5
+        return Architecture(**{**axes, **derived, **given, **self.axes})
+
+    def _read_windows(self, values: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]:
+        """Return the window of each layer, by the kinds of a config.json or the family's rule."""
+        window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+        if self.window_pattern is None:
+            first = values.get("max_window_layers", 0)
+            late = window is not None and first is not None
+            kinds = [LOCAL if late and i >= first else FULL for i in range(n_layers)]
+        else:
+            interval = values.get("sliding_window_pattern", self.window_pattern[1])
+            kinds = attention_windows.every_nth(n_layers, interval)
+        windows = attention_windows.from_hf(values, window, kinds)
+        if any(windows) and not self.has("window"):
+            raise unsupported(values, "sliding_window, layer_types: it has layers with a window")
+        return windows
+
+    def _read_rope(
+        self, values: Mapping[str, Any], windows: tuple[int | None, ...]
+    ) -> dict[str, Any]:
+        """Return the fields of RoPE that a config.json describes."""
+        if self.local_theta is None:
+            theta, scaling = rope_scaling.from_hf(values, self.theta, self.rope_types)
+            return {"rope_theta": theta, "rope_scaling": scaling}
+        beside = values.get("rope_local_base_freq")
+        full, local_theta = rope_scaling.by_layer_type(values, beside, self.local_theta)
+        theta, scaling = rope_scaling.from_hf(full, self.theta, self.rope_types)
+        if not self.has("rope_local_theta"):
+            # Without a base of its own, transformers 5 uses the default in layers with a window; 4
+            # used rope_theta. Only a file in which both are the same has one meaning.
+            if any(windows) and local_theta != theta:
+                raise unsupported(
+                    values,
+                    f"the base of RoPE is {theta} in {FULL} and {local_theta} in {LOCAL}; "
+                    "supported: the same in both",
+                    next="write rope_theta for both into rope_parameters of config.json, or use "
+                    "another model",
+                )
+            local_theta = theta
+        return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local_theta}
 
 
-def same_name(hf_name: str, dtt_name: str, *suffixes: str) -> tuple[WeightRule, ...]:
-    """Return rules for tensors that differ in name only, one per suffix (`weight`, `bias`)."""
-    return tuple(WeightRule(f"{hf_name}.{s}", (f"{dtt_name}.{s}",)) for s in suffixes)
+def rope_layers(n_layers: int, interval: int) -> tuple[bool, ...]:
+    """Return False for every `interval`-th layer, which has no rotary embedding."""
+    return tuple(layer % interval != 0 for layer in range(1, n_layers + 1))
+
+
+def _check_mixture(config: Mapping[str, Any], mixture: ExpertMixture) -> None:
+    """Raise InputError, with the keys of config.json, for numbers that contradict each other."""
+    if mixture.experts % mixture.groups or mixture.groups_per_token > mixture.groups:
+        many = f"{mixture.experts} experts, n_group {mixture.groups}"
+        raise unsupported(config, f"{many} and topk_group {mixture.groups_per_token}")
+    candidates = mixture.experts // mixture.groups * mixture.groups_per_token
+    if mixture.per_token > candidates:
+        what = f"num_experts_per_tok is {mixture.per_token}"
+        raise unsupported(config, f"{what}, and only {candidates} experts can compute a token")

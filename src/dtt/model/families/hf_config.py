@@ -41,30 +41,42 @@ NUMBERS = Values(
 )
 OBJECT = Values("an object", lambda v: isinstance(v, dict))
 FLAGS = Values("a list of 0 and 1", lambda v: isinstance(v, list) and set(v) <= {0, 1})
-KINDS = Values("a list of strings", lambda v: isinstance(v, list) and all(map(_is_text, v)))
+KINDS = Values(
+    "a list of strings", lambda v: isinstance(v, list) and all(isinstance(i, str) for i in v)
+)
 ANYTHING = Values("anything", lambda v: True)
+UNSET: Any = object()
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json."""
+
+    values: Values
+    field: str | None = None
+    """Field of `Architecture` that it stands for; with `mixture.` before it, of `ExpertMixture`."""
+    default: Any = UNSET
+    """Value for transformers in a file without the key; None: it follows from other keys."""
+    writes: Any = UNSET
+    """Value that an export has, if it is the same for all models."""
 
 
-def without_effect(keys: str) -> dict[str, Values]:
+def without_effect(keys: str) -> dict[str, Key]:
     """Return a table in which the keys, separated by spaces, accept any value."""
-    return dict.fromkeys(keys.split(), ANYTHING)
+    return dict.fromkeys(keys.split(), Key(ANYTHING))
 
 
-COMMON: Mapping[str, Values] = {
-    "model_type": ANYTHING,
-    "vocab_size": SIZE,
-    "tie_word_embeddings": FLAG,
-    "initializer_range": SPREAD,
+COMMON: Mapping[str, Key] = {
+    "model_type": Key(ANYTHING),
+    "vocab_size": Key(SIZE),
+    "tie_word_embeddings": Key(FLAG),
+    "initializer_range": Key(SPREAD),
     # Keys of every transformers config; other values would change the logits.
-    "is_causal": only(True),  # transformers treats null as False
-    "is_encoder_decoder": only(False, None),
-    "add_cross_attention": only(False, None),
-    "chunk_size_feed_forward": only(0, None),
-    "pruned_heads": only({}, None),
+    "is_causal": Key(only(True)),  # transformers treats null as False
+    "is_encoder_decoder": Key(only(False, None)),
+    "add_cross_attention": Key(only(False, None)),
+    "chunk_size_feed_forward": Key(only(0, None)),
+    "pruned_heads": Key(only({}, None)),
     # Metadata that does not affect the logits.
     **without_effect(
         "architectures transformers_version _name_or_path name_or_path dtype torch_dtype "
@@ -91,7 +103,7 @@ COMMON: Mapping[str, Values] = {
 
 def check_values(
     config: Mapping[str, Any],
-    table: Mapping[str, Values],
+    table: Mapping[str, Key],
     defaults: Callable[[], Mapping[str, Any]],
 ) -> None:
     """Raise InputError unless each key is known and has a value that dtt supports.
@@ -114,8 +126,8 @@ def check_values(
             "another model",
         )
     for key, value in config.items():
-        if key in known and not known[key].accepts(value):
-            words = known[key].words
+        if key in known and not known[key].values.accepts(value):
+            words = known[key].values.words
             raise unsupported(config, f"config.json has {key}: {value!r}; supported: {words}")
 
 

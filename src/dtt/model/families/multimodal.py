@@ -10,7 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dtt.model.families.hf_config import OBJECT, check_values, only, unsupported, without_effect
+from dtt.model.families.hf_config import (
+    OBJECT,
+    Key,
+    check_values,
+    only,
+    unsupported,
+    without_effect,
+)
 
 MODEL_TYPE = "gemma3"
 TEXT_TYPE = "gemma3_text"
@@ -26,9 +33,9 @@ DEFAULTS: Mapping[str, Any] = {
 OF_ALL = ("quantization_config", "auto_map")
 """Keys beside `text_config` that also hold for the text model."""
 KEYS = {
-    "text_config": OBJECT,
+    "text_config": Key(OBJECT),
     # Gemma3Config ties the head whatever text_config says.
-    "tie_word_embeddings": only(True, None),
+    "tie_word_embeddings": Key(only(True, None)),
     **without_effect("vision_config mm_tokens_per_image boi_token_index eoi_token_index"),
     **without_effect("image_token_index image_token_id boi_token_id eoi_token_id auto_map"),
 }

@@ -14,6 +14,7 @@ from dtt.config.model import (
     RopeScaling,
     YarnRopeScaling,
 )
+from dtt.model.architecture import Architecture
 from dtt.model.families.attention_windows import FULL, LOCAL
 from dtt.model.families.hf_config import (
     FLAG,
@@ -27,64 +28,21 @@ from dtt.model.families.hf_config import (
     unsupported,
 )
 
-
-def to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    """Return `rope_scaling` of config.json; with `rope_theta` added, it is `rope_parameters`."""
-    match scaling:
-        case NoRopeScaling():
-            return {"rope_type": "default"}
-        case LinearRopeScaling():
-            return {"rope_type": "linear", "factor": scaling.factor}
-        case Llama3RopeScaling():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-            }
-        case YarnRopeScaling():
-            return {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "truncate": scaling.truncate,
-            } | (
-                {}
-                if scaling.attention_factor is None
-                else {"attention_factor": scaling.attention_factor}
-            )
-        case LongRopeScaling():
-            return {
-                "rope_type": "longrope",
-                "short_factor": list(scaling.short_factor),
-                "long_factor": list(scaling.long_factor),
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-                "attention_factor": scaling.attention_factor,
-            }
-
-
+LENGTH = "original_max_position_embeddings"
+"""Key of `original_max_seq_len` in config.json; other fields have the same name there."""
+SCALINGS: Mapping[str, tuple[type[RopeScaling], Mapping[str, Values]]] = {
+    "default": (NoRopeScaling, {}),
+    "linear": (LinearRopeScaling, {"factor": NUMBER}),
+    "llama3": (
+        Llama3RopeScaling,
+        {"factor": NUMBER, "low_freq_factor": NUMBER, "high_freq_factor": NUMBER, LENGTH: SIZE},
+    ),
+    "yarn": (YarnRopeScaling, {"factor": NUMBER, LENGTH: SIZE}),
+    "longrope": (LongRopeScaling, {"short_factor": NUMBERS, "long_factor": NUMBERS, LENGTH: SIZE}),
+}
+"""The class of each `rope_type`, and the required entries of `rope_parameters`."""
 USUAL = ("default", "linear", "llama3", "yarn")
 """Values of `rope_type` in most families."""
-ENTRIES: Mapping[str, Mapping[str, Values]] = {
-    "default": {},
-    "linear": {"factor": NUMBER},
-    "llama3": {
-        "factor": NUMBER,
-        "low_freq_factor": NUMBER,
-        "high_freq_factor": NUMBER,
-        "original_max_position_embeddings": SIZE,
-    },
-    "yarn": {"factor": NUMBER, "original_max_position_embeddings": SIZE},
-    "longrope": {
-        "short_factor": NUMBERS,
-        "long_factor": NUMBERS,
-        "original_max_position_embeddings": SIZE,
-    },
-}
-"""Required entries of `rope_parameters` for each type of scaling."""
 UNUSED = (("rope_type", "default"), ("rope_theta", None))
 """Entries of Gemma 3's rope_parameters that say nothing."""
 OPTIONAL: Mapping[str, Mapping[str, Values]] = {
@@ -99,6 +57,26 @@ OPTIONAL: Mapping[str, Mapping[str, Values]] = {
     "longrope": {"factor": optional(NUMBER), "attention_factor": optional(NUMBER)},
 }
 """Entries that may be left out."""
+
+
+def entries(arch: Architecture) -> dict[str, Any]:
+    """Return the entries of config.json for RoPE, for old and new versions of transformers."""
+    scaling = arch.rope_scaling
+    fields = scaling.model_dump(mode="json", exclude={"type"}, exclude_none=True)
+    if "original_max_seq_len" in fields:
+        fields[LENGTH] = fields.pop("original_max_seq_len")
+    hf = {"rope_type": "default" if scaling.type == "none" else scaling.type, **fields}
+    parameters: dict[str, Any] = hf | {"rope_theta": arch.rope_theta}
+    if arch.rope_local_theta is not None:
+        local = {"rope_type": "default", "rope_theta": arch.rope_local_theta}
+        parameters = {FULL: parameters, LOCAL: local}
+    return {
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": None if scaling.type == "none" else hf,
+        # transformers 5 reads `rope_parameters` and older versions the two keys above it; the file
+        # serves both.
+        "rope_parameters": parameters,
+    }
 
 
 def from_hf(
@@ -178,14 +156,15 @@ def _scaling(
     """
     # The key was `type` before 2024; transformers 4 writes both.
     kinds = [entries[key] for key in ("rope_type", "type") if key in entries] or ["default"]
-    needed = ENTRIES.get(str(kinds[0]), {})
+    kind = str(kinds[0])
+    made, needed = SCALINGS.get(kind, (NoRopeScaling, {}))
     known = {
         "rope_type": only(*types),
         "type": only(kinds[0]),
         "rope_theta": NUMBER,
         "partial_rotary_factor": only(1.0),
         **needed,
-        **OPTIONAL.get(str(kinds[0]), {}),
+        **OPTIONAL.get(kind, {}),
     }
     missing = {key: None for key in needed if key not in entries}
     for key, value in {"rope_type": kinds[0], **entries, **missing}.items():
@@ -195,39 +174,20 @@ def _scaling(
                 config,
                 f"config.json has {key}: {value!r} in {place}; supported: {allowed.words}",
             )
-    match kinds[0]:
-        case "linear":
-            return LinearRopeScaling(factor=float(entries["factor"]))
-        case "llama3":
-            scaling = Llama3RopeScaling(
-                factor=float(entries["factor"]),
-                low_freq_factor=float(entries["low_freq_factor"]),
-                high_freq_factor=float(entries["high_freq_factor"]),
-                original_max_seq_len=entries["original_max_position_embeddings"],
-            )
-            for key, why in scaling.problems():
-                raise unsupported(config, f"config.json has {place}.{key}: it {why}")
-            return scaling
-        case "yarn":
-            return YarnRopeScaling(
-                factor=float(entries["factor"]),
-                original_max_seq_len=entries["original_max_position_embeddings"],
-                beta_fast=float(entries.get("beta_fast") or 32),
-                beta_slow=float(entries.get("beta_slow") or 1),
-                truncate=entries.get("truncate", True),
-                attention_factor=_yarn_attention_factor(entries),
-            )
-        case "longrope":
-            return LongRopeScaling(
-                short_factor=tuple(map(float, entries["short_factor"])),
-                long_factor=tuple(map(float, entries["long_factor"])),
-                original_max_seq_len=entries["original_max_position_embeddings"],
-                attention_factor=_longrope_attention_factor(
-                    entries, config["max_position_embeddings"]
-                ),
-            )
-        case _:
-            return NoRopeScaling()
+    fields = {key: value for key, value in entries.items() if key in made.model_fields}
+    if LENGTH in needed:
+        fields["original_max_seq_len"] = entries[LENGTH]
+    if kind == "yarn":
+        fields["attention_factor"] = _yarn_attention_factor(entries)
+    elif kind == "longrope":
+        context = config["max_position_embeddings"]
+        fields["attention_factor"] = _longrope_attention_factor(entries, context)
+        fields |= {key: tuple(entries[key]) for key in ("short_factor", "long_factor")}
+    fields.pop("type", None)
+    scaling = made(**{key: value for key, value in fields.items() if value is not None})
+    for key, why in scaling.problems():
+        raise unsupported(config, f"config.json has {place}.{key}: it {why}")
+    return scaling
 
 
 def _yarn_attention_factor(entries: Mapping[str, Any]) -> float | None:
