@@ -97,7 +97,7 @@ def test_a_cuda_graph_of_a_step_gives_the_tokens_of_the_step(
     answers = []
     for graphs in (True, False):
         if not graphs:
-            monkeypatch.setattr("dtt.model.step_graphs.StepGraphs.run", lambda _, __, step: step())
+            monkeypatch.setattr("dtt.model.decoding.StepGraphs.run", lambda _, __, step: step())
         state = make_decoding(model)
         for prompts in ([[5, 17, 3]], [[5, 17, 3], [41], [9] * 9, [7, 2]]):
             own = [torch.Generator(device).manual_seed(i) for i in range(len(prompts))]

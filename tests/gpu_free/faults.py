@@ -90,7 +90,7 @@ FAULTS = {
             ("block", "dtt.model.layers:Block.add", "llama", ("print", "branch", "item")),
             ("mlp", "dtt.model.layers:GatedMLP.forward", "fsdp2", ("print", "branch")),
             ("gelu", "dtt.model.layers:GeluMLP.forward", "gpt2", ("item",)),
-            ("norm", "dtt.model.norm:RMSNorm.forward", "llama", ("print", "item")),
+            ("norm", "dtt.model.layers:RMSNorm.forward", "llama", ("print", "item")),
         )
         for way in ways
     },

@@ -26,7 +26,7 @@ from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
-from dtt.model import attention_backend, chunked_attention, layers, loss, norm
+from dtt.model import attention_backend, chunked_attention, layers, loss
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import attach
 from dtt.optim.muon import optimizer as muon
@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], shadow.Spoil]] = {
     "starts": ("chunks", _chunks_one_earlier, str),
     "terms": ("llama", _one_term_too_many, str),
     "gradient": ("llama", _gradients_scaled, str),
-    "norm": ("llama", lambda: _scaled(norm.RMSNorm, "forward", 1.001), str),
+    "norm": ("llama", lambda: _scaled(layers.RMSNorm, "forward", 1.001), str),
     "mlp": ("llama", lambda: _scaled(layers.GatedMLP, "forward", 1.001), str),
     "gelu": ("gpt2", lambda: _scaled(layers.GeluMLP, "forward", 1.001), str),
     "rsqrt": ("llama", contextlib.nullcontext, lambda s: s.replace("rsqrt(", "sqrt(")),

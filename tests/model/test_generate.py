@@ -12,12 +12,11 @@ from dtt.base.errors import Diverged
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.model import families
 from dtt.model.decoder import Decoder
-from dtt.model.decoding import StaticDecoding, prompt_groups
+from dtt.model.decoding import StaticDecoding, Step, StepGraphs, prompt_groups
 from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
 from dtt.model.sampling import SamplingRule, checked, fill_noise
-from dtt.model.step_graphs import Step, StepGraphs
 from dtt.model.token_context import CachedContext, PromptContext
 
 PROMPT = [5, 17, 3, 88]

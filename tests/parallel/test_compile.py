@@ -23,7 +23,7 @@ from dtt.model.decoder import Decoder, params_of
 from dtt.model.init import initialize
 from dtt.optim import built, groups
 from dtt.optim.adamw import AdamWConfig
-from dtt.parallel.compile import compile_each_block
+from dtt.parallel.apply import compile_each_block
 
 
 def make_model() -> Decoder:

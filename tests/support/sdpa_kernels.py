@@ -10,8 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from dtt.config.model import ModelConfig
 from dtt.config.train import AttentionKernel
-from dtt.model import attention_backend, families
+from dtt.model import families
 from dtt.model.architecture import Architecture
+from dtt.model.token_context import Context
 
 NAMES = {
     "cudnn": "_scaled_dot_product_cudnn_attention",
@@ -36,7 +37,7 @@ def heads(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 def kernels_run(device: torch.device, dtype: torch.dtype, asked: AttentionKernel) -> set[str]:
     """Those that the profiler sees in a forward and backward pass."""
     tokens = torch.zeros(2, 64, dtype=torch.long, device=device)
-    (causal,) = attention_backend.make_attention_fns(arch(), tokens, None, asked)
+    (causal,) = Context(tokens, None, asked).attention_fns(arch())
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         causal(*heads(device, dtype)).sum().backward()
     seen = {event.key for event in trace.key_averages()}

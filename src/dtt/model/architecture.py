@@ -53,7 +53,8 @@ class ExpertMixture:
 class Architecture:
     """The resolved architecture of a decoder: every option chosen, every size known.
 
-    `Decoder` is built from this alone. A `DecoderFamily` makes it of a configuration or config.json.
+    `Decoder` is built from this alone. A `DecoderFamily` makes it, of a configuration or of
+    config.json.
     """
 
     family: str

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,8 @@ from dtt.config.train import AttentionKernel
 from dtt.mesh.compilation import compiler
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.block_sparse import tiled_attention
-from dtt.model.cached_attention import CachedAttention, Prefill, cached_mask
 from dtt.model.chunked_attention import Chunked, Kernel, chunk_kernel
-from dtt.model.kv_cache import KVCache
+from dtt.model.kv_cache import CachedAttention, KVCache, Prefill, cached_mask
 from dtt.model.sdpa import (
     WITH_A_MASK,
     AttentionFn,
@@ -37,6 +36,7 @@ from dtt.model.sdpa import (
     sdpa,
 )
 
+T = TypeVar("T")
 Backend = Literal["SDPA", "block-sparse SDPA", "FlexAttention"]
 EAGER_MASK = 128
 """Sequence length in tokens up to which the block mask is created uncompiled: it is at most one
@@ -126,53 +126,45 @@ def _describe(
     return f"{backend} within {' and '.join(limits)}" if limits else backend
 
 
-def make_attention_fns(
-    arch: Architecture,
-    tokens_BT: Tensor,
-    doc_ids_BT: Tensor | None,
-    requested: AttentionKernel = "auto",
-) -> list[AttentionFn]:
-    """Return the attention function of each layer for this forward pass of whole sequences.
-
-    Layers with the same window share one.
-    """
-    by_window = {
-        w: attention_within(arch.attn_scale, w, tokens_BT, doc_ids_BT, requested)
-        for w in set(arch.windows)
-    }
-    return [by_window[w] for w in arch.windows]
-
-
 def make_prefill_attention_fns(
     arch: Architecture, tokens_BT: Tensor, cache: KVCache
 ) -> list[AttentionFn]:
     """Return the attention function of each layer for prompts, which an empty cache keeps."""
     # In the dtype of the weights, which a kernel chosen for training may not take.
     allowed = kernels(tokens_BT.device, "auto", training=False)
-    by_window = {
-        w: _make_attention_fn(arch.attn_scale, tokens_BT, None, w, allowed=allowed)
-        for w in set(arch.windows)
-    }
-    return [Prefill(*cache.layer(i), by_window[w]) for i, w in enumerate(arch.windows)]
+    whole = by_window(
+        arch, lambda w: attention_within(arch.attn_scale, w, tokens_BT, None, allowed)
+    )
+    return [Prefill(*cache.layer(i), attend) for i, attend in enumerate(whole)]
+
+
+def by_window(arch: Architecture, make: Callable[[int | None], T]) -> list[T]:
+    """Return what `make` returns for the window of each layer; layers with the same share it."""
+    made = {window: make(window) for window in set(arch.windows)}
+    return [made[window] for window in arch.windows]
 
 
 def make_cached_attention_fns(
     arch: Architecture, positions_BT: Tensor, cache: KVCache
 ) -> list[AttentionFn]:
     """Return the attention function of each layer for tokens that follow those in a cache."""
-    # All layers with one window share the mask; each has its own keys and values.
-    places = {w: cache.places(w, positions_BT.shape[1]) for w in set(arch.windows)}
-    limits = {w: (at, cached_mask(cache, w, at, positions_BT)) for w, at in places.items()}
-    new = cache.new_places(positions_BT.shape[1])
+    count = positions_BT.shape[1]
+    new = cache.new_places(count)
     if new is None:
         # Indexing pairs each row with its own positions, on the device.
         rows_B1 = torch.arange(len(positions_BT), device=cache.device)[:, None]
         index: tuple[Any, ...] = rows_B1, slice(None), positions_BT
     else:
         index = slice(None), slice(None), new
+
+    def limits(window: int | None) -> tuple[slice, Tensor | None]:
+        places = cache.places(window, count)
+        return places, cached_mask(cache, window, places, positions_BT)
+
+    # All layers with one window share the mask; each has its own keys and values.
     return [
-        CachedAttention(*cache.layer(i), arch.attn_scale, index, *limits[w])
-        for i, w in enumerate(arch.windows)
+        CachedAttention(*cache.layer(i), arch.attn_scale, index, *of_window)
+        for i, of_window in enumerate(by_window(arch, limits))
     ]
 
 
@@ -195,40 +187,33 @@ def make_context_attention_fns(
     kernel = None
     if any(choose(device, seq_len, doc_ids_BS is not None, w) == "SDPA" for w in arch.windows):
         kernel = chunk_kernel(arch, device, len(chunks[0]), requested, dtype)
-    by_window = {
-        w: Gathered(
-            gather, _make_attention_fn(arch.attn_scale, tokens_BS, doc_ids_BS, w, chunks, kernel)
-        )
-        for w in set(arch.windows)
-    }
-    return [by_window[w] for w in arch.windows]
+    return by_window(
+        arch,
+        lambda w: Gathered(
+            gather,
+            attention_within(arch.attn_scale, w, tokens_BS, doc_ids_BS, (), chunks, kernel),
+        ),
+    )
 
 
 def attention_within(
     scale: float,
     window: int | None,
-    tokens_BT: Tensor,
-    doc_ids_BT: Tensor | None,
-    requested: AttentionKernel = "auto",
-) -> AttentionFn:
-    """Return causal attention of all tokens, within documents and a window."""
-    allowed = kernels(tokens_BT.device, requested)
-    return _make_attention_fn(scale, tokens_BT, doc_ids_BT, window, allowed=allowed)
-
-
-def _make_attention_fn(
-    scale: float,
     tokens_BS: Tensor,
     doc_ids_BS: Tensor | None,
-    window: int | None,
+    allowed: Kernels = (),
     chunks: Sequence[range] | None = None,
     kernel: Kernel | None = None,
-    allowed: Kernels = (),
 ) -> AttentionFn:
-    seq_len, device = tokens_BS.shape[1], tokens_BS.device
+    """Return causal attention within documents and a window, by the kernels `allowed`.
+
+    The queries are all tokens, or with `chunks` those at some positions, for which there may be a
+    `kernel` of SDPA.
+    """
     starts = (0,) if chunks is None else tuple(chunk.start for chunk in chunks)
     by_sdpa = chunks is None or kernel is not None
-    match choose(device, seq_len, doc_ids_BS is not None, window, by_sdpa):
+    documents = doc_ids_BS is not None
+    match choose(tokens_BS.device, tokens_BS.shape[1], documents, window, by_sdpa):
         case "SDPA":
             return Chunked(scale, starts, kernel) if kernel else Causal(scale, allowed)
         case "block-sparse SDPA":

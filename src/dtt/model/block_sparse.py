@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dtt.mesh.dtypes import wide_dtype
+from dtt.model.sdpa import side_by_side
 
 TILE = 128
 """Queries of a tile with a mask: larger tiles would read more keys that most of their
@@ -122,11 +123,6 @@ def _near(window: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(near.shape, dtype=dtype).masked_fill_(~near, float("-inf"))
 
 
-def _side_by_side(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with a contiguous last dimension, as the kernel requires."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 def _tiled(
     q: Tensor,
     k: Tensor,
@@ -138,7 +134,7 @@ def _tiled(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the logsumexp of each query's scores [B, H, T] in at least fp32."""
     out, lse = _outputs(q)
-    q, k, v = _side_by_side(q, k, v)
+    q, k, v = map(side_by_side, (q, k, v))
     for rows, queries, keys, mask in tiles(q, k, documents, window, starts):
         out[rows, :, queries], lse[rows, :, queries] = _flash(
             q[rows, :, queries],
@@ -178,11 +174,8 @@ def _tiled_backward(
     A key may be in several tiles with masks, so its gradient is summed in at least fp32.
     """
     grad_q, grad_k, grad_v = _gradients(grad, q, k, v)
-    sum_k, sum_v = (
-        torch.zeros_like(k, dtype=wide_dtype(k)),
-        torch.zeros_like(v, dtype=wide_dtype(v)),
-    )
-    grad, q, k, v = _side_by_side(grad, q, k, v)
+    sum_k, sum_v = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (k, v))
+    grad, q, k, v = map(side_by_side, (grad, q, k, v))
     for rows, queries, keys, mask in tiles(q, k, documents, window, starts):
         grad_q[rows, :, queries], part_k, part_v = _flash_backward(
             grad[rows, :, queries],

@@ -19,10 +19,15 @@ from torch import Tensor
 
 from dtt.config.train import AttentionKernel
 from dtt.model.architecture import Architecture
-from dtt.model.sdpa import running_kernel
+from dtt.model.sdpa import running_kernel, side_by_side
 
 Kernel = Literal["flash for CPUs", "cudnn", "flash"]
-_aten = torch.ops.aten
+OPERATORS: dict[Kernel, str] = {
+    "flash for CPUs": "_scaled_dot_product_flash_attention_for_cpu",
+    "cudnn": "_scaled_dot_product_cudnn_attention",
+    "flash": "_scaled_dot_product_flash_attention",
+}
+"""Operators that SDPA calls; `_backward` follows in the names of those for the backward pass."""
 
 
 def chunk_kernel(
@@ -54,7 +59,7 @@ class Chunked:
 
     def __call__(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
         """Compute attention; see `AttentionFn`."""
-        given = (_side_by_side(x) for x in (q_BHTK, k_BGSK, v_BGSK))
+        given = (side_by_side(x) for x in (q_BHTK, k_BGSK, v_BGSK))
         out_BHTK: Tensor = _Chunks.apply(*given, self.scale, self.starts, self.kernel)  # type: ignore[no-untyped-call]
         return out_BHTK
 
@@ -92,7 +97,7 @@ class _Chunks(torch.autograd.Function):
         q, k, v, out, *rest = ctx.saved_tensors
         count = len(starts)
         grad_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
-        chunks = (x.chunk(count, 2) for x in (_side_by_side(grads[0]), q, out))
+        chunks = (x.chunk(count, 2) for x in (side_by_side(grads[0]), q, out))
         for start, grad, queries, made, lse in zip(starts, *chunks, rest[:count], strict=True):
             of_queries = torch.zeros_like(queries)
             for keys, causal in _parts(start, queries.shape[2]):
@@ -125,20 +130,10 @@ def _attend(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
     """Return output and logsumexp [B, H, T], and the state of random numbers, which none takes."""
-    results: Any
-    match kernel:
-        case "flash for CPUs":
-            results = _aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-                q, k, v, 0.0, causal, scale=scale
-            )
-        case "cudnn":
-            results = _aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
-                q, k, v, None, True, 0.0, causal, scale=scale
-            )
-        case _:
-            results = _aten._scaled_dot_product_flash_attention(  # noqa: SLF001
-                q, k, v, 0.0, causal, scale=scale
-            )
+    # No bias, and a logsumexp, which cuDNN's computes on request only.
+    how = (None, True) if kernel == "cudnn" else ()
+    operator = getattr(torch.ops.aten, OPERATORS[kernel])
+    results = operator(q, k, v, *how, 0.0, causal, scale=scale)
     return (results[0], results[1].flatten(2)), results[6:8]
 
 
@@ -155,24 +150,15 @@ def _gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given output and logsumexp of all keys."""
-    given, lengths = (grad, q, k, v, out), (q.shape[2], k.shape[2])
-    found: tuple[Tensor, Tensor, Tensor]
+    lengths = q.shape[2], k.shape[2]
+    how: tuple[Any, ...]
     match kernel:
         case "flash for CPUs":
-            found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
-                *given, lse, 0.0, causal, scale=scale
-            )
+            how = lse, 0.0, causal
         case "cudnn":
-            found = _aten._scaled_dot_product_cudnn_attention_backward(  # noqa: SLF001
-                *given, lse[..., None], *rng, None, None, None, *lengths, 0.0, causal, scale=scale
-            )
+            how = lse[..., None], *rng, None, None, None, *lengths, 0.0, causal
         case _:
-            found = _aten._scaled_dot_product_flash_attention_backward(  # noqa: SLF001
-                *given, lse, None, None, *lengths, 0.0, causal, *rng, scale=scale
-            )
+            how = lse, None, None, *lengths, 0.0, causal, *rng
+    operator = getattr(torch.ops.aten, f"{OPERATORS[kernel]}_backward")
+    found: tuple[Tensor, Tensor, Tensor] = operator(grad, q, k, v, out, *how, scale=scale)
     return found
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    """Return a tensor with a contiguous last dimension, which kernels take; RoPE leaves others."""
-    return x if x.stride(-1) == 1 else x.contiguous()

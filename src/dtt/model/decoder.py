@@ -20,9 +20,8 @@ from dtt.mesh.sharding import layout_of
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.contract import Model, Reduction, Role
 from dtt.model.experts import Mixed
-from dtt.model.layers import Absent, Block
+from dtt.model.layers import Absent, Block, make_norm
 from dtt.model.linear import Embedding, Linear
-from dtt.model.norm import make_norm
 from dtt.model.output import HiddenStates, Output, StagePass
 from dtt.model.rope import rotations
 from dtt.model.token_context import Context

@@ -1,6 +1,6 @@
-"""MLP layers, and the transformer block of attention, MLP and norms.
+"""The transformer block: causal self-attention with grouped-query heads (GQA), MLP and norms.
 
-Shapes: B sequences, T tokens, D dim, F ffn_dim.
+Shapes: B sequences, T tokens, D dim, F ffn_dim, H query heads, G key/value heads, K head_dim.
 """
 
 from __future__ import annotations
@@ -12,12 +12,85 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtt.mesh.dtypes import wide
 from dtt.model.architecture import Architecture
-from dtt.model.attention import Attention, Rotations
 from dtt.model.experts import Mixed, MixtureMLP
 from dtt.model.linear import Linear
-from dtt.model.norm import make_norm
+from dtt.model.rope import rotate
 from dtt.model.sdpa import AttentionFn
+
+Rotations = tuple[Tensor, Tensor]
+
+
+def make_norm(arch: Architecture, width: int) -> nn.Module:
+    """Build the norm of the architecture, over a last axis of size `width`."""
+    match arch.norm:
+        case "layernorm":
+            return nn.LayerNorm(width, eps=arch.norm_eps)
+        case "rmsnorm":
+            return RMSNorm(width, arch.norm_eps)
+        case "rmsnorm_plus_one":
+            return RMSNorm(width, arch.norm_eps, offset=1.0)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm x / rms(x) * (offset + weight), computed in fp32.
+
+    Under autocast the input is bf16, in which the mean of squares would lose precision.
+    """
+
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
+        """Create the weight; `eps` is added to the mean square."""
+        super().__init__(width, eps)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., width] → [..., width], in the dtype of `x`."""
+        # Added in fp32: a bf16 weight of less than 1/256 would vanish in 1 + weight.
+        weight = wide(self.weight) + self.offset
+        return F.rms_norm(wide(x), self.normalized_shape, weight, self.eps).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal attention softmax(scale * q kᵀ) v; H query heads share G key/value heads."""
+
+    def __init__(self, arch: Architecture) -> None:
+        """Create the projections D → H*K (queries), D → G*K (keys, values) and H*K → D (output)."""
+        super().__init__()
+        self.head_dim = arch.head_dim
+        q_width, kv_width = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
+        self.q = Linear(arch.dim, q_width, bias=arch.bias != "none")
+        self.k = Linear(arch.dim, kv_width, bias=arch.bias != "none")
+        self.v = Linear(arch.dim, kv_width, bias=arch.bias != "none")
+        self.norm_all_heads = arch.qk_norm == "all_heads"
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if arch.qk_norm != "none":
+            self.q_norm = make_norm(arch, q_width if self.norm_all_heads else arch.head_dim)
+            self.k_norm = make_norm(arch, kv_width if self.norm_all_heads else arch.head_dim)
+        self.o = Linear(q_width, arch.dim, bias=arch.bias == "all")
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotations: Rotations | None,
+        attention_fn: AttentionFn,
+    ) -> Tensor:
+        """Apply attention: [B, T, D] → [B, T, D]; `attention_fn` applies scale, mask and kernel."""
+        q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        if self.norm_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        # [B, T, H*K] becomes [B, H, T, K], the layout of SDPA, as a view: nothing is copied.
+        q_BHTK, k_BGTK, v_BGTK = (
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projected in (q, k, v)
+        )
+        if not self.norm_all_heads:
+            q_BHTK, k_BGTK = self.q_norm(q_BHTK), self.k_norm(k_BGTK)
+        if rotations is not None:
+            q_BHTK, k_BGTK = rotate(q_BHTK, *rotations), rotate(k_BGTK, *rotations)
+        out_BHTK = attention_fn(q_BHTK.type_as(v_BGTK), k_BGTK.type_as(v_BGTK), v_BGTK)
+        out_BTD: Tensor = self.o(out_BHTK.transpose(1, 2).flatten(2))
+        return out_BTD
 
 
 def make_mlp(arch: Architecture, layer: int) -> nn.Module:

@@ -155,3 +155,8 @@ def _only(allowed: Kernels) -> AbstractContextManager[Any]:
 def grouped_heads(q_BHTK: Tensor, k_BGTK: Tensor) -> bool:
     """Return True if several query heads share one key/value head."""
     return q_BHTK.shape[1] != k_BGTK.shape[1]
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """Return a tensor with a contiguous last dimension, which kernels take; RoPE leaves others."""
+    return x if x.stride(-1) == 1 else x.contiguous()

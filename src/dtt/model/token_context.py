@@ -15,12 +15,11 @@ from dtt.config.train import AttentionKernel
 from dtt.model.architecture import Architecture
 from dtt.model.attention_backend import (
     attention_within,
-    make_attention_fns,
     make_cached_attention_fns,
     make_prefill_attention_fns,
 )
 from dtt.model.kv_cache import KVCache
-from dtt.model.sdpa import AttentionFn
+from dtt.model.sdpa import AttentionFn, kernels
 
 
 class Context:
@@ -33,7 +32,8 @@ class Context:
         requested: AttentionKernel = "auto",
     ) -> None:
         """Describe a batch; `doc_ids_BT` holds the document of each token, of packed documents."""
-        self.positions = _positions(tokens_BT, doc_ids_BT)
+        index_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        self.positions = index_1T if doc_ids_BT is None else document_positions(doc_ids_BT)
         """The position of each token in its document, from 0: [B, T], or [1, T] for all rows."""
         self.documents = doc_ids_BT
         """The document of each token, [B, T]; None if each row is one document."""
@@ -55,17 +55,20 @@ class Context:
         q kᵀ, and is 1 / sqrt(K) by default. Each token attends to the last `window` tokens, itself
         included; None: to all before it.
         """
-        how = q.shape[-1] ** -0.5 if scale is None else scale, window
-        if how not in self._attention:
-            # Made once for all layers: a mask of documents depends on the batch.
-            self._attention[how] = attention_within(
-                *how, self._tokens_BT, self.documents, self._requested
-            )
-        return self._attention[how](q, k, v)
+        return self._within(q.shape[-1] ** -0.5 if scale is None else scale, window)(q, k, v)
 
     def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
         """Return the attention function of each layer of a `Decoder`."""
-        return make_attention_fns(arch, self._tokens_BT, self.documents, self._requested)
+        return [self._within(arch.attn_scale, window) for window in arch.windows]
+
+    def _within(self, scale: float, window: int | None) -> AttentionFn:
+        """Return attention within documents and a window, the same function each time."""
+        how = scale, window
+        if how not in self._attention:
+            # Made once for all layers: a mask of documents depends on the batch.
+            allowed = kernels(self._tokens_BT.device, self._requested)
+            self._attention[how] = attention_within(*how, self._tokens_BT, self.documents, allowed)
+        return self._attention[how]
 
     def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted; all layers are done."""
@@ -133,12 +136,6 @@ class CachedContext(LastTokenContext):
     def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
         """Return those that read and write the cache."""
         return make_cached_attention_fns(arch, self.positions, self._cache)
-
-
-def _positions(tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-    if doc_ids_BT is not None:
-        return document_positions(doc_ids_BT)
-    return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
 
 
 def document_positions(doc_ids_BT: Tensor) -> Tensor:

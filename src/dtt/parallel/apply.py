@@ -21,11 +21,11 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from dtt.base.log import log
+from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.model.contract import Model
-from dtt.model.experts import MixtureMLP
-from dtt.parallel.compile import compile_each_block
+from dtt.model.experts import MixtureMLP, routers
 from dtt.parallel.expert import shard_experts, share_sequences
 from dtt.parallel.remat import rematerialize
 from dtt.parallel.tensor import apply_tensor, overlap
@@ -88,6 +88,27 @@ def apply(
     corrections = list(_corrections(model))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, corrections)  # type: ignore[no-untyped-call]  # noqa: SLF001
     return FixedBuckets(model, ids)
+
+
+def compile_each_block(model: Model, *, apart: bool = False) -> None:
+    """Compile each block (`model.layers`) when it is first called, in place.
+
+    Those with a mixture are left out if their experts are sharded `apart`: a graph would break at
+    the exchange of rows, and in the hooks of FSDP2 around it.
+
+    All blocks share one compilation per shape, of both passes, which is much faster than compiling
+    the whole model; the compiled code is hardly slower. Shapes stay static: a smaller last batch of
+    an evaluation, or a different size of `train.batch_schedule` and `train.context_schedule`, is
+    compiled separately. If compilation fails on any rank, because there is no compiler or by a bug
+    in torch, all blocks of all ranks run uncompiled from the next step on (they agree in
+    `requests.agreed`), and the log reports the reason once.
+    """
+    # Each block has the same code and shapes, so Dynamo compiles the first and reuses its graph.
+    left_out = routers(model) if apart else {}
+    for i, block in model.blocks().items():
+        if i not in left_out:
+            # `block.compile()` would also compile the hooks, as those of FSDP2.
+            block.forward = compiler.compiled(block.forward)
 
 
 class FixedBuckets(DistributedDataParallel):

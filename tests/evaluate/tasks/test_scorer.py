@@ -24,7 +24,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.generate import generate
 from dtt.model.init import initialize
 from dtt.parallel.apply import apply
-from dtt.parallel.unsharding import whole_copy
+from dtt.parallel.sharded_model import whole_copy
 
 SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4}
 FAMILIES = {

@@ -25,7 +25,7 @@ from dtt.model.token_context import Context, GivenContext
 from dtt.model.tree_attention import make_tree_attention_fns
 from dtt.parallel.apply import autocast
 from dtt.parallel.pipelining import Pipeline
-from dtt.parallel.unsharding import whole_copy
+from dtt.parallel.sharded_model import whole_copy
 
 GPU_MULTIPLE = 1024
 """Tokens that batches on a GPU are padded to a multiple of: each length is compiled once."""

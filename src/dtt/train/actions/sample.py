@@ -10,7 +10,7 @@ from dtt.data.text.encoding_errors import encoding
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
 from dtt.evaluate.answers import chat_prompt, first_prompts
 from dtt.evaluate.validation import Sampler, first_words
-from dtt.parallel.unsharding import whole_copy
+from dtt.parallel.sharded_model import whole_copy
 from dtt.track.base import Record
 from dtt.train.actions.action import StepAction, Stop, every
 from dtt.train.components import Run
