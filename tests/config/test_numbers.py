@@ -40,7 +40,7 @@ def _numeric_keys() -> list[tuple[str, tuple[str, ...]]]:
     """Return each key that may be a number, and the arguments that select its variant."""
     found: dict[tuple[str, tuple[str, ...]], None] = {}
     for key, cls, name in explain.all_fields():
-        words = explain.describe(cls, name, None).type
+        words = explain.type_in_words(cls.model_fields[name])
         if "integer" in words or "number" in words:
             kind = cls.model_fields.get("type")
             chosen = [] if kind is None else [f"{'.'.join(key[:-1])}.type={kind.default}"]

@@ -264,7 +264,7 @@ CONFIG = (
             ("run.yaml:13", "3k tokens is longer than the run (8 steps)"),
             append("run.yaml", "schedule: {warmup: 3k tokens}\n")),
     Mistake("a number with leading zeros", "dtt train -c run.yaml", USAGE,
-            ("run.yaml:13  train.log_every", "without leading zeros", "'010'"),
+            ("run.yaml:13  train.log_every", "valid integer", "'010'"),
             append("run.yaml", "train.log_every: 010\n")),
     Mistake("a YAML merge key", "dtt train -c run.yaml", USAGE,
             ("merge keys (<<)", "run.yaml:14", "extends: [FILE]"),

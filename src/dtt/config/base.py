@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -102,15 +102,22 @@ def field_docs(cls: type[BaseModel]) -> dict[str, str]:
     """
     docs = {n: f.description for n, f in cls.model_fields.items() if f.description}
     for base in cls.__mro__[: cls.__mro__.index(BaseModel)]:
-        try:
-            [source] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except OSError:  # a class that was created without a source
-            continue
-        assert isinstance(source, ast.ClassDef)
-        for pair in pairwise(source.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(doc))):
-                    docs.setdefault(name, inspect.cleandoc(doc))
+        # A class that is made from another has its name and module.
+        docs = _docs_of_module(base.__module__).get(base.__name__, {}) | docs
+    return docs
+
+
+@cache
+def _docs_of_module(name: str) -> dict[str, dict[str, str]]:
+    """Return the documentation of the fields of each class in a module."""
+    docs: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[name]))):
+        if isinstance(node, ast.ClassDef):
+            found = docs.setdefault(node.name, {})
+            for pair in pairwise(node.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(ast.Constant(str(doc))):
+                        found[key] = inspect.cleandoc(doc)
     return docs
 
 

@@ -11,7 +11,6 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -61,28 +60,17 @@ WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class KeyDescription:
-    """One configuration key: its type in words, its documentation, its default or current value."""
-
-    type: str
-    doc: str
-    value: Any
-    resumable: bool
-    """True if the key may change when a job resumes."""
-
-
 def variants(field: FieldInfo) -> list[type[Section]]:
     """Return the Section classes of a field: none for a plain key, several for a tagged union."""
-    return [one for one in _members(field.annotation) if _is_section(one)]
+    return _sections_among(_members(field.annotation))
 
 
 def items(field: FieldInfo) -> list[type[Section]]:
     """Return the Section classes of the entries of a list field; empty for any other field."""
     if typing.get_origin(field.annotation) is not tuple:
         return []
-    inner = (one for entry in typing.get_args(field.annotation) for one in _members(entry))
-    return [one for one in inner if _is_section(one)]
+    entries = typing.get_args(field.annotation)
+    return _sections_among([one for entry in entries for one in _members(entry)])
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -95,14 +83,15 @@ def _members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _is_section(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, Section)
+def _sections_among(members: Sequence[Any]) -> list[type[Section]]:
+    return [one for one in members if isinstance(one, type) and issubclass(one, Section)]
 
 
-def _type_in_words(annotation: Any) -> str:
+def type_in_words(field: FieldInfo) -> str:
+    """Return the type of a key, such as `integer | null`."""
     words = {tuple: "list", dict: "names and values"}
     found: list[str] = []
-    for one in _members(annotation):
+    for one in _members(field.annotation):
         if (origin := typing.get_origin(one)) is Literal:
             found += map(str, typing.get_args(one))
         else:
@@ -110,28 +99,27 @@ def _type_in_words(annotation: Any) -> str:
     return " | ".join(found)
 
 
-def describe(cls: type[Section], name: str, value: Any) -> KeyDescription:
-    """Return the description of the key `name` of a section class."""
-    field = cls.model_fields[name]
-    return KeyDescription(
-        type=_type_in_words(field.annotation),
-        doc=" ".join(field_docs(cls).get(name, "").split()),
-        value=value,
-        resumable=field.json_schema_extra == RESUMABLE,
-    )
+def on_resume(field: FieldInfo) -> str:
+    """Return what holds for a key when a job resumes."""
+    return "may change" if field.json_schema_extra == RESUMABLE else "must stay"
 
 
-def describe_all(section: Section, key: Key = ()) -> Iterator[tuple[Key, KeyDescription]]:
-    """Yield every plain key of a resolved config, depth first, with its value."""
-    for name in type(section).model_fields:
+def values(section: Section, key: Key = ()) -> Iterator[tuple[Key, Any, bool]]:
+    """Yield every plain key of a resolved config, depth first: key, value, may it change."""
+    for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from describe_all(value, (*key, name))
+            yield from values(value, (*key, name))
         else:
-            yield (*key, name), describe(type(section), name, value)
+            yield (*key, name), value, field.json_schema_extra == RESUMABLE
     # Those of a user's own class, where its code does not run.
     for name, value in (section.model_extra or {}).items():
-        yield (*key, name), KeyDescription("", "", value, resumable=False)
+        yield (*key, name), value, False
+
+
+def changes(new: Section, old: Section) -> dict[Key, Any]:
+    """Return the plain keys of `new` that have another value in `old`, or are not in it."""
+    return {key: value for key, value, _ in values(new) if value != value_at(old, key)}
 
 
 def value_at(section: Section, key: Key) -> Any:
@@ -343,22 +331,22 @@ def explain(key: str, config: Section, layer: Layer) -> str | None:
         return None
     holder = value_at(config, path[:-1])
     cls, name = next((h for h in holders if isinstance(holder, h[0])), holders[0])
-    field, entry = cls.model_fields[name], describe(cls, name, value_at(config, path))
-    lines = [".".join(path), *_wrapped("  ", entry.doc)]
+    field, value = cls.model_fields[name], value_at(config, path)
+    lines = [".".join(path), *_wrapped("  ", field_docs(cls).get(name))]
     if not variants(field):
         used = isinstance(holder, cls)
         origin = layer[path].origin if path in layer else "default"
-        now = f"{scalar(plain(entry.value))}  ({origin})" if used else "not used with this type"
+        now = f"{scalar(plain(value))}  ({origin})" if used else "not used with this type"
         lines += [
-            f"  type     {entry.type}",
+            f"  type     {type_in_words(field)}",
             f"  default  {scalar(plain(getattr(defaults(cls, path[:-1]), name)))}",
             f"  now      {now}",
-            f"  resume   {'may change' if entry.resumable else 'must stay'}",
+            f"  resume   {on_resume(field)}",
         ]
     held = variants(field) or items(field)
     for variant in held:
         if len(held) > 1:
-            chosen = "  (now)" if isinstance(entry.value, variant) else ""
+            chosen = "  (now)" if isinstance(value, variant) else ""
             named = f"{tag_name(variant)}: {', '.join(tags(variant))}"
             lines += ["", f"  {named}{chosen}", *_wrapped("  ", variant.__doc__)]
         lines += _rows(variant, path if variants(field) else ())

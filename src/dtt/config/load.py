@@ -7,7 +7,6 @@ left to right, the file, the environment, `key=value` arguments, named options.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -407,7 +406,7 @@ def _with_shipped_entry(entry: Any) -> Any:
 
 def check(layer: Layer, cls: type[RunConfig] = RunConfig) -> Resolved:
     """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
-    config, problems = _validated(json.dumps(nested(layer), default=str), cls)
+    config, problems = validate(cls, nested(layer))
     # If there is a secret, report it alone: the messages of other problems might print it.
     problems = list(_secrets(layer)) or problems
     if config is not None and not problems:
@@ -416,12 +415,6 @@ def check(layer: Layer, cls: type[RunConfig] = RunConfig) -> Resolved:
     known = explain.nearest(first, cls) or ""
     next = f"dtt config explain {known}".strip()
     raise Mistakes(problems, layer, "the configuration", next=next)
-
-
-@lru_cache(maxsize=16)
-def _validated(text: str, cls: type[RunConfig]) -> tuple[RunConfig | None, list[Problem]]:
-    """Validate the values of a configuration as JSON, once for all layers that lead to them."""
-    return validate(cls, json.loads(text))
 
 
 def _secrets(layer: Layer) -> Iterator[Problem]:
@@ -442,6 +435,6 @@ def changes_on_resume(old: RunConfig, new: RunConfig) -> list[str]:
         # Keys that only say where or how to run may differ. All others would change the training
         # silently.
         ".".join(key)
-        for key, entry in explain.describe_all(new)
-        if not entry.resumable and key not in derived and entry.value != explain.value_at(old, key)
+        for key, value, may_change in explain.values(new)
+        if not may_change and key not in derived and value != explain.value_at(old, key)
     ]

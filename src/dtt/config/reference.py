@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from dtt.config.base import Section
-from dtt.config.explain import defaults, describe, items, plain, scalar, tag, variants
+from dtt.config.base import Section, field_docs
+from dtt.config.explain import (
+    defaults,
+    items,
+    on_resume,
+    plain,
+    scalar,
+    tag,
+    type_in_words,
+    variants,
+)
 from dtt.config.key_types import Key
 from dtt.config.run import RunConfig
 
@@ -57,14 +66,12 @@ def _section(cls: type[Section], key: Key, title: str) -> list[str]:
             inner = (*key, name)
             deeper += _section(variant, inner, _title(inner, variant, len(held), default))
         if not variants(field) and name != "type":
-            entry = describe(cls, name, default)
-            resume = "may change" if entry.resumable else "must stay"
             given = "must be given" if field.is_required() else f"`{scalar(plain(default))}`"
-            meaning = entry.doc
+            meaning = " ".join(field_docs(cls).get(name, "").split())
             if len(meaning) > LONGEST_CELL:
                 notes.append(f"- `{name}`: {meaning}")
                 meaning = "see below"
-            cells = (f"`{name}`", entry.type, given, resume, meaning)
+            cells = (f"`{name}`", type_in_words(field), given, on_resume(field), meaning)
             rows.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
     out = [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
     if rows:

@@ -59,44 +59,29 @@ def is_config(argument: str | Path) -> bool:
 
 NULLS = ("null", "Null", "NULL", "~")
 
-
-STR, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "merge"))
-PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+TAG = "tag:yaml.org,2002:"
+PLAIN = (f"{TAG}map", f"{TAG}seq")
 """Tags of mappings and lists without a tag of their own."""
-
 
 LARGEST_NODE = 100_000
 """Maximum number of values in a file; ten lines of aliases can stand for billions."""
 
 
+BAD_TEXT = (ValueError, AttributeError)
+"""What PyYAML raises for text that its tag does not fit: `0x_`, an integer of 5,000 digits."""
+
+
 class _Loader(yaml.SafeLoader):
-    """A loader of YAML 1.1 as PyYAML reads it, except that `3e-4` is a number, as `1_000` is."""
+    """A loader of YAML 1.1 as PyYAML reads it, except for numbers and dates.
 
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self._sizes: dict[int, int] = {}
-        """Nodes below each node, with those of aliases."""
+    `3e-4` is a number, as `1_000` is. YAML 1.1 reads `12:00:00` in base 60, `2026-11-22` as a date
+    and `010` as octal 8: they would not be written back as they were, so they stay text.
+    """
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return a node; MarkedYAMLError if it has an unknown tag, or aliases multiply it to more
-        than LARGEST_NODE nodes."""
-        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-        node = super().compose_node(parent, index)
-        if node is None:
-            return None
-        is_collection = isinstance(node, yaml.CollectionNode)
-        if node.tag.startswith("!") or (is_collection and node.tag not in PLAIN):
-            # A tag such as !reset asks for something that plain values do not express.
-            why = f"dtt does not know the tag {node.tag}"
-            raise yaml.MarkedYAMLError(problem=why, problem_mark=mark)
-        if id(node) not in self._sizes:  # else it is an alias
-            below = node.value if isinstance(node, yaml.CollectionNode) else []
-            parts = [part for one in below for part in (one if isinstance(one, tuple) else (one,))]
-            self._sizes[id(node)] = 1 + sum(self._sizes.get(id(one), 1) for one in parts)
-        if self._sizes[id(node)] > LARGEST_NODE:
-            why = f"its aliases (*) repeat more than {LARGEST_NODE:,} values"
-            raise yaml.MarkedYAMLError(problem=why, problem_mark=mark)
-        return node
+    yaml_implicit_resolvers = {  # noqa: RUF012  as PyYAML declares it
+        first: [pair for pair in pairs if pair[0].removeprefix(TAG) in ("bool", "null", "merge")]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         r"""Return a node; JSON escapes a character beyond 16 bits as two, such as \ud83d\ude00."""
@@ -106,38 +91,18 @@ class _Loader(yaml.SafeLoader):
             node.value = pairs.decode("utf-16", "surrogatepass")
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Return the value of a node; text that its tag does not fit stays text.
-
-        PyYAML raises ValueError for `0x_` and for integers of more than 4300 digits.
-        """
-        try:
-            return super().construct_object(node, deep=deep)
-        except (ValueError, AttributeError):
-            return node.value
-
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"),
-    list("-+0123456789."),
+    f"{TAG}int", re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"), list("-+0123456789")
 )
-
-
-# `12:00:00` is a time limit, `2026-11-22` a name: both stay text. YAML 1.1 would read the first as
-# a number in base 60 and the second as a date, and neither would be written back as it was.
-for _digit in "-+0123456789":
-    _Loader.yaml_implicit_resolvers[_digit].insert(
-        0,
-        (STR, re.compile(r"^[-+]?\d[\d_]*(:\d\d?)+(\.[\d_]*)?$|^\d{4}-\d\d?-\d\d?([Tt \t].*)?$")),
-    )
-
-
-# YAML 1.1 reads `010` as octal 8. The user means 10 or a name, so it stays text, and validation
-# reports the leading zero where a number is expected.
-LEADING_ZERO = re.compile(r"^[-+]?0[0-9_]+$")
-for _first in "-+0":
-    _Loader.yaml_implicit_resolvers[_first].insert(0, (STR, LEADING_ZERO))
+_Loader.add_implicit_resolver(
+    f"{TAG}float",
+    re.compile(
+        r"([-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?"
+        r"|\.(inf|Inf|INF))|\.(nan|NaN|NAN))$"
+    ),
+    list("-+.0123456789"),
+)
 
 
 def shown(value: Any) -> str:
@@ -152,7 +117,7 @@ def parse_scalar(text: str) -> Any:
         return ""
     try:
         return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, *BAD_TEXT):
         return text
 
 
@@ -168,9 +133,25 @@ class _Nodes:
 
     def __init__(self, types: KeyTypes, origin: Callable[[yaml.Node], str]) -> None:
         self._types, self._origin = types, origin
+        self._values = 0
+
+    def _enter(self, node: yaml.Node) -> None:
+        """Raise an error for a node with an unknown tag, and for one more than LARGEST_NODE."""
+        self._values += 1
+        if self._values > LARGEST_NODE:
+            why = f"its aliases (*) repeat more than {LARGEST_NODE:,} values"
+        elif node.tag.startswith("!") or (
+            isinstance(node, yaml.CollectionNode) and node.tag not in PLAIN
+        ):
+            # A tag such as !reset asks for something that plain values do not express.
+            why = f"dtt does not know the tag {node.tag}"
+        else:
+            return
+        raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark)
 
     def add(self, node: yaml.Node, key: Key, layer: Layer) -> None:
         """Add the values of a node to a layer; the keys of mappings become parts of `key`."""
+        self._enter(node)
         if isinstance(node, yaml.MappingNode) and (node.value or not key):
             for _, inner, value in self._pairs(node, key):
                 self.add(value, inner, layer)
@@ -200,7 +181,7 @@ class _Nodes:
             if not isinstance(name, yaml.ScalarNode):
                 why = "a list or a mapping cannot be a key"
                 raise ConfigError("a key is text", where=where, why=why)
-            if name.tag == MERGE:
+            if name.tag == f"{TAG}merge":
                 raise ConfigError(
                     "YAML merge keys (<<) are not supported",
                     where=where,
@@ -216,6 +197,7 @@ class _Nodes:
 
     def _value(self, node: yaml.Node, key: Key) -> Any:
         """Return a plain value; unquoted values of keys that hold text are text as written."""
+        self._enter(node)
         if isinstance(node, yaml.SequenceNode):
             inner = (*key, "*") if (*key, "*") in self._types.texts else key
             return [self._value(item, inner) for item in node.value]
@@ -223,9 +205,12 @@ class _Nodes:
             return {name: self._value(value, k) for name, k, value in self._pairs(node, key)}
         assert isinstance(node, yaml.ScalarNode)
         kinds = self._types.text(key)
-        if kinds is None or node.style is not None or node.value == "":
+        if kinds is not None and node.style is None and node.value:
+            return _as_written(node.value, kinds)
+        try:
             return _Loader("").construct_object(node)
-        return _as_written(node.value, kinds)
+        except BAD_TEXT:
+            return node.value
 
 
 def _twice(key: Key, here: str, first: str) -> ConfigError:
@@ -253,8 +238,9 @@ def read_file(path: Path, types: KeyTypes) -> Layer:
     layer: Layer = {}
     try:
         if path.suffix == ".toml":
-            _flatten(tomllib.loads(text), (), str(path), layer)
-            layer = _with_extended_lists(layer, types)
+            for key, leaf in from_mapping(tomllib.loads(text), str(path)).items():
+                own = types.extended(key)
+                _set(layer, own or key, Leaf(leaf.value, leaf.origin, own is not None))
         elif (node := yaml.compose(text, _Loader)) is not None:
             if not isinstance(node, yaml.MappingNode):
                 raise ConfigError(
@@ -264,38 +250,25 @@ def read_file(path: Path, types: KeyTypes) -> Layer:
                 )
             _Nodes(types, origin).add(node, (), layer)
             _check_stages(layer)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{path} is not TOML", why=str(error), next=f"fix that line of {path}"
-        ) from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(
-            f"{path} is not {'JSON' if path.suffix == '.json' else 'YAML'}",
-            where=f"{path}:{line}",
-            why=str(error.problem),
-            next="fix that line or the one above: indent with spaces, close quotes and brackets"
-            if path.suffix in SUFFIXES
-            else "specify a configuration file; -d takes a dataset",
-        ) from None
     except RecursionError:
         raise ConfigError(
             f"{path} is nested too deeply", next="use a file with `key: value` lines"
         ) from None
-    except yaml.reader.ReaderError as error:
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        kind = {".toml": "TOML", ".json": "JSON"}.get(path.suffix, "YAML")
+        mark = getattr(error, "problem_mark", None)
+        fix = "fix that line or the one above: indent with spaces, close quotes and brackets"
+        if isinstance(error, yaml.reader.ReaderError):
+            fix = "use a text file with `key: value` lines"
+        elif path.suffix not in SUFFIXES:
+            fix = "specify a configuration file; -d takes a dataset"
         raise ConfigError(
-            f"{path} is not YAML", why=error.reason, next="use a text file with `key: value` lines"
+            f"{path} is not {kind}",
+            where=f"{path}:{mark.line + 1}" if mark else None,
+            why=getattr(error, "problem", None) or getattr(error, "reason", None) or str(error),
+            next=fix,
         ) from None
     return layer
-
-
-def _with_extended_lists(layer: Layer, types: KeyTypes) -> Layer:
-    """Return a layer in which keys such as `launch.setup+` extend their lists."""
-    found: Layer = {}
-    for key, leaf in layer.items():
-        own = types.extended(key)
-        _set(found, own or key, Leaf(leaf.value, leaf.origin, own is not None))
-    return found
 
 
 def _check_stages(layer: Layer) -> None:
@@ -326,13 +299,6 @@ def _set(layer: Layer, key: Key, leaf: Leaf) -> None:
     layer[key] = leaf
 
 
-def _stage(value: Any, origin: str) -> Layer:
-    """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
-    if not isinstance(value, Mapping):
-        raise _no_stage(value, origin)
-    return from_mapping(value, origin)
-
-
 def _no_stage(value: Any, origin: str) -> ConfigError:
     return ConfigError(
         "an entry of stages is a section with a name",
@@ -347,7 +313,9 @@ def _flatten(value: Any, key: Key, origin: str, layer: Layer) -> None:
         for name, inner in value.items():
             _flatten(inner, (*key, str(name)), origin, layer)
     elif key == STAGES and isinstance(value, list):
-        layer[key] = Leaf([_stage(entry, origin) for entry in value], origin)
+        if others := [entry for entry in value if not isinstance(entry, Mapping)]:
+            raise _no_stage(others[0], origin)
+        layer[key] = Leaf([from_mapping(entry, origin) for entry in value], origin)
     else:
         layer[key] = Leaf(value, origin)
 

@@ -6,9 +6,8 @@ import difflib
 import math
 import random
 import runpy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from functools import reduce
 from itertools import product
 from pathlib import Path
@@ -87,20 +86,16 @@ class SweptValues(Section):
         if self.kind in DRAWN:
             return [self.drawn(rng) for _ in range(self.count or 1)]
         if self.range is not None:
-            start, stop, step = map(_decimal, self.range)
-            amount = math.ceil((stop - start) / step)
-            return _numbers([start + i * step for i in range(amount)], self.range)
-        if self.linspace is not None:
-            *ends, n = self.linspace
-            start, stop = map(_decimal, ends)
-            gaps = max(n - 1, 1)
-            return _numbers([start + (stop - start) * i / gaps for i in range(n)], ends)
-        if self.logspace is not None:
-            first, last, n = self.logspace
-            inner = [_between_logs(first, last, i / (n - 1)) for i in range(1, n - 1)]
-            # Rounded, because exp and log yield 0.00099999… for 0.001; the ends stay as written.
-            values = [first, *(float(f"{value:.12g}") for value in inner), last]
-            return _numbers([_decimal(value) for value in values[:n]], (first, last))
+            start, stop, step = self.range
+            amount = math.ceil(round((stop - start) / step, 9))
+            values = [start + i * step for i in range(amount)]
+            # 3 · 0.1 - 0.3 is 5.6e-17.
+            return _rounded([v if abs(v) > 1e-9 * abs(step) else 0 for v in values], self.range)
+        if (spaced := self.linspace or self.logspace) is not None:
+            first, last, n = spaced
+            between = _between if self.linspace is not None else _between_logs
+            inner = [between(first, last, i / (n - 1)) for i in range(1, n - 1)]
+            return _rounded([first, *inner, last][:n], (first, last))
         return list(self.values or ())
 
     def drawn(self, rng: random.Random) -> Any:
@@ -123,17 +118,20 @@ def _between_logs(low: float, high: float, way: float) -> float:
     return math.exp(math.log(low) + way * (math.log(high) - math.log(low)))
 
 
-def _decimal(number: int | float) -> Decimal:
-    """Return the number as it was written: with floats, 0.1 + 2 · 0.1 is 0.30000000000000004."""
-    return Decimal(repr(number))
+def _between(low: float, high: float, way: float) -> float:
+    """Interpolate between two numbers; `way` is in [0, 1]."""
+    return low * (1 - way) + high * way
 
 
-def _numbers(values: list[Decimal], given: Iterable[int | float]) -> list[int | float]:
-    """Convert values to integers if they and all given numbers are integers, else to floats."""
-    integers = all(isinstance(number, int) for number in given)
-    if integers and all(value == int(value) for value in values):
-        return [int(value) for value in values]
-    return [float(value) for value in values]
+def _rounded(values: list[float], given: Sequence[int | float]) -> list[int | float]:
+    """Return values as they would be written: 0.1 + 2 · 0.1 is 0.30000000000000004 in floats.
+
+    They are integers if they and all given numbers are.
+    """
+    rounded = [v if isinstance(v, int) else float(f"{v:.12g}") for v in values]
+    if all(isinstance(number, int) for number in given) and all(v == int(v) for v in rounded):
+        return [int(value) for value in rounded]
+    return [float(value) for value in rounded]
 
 
 class SweepConfig(Section):

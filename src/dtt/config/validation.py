@@ -46,58 +46,38 @@ def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
 
 
 def _describe_all(cls: type[Section], values: Any, error: ValidationError) -> list[Problem]:
-    """Convert pydantic's errors to problems, one for each value.
+    """Convert pydantic's errors to problems, one for each key.
 
-    For a union without tags, pydantic reports why the value fits none of its members. Only the
-    member that the value comes closest to is of interest: the one whose error is deepest, or else
-    the ones whose type it has.
+    For a union without tags, pydantic reports why the value fits none of its members.
     """
-    problems: list[Problem] = []
-    unions: dict[Key, list[tuple[Key, ErrorDetails]]] = {}
+    whys: dict[Key, list[str]] = {}
     for details in error.errors():
-        key, union = _locate(values, details["loc"])
-        if union is None:
-            problems.append(_describe(cls, values, key, details))
-        else:
-            unions.setdefault(union, []).append((key, details))
-    for members in unions.values():
-        depth = max(len(key) for key, _ in members)
-        # The deepest error belongs to the member that fits best.
-        closest = [(key, d) for key, d in members if len(key) == depth]
-        fitting = [(key, d) for key, d in closest if not d["type"].endswith(("_type", "_parsing"))]
-        whys: dict[Key, str] = {}
-        for key, why in (_describe(cls, values, key, d) for key, d in fitting or closest):
-            other = whys.get(key, "").partition(" (got ")[0]
-            whys[key] = f"{other} or {why}" if other else why
-        problems += whys.items()
-    return problems
+        key, why = _describe(cls, values, _locate(values, details["loc"]), details)
+        whys.setdefault(key, []).append(why)
+    return [
+        (key, " or ".join([*(why.partition(" (got ")[0] for why in others), last]))
+        for key, (*others, last) in whys.items()
+    ]
 
 
-def _locate(values: Any, loc: Sequence[str | int]) -> tuple[Key, Key | None]:
-    """Return the key of an error, and that of the union it is in, if it is one without tags.
+def _locate(values: Any, loc: Sequence[str | int]) -> Key:
+    """Return the key of an error.
 
     `loc` also contains the tag of each tagged section and the name of a union's member.
     """
     key: list[str] = []
-    union: Key | None = None
     inner, tag = values, True
     for i, part in enumerate(loc):
         # The tag comes before the key in its section, and may be the name of one: data.tokens.
         if isinstance(inner, dict) and tag and part in [inner.get(name) for name in TAGS]:
             tag = False
-            continue
-        last = i == len(loc) - 1
-        known = part in inner if isinstance(inner, dict) else isinstance(part, int)
-        if isinstance(part, str) and not known and (not isinstance(inner, dict) or not last):
-            union = tuple(key)
-            continue
-        key.append(str(part))
-        tag = True
-        if isinstance(inner, dict):
-            inner = inner.get(part)
-        elif isinstance(inner, list) and isinstance(part, int):
-            inner = inner[part] if part < len(inner) else None
-    return tuple(key), union
+        elif isinstance(inner, dict) and (part in inner or i == len(loc) - 1):
+            key.append(str(part))
+            inner, tag = inner.get(part), True
+        elif isinstance(part, int):
+            key.append(str(part))
+            inner = inner[part] if isinstance(inner, list) and part < len(inner) else None
+    return tuple(key)
 
 
 def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) -> Problem:
@@ -133,12 +113,6 @@ def _describe(cls: type[Section], values: Any, key: Key, error: ErrorDetails) ->
             why = f"takes at most {error['ctx']['max_length']} values"
         case "missing" if isinstance(given, list):
             why = "is missing: the list is too short"
-        case "int_parsing" | "int_type" | "float_type" if _leading_zero(given):
-            why = "a number is written without leading zeros"
         case _:
             why = error["msg"][0].lower() + error["msg"][1:]
     return key, why + shown
-
-
-def _leading_zero(value: Any) -> bool:
-    return isinstance(value, str) and source.LEADING_ZERO.match(value) is not None

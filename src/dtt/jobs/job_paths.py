@@ -82,5 +82,8 @@ def _absolute(here: Path, argument: str) -> str:
 
 @cache
 def _path_keys() -> frozenset[str]:
-    found = ((key, explain.describe(cls, name, None)) for key, cls, name in explain.all_fields())
-    return frozenset(".".join(key) for key, entry in found if "path" in entry.type.split(" | "))
+    return frozenset(
+        ".".join(key)
+        for key, cls, name in explain.all_fields()
+        if "path" in explain.type_in_words(cls.model_fields[name]).split(" | ")
+    )

@@ -176,9 +176,9 @@ def changed_keys(section: str, job: JobDir, resolved: Resolved) -> list[str]:
     """Return `key=value` arguments for the keys of a section that differ from those of a job."""
     own = load_job(job.root)
     changed = {
-        ".".join(key): explain.plain(entry.value)
-        for key, entry in explain.describe_all(resolved.config)
-        if key[0] == section and entry.value != explain.value_at(own, key)
+        ".".join(key): explain.plain(value)
+        for key, value in explain.changes(resolved.config, own).items()
+        if key[0] == section
     }
     changed.pop("eval.every", None)  # for training only
     # Text is taken as typed, without YAML's quotes.

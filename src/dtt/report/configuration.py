@@ -15,17 +15,17 @@ NOT_COMPARED = ("name", "extends")
 
 def flat(cfg: Section) -> dict[str, str]:
     """Return the value of every key as one line of YAML."""
-    plain = {key: explain.plain(entry.value) for key, entry in explain.describe_all(cfg)}
-    return {".".join(key): explain.scalar(value) for key, value in plain.items()}
+    return {
+        ".".join(key): explain.scalar(explain.plain(value)) for key, value, _ in explain.values(cfg)
+    }
 
 
 def changed_keys(cfg: RunConfig) -> list[list[str]]:
     """Return key and value wherever the configuration differs from the defaults."""
-    changed, defaults = [], RunConfig()
-    for key, entry in explain.describe_all(cfg):
-        if entry.value != explain.value_at(defaults, key):
-            changed.append([".".join(key), explain.scalar(explain.plain(entry.value))])
-    return changed
+    return [
+        [".".join(key), explain.scalar(explain.plain(value))]
+        for key, value in explain.changes(cfg, RunConfig()).items()
+    ]
 
 
 def differences(configs: Sequence[RunConfig | None]) -> list[dict[str, Any]]:
