@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import typer
+from config_page import LONGEST_CELL
+from config_page import page as config_page
 from pydantic import BaseModel
 
 import dtt
@@ -34,8 +36,6 @@ from dtt.base.errors import DttError
 from dtt.config.base import field_docs
 from dtt.config.load import Mistakes, resolve
 from dtt.config.parallel import mesh_sizes
-from dtt.config.reference import LONGEST_CELL
-from dtt.config.reference import page as config_page
 from dtt.config.sweep import SweepConfig
 from dtt.evaluate.tasks.definition import Task
 from dtt.jobs.sweep_trials import SweepManifest

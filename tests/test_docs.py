@@ -103,7 +103,8 @@ def test_a_generated_page_says_so_and_the_pages_by_hand_are_short() -> None:
 
 def test_stale_pages_are_named_and_rewritten(tmp_path: Path) -> None:
     script = tmp_path / "generate.py"
-    script.write_text((ROOT / "docs/generate.py").read_text())
+    for name in ("generate.py", "config_page.py"):
+        (tmp_path / name).write_text((ROOT / "docs" / name).read_text())
     (tmp_path / "cli.md").write_text("of long ago")
     pages = ("cli.md", "config.md")
     stale = generate(script, "--check", *pages)

@@ -14,8 +14,7 @@ from dtt.base import interrupts
 interrupts.end_at_once()
 
 from dtt.base.terminal import protect_output  # noqa: E402
-from dtt.cli.app import cli  # noqa: E402
-from dtt.cli.parser import Commands  # noqa: E402
+from dtt.cli.app import Commands, cli  # noqa: E402
 
 COMMANDS = (
     "download", "clean", "tokenize", "train", "export", "pipeline",

@@ -26,12 +26,10 @@ from dtt.config.load import load_job
 from dtt.jobs.goodput import goodput
 from dtt.jobs.job_state import examine
 from dtt.jobs.sweep_trials import find as find_sweep
-from dtt.report.configuration import changed_keys, differences
 from dtt.report.conversation_masks import conversations
-from dtt.report.report_pages import _labels
+from dtt.report.report_pages import _labels, differences, of_sweep
 from dtt.report.run import find_jobs
-from dtt.report.run_data import configuration_of, read_run, spread
-from dtt.report.sweep_data import of_sweep
+from dtt.report.run_data import changed_keys, configuration_of, read_run, spread
 
 
 def read(job: Path) -> dict[str, object]:

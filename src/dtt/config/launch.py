@@ -71,8 +71,10 @@ OF_KEYS = {
     "account": "account",
     "cpus-per-task": "cpus_per_task",
     "exclude": "exclude",
+    "gpus": "gpus_per_node",
     "gpus-per-node": "gpus_per_node",
     "gpus-per-socket": "gpus_per_node",
+    "gpus-per-task": "gpus_per_node",
     "mem": "mem",
     "no-requeue": "continuation",
     "nodes": "nodes",
@@ -175,8 +177,8 @@ class LaunchConfig(Section):
     """Nodes to exclude, such as `n[1-3],n7`."""
     directives: tuple[Directive, ...] = resumable(())
     """Additional options of `sbatch`, such as `--exclusive`, `--constraint=a100&nvlink` or
-    `--reservation=maintenance`; each becomes a `#SBATCH` line. `--gres=gpu:4`, `--gpus=4` for one
-    node and `--gpus-per-task` may take the place of `gpus_per_node`."""
+    `--reservation=maintenance`; each becomes a `#SBATCH` line. `--gres=gpu:4` may take the place of
+    `gpus_per_node`."""
     start: Literal["torchrun", "srun"] = resumable("torchrun")
     """Launcher of the processes of `train`: `torchrun` on each node, or `srun` for every
     process."""
@@ -219,25 +221,18 @@ class LaunchConfig(Section):
     def gpus(self) -> int:
         """The number of GPUs on each node, by `gpus_per_node` or by `directives`."""
         asked = int(str(self.gpus_per_node).rpartition(":")[2])
-        return asked or max(self._gpus_of_directives.values(), default=0)
+        return asked or self._gpus_of_gres
 
     @property
-    def _gpus_of_directives(self) -> dict[str, int]:
-        """The number of GPUs on each node that options of sbatch request, by their names."""
-        found: dict[str, int] = {}
+    def _gpus_of_gres(self) -> int:
+        """The number of GPUs on each node that `--gres` among the directives requests."""
+        found = 0
         for directive in self.directives:  # sbatch lets the last of several win
             name, _, text = directive[2:].partition("=")
-            resources = [one.partition("(")[0].split(":") for one in text.split(",")]
-            counts = [int(parts[-1]) if parts[-1].isdecimal() else 1 for parts in resources]
             if "gres".startswith(name):  # sbatch accepts abbreviated options
-                pairs = zip(counts, resources, strict=True)
-                found["gres"] = sum(count for count, parts in pairs if parts[0] == "gpu")
-            elif name == "gpus":
-                found[name] = sum(counts) // self.nodes
-            elif name == "gpus-per-task":  # torchrun is the only task of its node
-                tasks = self.processes_per_node if self.start == "srun" else 1
-                found[name] = sum(counts) * max(tasks, 1)
-        return {name: count for name, count in found.items() if count}
+                asked = [one.partition("(")[0].split(":") for one in text.split(",")]
+                found = sum(int(p[-1]) if p[-1].isdecimal() else 1 for p in asked if p[0] == "gpu")
+        return found
 
     @property
     def processes(self) -> int:
@@ -291,20 +286,6 @@ class LaunchConfig(Section):
         given = zip(parts, units, strict=False)
         return 86_400 * int(days or 0) + sum(part * unit for part, unit in given)
 
-    def _gpu_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield an error if it is ambiguous how many GPUs a node has."""
-        asked = [f"--{name}" for name in self._gpus_of_directives]
-        keys = ["gpus_per_node"] if self.gpus_per_node not in (0, "0") else []
-        if len(asked) + len(keys) > 1:
-            one, other, *_ = [*asked, *keys]
-            yield "directives", f"{one} requests GPUs, as {other} does: omit one of them"
-        if "--gpus" in asked and self.nodes > 1:
-            right = f"launch.gpus_per_node={self._gpus_of_directives['gpus']}"
-            why = f"--gpus may give {self.nodes} nodes different numbers: set {right} instead"
-            yield "directives", why
-        if "--gpus-per-task" in asked and self.start == "srun" and not self.processes_per_node:
-            yield "directives", "--gpus-per-task needs launch.processes_per_node with start: srun"
-
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each combination of values that cannot work."""
         limit = self.time_limit
@@ -315,14 +296,14 @@ class LaunchConfig(Section):
         for directive in self.directives:
             option = directive.partition("=")[0][2:]
             # sbatch accepts abbreviated options: --part means --partition.
-            understood = option in ("gpus", "gpus-per-task")
-            keys = [k for own, k in OF_KEYS.items() if own.startswith(option) and not understood]
+            keys = [k for own, k in OF_KEYS.items() if own.startswith(option)]
             if keys:
                 key = OF_KEYS.get(option, keys[0])
                 yield "directives", f"--{option} has a key of its own: set launch.{key} instead"
             elif any(own.startswith(option) for own in OF_DTT):
                 yield "directives", f"--{option} is set by dtt itself"
-        yield from self._gpu_problems()
+        if self._gpus_of_gres and self.gpus_per_node not in (0, "0"):
+            yield "directives", "--gres requests GPUs, as gpus_per_node does: omit one of them"
         for step in self.steps:
             try:
                 self.of_step(step)
@@ -341,13 +322,11 @@ def with_gpus(directive: str, number: Literal[0, 1]) -> str:
     a step keeps.
     """
     name, _, text = directive[2:].partition("=")
-    of_gpus = name in ("gpus", "gpus-per-task")
-    if not of_gpus and not "gres".startswith(name):  # sbatch accepts abbreviated options
+    if not "gres".startswith(name):
         return directive
     asked = text.split(",")
-    gpus = [one for one in asked if of_gpus or re.match(r"gpu\b", one)]
-    others = [one for one in asked if one not in gpus]
-    kept = [*map(_at_most_one, gpus[:number]), *others]
+    gpus = [one for one in asked if re.match(r"gpu\b", one)]
+    kept = [*map(_at_most_one, gpus[:number]), *(one for one in asked if one not in gpus)]
     return f"--{name}={','.join(kept)}" if kept else ""
 
 

@@ -8,7 +8,6 @@ buckets of a growing curve rarely change.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +19,6 @@ DIGITS = 7
 """Significant digits of the numbers on a page: more than a plot or a reader can resolve."""
 
 Floats = npt.NDArray[np.float64]
-
-
 Steps = npt.NDArray[np.int64]
 
 
@@ -91,11 +88,6 @@ class Series:
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
         return steps, values
-
-
-def curves(series: Mapping[str, Series], most: int) -> dict[str, dict[str, Any]]:
-    """Return the curves of all metrics that have a value, by name."""
-    return {name: one.buckets(most) for name, one in series.items() if len(one.steps)}
 
 
 def rounded(values: Floats) -> list[float]:

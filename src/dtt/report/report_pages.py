@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dtt import __version__
-from dtt.config.explain import scalar
+from dtt.config import explain
+from dtt.config.run import RunConfig
+from dtt.jobs import sweep_results as results
 from dtt.jobs.job_state import Status
 from dtt.jobs.sweep_trials import Sweep
-from dtt.report.configuration import differences
 from dtt.report.curves import MAX_BUCKETS
 from dtt.report.run_data import configuration_of, read_run, verdict
-from dtt.report.sweep_data import of_sweep
+from dtt.track.plot import spread
 
 MAX_DETAILED = 12
 """Number of runs up to which a page shows everything of each."""
 FEWEST_BUCKETS = 100
+
+NOT_COMPARED = ("name", "extends")
+"""Keys that differ between any two runs."""
 
 Home = Callable[[Path], Path]
 """Returns the folder that the relative paths in the configuration of a job start from."""
@@ -105,7 +110,7 @@ def _common_folder(names: Sequence[str]) -> str | None:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else scalar(value)
+    return f"{value:.4g}" if isinstance(value, float) else explain.scalar(value)
 
 
 def _title(runs: Sequence[dict[str, Any]], sweep: Sweep | None) -> str:
@@ -115,3 +120,40 @@ def _title(runs: Sequence[dict[str, Any]], sweep: Sweep | None) -> str:
     if len(names) == 1:
         return names[0]
     return _common_folder(names) or f"{len(names)} runs"  # the stages of a configuration, or jobs
+
+
+def differences(configs: Sequence[RunConfig | None]) -> list[dict[str, Any]]:
+    """Return the keys whose values differ between runs, with the value of each run."""
+    flat = [
+        None
+        if cfg is None
+        else {".".join(k): explain.scalar(explain.plain(v)) for k, v, _ in explain.values(cfg)}
+        for cfg in configs
+    ]
+    known = [values for values in flat if values is not None]
+    return [
+        {"key": key, "values": [None if v is None else v.get(key) for v in flat]}
+        for key in dict.fromkeys(key for values in known for key in values)
+        if key not in NOT_COMPARED and len({v.get(key) for v in known}) > 1
+    ]
+
+
+def of_sweep(sweep: Sweep) -> dict[str, Any]:
+    """Return the table of a sweep, best row first, and a plot for each key that varies."""
+    manifest, keys = sweep.manifest, results.varied(sweep)
+    rows = results.table(sweep)
+    plots = []
+    for key in keys if any(row.mean is not None for row in rows) else ():
+        curves = results.against(sweep, rows, key)
+        log_x = key in manifest.logarithmic or spread([curve.x for curve in curves])
+        plots.append({"key": key, "log_x": log_x, "curves": [asdict(curve) for curve in curves]})
+    return {
+        "metric": manifest.metric,
+        "goal": manifest.goal,
+        "keys": keys,
+        "rows": [
+            asdict(row) | {"values": results.cells(row.values, keys), "done": len(row.done)}
+            for row in rows
+        ],
+        "plots": plots,
+    }

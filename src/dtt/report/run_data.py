@@ -9,28 +9,31 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest, ExportManifest
-from dtt.base.errors import DttError
-from dtt.base.reading import Kind, fits, is_kind, read_small, tolerant
+from dtt.base.errors import DttError, ExitCode
+from dtt.base.reading import Kind, fits, is_kind, read_record, read_small, tolerant
 from dtt.base.secrets import redacted
+from dtt.config import explain
 from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
 from dtt.config.run import RunConfig
 from dtt.data.samples.step_sizes import step_sizes_of
+from dtt.jobs.clock import KEPT
+from dtt.jobs.goodput import goodput
+from dtt.jobs.job_files import first_line
 from dtt.jobs.job_state import FAILURES, State, Status
 from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
 from dtt.model.scaling import scaled
-from dtt.report import attempts, task_results
-from dtt.report.configuration import changed_keys
+from dtt.report import task_results
 from dtt.report.conversation_masks import conversations
-from dtt.report.curves import MAX_BUCKETS, curves
+from dtt.report.curves import MAX_BUCKETS
 from dtt.report.metrics_history import MetricsHistory
 
 GOOD, BUSY, BAD, IDLE = "good", "busy", "bad", "idle"
@@ -51,6 +54,9 @@ MAX_SAMPLE_TEXT = 3000
 """Characters of a sample that a page contains; a sample of training is usually far shorter."""
 MAX_LISTED = 200
 """Number of skipped steps and of checkpoints that a page lists, the newest."""
+MAX_ATTEMPTS = 2000
+"""Number of attempts that a page lists, the newest."""
+ENDINGS = {ExitCode.DONE: "done", ExitCode.PREEMPTED: "stopped", ExitCode.DIVERGED: "diverged"}
 GUARD: Mapping[str, Kind] = {"why": str, "action": str, "bad_step": int}
 
 
@@ -70,6 +76,7 @@ def read_run(
     job = status.job
     history = MetricsHistory.read(job.metrics)
     progress = history.tokens.buckets(most)
+    speeds = history.series.get("perf/tokens_per_second")
     run: dict[str, Any] = {
         "name": name_of(job, cfg),
         "path": str(job.root),
@@ -83,20 +90,20 @@ def read_run(
             "computed": _computed(cfg, progress, history.last_step),
             "time": history.times.last(most),
         },
-        "curves": curves(history.series, most),
-        "speed": _median(history, "perf/tokens_per_second"),
+        "curves": {name: one.buckets(most) for name, one in history.series.items()},
+        "speed": median(speeds.values) if speeds is not None else None,
         "tasks": task_results.of_job(
             job, history.listed["task"], None if cfg is None else cfg.eval
         ),
-        "clock": attempts.of_job(status),
+        "clock": _clock(status),
         "guard": _guard(history),
     }
     if cfg is not None:
         run |= _of_configuration(job, cfg, history)
-    if home is not None:
-        if cfg is not None:
+        if home is not None:
             run["configuration"] = changed_keys(cfg)
             run["conversations"] = conversations(cfg, home)
+    if home is not None:
         text = tolerant(job.config, lambda path: read_small(path).decode())
         run["configuration_text"] = text or ""
         run["samples"] = _samples(history)
@@ -176,25 +183,22 @@ def configuration_of(job: JobDir) -> RunConfig | None:
         return None
 
 
-def _data(job: JobDir) -> DataManifest | None:
-    try:
-        return DataManifest.read(job.root)
-    except DttError:
-        return None
-
-
 def _of_configuration(job: JobDir, cfg: RunConfig, history: MetricsHistory) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    data = _data(job)
+    """Return what the configuration and the data of a job say together."""
     # A model of a user's own is counted by its code, which a report does not run.
-    if data is not None and isinstance(cfg.model, ModelConfig):
-        arch = scaled(cfg, data.vocab_size).arch
-        found["parameters"] = count.parameters(arch)
-        found["flops_per_token"] = count.flops_per_token(
-            arch, cfg.train.seq_len, adapter=adapter_weights(cfg.adapter, arch)
-        )
-        found["mixture"] = _mixture(data, history)
-    return found
+    if not isinstance(cfg.model, ModelConfig):
+        return {}
+    try:
+        data = DataManifest.read(job.root)
+    except DttError:
+        return {}
+    arch = scaled(cfg, data.vocab_size).arch
+    adapter = adapter_weights(cfg.adapter, arch)
+    return {
+        "parameters": count.parameters(arch),
+        "flops_per_token": count.flops_per_token(arch, cfg.train.seq_len, adapter=adapter),
+        "mixture": _mixture(data, history),
+    }
 
 
 def _mixture(data: DataManifest, history: MetricsHistory) -> list[dict[str, Any]]:
@@ -216,11 +220,6 @@ def _mixture(data: DataManifest, history: MetricsHistory) -> list[dict[str, Any]
     return rows
 
 
-def _median(history: MetricsHistory, name: str) -> float | None:
-    column = history.series.get(name)
-    return median(column.values) if column is not None else None
-
-
 def _samples(history: MetricsHistory) -> dict[str, Any]:
     """Return text samples, evenly spread over the run if there are many."""
     records = [r for r in history.listed["sample"] if isinstance(r.get("text"), str)]
@@ -228,16 +227,11 @@ def _samples(history: MetricsHistory) -> dict[str, Any]:
         {
             "step": r["step"],
             "temperature": _number(r, "temperature"),
-            "text": shortened(r["text"], MAX_SAMPLE_TEXT),
+            "text": redacted(r["text"])[:MAX_SAMPLE_TEXT],  # half a secret is not recognised,
         }
         for r in spread(records, MAX_SAMPLES)
     ]
     return {"total": len(records), "items": items}
-
-
-def shortened(text: str, most: int) -> str:
-    """Return the start of a text. Secrets are redacted first: part of one is not recognised."""
-    return redacted(text)[:most]
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -281,17 +275,57 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
 
 def _relatives(job: JobDir) -> dict[str, Any]:
     """Return the parent run of a branch, and the branches of this job in the same folder."""
-    record = job.parent_record()
+    record, own = job.parent_record(), job.root.resolve()
     parent = record and {
         "path": os.path.normpath(job.root / record["job"]),
         "step": record["step"],
     }
-    return {"parent": parent, "branches": sorted(_branches(job), key=lambda b: b["step"])}
-
-
-def _branches(job: JobDir) -> Iterator[dict[str, Any]]:
-    own = job.root.resolve()
+    branches = []
     for path in sorted(job.root.parent.glob("*/parent.json"))[:MAX_LISTED]:
-        record = JobDir(path.parent).parent_record()
-        if record is not None and (path.parent / Path(record["job"])).resolve() == own:
-            yield {"path": str(path.parent), "step": record["step"]}
+        other = JobDir(path.parent).parent_record()
+        if other is not None and (path.parent / Path(other["job"])).resolve() == own:
+            branches.append({"path": str(path.parent), "step": other["step"]})
+    return {"parent": parent, "branches": sorted(branches, key=lambda b: b["step"])}
+
+
+def changed_keys(cfg: RunConfig) -> list[list[str]]:
+    """Return key and value wherever the configuration differs from the defaults."""
+    return [
+        [".".join(key), explain.scalar(explain.plain(value))]
+        for key, value in explain.changes(cfg, RunConfig()).items()
+    ]
+
+
+def _clock(status: Status) -> dict[str, Any]:
+    """Return the goodput of a job, and its attempts in order."""
+    job = status.job
+    useful = goodput(job)
+    return {
+        "goodput": None if useful is None else useful.record() | {"useful": useful.useful},
+        "attempts": [_attempt(status, number) for number in job.attempts()[-MAX_ATTEMPTS:]],
+    }
+
+
+def _attempt(status: Status, number: int) -> dict[str, Any]:
+    """Return when an attempt ran, and how it ended."""
+    clock = read_record(status.job.clock(number), KEPT) or {}
+    ending = status.job.exit_record(number)
+    running = status.alive and number == status.files.attempt
+    found: dict[str, Any] = {
+        "number": number,
+        "began": clock.get("began"),
+        "seconds": clock.get("seconds"),
+        "how": "running" if running else "killed",
+        "code": None,
+        "reason": "",
+        "node": None,
+        "asked_by": "",
+    }
+    for name in ("first", "step"):
+        found[name] = clock.get(name) if is_kind(clock.get(name), int) else None
+    if ending is not None:
+        found |= {name: ending[name] for name in ("code", "node")}
+        found["how"] = ENDINGS.get(ending["code"], "failed")
+        found["reason"] = first_line(ending["reason"])
+        found["asked_by"] = ending.get("asked_by", "")
+    return found

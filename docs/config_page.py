@@ -1,4 +1,4 @@
-"""Generator of the page docs/config.md."""
+"""The page docs/config.md, which generate.py writes."""
 
 from __future__ import annotations
 
