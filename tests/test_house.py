@@ -77,7 +77,7 @@ def test_a_name_has_one_meaning_in_the_package() -> None:
     what its command runs."""
     known = set(typer.main.get_command(commands()).commands)  # type: ignore[attr-defined]
     files = {path.stem for path in (SOURCE / "cli").glob("[!_]*.py")}
-    assert files == known | {"app", "options", "parser"}
+    assert files == known | {"app", "options"}
     modules: Counter[str] = Counter()
     classes: Counter[str] = Counter()
     for path in SOURCE.rglob("*.py"):

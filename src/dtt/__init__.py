@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtt.config.action import Action as Action
-    from dtt.config.family import Family as Family
+    from dtt.config.model import Family as Family
     from dtt.config.objective import Objective as Objective
     from dtt.config.optim import Optimizer as Optimizer
     from dtt.config.schedule import RunFacts as RunFacts
@@ -33,7 +33,7 @@ INTERFACE = {
     "Action": "dtt.config.action",
     "Context": "dtt.model.token_context",
     "Documents": "dtt.config.sources",
-    "Family": "dtt.config.family",
+    "Family": "dtt.config.model",
     "Job": "dtt.library",
     "MicroBatch": "dtt.data.samples.loader",
     "Model": "dtt.model.contract",

@@ -10,14 +10,12 @@ import pytest
 
 from dtt.base.errors import ConfigError
 from dtt.config import explain, sweep
-from dtt.config.averaging import Averaging, parse_averaging
 from dtt.config.base import Length
-from dtt.config.budget import seconds
 from dtt.config.load import changes_on_resume, resolve
 from dtt.config.model import ModelConfig
 from dtt.config.optim import own_decays
 from dtt.config.parallel import ParallelConfig, Sizes, mesh_sizes
-from dtt.config.weight_decay import parse_decay
+from dtt.config.value_types import Averaging, parse_averaging, parse_decay, seconds
 from dtt.model import families
 from dtt.model.mesh_divisibility import check_experts
 

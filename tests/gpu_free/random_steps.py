@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from dtt.config.averaging import parse_averaging
 from dtt.config.optim import own_decays
 from dtt.config.schedule import RunFacts
+from dtt.config.value_types import parse_averaging
 from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case
 from dtt.mesh.dist import World

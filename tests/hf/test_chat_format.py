@@ -20,7 +20,7 @@ from support.tiny_job import (
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import DataManifest, ExportManifest
 from dtt.base.errors import DamagedError
-from dtt.config.chat import ChatConfig
+from dtt.config.data import ChatConfig
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.template import CHATML, resolve_template
 from dtt.hf import export, verify

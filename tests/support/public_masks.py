@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from dtt.config.chat import ChatConfig
+from dtt.config.data import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.rows import Conversation, RefusedRow

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtt.base.errors import Diverged, ExitCode
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
-from dtt.config.guard import GuardConfig
+from dtt.config.train import GuardConfig
 from dtt.mesh.dist import World
 from dtt.model.output import Output
 from dtt.track import jsonl

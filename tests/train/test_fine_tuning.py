@@ -19,7 +19,7 @@ from support.tokenized_conversations import write_conversations
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.targets import IGNORE_INDEX
 from dtt.checkpoint import store
-from dtt.config.chat import ChatConfig
+from dtt.config.data import ChatConfig
 from dtt.config.load import load_job
 from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.dialects import parse_row

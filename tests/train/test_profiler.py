@@ -12,7 +12,7 @@ from torch._C._autograd import DeviceType
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
-from dtt.config.profile import ProfileConfig
+from dtt.config.train import ProfileConfig
 from dtt.mesh.dist import start
 from dtt.model import families
 from dtt.train.profiler import Profiler, covered, exposed_share

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from dtt.config.base import Depth, Section, Size, Tokens32
-from dtt.config.family import Family
-from dtt.config.init_std import DEFAULT_STD, Std
+from dtt.config.value_types import DEFAULT_STD, Std
 
 TIED = ("gpt2", "gemma3", "smollm3")
 """Families whose head is tied to the embedding by default."""
@@ -43,6 +42,29 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
     "routed_scaling": ("dots1",),
 }  # fmt: skip
 """Families in which these keys have an effect; the others would ignore them."""
+
+
+class Family(Section):
+    """A family of models. One of your own defines keys and `build`.
+
+    dtt trains it with DDP, FSDP2 and HSDP, on the data, with the optimizers and schedules and from
+    the checkpoints of its own models. What needs to know the inside of a model is refused by name.
+    """
+
+    family: str
+    """The class of the model, as `FILE.py:CLASS` or `MODULE:CLASS`."""
+    vocab_size: Tokens32 | None = None
+    """Rows of the embedding matrix; null: the tokenizer's vocabulary size, rounded up to a multiple
+    of 64."""
+    max_seq_len: Tokens32 | None = None
+    """Maximum context length the model declares, in tokens; null: `train.seq_len`."""
+
+    def build(self, vocab_size: int, context: int) -> Any:
+        """Return the model, a `dtt.Model`, for a vocabulary and a context length in tokens.
+
+        Its parameters get no memory here, and their values later: see `dtt.Model.init_weights`.
+        """
+        raise NotImplementedError
 
 
 class NoRopeScaling(Section):

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat
 
 from dtt.config.base import Length, LengthKey, Section
 from dtt.config.schedule import RunFacts
-from dtt.config.weight_decay import Decayed, parse_decay
+from dtt.config.value_types import Decayed, parse_decay
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 """Decay of a running average: the weight of its old value."""

@@ -31,8 +31,8 @@ from dtt.base.log import log_once
 from dtt.base.reading import read_small
 from dtt.config.action import Action
 from dtt.config.base import Section
-from dtt.config.family import Family
 from dtt.config.key_types import TAGS, Key, tag_of
+from dtt.config.model import Family
 from dtt.config.objective import Objective
 from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig

@@ -10,11 +10,10 @@ from pydantic import Field, NonNegativeInt
 
 from dtt.config.action import Action
 from dtt.config.adapter import AdapterConfig, LoraConfig, NoAdapterConfig
-from dtt.config.averaging import parse_averaging
 from dtt.config.base import Section, must_be, resumable
-from dtt.config.chat import ChatConfig
 from dtt.config.clean import CleanConfig
 from dtt.config.data import (
+    ChatConfig,
     DownloadConfig,
     GivenTokenizerConfig,
     TokenizeConfig,
@@ -24,20 +23,25 @@ from dtt.config.data import (
 )
 from dtt.config.evaluation import EvalConfig
 from dtt.config.export import ExportConfig
-from dtt.config.family import Family
-from dtt.config.guard import GuardConfig
 from dtt.config.init import InitConfig
 from dtt.config.key_types import tag_of
 from dtt.config.launch import LaunchConfig
-from dtt.config.model import MIXTURES, ModelConfig
+from dtt.config.model import MIXTURES, Family, ModelConfig
 from dtt.config.objective import Objective
 from dtt.config.optim import Optimizer, horizon_keys, own_decays
 from dtt.config.parallel import ParallelConfig
-from dtt.config.profile import ProfileConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import Schedule
 from dtt.config.sources import AnySource, OneSource, SourceConfig, TokenData
-from dtt.config.train import CheckpointConfig, PipelineConfig, TrackerConfig, TrainConfig
+from dtt.config.train import (
+    CheckpointConfig,
+    GuardConfig,
+    PipelineConfig,
+    ProfileConfig,
+    TrackerConfig,
+    TrainConfig,
+)
+from dtt.config.value_types import parse_averaging
 from dtt.config.variants import any_of, variant
 
 if TYPE_CHECKING:  # or one of a user's own

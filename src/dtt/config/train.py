@@ -17,7 +17,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dtt.config.averaging import Averaged
 from dtt.config.base import MAX_INT, Processes, Section, Tokens32, resumable
 from dtt.config.batch import (
     BatchSchedule,
@@ -26,7 +25,7 @@ from dtt.config.batch import (
     batch_problems,
     stage_problems,
 )
-from dtt.config.budget import Stretch
+from dtt.config.value_types import Averaged, Stretch
 
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
@@ -236,3 +235,55 @@ class PipelineConfig(Section):
     train_processes: Processes = resumable(0)
     """Processes for `train`, under torchrun, also of `dtt train` on a machine with several GPUs; 0:
     one per visible GPU, at most `launch.gpus_per_node` if that is set, or one on a CPU."""
+
+
+class GuardConfig(Section):
+    """Handling of non-finite and spiking steps.
+
+    Such a step never changes weights or optimizer state, whatever the action. `stop` ends the
+    run with exit code 76; the newest checkpoint is from before the step, and `--from-step` resumes
+    from an earlier one. `skip` continues as if the batch of the step did not exist.
+    """
+
+    non_finite: Literal["stop", "skip"] = resumable("stop")
+    """Action when the loss or the gradient norm is NaN or infinite. With fp32 and bf16 the cause is
+    usually a learning rate that is too high, a hardware fault or a bug, which should be
+    investigated."""
+    spike: Literal["none", "stop", "skip"] = resumable("none")
+    """Action when the gradient norm is far above that of the preceding steps. The default is none:
+    clipping bounds the effect of such a step, and a change in the data may look like a spike."""
+    spike_sigmas: PositiveFloat = resumable(6.0)
+    """A norm is a spike if its logarithm is this many standard deviations above the mean of the
+    last 128 steps, without skipped ones, and the norm is at least four times the usual one. Until
+    there are 128, no step is judged a spike."""
+    max_skips: PositiveInt = resumable(10)
+    """Number of skipped steps among the last 100 at which the run stops: then the cause is not a
+    single batch."""
+
+
+ProfileKind = Literal["torch", "memory", "nsys"]
+
+
+class ProfileConfig(Section):
+    """A profile of a few steps, in `jobs/<name>/profiles/`.
+
+    To profile a running job, use `dtt job profile`.
+    """
+
+    steps: tuple[PositiveInt, PositiveInt] | None = resumable(None)
+    """First and last step to profile, such as `[20, 24]`; null: none. The first steps of a run
+    compile."""
+    ranks: tuple[NonNegativeInt, ...] = resumable((0,))
+    """Ranks to profile."""
+    kind: ProfileKind = resumable("torch")
+    """`torch`: a trace for https://ui.perfetto.dev, and a table of the most expensive operations.
+    `memory`, on a GPU: every allocation, for https://pytorch.org/memory_viz. `nsys`, on a GPU:
+    marks the steps for `nsys profile --capture-range=cudaProfilerApi dtt train …`."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield an error if the first step is after the last."""
+        if self.steps is not None and self.steps[0] > self.steps[1]:
+            yield (
+                "steps",
+                f"{self.steps[0]} is after {self.steps[1]}: specify the first and the last step",
+            )

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtt.base.log import log
 from dtt.config.adapter import AdapterConfig, LoraConfig
-from dtt.config.init_std import InitialStd
 from dtt.config.model import NoRopeScaling
+from dtt.config.value_types import InitialStd
 from dtt.model.architecture import Architecture, BuiltArchitecture
 from dtt.model.contract import Model
 from dtt.model.lora import attach

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from dtt.config.budget import seconds as budget_seconds
+from dtt.config.value_types import seconds as budget_seconds
 from dtt.estimate import pipeline_passes, published
 from dtt.estimate.activations import kept_by_block
 from dtt.estimate.case import Case

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dtt.config.budget import seconds
 from dtt.config.run import RunConfig
+from dtt.config.value_types import seconds
 from dtt.estimate import gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.duration import (

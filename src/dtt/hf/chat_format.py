@@ -11,7 +11,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import ChatFacts, DataManifest, ExportManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.reading import read_json, read_whole
-from dtt.config.chat import ChatConfig
+from dtt.config.data import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.template import resolve_template, special_tokens_beside
 from dtt.data.text.side_files import tokenizer_content

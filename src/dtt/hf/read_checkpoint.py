@@ -17,11 +17,11 @@ from dtt.base.files import sha256_file
 from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.adapter import LoraConfig
-from dtt.config.averaging import parse_averaging
-from dtt.config.family import Family
 from dtt.config.init import HF, HUB_ID
 from dtt.config.load import load_job
+from dtt.config.model import Family
 from dtt.config.run import RunConfig
+from dtt.config.value_types import parse_averaging
 from dtt.data.samples import compatibility
 from dtt.hf.peft import Adapter
 from dtt.hf.read import LoadedModel, read_hf_folder, weight_files

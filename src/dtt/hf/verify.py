@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dtt.base.errors import DamagedError, Diverged, EnvironmentUnfit, InputError
 from dtt.base.log import log
-from dtt.config.init_std import InitialStd
+from dtt.config.value_types import InitialStd
 from dtt.data.conversations.render_limits import memory_limit
 from dtt.data.conversations.rows import Conversation, RefusedRow
 from dtt.hf import library_folder

@@ -22,7 +22,7 @@ import psutil
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.reading import Kind, read_record
-from dtt.config.budget import seconds
+from dtt.config.value_types import seconds
 from dtt.jobs.phase_timer import process_age
 
 INTERVAL = 5.0

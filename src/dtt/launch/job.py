@@ -19,7 +19,7 @@ from dtt.base.files import exclusive, in_size, remove, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_record
 from dtt.base.terminal import Message
-from dtt.config.profile import Kind
+from dtt.config.train import ProfileKind
 from dtt.jobs import chain_steps, job_state
 from dtt.jobs.chain_steps import LinkedStep
 from dtt.jobs.job_files import job_argv, newest_log, requester
@@ -109,7 +109,7 @@ def save(path: Path, *, wait: float) -> None:
     _ask(_training(path, "save"), "save", wait)
 
 
-def profile(path: Path, *, kind: Kind | None, wait: float) -> None:
+def profile(path: Path, *, kind: ProfileKind | None, wait: float) -> None:
     """Ask a running training job to profile its next steps.
 
     Raises ConfigError if it does not run. `kind` is the profiler; None: as configured.

@@ -9,11 +9,10 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from dtt.base.errors import ConfigError
-from dtt.config.family import Family
-from dtt.config.init_std import InitialStd
 from dtt.config.key_types import tag_of
-from dtt.config.model import AnyModel, LongRopeScaling, NoRopeScaling, RopeScaling
+from dtt.config.model import AnyModel, Family, LongRopeScaling, NoRopeScaling, RopeScaling
 from dtt.config.own import own_code
+from dtt.config.value_types import InitialStd
 
 
 @dataclass(frozen=True, kw_only=True)

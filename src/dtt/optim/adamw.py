@@ -10,7 +10,7 @@ from pydantic import PositiveFloat
 from dtt.config.base import Section
 from dtt.config.optim import AdamWGroup, Betas, GroupedOptimizer
 from dtt.config.schedule import RunFacts
-from dtt.config.weight_decay import Decayed
+from dtt.config.value_types import Decayed
 
 if TYPE_CHECKING:  # keeps torch out of the check of a configuration
     from torch.optim import Optimizer

@@ -15,7 +15,7 @@ from dtt.config import optim
 from dtt.config.base import Length
 from dtt.config.optim import ROLES, AdamWGroup, GroupedOptimizer
 from dtt.config.schedule import RunFacts
-from dtt.config.weight_decay import parse_decay
+from dtt.config.value_types import parse_decay
 from dtt.params.table import Param, Params
 
 

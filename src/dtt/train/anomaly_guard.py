@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dtt.base.errors import Diverged
 from dtt.base.log import log
-from dtt.config.guard import GuardConfig
+from dtt.config.train import GuardConfig
 from dtt.mesh.dist import World
 from dtt.mesh.sharding import FullTensor, fill
 from dtt.track.base import Record

@@ -12,9 +12,9 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.base import malloc
 from dtt.base.log import log
 from dtt.config.adapter import LoraConfig
-from dtt.config.averaging import parse_averaging
 from dtt.config.own import own_code, own_files
 from dtt.config.run import RunConfig
+from dtt.config.value_types import parse_averaging
 from dtt.optim.lr_curves import WsdConfig
 from dtt.train.initial import carry_optimizers, initialise_from
 from dtt.train.inputs import StartedRun

@@ -12,7 +12,7 @@ from torch._C._autograd import DeviceType
 
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
-from dtt.config.profile import Kind, ProfileConfig
+from dtt.config.train import ProfileConfig, ProfileKind
 from dtt.mesh.dist import World
 from dtt.train.process_memory import dump_snapshot
 from dtt.train.supervise.watchdog import Watchdog
@@ -135,7 +135,7 @@ class Profiler:
         log.warning("profile: %s.json.gz and .txt, communication exposed: %s", stem, exposed)
 
 
-def available(device: torch.device) -> tuple[Kind, ...]:
+def available(device: torch.device) -> tuple[ProfileKind, ...]:
     """Return the kinds of profiles that a device supports."""
     return ("torch", "memory", "nsys") if device.type == "cuda" else ("torch",)
 

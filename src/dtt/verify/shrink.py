@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtt.config.adapter import LoraConfig
-from dtt.config.averaging import parse_averaging
-from dtt.config.family import Family
-from dtt.config.model import MIXTURES, LongRopeScaling, ModelConfig
+from dtt.config.model import MIXTURES, Family, LongRopeScaling, ModelConfig
 from dtt.config.own import is_own
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.config.validation import validate
+from dtt.config.value_types import parse_averaging
 
 STEPS = 4
 """Two of warm-up, if there is one, and two of decay: its first has the peak rate."""

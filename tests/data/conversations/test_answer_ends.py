@@ -10,7 +10,7 @@ import pytest
 from support.conversation_files import write_tokenizer
 from tokenizers import Tokenizer
 
-from dtt.config.chat import ChatConfig
+from dtt.config.data import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.rows import RefusedRow

@@ -10,7 +10,7 @@ from support.chat_shapes import NAMED, SHAPES, answer, system, templates, user, 
 from tokenizers import AddedToken, Tokenizer
 
 from dtt.base.errors import ConfigError
-from dtt.config.chat import ChatConfig
+from dtt.config.data import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.rows import Conversation, RefusedRow

@@ -8,7 +8,7 @@ from support.chat_shapes import NAMED, answer, hostile_rows, templates, user, wi
 from support.tiny_job import make_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from dtt.config.chat import ChatConfig
+from dtt.config.data import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.rows import Conversation, RefusedRow

@@ -12,7 +12,7 @@ import pytest
 from support.chat_shapes import NAMED, SHAPES, answer, hostile_rows, templates, user, with_tokens
 from tokenizers import Tokenizer
 
-from dtt.config.chat import ChatConfig
+from dtt.config.data import ChatConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.rows import Conversation, RefusedRow

@@ -12,8 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from dtt.base.errors import DamagedError, InputError
-from dtt.config.chat import ChatConfig
-from dtt.config.data import GivenTokenizerConfig
+from dtt.config.data import ChatConfig, GivenTokenizerConfig
 from dtt.data.conversations.dialects import parse_row
 from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.conversations.template import (

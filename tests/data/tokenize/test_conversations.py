@@ -19,8 +19,8 @@ from support.token_files import sums
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.config.chat import ChatConfig
 from dtt.config.data import (
+    ChatConfig,
     DownloadConfig,
     Engine,
     GivenTokenizerConfig,

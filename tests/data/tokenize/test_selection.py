@@ -30,9 +30,9 @@ from support.token_files import sums
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.config.chat import ChatConfig
 from dtt.config.clean import CleanConfig
 from dtt.config.data import (
+    ChatConfig,
     DownloadConfig,
     GivenTokenizerConfig,
     TokenizeConfig,

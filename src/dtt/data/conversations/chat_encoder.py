@@ -15,8 +15,7 @@ from tokenizers import Encoding, Tokenizer
 
 from dtt.artifacts.manifests import ChatFacts, LostText
 from dtt.base.errors import ConfigError
-from dtt.config.chat import ChatConfig
-from dtt.config.data import Engine
+from dtt.config.data import ChatConfig, Engine
 from dtt.data.conversations.control_text import ControlText, StandInTokenizer, without_marks
 from dtt.data.conversations.conversation_tokens import (
     ConversationTokens,

@@ -22,8 +22,7 @@ from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, LostText
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.base.reading import read_whole
-from dtt.config.chat import ChatConfig
-from dtt.config.data import Engine, GivenTokenizerConfig, TokenizerConfig
+from dtt.config.data import ChatConfig, Engine, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.conversations.chat_encoder import ChatEncoder, EncodedConversation
 from dtt.data.conversations.dialects import TEXTS, parse_pair, parse_row
 from dtt.data.conversations.loss_mask import VERSION as MASK_VERSION

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dtt.config.family import Family
+from dtt.config.model import Family
 
 
 class TransformersFamily(Family):

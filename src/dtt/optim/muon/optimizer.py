@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from dtt.base.errors import ConfigError
-from dtt.config.weight_decay import parse_decay
+from dtt.config.value_types import parse_decay
 from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import TensorLayout, layout_of, world_size, zeros_sharded_as
 from dtt.optim.muon import matrix_sums

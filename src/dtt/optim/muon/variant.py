@@ -9,7 +9,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from dtt.config.optim import AdamWGroup, Beta, GroupedOptimizer
 from dtt.config.schedule import RunFacts
-from dtt.config.weight_decay import Decayed, parse_decay
+from dtt.config.value_types import Decayed, parse_decay
 from dtt.optim import adamw
 from dtt.optim.adamw import AdamWSettings
 
