@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from dtt.config.init_std import DEFAULT_STD, InitialStd, parse_std
 from dtt.config.model import MIXTURES, ONLY_FOR, TIED, ModelConfig
+from dtt.config.value_types import DEFAULT_STD, InitialStd, parse_std
 from dtt.model.architecture import (
     Architecture,
     ExpertMixture,
