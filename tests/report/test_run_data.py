@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from support.report_jobs import (
     write_new_job,
     write_sweep,
 )
-from support.tokenized_conversations import conversations as rows
-from support.tokenized_conversations import write_conversations
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import ExportManifest
@@ -26,7 +23,6 @@ from dtt.config.load import load_job
 from dtt.jobs.goodput import goodput
 from dtt.jobs.job_state import examine
 from dtt.jobs.sweep_trials import find as find_sweep
-from dtt.report.conversation_masks import conversations
 from dtt.report.report_pages import _labels, differences, of_sweep
 from dtt.report.run import find_jobs
 from dtt.report.run_data import changed_keys, configuration_of, read_run, spread
@@ -151,26 +147,6 @@ def test_differences_are_the_keys_whose_values_differ() -> None:
     changed = dict(map(tuple, changed_keys(other)))
     assert changed["optim.lr"] == "0.5"
     assert "seed" not in changed
-
-
-def test_conversations_have_exactly_the_answers_marked(tmp_path: Path) -> None:
-    tokens = write_conversations(tmp_path)
-    values = {"data.type": "chat", "data.tokens": str(tokens)}
-    cfg = resolved_settings(values).config
-    found = conversations(cfg, tmp_path)
-    assert len(found) == 6
-    answers = {
-        message["content"]
-        for row in rows(240)
-        for message in row["messages"]
-        if message["role"] == "assistant" and message.get("train", True)
-    }
-    for one in found:
-        marked = [text for text, is_target in one["parts"] if is_target]
-        assert {text.removesuffix("<|im_end|>") for text in marked} <= answers
-        assert one["targets"] > 0
-    shutil.rmtree(tokens)
-    assert conversations(cfg, tmp_path) == []
 
 
 def test_the_rows_of_a_sweep_are_those_of_dtt_sweep_results(

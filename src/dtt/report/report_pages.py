@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from dtt import __version__
@@ -25,12 +24,9 @@ FEWEST_BUCKETS = 100
 NOT_COMPARED = ("name", "extends")
 """Keys that differ between any two runs."""
 
-Home = Callable[[Path], Path]
-"""Returns the folder that the relative paths in the configuration of a job start from."""
-
 
 def report_data(
-    statuses: Sequence[Status], home: Home, *, sweep: Sweep | None = None, live: bool = False
+    statuses: Sequence[Status], *, sweep: Sweep | None = None, live: bool = False
 ) -> dict[str, Any]:
     """Return the data of the report of some jobs, for `render`.
 
@@ -42,7 +38,7 @@ def report_data(
     detailed = len(statuses) <= MAX_DETAILED and sweep is None
     most = max(FEWEST_BUCKETS, min(MAX_BUCKETS, 10 * MAX_BUCKETS // max(1, len(statuses))))
     runs = [
-        read_run(status, cfg, most=most, home=home(status.job.root) if detailed else None)
+        read_run(status, cfg, most=most, detailed=detailed)
         for status, cfg in zip(statuses, configs, strict=True)
     ]
     for run, label in zip(runs, _labels(runs, sweep), strict=True):

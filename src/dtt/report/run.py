@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError, DttError
+from dtt.base.errors import ConfigError
 from dtt.base.files import write_atomically
 from dtt.base.local_server import LocalServer
 from dtt.base.log import log
-from dtt.jobs import job_paths, job_state
+from dtt.jobs import job_state
 from dtt.jobs.sweep_trials import Sweep, SweepManifest
 
 MAX_AT_END = 2**30
@@ -33,7 +32,7 @@ def write(paths: Sequence[Path], out: Path | None) -> None:
     sweep = _sweep(paths[0]) if len(paths) == 1 else None
     target = out or JobDir(paths[0] if len(paths) == 1 else Path()).report
     statuses = job_state.examine(find_jobs(paths))
-    write_atomically(target, render(report_data(statuses, _home, sweep=sweep)))
+    write_atomically(target, render(report_data(statuses, sweep=sweep)))
     print(target)
 
 
@@ -53,7 +52,7 @@ def write_at_end(jobs: Sequence[JobDir], folder: Path, sweep: Sweep | None = Non
         from dtt.report.page import render
         from dtt.report.report_pages import report_data
 
-        data = report_data(job_state.examine(jobs), _home, sweep=sweep)
+        data = report_data(job_state.examine(jobs), sweep=sweep)
         write_atomically(target, render(data))
     except Exception as error:  # noqa: BLE001  a page must not turn a finished run into a failed one
         log.warning("the report could not be written: %s; try dtt report %s", error, folder)
@@ -70,8 +69,7 @@ def serve(paths: Sequence[Path], port: int) -> None:
         return find_jobs(paths) if paths else job_state.find(Path("jobs"))
 
     find()  # an error before the server starts
-    report = partial(report_data, home=_home, live=True)
-    LocalServer(Pages(find, jobs_data, report), port).serve()
+    LocalServer(Pages(find, jobs_data, partial(report_data, live=True)), port).serve()
 
 
 def find_jobs(paths: Sequence[Path]) -> list[JobDir]:
@@ -88,11 +86,3 @@ def find_jobs(paths: Sequence[Path]) -> list[JobDir]:
 
 def _sweep(path: Path) -> Sweep | None:
     return Sweep(path, SweepManifest.read(path)) if SweepManifest.exists(path) else None
-
-
-def _home(job: Path) -> Path:
-    """Return the folder that relative paths in the configuration of `job` start from."""
-    try:
-        return job_paths.home(job)
-    except (DttError, OSError):
-        return Path(os.curdir)

@@ -32,7 +32,6 @@ from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
 from dtt.model.scaling import scaled
 from dtt.report import task_results
-from dtt.report.conversation_masks import conversations
 from dtt.report.curves import MAX_BUCKETS
 from dtt.report.metrics_history import MetricsHistory
 
@@ -65,13 +64,13 @@ def read_run(
     cfg: RunConfig | None,
     *,
     most: int = MAX_BUCKETS,
-    home: Path | None = Path(),
+    detailed: bool = True,
 ) -> dict[str, Any]:
     """Return everything that a page shows of a job, with at most `most` buckets per curve.
 
-    `cfg` is the configuration of the job, None if it cannot be read; its relative paths start from
-    `home`. Without `home`, as for the trials of a sweep, the page gets only what compares runs: no
-    samples, checkpoints, conversations and complete configuration.
+    `cfg` is the configuration of the job, None if it cannot be read. Unless it is `detailed`, as
+    for the trials of a sweep, the page gets only what compares runs: no samples, checkpoints and
+    complete configuration.
     """
     job = status.job
     history = MetricsHistory.read(job.metrics)
@@ -100,10 +99,9 @@ def read_run(
     }
     if cfg is not None:
         run |= _of_configuration(job, cfg, history)
-        if home is not None:
+        if detailed:
             run["configuration"] = changed_keys(cfg)
-            run["conversations"] = conversations(cfg, home)
-    if home is not None:
+    if detailed:
         text = tolerant(job.config, lambda path: read_small(path).decode())
         run["configuration_text"] = text or ""
         run["samples"] = _samples(history)

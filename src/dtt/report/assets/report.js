@@ -67,7 +67,6 @@ class ReportPage {
         data.sweep &&
         section("sweep", "Sweep", sweepTable(data.sweep), grid(this, sweepCharts(data.sweep))),
       anomalies: () => guardSection(runs),
-      conversations: () => conversationSection(runs),
     };
   }
 

@@ -1,4 +1,4 @@
-// Sections of text and tables: samples, data, checkpoints, configuration, conversations.
+// Sections of text and tables: samples, data, checkpoints, configuration.
 
 const sliders = new Map();
 
@@ -196,35 +196,5 @@ function guardSection(runs) {
         ),
       ];
     }),
-  );
-}
-
-function conversationSection(runs) {
-  const some = runs.filter((run) => run.conversations?.length);
-  const marked = el("mark", null, "marked and underlined");
-  const key = el("p", null, "The loss counts ", marked, " tokens; the rest is context.");
-  return section(
-    "conversations",
-    "Conversations and their targets",
-    some.length && key,
-    perRun("conversations", some, (run) =>
-      run.conversations.map((one, i) =>
-        el(
-          "details",
-          { class: "conversation", open: i === 0 },
-          el(
-            "summary",
-            null,
-            `Conversation ${i + 1}: ${plural(one.tokens, "token")}, `,
-            plural(one.targets, "target"),
-          ),
-          el(
-            "p",
-            { class: "tokens" },
-            one.parts.map(([text, isTarget]) => (isTarget ? el("mark", null, text) : text)),
-          ),
-        ),
-      ),
-    ),
   );
 }
