@@ -14,7 +14,8 @@ from dtt.config.removed import REMOVED
 
 VALUES = {
     "optim.cautious_weight_decay": True, "optim.ns_steps": 7, "guard.rewind_around": 5,
-    "train.finish_by": "07:00",
+    "train.finish_by": "07:00", "train.remat_every": 2, "launch.lead_seconds": 300,
+    "launch.nccl_logs": True,
 }  # fmt: skip
 """A value of each removed key that is not its default."""
 

@@ -141,8 +141,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("train.ema_decay=0.9",), ("train.ema_decay={decay: 0.9, start: 30%, blend: 0.5}",),
     ),
     "remat": (
-        ("train.remat=full",), ("train.remat=selective",), ("train.remat=full",
-                                                            "train.remat_every=2"),
+        ("train.remat=full",), ("train.remat=selective",),
     ),
     "sharding": (("parallel.reduce=each",), ("parallel.reshard=false",)),
     "guard": (("guard.spike=skip", "guard.non_finite=skip"),),

@@ -191,7 +191,6 @@ def simulate(case: Case) -> tuple[int, int, Counter[str]]:
         layout,
         compile_blocks=False,
         remat=train.remat,
-        remat_every=train.remat_every,
         precision=case.precision,
         reshard=case.cfg.parallel.reshard,
     )

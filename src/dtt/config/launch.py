@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, ValidationError
 
 from dtt.config.base import Processes, Section, must_be, resumable
 
@@ -190,9 +190,6 @@ class LaunchConfig(Section):
     into the queue under the same id; `singleton` submits a successor that waits in the queue for
     its end; `none` does not continue it. After three consecutive attempts without a new checkpoint,
     or a finished unit of another command, the job gives up."""
-    lead_seconds: PositiveInt | None = resumable(None)
-    """Seconds before the time limit at which the job saves and stops; null: derived from the
-    measured step and save times of the job, 120 before there are any."""
     modules: tuple[Module, ...] = resumable(())
     """Environment modules to load on every node."""
     environment: dict[Variable, Value] = resumable({})
@@ -208,8 +205,6 @@ class LaunchConfig(Section):
     and training does not start on it."""
     nsys: bool = resumable(False)
     """Profile with NVIDIA Nsight Systems; the reports are written to the job's `logs/`."""
-    nccl_logs: bool = resumable(False)
-    """Write what NCCL logs (`NCCL_DEBUG=INFO`), a file for each process, to the job's `logs/`."""
     template: Path | None = resumable(None)
     """Jinja2 template to use in place of dtt's own job script."""
     steps: dict[Step, dict[Resource, Value]] = resumable({})
@@ -288,11 +283,8 @@ class LaunchConfig(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each combination of values that cannot work."""
-        limit = self.time_limit
-        if limit == 0:
+        if self.time_limit == 0:
             yield "time", "must be greater than 0"
-        elif limit is not None and (self.lead_seconds or 0) >= limit:
-            yield "lead_seconds", f"{self.lead_seconds} is not less than launch.time ({self.time})"
         for directive in self.directives:
             option = directive.partition("=")[0][2:]
             # sbatch accepts abbreviated options: --part means --partition.

@@ -18,6 +18,11 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
     ),
     ("guard", "rewind_around"): (10, "delete the key, or guard.spike=skip"),
     ("train", "finish_by"): (None, "delete the key, or train.budget=6h"),
+    ("train", "remat_every"): (1, "delete the key, or train.remat=selective"),
+    ("launch", "lead_seconds"): (None, "delete the key (it is measured), or launch.time=2:00:00"),
+    ("launch", "nccl_logs"): (
+        False, "delete the key, or launch.environment='{NCCL_DEBUG: INFO, NCCL_DEBUG_FILE: n-%h}'"
+    ),
 }  # fmt: skip
 """The default of each key, and what to set instead of another value."""
 

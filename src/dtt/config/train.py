@@ -112,8 +112,6 @@ class TrainConfig(Section):
     storing them: `full` recomputes all of a block, which saves most memory and costs a third more
     time; `selective` recomputes all but the outputs of attention, every second matrix
     multiplication and collectives."""
-    remat_every: PositiveInt = resumable(1)
-    """Interval of blocks to which `remat` applies: one of every N."""
     compile: bool | None = resumable(None)
     """Compile each block with torch.compile; null: on a GPU only. If compilation fails, the run
     continues without it."""

@@ -152,10 +152,4 @@ def activations(case: Case, blocks: int) -> int:
     kept = kept_by_block(case)
     if case.cfg.train.remat == "none":
         return blocks * kept
-    again = with_remat(case, blocks)
-    return (blocks - again) * kept + again * min(kept, kept_again(case))
-
-
-def with_remat(case: Case, blocks: int) -> int:
-    """Return how many of the first `blocks` blocks use remat."""
-    return -(-blocks // case.cfg.train.remat_every)
+    return blocks * min(kept, kept_again(case))

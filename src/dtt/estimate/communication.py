@@ -145,7 +145,7 @@ def _expert_parallel(case: Case) -> Iterator[CollectiveCost]:
     mixture = case.arch.mixture
     if mixture is None:
         return
-    repeats = 4 + (2 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0)
+    repeats = 6 if case.cfg.train.remat == "full" else 4
     rows = case.tokens // case.sizes.tensor * mixture.per_token * case.own_blocks
     size = case.product_bytes * case.accumulation * rows * case.arch.dim * repeats
     yield _cost(case, "all-to-all of rows", size, case.cfg.parallel.expert, 1, hidden=False)
@@ -159,7 +159,7 @@ def _tensor_parallel(case: Case) -> Iterator[CollectiveCost]:
     repeats the collectives of a block's forward pass except the last one, after which nothing is
     kept.
     """
-    again = 3 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0
+    again = 3 if case.cfg.train.remat == "full" else 0
     ends = (case.rank == 0) + (case.rank == case.sizes.pipeline - 1)
     times = case.own_blocks * (8 + again) + 2 * ends
     size = case.product_bytes * case.accumulation * case.tokens * case.arch.dim * times
@@ -174,7 +174,7 @@ def _context_parallel(case: Case) -> Iterator[CollectiveCost]:
     """
     arch, sizes = case.arch, case.sizes
     width = 2 * arch.n_kv_heads * arch.head_dim // sizes.tensor
-    repeats = 2 + (1 / case.cfg.train.remat_every if case.cfg.train.remat == "full" else 0)
+    repeats = 3 if case.cfg.train.remat == "full" else 2
     whole = case.tokens * sizes.context * width * case.own_blocks
     size = case.product_bytes * case.accumulation * whole * repeats
     yield _cost(case, "context parallelism", size, sizes.context, sizes.tensor, hidden=False)

@@ -34,7 +34,7 @@ OF_8_BITS = 154
 """Bytes that the conversions of `dtt.optim.adamw_8bit` move for each weight, counted, not measured:
 torch fuses none of these operations."""
 LEAD_SECONDS = 120
-"""Seconds before a time limit at which a run saves and stops, without `launch.lead_seconds`."""
+"""Seconds before a time limit at which a run saves and stops, before any are measured."""
 START_SECONDS = 120
 """Seconds from the start of a job to its first step, with compilation."""
 
@@ -152,7 +152,7 @@ def _again(case: Case) -> float:
     # A third of the FLOPs of trained weights, half of those of frozen ones.
     forward = 2 if case.adapter else 3
     blocks = _own_flops(case) - (_head_flops(case) if case.last else 0)
-    return blocks / forward * (1.0 if train.remat == "full" else 0.5) / train.remat_every
+    return blocks / forward * (1.0 if train.remat == "full" else 0.5)
 
 
 def _optimizer(case: Case, peak: float) -> float:
@@ -205,5 +205,5 @@ def run_of(case: Case, one: StepEstimate) -> RunEstimate:
     limit = case.cfg.launch.time_limit
     if limit is None:
         return RunEstimate(total, None)
-    usable = limit - (case.cfg.launch.lead_seconds or LEAD_SECONDS) - START_SECONDS
+    usable = limit - LEAD_SECONDS - START_SECONDS
     return RunEstimate(total, math.ceil(total / usable) if usable > 0 else None)

@@ -20,7 +20,6 @@ from dtt.estimate.activations import (
     kept_by_block,
     norm,
     wide_layernorm,
-    with_remat,
 )  # fmt: skip
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
 from dtt.estimate.communication import bytes_gathered
@@ -208,7 +207,7 @@ def _casts(case: Case, done: int) -> int:
     if not case.compiled:
         return block * case.blocks
     left = case.blocks - done
-    return block * (left if case.cfg.train.remat == "none" else left - with_remat(case, left))
+    return block * (left if case.cfg.train.remat == "none" else 0)
 
 
 def _gathered(case: Case, blocks: int, outside: Sequence[Weight] | None = None) -> int:

@@ -242,8 +242,6 @@ def _run_lines(case: Case) -> Iterator[str]:
         f"node{'s' * (case.nodes > 1)}{f': {mesh}' if mesh else ''}"
     )
     remat = "" if train.remat == "none" else f", remat {train.remat}"
-    if remat and train.remat_every > 1:
-        remat += f" of every {train.remat_every}th block"
     yield (
         f"{'':<10}{case.precision}{', compiled' if case.compiled else ''}{remat}; "
         f"micro-batch of {case.micro_batch} x {train.seq_len}, {case.accumulation} per step"

@@ -264,10 +264,10 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
 
 
 def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
-    """Yield a problem if the time limit is too short to save, unless `lead_seconds` is set."""
+    """Yield a problem if the time limit is too short to save."""
     limit = launch.time_limit
     measured = (read_text(job.lead) or "").strip()
-    if limit is None or launch.lead_seconds is not None or not measured.isdecimal():
+    if limit is None or not measured.isdecimal():
         return
     needed = int(measured)
     if 2 * needed > limit:
@@ -276,8 +276,7 @@ def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
             where=job.lead,
             why=f"it needs {needed} s to save and stop, measured from its steps and saves, and "
             "cannot start to stop before half of the time limit",
-            next=f"set launch.time={math.ceil(2 * needed / 60)} or more, or override with "
-            "launch.lead_seconds=SECONDS",
+            next=f"set launch.time={math.ceil(2 * needed / 60)} or more",
         )
 
 

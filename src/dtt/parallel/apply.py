@@ -38,7 +38,6 @@ def apply(
     *,
     compile_blocks: bool,
     remat: Literal["none", "full", "selective"] = "none",
-    remat_every: int = 1,
     precision: str = "fp32",
     reshard: bool = True,
 ) -> nn.Module:
@@ -59,7 +58,7 @@ def apply(
         apply_tensor(model, layout.part("tensor"))
     if remat != "none":
         # Before compilation, so that the compiler sees the recomputation and plans with it.
-        rematerialize(model, remat, remat_every, apart=layout.experts is not None)
+        rematerialize(model, remat, apart=layout.experts is not None)
     if compile_blocks and remat == "full" and layout.sizes.tensor > 1:  # torch 2.13 fails on this
         log.info("not compiled: tensor parallelism is only compiled with train.remat=selective")
         compile_blocks = False

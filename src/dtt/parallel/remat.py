@@ -33,10 +33,8 @@ COSTLY = (
 memory."""
 
 
-def rematerialize(
-    model: Model, kind: Literal["full", "selective"], every: int, *, apart: bool = False
-) -> None:
-    """Checkpoint the first of every `every` blocks (`model.layers`), in place.
+def rematerialize(model: Model, kind: Literal["full", "selective"], *, apart: bool = False) -> None:
+    """Checkpoint all blocks (`model.layers`), in place.
 
     `full` saves only the input of a block and runs all of it twice. `selective` also saves the
     outputs of attention, collectives and every second matrix multiplication (torchtitan's choice,
@@ -50,12 +48,9 @@ def rematerialize(
     """
     forward = {"full": _full, "selective": _selective}[kind]
     in_full = routers(model) if apart else {}
-    # A list of the first of every n blocks: memory falls by their share, and so does the extra
-    # time.
     for i, block in model.blocks().items():
-        if i % every == 0:
-            # All blocks share one function, and so one compilation.
-            block.forward = (_full if i in in_full else forward).__get__(block)
+        # All blocks share one function, and so one compilation.
+        block.forward = (_full if i in in_full else forward).__get__(block)
 
 
 def _full(block: nn.Module, *inputs: Any, **options: Any) -> Any:

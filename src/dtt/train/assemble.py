@@ -114,7 +114,6 @@ def assemble(
         mesh,
         compile_blocks=plan.compile,
         remat=cfg.train.remat,
-        remat_every=cfg.train.remat_every,
         precision=plan.precision,
         reshard=cfg.parallel.reshard,
     )

@@ -242,7 +242,6 @@ def _train(shrinking: _Shrinking) -> Nested:
         "micro_batch": 1,
         "clip_norm": None if train.clip_norm is None else CLIP_NORM,
         "stochastic_rounding": False,
-        "remat_every": min(train.remat_every, 2),
         "log_every": 1,
         "eval_every": 0,
         "eval_tokens": 4 * SEQ_LEN,

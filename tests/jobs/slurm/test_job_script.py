@@ -980,7 +980,6 @@ def test_the_stop_request_uses_the_measured_lead(tmp_path: Path, fakes: Path) ->
     assert code == 75
     assert "slurm: time limit" in calls(tmp_path)
     assert REQUEUE in calls(tmp_path), output
-    assert "--fixed-lead" in render(script(lead_seconds=7))
 
 
 # ---- lead, sbatch, squeue ----------------------------------------------------------------------
@@ -1005,11 +1004,10 @@ def test_an_invalid_time_limit_is_refused(time: str) -> None:
         LaunchConfig(time=time)
 
 
-def test_the_lead_is_measured_configured_or_a_default(tmp_path: Path) -> None:
+def test_the_lead_is_measured_or_a_default(tmp_path: Path) -> None:
     job = JobDir(tmp_path)
     assert job_script.lead(job, LaunchConfig()) == job_script.DEFAULT_LEAD
     assert job_script.lead(job, LaunchConfig(time=2)) == 60  # half of it
-    assert job_script.lead(job, LaunchConfig(lead_seconds=7)) == 7
     job.write_lead(step=20.0, save=110.0)
     assert job_script.lead(job, LaunchConfig()) == 30 + 2 * (20 + 110)
     job.write_lead(step=0.01, save=0.2)

@@ -257,7 +257,7 @@ def _options(script: Script) -> Iterator[str]:
     if launch.preflight and command == "train":
         on_gpus = launch.gpus > 0 if script.device == "auto" else script.device.startswith("cuda")
         yield f"--preflight={'gpu' if on_gpus else 'cpu'}"
-    if launch.lead_seconds is not None or not trains:
+    if not trains:
         yield "--fixed-lead"
     if launch.mpi == "mpirun" and script.kind == "tokenize":
         yield "--mpirun"
@@ -273,9 +273,6 @@ def _modules(script: Script) -> Iterator[str]:
 def _exports(script: Script) -> Iterator[str]:
     launch = script.launch
     yield from (f"export {name}={_quoted(text)}" for name, text in launch.environment.items())
-    if launch.nccl_logs:
-        path = '"$_dtt_job/logs/nccl-${SLURM_JOB_ID}-%h-%p.log"'
-        yield f"export NCCL_DEBUG=INFO NCCL_DEBUG_FILE={path}"
     if script.code:
         code = script.directory / script.job / "code"
         yield f"export PYTHONPATH={_quoted(code)}${{PYTHONPATH:+:$PYTHONPATH}}"
@@ -352,11 +349,8 @@ def _container(script: Script) -> Iterator[str]:
 def lead(job: JobDir, launch: LaunchConfig) -> int:
     """Return the seconds before the time limit at which the job is asked to stop.
 
-    This is `lead_seconds`, or a value that the job derived from its measured step and save times,
-    at most half of the time limit.
+    The job derives it from its measured step and save times; it is at most half of the time limit.
     """
-    if launch.lead_seconds is not None:
-        return min(launch.lead_seconds, LONGEST_LEAD)
     # Read at each submission: the job measures its step and save times while it runs.
     recorded = (read_text(job.lead) or "").strip()
     seconds = int(recorded) if re.fullmatch(r"[0-9]{1,9}", recorded) else DEFAULT_LEAD
