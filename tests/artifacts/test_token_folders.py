@@ -11,8 +11,9 @@ from support.token_files import END, write_folder
 from dtt.artifacts.token_folders import token_paths, token_sources
 from dtt.base.errors import ConfigError, DttError, InputError
 from dtt.config.load import resolve
+from dtt.config.merging import Resolved
 from dtt.config.run import RunConfig
-from dtt.config.stages import tokenizer_of
+from dtt.config.stages import trained_tokenizer
 
 
 def config(*arguments: str) -> RunConfig:
@@ -129,6 +130,8 @@ def test_the_pipeline_makes_the_tokens_that_a_pattern_is_to_match() -> None:
     assert not config(pattern).reads_corpus
     assert not config(pattern, "download.dataset=a.txt", "tokenize.out=x").reads_corpus
     first = config(pattern, "download.dataset=a.txt", "tokenizer.vocab_size=300")
-    section = tokenizer_of(first)
-    assert section is not None
-    assert section["path"] == "data/tokens/a-bpe300/tokenizer.json"
+    other = config(pattern, "download.dataset=b.txt", "tokenizer.vocab_size=300")
+    layer = trained_tokenizer(Resolved(first, {}), Resolved(other, {}))
+    assert layer is not None
+    path = "data/tokens/a-bpe300/tokenizer.json"
+    assert layer[("tokenizer", "path")].value == path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
@@ -243,8 +243,16 @@ class LaunchConfig(Section):
         values = self.model_dump()
         given = dict(self.steps.get(step, {}))  # type: ignore[call-overload]
         without_gpus = tuple(left for one in self.directives if (left := with_gpus(one, 0)))
-        if step == "eval":
-            values |= self._on_one_gpu()
+        if step == "eval":  # one process on one GPU, or without any if there are none
+            cores = self.cpus_per_task  # of a whole node, if torchrun is Slurm's one task there
+            share = max(1, self.gpus) if self.start != "srun" else 1
+            values |= {
+                "nodes": 1,
+                "processes_per_node": 1,
+                "gpus_per_node": _at_most_one(str(self.gpus_per_node)),
+                "cpus_per_task": cores and max(1, cores // share),
+                "directives": tuple(with_gpus(one, 1) for one in self.directives),
+            }
         elif tasks is not None or step in ("download", "export"):
             cores = self.cpus_per_task or 1
             values |= {"gpus_per_node": 0, "directives": without_gpus}
@@ -257,18 +265,6 @@ class LaunchConfig(Section):
         if "tasks_per_node" in given:
             given["processes_per_node"] = given.pop("tasks_per_node")
         return type(self).model_validate({**values, **given, "steps": {}})
-
-    def _on_one_gpu(self) -> dict[str, Any]:
-        """Return the values for one process on one GPU, or without any if there are none."""
-        cores = self.cpus_per_task  # of a whole node, if torchrun is Slurm's one task there
-        share = max(1, self.gpus)
-        return {
-            "nodes": 1,
-            "processes_per_node": 1,
-            "gpus_per_node": _at_most_one(str(self.gpus_per_node)),
-            "cpus_per_task": max(1, cores // share) if cores and self.start != "srun" else cores,
-            "directives": tuple(with_gpus(one, 1) for one in self.directives),
-        }
 
     @property
     def time_limit(self) -> int | None:

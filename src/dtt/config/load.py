@@ -179,7 +179,12 @@ class _Resolver:
 
     def one(self, layers: Sequence[Layer], own: int | None = None) -> Resolved:
         """Merge and check the layers of one job; `own` is another number of its own ones."""
-        layers = without_removed([_without_empty_sections(layer) for layer in layers])
+        # A section whose value is null has lines that are all commented out.
+        sections = explain.sections()
+        layers = without_removed(
+            {k: leaf for k, leaf in layer.items() if leaf.value is not None or k not in sections}
+            for layer in layers
+        )
         if self.model_of is not None:
             own = self.own if own is None else own
             layers = _with_model_of_source(layers, own, self.model_of)
@@ -205,13 +210,10 @@ class _Resolver:
             layers = stages.layers_of(entry, common if first else fresh, name, first, previous)
             try:
                 stage = self.one(layers, None if first else 1)
-                if first is not None and (section := _tokenizer_of(first, stage)) is not None:
+                trained = None if first is None else stages.trained_tokenizer(first, stage)
+                if trained is not None:
                     # Resolved again, because the tokenizer decides about the token folder.
-                    others = [
-                        {k: leaf for k, leaf in layer.items() if k[0] != "tokenizer"}
-                        for layer in layers
-                    ]
-                    stage = self.one([*others, section])
+                    stage = self.one([*(_without(layer, "tokenizer") for layer in layers), trained])
             except Mistakes as mistakes:
                 raise mistakes.in_stage(entry.name) from None
             found = list(stages.problems(stage, first)) if first is not None else []
@@ -221,22 +223,6 @@ class _Resolver:
             resolved[entry.name] = stage
             first = first or stage
         return resolved
-
-
-def _tokenizer_of(first: Resolved, stage: Resolved) -> Layer | None:
-    """Return the tokenizer that the first stage trains, for a stage that tokenizes other text.
-
-    None if the stage has its own tokenizer.
-    """
-    section = stages.tokenizer_of(first.config)
-    ours, theirs = (
-        {key: leaf for key, leaf in r.layer.items() if key[0] == "tokenizer"}
-        for r in (stage, first)
-    )
-    same_folder = stage.config.tokenize_dir == first.config.tokenize_dir
-    if section is None or same_folder or ours != theirs:
-        return None
-    return source.from_mapping({"tokenizer": section}, f"trained in {first.config.name}")
 
 
 def with_steps(resolved: Resolved, steps: int) -> Resolved:
@@ -327,10 +313,8 @@ def _with_extended(
     return [*layers, layer]
 
 
-def _without_empty_sections(layer: Layer) -> Layer:
-    """Remove sections whose value is null: all lines below such a section are commented out."""
-    sections = explain.sections()
-    return {k: v for k, v in layer.items() if v.value is not None or k not in sections}
+def _without(layer: Layer, section: str) -> Layer:
+    return {key: leaf for key, leaf in layer.items() if key[0] != section}
 
 
 def _with_model_of_source(layers: list[Layer], own: int, model_of: ModelOf) -> list[Layer]:

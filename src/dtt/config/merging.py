@@ -5,7 +5,7 @@ A new `type` keeps what its section still has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,9 +68,8 @@ def merge(layers: Iterable[Layer], variants: Variants | None = None) -> tuple[La
             if changed and (fields := (variants or {}).get(section)) is not None:
                 _change_type(section, fields, str(leaf.value), merged, dropped)
         for key, leaf in layer.items():
-            _drop_below(merged, key)
-            for parent in _parents(key):
-                merged.pop(parent, None)
+            for other in [k for k in merged if k != key and overlap(k, key)]:
+                del merged[other]
             merged[key] = _extended(key, merged[key], leaf) if key in merged else leaf
     return merged, {key: leaf for key, leaf in dropped.items() if key not in merged}
 
@@ -131,15 +130,6 @@ def _change_type(
                 name = key[len(section)]
                 fits = name in fields.get(tag, known) or name not in known
                 (merged if fits else dropped)[key] = leaf
-
-
-def _parents(key: Key) -> Iterator[Key]:
-    return (key[:length] for length in range(1, len(key)))
-
-
-def _drop_below(layer: Layer, prefix: Key) -> None:
-    for key in [key for key in layer if len(key) > len(prefix) and key[: len(prefix)] == prefix]:
-        del layer[key]
 
 
 def nested(layer: Layer) -> dict[str, Any]:

@@ -90,16 +90,12 @@ def run_config(layers: Sequence[Layer], *, runs: bool, job: Path | None) -> type
             for tag, origin in origins.items()
         )
     own: list[Any] = [cls for found in classes.values() for cls in found]
-    _check_names([cls.own_file for cls in own] if runs else [])
-    return _with_classes(tuple(classes.items()))
-
-
-def _check_names(files: Sequence[OwnFile]) -> None:
-    """Raise OwnCodeError for two files of one name: a job keeps both in one folder."""
-    for one, other in combinations(files, 2):
+    # A job keeps the files of all classes in one folder.
+    for one, other in combinations([cls.own_file for cls in own] if runs else [], 2):
         if one.path.name == other.path.name and one.sha256 != other.sha256:
             where = f"{one.path}, {other.path}"
             raise OwnCodeError("two files have one name", where=where, next="rename one of them")
+    return _with_classes(tuple(classes.items()))
 
 
 def _tags(layers: Sequence[Layer]) -> dict[str, dict[str, str]]:
@@ -199,8 +195,12 @@ def _annotation(
         return tuple[_annotation(get_args(annotation)[0], own, below), ...]  # type: ignore[misc]
     inner = get_args(annotation) or (annotation,)
     # The bare base class is for none: then a section is an error, which names the mistake.
-    known = [one for one in inner if one is not NoneType and one not in KINDS.values()]
-    members = [_with_below(one, below) for one in (*known, *own)]
+    members: list[Any] = []
+    for one in (*inner, *own):
+        if one is not NoneType and one not in KINDS.values():
+            fields = getattr(one, "model_fields", {})
+            has = {path: found for path, found in below.items() if path[0] in fields}
+            members.append(_extended(one, has) if has else one)
     union: Any = Union[tuple(members)]  # noqa: UP007  of a value
     if annotation is SourceConfig:  # the only variant that needs no `type`
         tags = [Annotated[one, Tag(one.model_fields["type"].default)] for one in members]
@@ -210,13 +210,6 @@ def _annotation(
         name = _tag_of_class(own[0]) if own else "type"
         union = Annotated[union, Field(discriminator=name)]
     return Optional[union] if NoneType in inner else union  # noqa: UP045  of a value
-
-
-def _with_below(cls: Any, below: Mapping[Key, tuple[type[Section], ...]]) -> Any:
-    """Return a member of a union with the own classes in those of its keys that it has."""
-    fields = getattr(cls, "model_fields", {})
-    has = {path: found for path, found in below.items() if path[0] in fields}
-    return _extended(cls, has) if has else cls
 
 
 def _type_of_source(value: Any) -> Any:

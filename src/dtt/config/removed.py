@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtt.base.errors import ConfigError
@@ -27,17 +27,18 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
 """The default of each key, and what to set instead of another value."""
 
 
-def without_removed(layers: Sequence[Layer]) -> list[Layer]:
+def without_removed(layers: Iterable[Layer]) -> list[Layer]:
     """Return the layers without keys of earlier versions; ConfigError for one that is set."""
+    kept = []
     for layer in layers:
-        for key in [key for key in REMOVED if key in layer]:
-            leaf, (default, instead) = layer[key], REMOVED[key]
-            if leaf.value != default:
+        for key, (default, instead) in REMOVED.items():
+            if key in layer and layer[key].value != default:
                 raise ConfigError(
                     f"{'.'.join(key)} no longer exists",
-                    where=leaf.origin,
-                    why=f"it is {shown(leaf.value)} here",
+                    where=layer[key].origin,
+                    why=f"it is {shown(layer[key].value)} here",
                     next=instead,
                 )
-    # A job records every key, so each of its resumes would fail on one that has its default.
-    return [{k: leaf for k, leaf in layer.items() if k not in REMOVED} for layer in layers]
+        # A job records every key, so each of its resumes would fail on one that has its default.
+        kept.append({key: leaf for key, leaf in layer.items() if key not in REMOVED})
+    return kept

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
@@ -18,10 +17,7 @@ from dtt.config.init import MAY_DIFFER
 from dtt.config.key_types import STAGES, Key
 from dtt.config.merging import Resolved
 from dtt.config.run import NAME
-from dtt.config.source import Layer, Leaf, shown
-
-if TYPE_CHECKING:
-    from dtt.config.run import RunConfig
+from dtt.config.source import Layer, Leaf, from_mapping, shown
 
 INIT_FROM: Key = ("init", "from")
 CARRIED = ("model", "scaling", "tokenizer")
@@ -81,7 +77,8 @@ def _entries(leaf: Leaf) -> dict[str, Layer]:
     for entry in leaf.value:
         # The origin of the first key of the entry stands for the entry, which has no line of its
         # own.
-        name = entry.get(("name",), Leaf(None, _first_origin(entry, leaf.origin)))
+        first = next((inner.origin for inner in entry.values()), leaf.origin)
+        name = entry.get(("name",), Leaf(None, first))
         if not isinstance(name.value, str) or not re.fullmatch(NAME, name.value):
             given = "it has none" if name.value is None else f"got {shown(name.value)}"
             raise ConfigError(
@@ -104,10 +101,6 @@ def _entries(leaf: Leaf) -> dict[str, Layer]:
                 )
         entries[name.value] = {key: inner for key, inner in entry.items() if key != ("name",)}
     return entries
-
-
-def _first_origin(entry: Layer, default: str) -> str:
-    return next((leaf.origin for leaf in entry.values()), default)
 
 
 def _check_name(key: Key, leaf: Leaf, entries: Mapping[str, Layer]) -> None:
@@ -175,21 +168,30 @@ def layers_of(
     return [*before, carried, *entry.overlay, own]
 
 
-def tokenizer_of(first: RunConfig) -> dict[str, Any] | None:
-    """Return the section `tokenizer` with which text gets the token ids of the stage `first`.
+def trained_tokenizer(first: Resolved, stage: Resolved) -> Layer | None:
+    """Return the tokenizer that the first stage trains, for a stage that tokenizes other text.
 
-    None if the stage has a given tokenizer, which its own section describes.
+    None if that stage has its own tokenizer, or the first one a given tokenizer.
     """
-    if not isinstance(first.tokenizer, TrainedTokenizerConfig) or not first.token_sources:
+    cfg = first.config
+    ours, theirs = (
+        {key: leaf for key, leaf in r.layer.items() if key[0] == "tokenizer"}
+        for r in (stage, first)
+    )
+    same_folder = stage.config.tokenize_dir == cfg.tokenize_dir
+    if not isinstance(cfg.tokenizer, TrainedTokenizerConfig) or not cfg.token_sources:
         return None
-    source = first.token_sources[0]
+    if same_folder or ours != theirs:
+        return None
+    source = cfg.token_sources[0]
     # All folders of a pattern have one tokenizer, but which of them will exist is not known here.
-    folder = first.tokenize_dir if source.is_pattern else source.path
-    return {
+    folder = cfg.tokenize_dir if source.is_pattern else source.path
+    section = {
         "type": "file",
         "path": str(folder / "tokenizer.json"),
-        "end_of_document": first.tokenizer.special_tokens[0],
+        "end_of_document": cfg.tokenizer.special_tokens[0],
     }
+    return from_mapping({"tokenizer": section}, f"trained in {cfg.name}")
 
 
 def problems(stage: Resolved, first: Resolved) -> Iterator[tuple[Key, str]]:

@@ -261,7 +261,12 @@ def read(path: Path) -> SweepFile:
     A Python file is executed. Raises ConfigError, which lists every mistake with its line.
     """
     path = find(path)
-    layer = _from_python(path) if path.suffix == ".py" else _from_text(path)
+    if path.suffix == ".py":
+        layer = _from_python(path)
+    else:
+        extends, layer = take_extends(source.read_file(path, _key_types()))
+        if extends:
+            raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
     refuse_extended({key: leaf for key, leaf in layer.items() if key[0] != "base"})
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
     base = {key[1:]: leaf for key, leaf in layer.items() if key[0] == "base" and len(key) > 1}
@@ -314,13 +319,6 @@ def find(name: Path) -> Path:
         if close
         else f"specify a file (docs/sweep.md), or the name of a shipped sweep: {', '.join(known)}",
     )
-
-
-def _from_text(path: Path) -> Layer:
-    extends, layer = take_extends(source.read_file(path, _key_types()))
-    if extends:
-        raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
-    return layer
 
 
 def _key_types() -> KeyTypes:
