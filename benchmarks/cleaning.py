@@ -51,9 +51,8 @@ from measurement import DTT, Table, dtt, parser_of
 
 from dtt.base import local
 from dtt.base.malloc import keep_freed_memory
-from dtt.clean.language import SAMPLE, LanguageFilter
-from dtt.clean.shingles import shingles
-from dtt.clean.sketches import band_keys, bands_and_rows, sketches
+from dtt.clean.filters import SAMPLE, LanguageFilter
+from dtt.clean.shingles import band_keys, bands_and_rows, shingles, sketches
 from dtt.clean.steps import Steps
 from dtt.clean.unit_pass import BATCH_DOCUMENTS, UNIT_BATCH_BYTES, PlacedUnit, pass_one
 from dtt.config.clean import CleanConfig, LanguageConfig, NearConfig

@@ -71,12 +71,12 @@ def check(cls: type[Section], *overrides: str, **keys: Any) -> None:
 
 
 def _check_documents(section: Mapping[str, Any]) -> None:
-    from dtt.data.corpus import run_download
+    from dtt.data.corpus import download
 
     contents = []
     for name in ("one", "other"):
         cfg = library.load({"download": {"documents": section, "out": name}})
-        run_download.run(cfg.config)
+        download.run(cfg.config)
         contents.append({p.name: sha256_file(p) for p in sorted(Path(name).glob("part-*"))})
     assert contents[0] == contents[1], "`rows` yields others when it is called again"
 

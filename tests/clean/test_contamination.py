@@ -24,10 +24,10 @@ from dtt.clean.contamination import (
     MAX_NAMES,
     TaskNgrams,
     fields_only,
+    normalized_words,
     open_task_ngrams,
 )
 from dtt.clean.filters import Removal
-from dtt.clean.word_windows import normalized_words
 from dtt.config.clean import DecontaminateConfig
 from dtt.evaluate.tasks.definition import load_tasks, shipped_tasks
 

@@ -12,17 +12,16 @@ import pytest
 from support.cleaned_corpus import CleanedCorpus
 
 from dtt.base.errors import ConfigError, EnvironmentUnfit
-from dtt.clean.language import SAMPLE, LanguageFilter
-from dtt.clean.make_filters import make_filters
+from dtt.clean.filters import SAMPLE, LanguageFilter
+from dtt.clean.unit_pass import make_filters
 from dtt.config.clean import CleanConfig, LanguageConfig
-from dtt.config.run import RunConfig
 
 GERMAN = "Es war einmal ein König, der hatte drei Söhne und wusste nicht, wem er das Reich gab."
 ENGLISH = "Once upon a time there was a king who had three sons, and he could not choose."
 
 
 def test_documents_in_other_languages_are_removed_with_their_language() -> None:
-    [english] = make_filters(RunConfig(clean=CleanConfig(language=LanguageConfig(keep=("en",)))))
+    [english] = make_filters(CleanConfig(language=LanguageConfig(keep=("en",))))
     assert english(ENGLISH, {}) is None
     removed = english(GERMAN, {})
     assert removed is not None

@@ -24,7 +24,7 @@ from support.running import TIMEOUT
 
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import DamagedError
-from dtt.clean import partitions, sorted_files, unit_pass, verified_pairs
+from dtt.clean import pairs, steps, unit_pass
 from dtt.clean.passes import Part
 from dtt.clean.steps import Steps
 
@@ -111,11 +111,10 @@ def test_parts_are_found_by_the_passes_after_them(corpus: CleanedCorpus) -> None
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every group small: partitions, sorted runs, batches, merges and open files."""
-    monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 5000)
+    monkeypatch.setattr(pairs, "PARTITION_ENTRIES", 5000)
     monkeypatch.setattr(unit_pass, "RUN_ENTRIES", 5000)
     monkeypatch.setattr(unit_pass, "UNIT_BATCH_BYTES", 30_000)
-    monkeypatch.setattr(sorted_files, "MERGED_ROWS", 900)
-    for module in (sorted_files, verified_pairs):
+    for module in (steps, pairs):
         monkeypatch.setattr(module, "OPEN_FILES", 2)
 
 

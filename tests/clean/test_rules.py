@@ -9,11 +9,10 @@ import pytest
 from support.running import Dtt
 
 from dtt.clean.filters import Removal
-from dtt.clean.make_filters import make_filters
 from dtt.clean.rules import MEASURES, DocumentText, QualityRules
+from dtt.clean.unit_pass import make_filters
 from dtt.config.clean import CleanConfig
 from dtt.config.quality_limits import LIMITS
-from dtt.config.run import RunConfig
 from dtt.config.validation import validate
 
 
@@ -148,7 +147,7 @@ def test_limits_of_the_configuration_take_the_place_of_the_published_ones() -> N
     text = words(30) + " the of"
     assert QualityRules(["gopher"], {})(text, {}) == Removal("rules", "gopher.min_words", 32)
     cfg = CleanConfig(rules=("gopher",), limits={"gopher": {"min_words": 32}})
-    [judge] = make_filters(RunConfig(clean=cfg))
+    [judge] = make_filters(cfg)
     assert judge(text, {}) is None
     shorter = QualityRules(["fineweb"], {"fineweb": {"short_line": 20}})
     assert shorter("A line of 25 characters..", {}) is None

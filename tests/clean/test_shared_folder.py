@@ -16,7 +16,7 @@ from support.planted_copies import json_lines
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import InUse
 from dtt.base.files import exclusive
-from dtt.clean import partitions, passes, sorted_files, verified_pairs
+from dtt.clean import pairs, passes, steps
 from dtt.clean.passes import Part
 from dtt.data.corpus import units
 
@@ -46,8 +46,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CleanedCorpus:
     """A corpus of many small units, whose files are merged several times, with many partitions."""
     monkeypatch.setattr(units, "MIN_UNIT_BYTES", 2000)
     monkeypatch.setattr(units, "MAX_UNIT_BYTES", 2000)
-    monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 50)
-    for module in (sorted_files, verified_pairs):
+    monkeypatch.setattr(pairs, "PARTITION_ENTRIES", 50)
+    for module in (steps, pairs):
         monkeypatch.setattr(module, "OPEN_FILES", 6)
     return corpus_of(tmp_path, UNITS)
 
@@ -95,7 +95,7 @@ def test_files_are_opened_in_proportion_to_units_and_partitions(
     assert few.keys() == {"unit", "exact", "pairs", "merged", "shingles", "verified"}
     assert many.total() <= 4.2 * few.total(), (few, many)
     assert many["unit"] <= 4 * few["unit"]
-    monkeypatch.setattr(partitions, "PARTITION_ENTRIES", 12)
+    monkeypatch.setattr(pairs, "PARTITION_ENTRIES", 12)
     more = opens(corpus)
     assert all(more[kind] == many[kind] for kind in ("unit", "shingles", "verified"))
     assert more["pairs"] <= 4.2 * many["pairs"]

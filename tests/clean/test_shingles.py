@@ -7,8 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from dtt.clean.shingles import Shingles, shingles
-from dtt.clean.sketches import band_keys, bands_and_rows, sketches
+from dtt.clean.shingles import Shingles, band_keys, bands_and_rows, shingles, sketches
 
 ALONE = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff\uf900-\ufaff\U00020000-\U00031fff]"
 OTHERS = "\u0080-\u00bf\u2000-\u206f\u3000-\u303f\uff00-\uff0f\uff1a-\uff20"

@@ -19,10 +19,9 @@ from support.tiny_job import make_tokenizer
 from support.token_files import END, random_documents, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
-from dtt.data.inspect import raw_text, token_ids
-from dtt.data.inspect.inspector import inspect_path
+from dtt.data.inspect import inspector, raw_text
+from dtt.data.inspect.inspector import IdStatistics, count, inspect_path, places
 from dtt.data.inspect.report import InspectOptions, Report
-from dtt.data.inspect.token_ids import IdStatistics, count, places
 from dtt.data.samples import compatibility
 from dtt.data.samples.token_shards import DocumentEnds, Shard
 from dtt.data.token_file import TokenFile, idx_path
@@ -36,7 +35,7 @@ def see(path: Path, **wishes: Any) -> Report:
 def test_sampled_ranges_are_spread_evenly_and_never_overlap() -> None:
     sizes = [10**9, 0, 3 * 10**9, 5, 10**7]
     found = list(places(sizes, everything=False))
-    assert len(found) == token_ids.PLACES
+    assert len(found) == inspector.PLACES
     starts = np.cumsum([0, *sizes])
     spans = [(int(starts[file]) + a, int(starts[file]) + b) for file, a, b in found]
     assert spans[0][0] == 0
@@ -141,14 +140,14 @@ def test_the_manifest_of_another_program_is_not_reported_as_damaged(tmp_path: Pa
 def test_large_data_is_sampled_and_the_report_states_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_ids, "PLACE_TOKENS", 64)
+    monkeypatch.setattr(inspector, "PLACE_TOKENS", 64)
     documents = random_documents(4000, longest=60)
     total = sum(map(len, documents))
     write_folder(tmp_path / "t", {"train-0": documents[:2500], "train-1": documents[2500:]})
     some, every = see(tmp_path / "t"), see(tmp_path / "t", everything=True)
     assert (some.documents, some.tokens) == (every.documents, every.tokens) == (4000, total)
     assert not some.is_exact
-    assert some.read["amount"] == 64 * token_ids.PLACES
+    assert some.read["amount"] == 64 * inspector.PLACES
     assert every.is_exact
     assert some.lengths is not None
     assert every.lengths is not None

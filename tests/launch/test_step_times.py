@@ -9,7 +9,7 @@ import pytest
 
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
-from dtt.data.corpus import run_download
+from dtt.data.corpus import download
 from dtt.launch.step_times import EXPORT, RATES, START, TEXT_IN_A_BYTE, expected_seconds
 
 
@@ -30,7 +30,7 @@ def test_the_size_of_files_decides_before_and_after_a_download(texts: Path) -> N
     for _ in range(2):
         assert expected_seconds("tokenize", cfg, 2) == START + 700_000 / RATES["tokenize"] / 2
         assert expected_seconds("download", cfg, 4) == START + 700_000 / RATES["download"]
-        run_download.run(cfg)
+        download.run(cfg)
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".gz"])

@@ -18,8 +18,7 @@ from dtt.artifacts.selection_manifest import SelectionManifest, SelectionUnit, r
 from dtt.base.files import sha256_file
 from dtt.config.clean import CleanConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_unit
-from dtt.data.corpus.json_rows import read_rows
+from dtt.data.corpus.documents import read_rows, read_unit
 from dtt.data.corpus.selection import selection_folder, selection_parts
 from dtt.data.corpus.units import Corpus, Unit
 

@@ -13,13 +13,10 @@ from dtt.artifacts.selection_manifest import SelectionUnit, removals_name
 from dtt.base.files import write_atomically
 from dtt.base.log import log
 from dtt.clean.contamination import MAX_DOCUMENTS, TaskNgrams
-from dtt.clean.document_order import DocumentOrder, DocumentSet
-from dtt.clean.partitions import PAIR, Pairs, pairs_of_unit
+from dtt.clean.pairs import PAIR, SCORED, DocumentOrder, DocumentSet, Pairs, pairs_of_unit
 from dtt.clean.removals import RemovedRow, decode, encode
-from dtt.clean.sorted_files import SortedFile, SortedFiles
-from dtt.clean.steps import Steps
+from dtt.clean.steps import SortedFile, SortedFiles, Steps
 from dtt.clean.unit_pass import HIT
-from dtt.clean.verified_pairs import SCORED
 
 ENGLISH = {
     **dict.fromkeys(
@@ -53,7 +50,7 @@ class Decisions:
         """Documents that stay although they share n-grams with tasks, and these questions."""
         self._removed = DocumentSet(order)
         self._copied = DocumentSet(order)
-        for pairs in copies.chunks():
+        for pairs in copies.chunks(order.bounds):
             self._copied.add(pairs["earlier"])
         self._near: dict[int, tuple[int, float]] = {}
         """Twin and similarity of removed documents that have exact copies: those of the copies."""

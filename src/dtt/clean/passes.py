@@ -1,13 +1,11 @@
 """All passes of `dtt clean`, by any number of ranks; the result does not depend on their number.
 
-Pass 1 reads each unit once: filters, hits of n-grams of tasks, an exact key, and keys of MinHash
-bands, sorted. Pass 2 merges the keys of all units until a process can hold the files open
-(`clean/sorted_files.py`), so that each is opened once, and finds groups of equal keys in
-partitions of the range of keys, whose number follows from the number of keys. Pass 3 compares the
-shingles of candidate pairs exactly. One process then walks through the documents in order: one is
-removed if an earlier kept document is its twin. Each result is a step with a marker, and a rerun
-after a kill continues with those that are finished (`clean/steps.py`); one fingerprint of texts and
-settings says whether they are of the same selection.
+Pass 1 (`clean/unit_pass.py`) reads each unit once: filters, hits of n-grams of tasks, an exact key,
+and keys of MinHash bands, sorted. Passes 2 and 3 (`clean/pairs.py`) find groups of equal keys and
+compare the shingles of candidate pairs exactly. One process then walks through the documents in
+order: one is removed if an earlier kept document is its twin. Each result is a step with a marker,
+and a rerun after a kill continues with those that are finished (`clean/steps.py`); one fingerprint
+of texts and settings says whether they are of the same selection.
 """
 
 from __future__ import annotations
@@ -29,29 +27,17 @@ from dtt.base.files import (
     write_atomically,
 )
 from dtt.base.log import log, progress
-from dtt.clean.contamination import TaskNgrams
-from dtt.clean.document_order import DocumentOrder, DocumentSet
+from dtt.clean.contamination import TaskNgrams, open_task_ngrams
 from dtt.clean.filters import Filter
 from dtt.clean.linear_pass import write_units
-from dtt.clean.make_filters import make_filters, make_tasks
-from dtt.clean.partitions import (
-    DOCUMENT,
-    FIRST_FEW,
-    PAIR,
-    PARTITION_ENTRIES,
-    candidate_pairs,
-    exact_copies,
-    pairs_of_unit,
-)
+from dtt.clean.pairs import FIRST_FEW, PARTITION_ENTRIES, DocumentOrder, find_pairs
 from dtt.clean.selection_page import FILENAME, write_page
-from dtt.clean.sorted_files import OPEN_FILES, SortedFile, SortedFiles
-from dtt.clean.steps import Steps, have_unread, tidy
-from dtt.clean.unit_pass import PlacedUnit, columns_of, pass_one
-from dtt.clean.verified_pairs import ShingleSets, verified_pairs
+from dtt.clean.steps import OPEN_FILES, Steps, have_unread, tidy
+from dtt.clean.unit_pass import PlacedUnit, columns_of, make_filters, pass_one
 from dtt.config.clean import CleanConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.document_columns import check_columns
+from dtt.data.corpus.documents import check_columns
 from dtt.data.corpus.selection import selected, selection_folder, selection_parts
 from dtt.data.corpus.units import Corpus
 from dtt.mesh.comm import Comm
@@ -89,8 +75,10 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
     out = selection_folder(section, corpus.manifest, cfg.corpus_dir)
     first = comm.rank == 0
     with _locked(out, part) if first else nullcontext():
-        tasks = make_tasks(cfg)
-        tasks_hash = None if tasks is None else tasks.sha256
+        tasks = tasks_hash = None
+        if section.decontaminate is not None:
+            tasks = open_task_ngrams(section.decontaminate, cfg.eval.data)
+            tasks_hash = tasks.sha256
         key = selection_parts(section, corpus.manifest)
         finished = _finished(cfg, out, key, tasks_hash) if first and part is None else None
         if comm.broadcast(finished is not None):
@@ -98,12 +86,12 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
                 tidy(out)
                 write_page(corpus, out, finished)
             return Cleaned(out, finished, 0) if first else None
-        filters = make_filters(cfg)  # before the key of the steps, with the version of py3langid
+        filters = make_filters(section)  # before the key of the steps, with a version of py3langid
         if first and tasks is not None:
             for name, count in tasks.unmatched.items():
                 log.info("%s: %d questions are too short to be looked for", name, count)
         units = _place_units(section, corpus, comm)
-        steps = Steps(out, _key_of_steps(key, section, tasks_hash, units))
+        steps = Steps(out, _key_of_steps(key, section, tasks_hash, units), comm)
         if first:
             check_columns(corpus, columns_of(filters))
         if first and part is None:
@@ -112,11 +100,11 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
             tidy(out)
         comm.barrier()
         share = units if part is None else units[part.number :: part.of]
-        done = sum(comm.gather(_pass_one(cfg, share, filters, tasks, steps, comm)))
+        done = _pass_one(cfg, share, filters, tasks, steps)
         if part is not None:
             return Cleaned(out, None, done) if first else None
-        order = DocumentOrder(units, steps, comm)
-        copies = _find_pairs(section, order, steps, comm)
+        order = DocumentOrder(units, steps)
+        copies = find_pairs(section.near, order, steps)
         if not first:
             # Ranks must not exit before rank 0 has written the manifest, or MPI may end it.
             comm.barrier()
@@ -129,15 +117,13 @@ def clean(cfg: RunConfig, comm: Comm, part: Part | None = None) -> Cleaned | Non
             unit_bytes=corpus.unit_bytes(),
             units=tuple(removed),
         )
-        # Before the manifest: a complete selection is not tidied again.
-        tidy(out, units=[unit.step for unit in order.units])
-        # Last: a folder with a manifest is complete.
+        # Before the manifest: with it, the folder is complete, and is not tidied again.
+        tidy(out, {unit.step for unit in order.units})
         write_atomically(out / SelectionManifest.filename, manifest.dump())
         write_page(corpus, out, manifest)
         comm.barrier()
         problems = tuple(line for facts in order.facts for line in facts["problems"])
-        unread = sum(unit["unread"] for unit in order.facts)
-        return Cleaned(out, manifest, done, problems, unread)
+        return Cleaned(out, manifest, done, problems, sum(f["unread"] for f in order.facts))
 
 
 def section_of(cfg: RunConfig) -> CleanConfig:
@@ -157,6 +143,20 @@ def section_of(cfg: RunConfig) -> CleanConfig:
             next="clean.exact=true leaves out exact duplicates; docs/config.md has the other keys",
         )
     return cfg.clean
+
+
+def _key_of_steps(
+    key: dict[str, Any], section: CleanConfig, tasks: str | None, units: list[PlacedUnit]
+) -> str:
+    """Return a fingerprint of everything that determines the files of the steps.
+
+    `key` has the settings and the texts of all corpora. Constants are added because another version
+    of dtt may use what this one has left behind; that of py3langid may have another model.
+    """
+    language = None if section.language is None else metadata.version("py3langid")
+    sizes = [placed.unit.text_bytes for placed in units]
+    constants = [FIRST_FEW, PARTITION_ENTRIES, OPEN_FILES]
+    return fingerprint([key, tasks, language, sizes, constants])
 
 
 @contextmanager
@@ -217,33 +217,11 @@ def _place_units(section: CleanConfig, corpus: Corpus, comm: Comm) -> list[Place
     if not own:
         raise InputError("the corpus contains no documents", where=corpus.folder)
     placed += [PlacedUnit(i, corpus, unit) for i, unit in enumerate(own, len(placed))]
-    _check_unchanged(placed, comm)
-    return placed
-
-
-def _key_of_steps(
-    key: dict[str, Any], section: CleanConfig, tasks: str | None, units: list[PlacedUnit]
-) -> str:
-    """Return a fingerprint of everything that determines the files of the steps.
-
-    `key` has the settings and the texts of all corpora. Constants are added because another version
-    of dtt may use what this one has left behind; that of py3langid may have another model.
-    """
-    language = None if section.language is None else metadata.version("py3langid")
-    sizes = [placed.unit.text_bytes for placed in units]
-    constants = [FIRST_FEW, PARTITION_ENTRIES, OPEN_FILES]
-    return fingerprint([key, tasks, language, sizes, constants])
-
-
-def _check_unchanged(units: Sequence[PlacedUnit], comm: Comm) -> None:
-    """Raise DamagedError if a file is not what the manifest of its corpus says.
-
-    Only files with another modification time are hashed, such as those of a copied corpus.
-    """
-    corpora = {id(unit.corpus): unit.corpus for unit in units}
-    files = [(corpus, i) for corpus in corpora.values() for i in range(len(corpus.manifest.files))]
-    for corpus, i in files[comm.rank :: comm.size]:
-        record, path = corpus.manifest.files[i], corpus.path(i)
+    # Only files with another modification time are hashed, such as those of a copied corpus.
+    corpora = {id(unit.corpus): unit.corpus for unit in placed}.values()
+    files = [(one, i) for one in corpora for i in range(len(one.manifest.files))]
+    for one, i in files[comm.rank :: comm.size]:
+        record, path = one.manifest.files[i], one.path(i)
         if path.stat().st_mtime_ns != record.mtime_ns and sha256_file(path) != record.sha256:
             raise DamagedError(
                 "a file of the corpus has changed",
@@ -251,6 +229,7 @@ def _check_unchanged(units: Sequence[PlacedUnit], comm: Comm) -> None:
                 why="its content is not that of the manifest",
                 next="run dtt download again, and then the same command",
             )
+    return placed
 
 
 def _pass_one(
@@ -259,10 +238,9 @@ def _pass_one(
     filters: Sequence[Filter],
     tasks: TaskNgrams | None,
     steps: Steps,
-    comm: Comm,
 ) -> int:
-    """Do pass 1 for this rank's units that are not finished; return their number."""
-    section, done = section_of(cfg), 0
+    """Do pass 1 for the units that are not finished; return their number; collective."""
+    section, comm, done = section_of(cfg), steps.comm, 0
     mine = units[comm.rank :: comm.size]
     stop = cfg.tokenize.on_bad_document == "stop"
     total = sum(placed.unit.text_bytes for placed in mine)
@@ -276,28 +254,5 @@ def _pass_one(
                 pass_one(section, placed, judges, of, steps, bad)
                 done += 1
             advance(placed.unit.text_bytes)
-    return done
-
-
-def _find_pairs(
-    section: CleanConfig, order: DocumentOrder, steps: Steps, comm: Comm
-) -> list[SortedFile]:
-    """Do passes 2 and 3; return the files of the pairs of exact copies."""
-    files = exact_copies(order, steps, comm)
-    near = section.near
-    if near is None:
-        return files
-    copies = DocumentSet(order)
-    for pairs in SortedFiles(steps, files, PAIR).chunks():
-        copies.add(pairs["later"])
-    candidates, documents = candidate_pairs(order, steps, copies, comm)
-    sets = ShingleSets(order, steps)
-    sets.write(near, SortedFiles(steps, documents, DOCUMENT), comm)
-    opened = SortedFiles(steps, candidates, PAIR)
-    for place in range(comm.rank, len(order.units), comm.size):
-        name = f"verified-{place:05d}"
-        if not steps.done(name):
-            found = verified_pairs(sets, near, pairs_of_unit(opened, place))
-            steps.write(name, {"pairs": [found]})
-    comm.barrier()
-    return files
+    counts: list[int] = comm.gather(done)
+    return sum(counts)

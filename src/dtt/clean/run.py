@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections import Counter
+from typing import Any
 
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import ConfigError
@@ -52,8 +53,13 @@ def run(cfg: RunConfig, *, part: str | None = None, as_json: bool = False) -> No
         if result.manifest is not None and not result.units:
             log.info("already done: %s is complete for this corpus", result.folder)
         facts.append(_facts(result))
-        if not as_json:
-            print(_report(result, one, part))
+        if as_json:
+            continue
+        if result.manifest is not None:
+            print(_report(facts[-1], one))
+        else:
+            print(f"part        {part}: {result.units} units read, in {result.folder}")
+            print("next        once all parts are done: the same command without --part")
     comm.close()
     if as_json and facts:
         print(json.dumps(facts if cfg.download.datasets else facts[0]))
@@ -72,49 +78,33 @@ def _part(text: str | None) -> Part | None:
     return Part(int(found[1]), int(found[2]))
 
 
-def _totals(manifest: SelectionManifest) -> tuple[int, int, Counter[str], int]:
-    """Return documents, bytes, removed documents by reason, and removed bytes."""
-    removed: Counter[str] = Counter()
-    for unit in manifest.units:
-        removed.update(unit.removed)
-    documents, size, removed_bytes = (
-        sum(getattr(unit, name) for unit in manifest.units)
-        for name in ("documents", "bytes", "removed_bytes")
-    )
-    return documents, size, removed, removed_bytes
-
-
-def _facts(result: Cleaned) -> dict[str, object]:
-    facts: dict[str, object] = {"selection": str(result.folder), "units_read": result.units}
+def _facts(result: Cleaned) -> dict[str, Any]:
+    facts: dict[str, Any] = {"selection": str(result.folder), "units_read": result.units}
     if result.manifest is None:
         return facts
-    documents, size, removed, removed_bytes = _totals(result.manifest)
+    units = result.manifest.units
+    removed = sum((Counter(unit.removed) for unit in units), Counter[str]())
+    documents, size = sum(unit.documents for unit in units), sum(unit.bytes for unit in units)
     return facts | {
         "documents": documents,
         "kept_documents": documents - removed.total(),
         "text_bytes": size,
-        "kept_bytes": size - removed_bytes,
+        "kept_bytes": size - sum(unit.removed_bytes for unit in units),
         "removed": dict(removed),
     }
 
 
-def _report(result: Cleaned, cfg: RunConfig, part: str | None) -> str:
-    if result.manifest is None:
-        return (
-            f"part        {part}: {result.units} units read, in {result.folder}\n"
-            "next        once all parts are done: the same command without --part"
-        )
-    documents, size, removed, removed_bytes = _totals(result.manifest)
+def _report(facts: dict[str, Any], cfg: RunConfig) -> str:
+    folder, documents, size = facts["selection"], facts["documents"], facts["text_bytes"]
     unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
-    kept = f"{documents - removed.total():,} of {documents:,} documents kept"
-    sizes = f"{(size - removed_bytes) / scale:.2f} of {size / scale:.2f} {unit}"
-    lines = [f"selection   {result.folder} ({kept}, {sizes})"]
+    kept = f"{facts['kept_documents']:,} of {documents:,} documents kept"
+    sizes = f"{facts['kept_bytes'] / scale:.2f} of {size / scale:.2f} {unit}"
+    lines = [f"selection   {folder} ({kept}, {sizes})"]
     for reason, name in NAMES.items():
-        if reason in removed:
-            share = f"{removed[reason] / max(documents, 1):.2%}"
+        if count := facts["removed"].get(reason):
             note = ""
             if reason == "near" and cfg.clean and cfg.clean.near:
                 note = f"   (Jaccard ≥ {cfg.clean.near.threshold:g}; each has a kept twin)"
-            lines.append(f"  {name:<18}{removed[reason]:>10,}  {share:>7}{note}")
-    lines.append(f"report      {result.folder / FILENAME}")
+            lines.append(f"  {name:<18}{count:>10,}  {count / max(documents, 1):>7.2%}{note}")
+    lines.append(f"report      {folder}/{FILENAME}")
     return "\n".join(lines)

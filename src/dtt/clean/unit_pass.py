@@ -12,16 +12,14 @@ import numpy.typing as npt
 import xxhash
 
 from dtt.clean.contamination import TaskNgrams
-from dtt.clean.filters import Filter
+from dtt.clean.filters import Filter, LanguageFilter, WhereFilter
 from dtt.clean.removals import RemovedRow, encode
-from dtt.clean.shingles import U64, shingles
-from dtt.clean.sketches import EMPTY, band_keys, bands_and_rows, sketches
-from dtt.clean.sorted_files import Rows, sorting
-from dtt.clean.steps import Content, Steps
+from dtt.clean.rules import QualityRules
+from dtt.clean.shingles import EMPTY, U64, band_keys, bands_and_rows, shingles, sketches
+from dtt.clean.steps import Rows, Steps, sorting
 from dtt.config.clean import CleanConfig, NearConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.document_columns import read_with_columns
-from dtt.data.corpus.documents import batches, read_batches
+from dtt.data.corpus.documents import batches, read_batches, read_with_columns
 from dtt.data.corpus.selection import Selection
 from dtt.data.corpus.units import Corpus, Unit
 
@@ -40,7 +38,6 @@ HIT = np.dtype([("document", "<u4"), ("ngram", "<i8")])
 """The number of a document in its unit, and an n-gram of tasks that it contains."""
 
 U32 = npt.NDArray[np.uint32]
-Files = dict[str, list[Content]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,19 @@ class PlacedUnit:
         return documents.astype(np.uint64) | np.uint64(self.place << 32)
 
 
+def make_filters(clean: CleanConfig) -> list[Filter]:
+    """Return the filters of the section `clean`, cheap ones first.
+
+    Raises EnvironmentUnfit or ConfigError if the language cannot be identified.
+    """
+    filters: list[Filter] = list(map(WhereFilter, clean.where))
+    if clean.rules:
+        filters.append(QualityRules(clean.rules, clean.limits))
+    if clean.language is not None:
+        filters.append(LanguageFilter(clean.language))
+    return filters
+
+
 def pass_one(
     clean: CleanConfig,
     placed: PlacedUnit,
@@ -79,7 +89,7 @@ def pass_one(
     Empty documents, and those of white space, have no keys: they stay, and are nobody's twin. Nor
     have those that a selection of another corpus removes.
     """
-    files: Files = {name: [] for name in ("sizes", "filtered", "exact", "hits")}
+    files: dict[str, list[Any]] = {name: [] for name in ("sizes", "filtered", "exact", "hits")}
     runs: list[int] = []
     facts: dict[str, Any] = {"runs": runs}
 
@@ -89,7 +99,11 @@ def pass_one(
         removed: list[RemovedRow] = []
         for numbers, texts in _kept(placed, filters, files, removed, bad):
             if tasks is not None:
-                _add_hits(numbers, texts, tasks, files)
+                for number, content in zip(numbers.tolist(), texts, strict=True):
+                    if len(ngrams := tasks.hits(content.decode())):
+                        hits = np.empty(len(ngrams), HIT)
+                        hits["document"], hits["ngram"] = number, ngrams
+                        files["hits"].append(hits)
             if clean.exact:
                 exact.append(_exact_entries(placed.numbers(numbers), texts))
             if clean.near is not None:
@@ -106,16 +120,6 @@ def pass_one(
     steps.write(placed.step, {"keys": _sorted_runs(read(), runs), **files}, facts)
 
 
-def _add_hits(numbers: U32, texts: list[bytes], tasks: TaskNgrams, files: Files) -> None:
-    """Add the n-grams of tasks that the documents contain."""
-    for number, content in zip(numbers.tolist(), texts, strict=True):
-        ngrams = tasks.hits(content.decode())
-        if len(ngrams):
-            hits = np.empty(len(ngrams), HIT)
-            hits["document"], hits["ngram"] = number, ngrams
-            files["hits"].append(hits)
-
-
 def columns_of(filters: Sequence[Filter]) -> tuple[str, ...]:
     """Return the columns that the filters read."""
     return tuple(dict.fromkeys(name for judge in filters for name in judge.columns))
@@ -124,7 +128,7 @@ def columns_of(filters: Sequence[Filter]) -> tuple[str, ...]:
 def _kept(
     placed: PlacedUnit,
     filters: Sequence[Filter],
-    files: Files,
+    files: dict[str, list[Any]],
     removed: list[RemovedRow],
     bad: BadDocuments,
 ) -> Iterator[tuple[U32, list[bytes]]]:

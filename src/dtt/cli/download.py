@@ -24,7 +24,7 @@ def download(
 
     Writes data/corpus/<dataset>/. Downloads only missing files, and uses local files in place.
     """
-    from dtt.data.corpus import run_download as download
+    from dtt.data.corpus import download
 
     cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
     if cfg.eval.tasks:

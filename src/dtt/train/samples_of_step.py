@@ -14,7 +14,7 @@ from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.reading import read_json
 from dtt.checkpoint import store
 from dtt.config.load import load_job
-from dtt.data.inspect.removed import removed_of_run
+from dtt.data.corpus.described import removed_of_run
 from dtt.data.samples.dataset import NUMBER_MASK, Dataset, open_dataset
 from dtt.data.samples.protocol import SampleNumbers
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash

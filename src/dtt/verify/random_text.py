@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtt.config.run import RunConfig
-from dtt.data.corpus import run_download
+from dtt.data.corpus import download
 from dtt.data.tokenize import run as tokenize
 
 DOCUMENTS = 400
@@ -52,7 +52,7 @@ def _write(cfg: RunConfig, documents: list[dict[str, Any]]) -> None:
     assert cfg.download.dataset is not None
     lines = "".join(json.dumps(document) + "\n" for document in documents)
     Path(cfg.download.dataset).write_text(lines)
-    run_download.run(cfg)
+    download.run(cfg)
     tokenize.run(cfg)
 
 

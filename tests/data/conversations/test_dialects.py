@@ -27,7 +27,7 @@ from dtt.data.conversations.rows import (
     RefusedRow,
 )
 from dtt.data.conversations.template import CHATML, ChatTemplate
-from dtt.data.corpus.json_rows import without_nulls
+from dtt.data.corpus.documents import without_nulls
 
 Q, A = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
 EARLIER = [{"role": "user", "content": "EARLIER"}, {"role": "assistant", "content": "REPLY"}]

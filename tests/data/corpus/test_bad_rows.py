@@ -16,10 +16,9 @@ import pytest
 from dtt.base.errors import DamagedError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.document_columns import read_with_columns
+from dtt.data.corpus.documents import read_rows, read_with_columns
 from dtt.data.corpus.download import download
-from dtt.data.corpus.json_rows import read_rows
-from dtt.data.corpus.line_numbers import location
+from dtt.data.corpus.streams import location
 from dtt.data.corpus.units import Corpus
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -123,8 +122,8 @@ def test_each_byte_is_read_about_once_to_name_the_lines_of_all_units(
                 return bytes(self._file.read(size))
 
         with monkeypatch.context() as patched:
-            patched.setattr("dtt.data.corpus.line_numbers.STEP", 50_000)
-            patched.setattr("dtt.data.corpus.line_numbers.CHUNK", 4_096)
+            patched.setattr("dtt.data.corpus.streams.LINES_STEP", 50_000)
+            patched.setattr("dtt.data.corpus.streams.CHUNK_BYTES", 4_096)
             patched.setattr(Path, "open", lambda path, mode: Counting(plain(path, mode)))
             found = {start: location(path, start, 1) for start in starts}
         for start, place in found.items():

@@ -14,10 +14,9 @@ import zstandard
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_unit
+from dtt.data.corpus.documents import read_rows, read_unit
 from dtt.data.corpus.download import download
 from dtt.data.corpus.encodings import SAMPLE_BYTES, check_encodings
-from dtt.data.corpus.json_rows import read_rows
 from dtt.data.corpus.units import Corpus
 
 FRENCH = "caf\u00e9, na\u00efve\n" * 50

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtt.config.data import DownloadConfig
-from dtt.data.corpus import json_array
+from dtt.data.corpus import json_files
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_unit
+from dtt.data.corpus.documents import read_rows, read_unit
 from dtt.data.corpus.download import download
-from dtt.data.corpus.json_array import elements
-from dtt.data.corpus.json_rows import read_rows
+from dtt.data.corpus.json_files import ArrayReader
 from dtt.data.corpus.units import Corpus
 
 ALPACA = [{"instruction": f"Frage ü {i}", "input": "", "output": "a\n" * i} for i in range(40)]
@@ -31,7 +30,7 @@ VALUES = st.recursive(
 
 
 def read(content: bytes) -> list[Any]:
-    return [one.value for one in elements(io.BufferedReader(io.BytesIO(content)), 10**6)]
+    return [value for _, _, value in ArrayReader(io.BufferedReader(io.BytesIO(content)), 10**6)]
 
 
 @given(st.lists(VALUES, max_size=6), st.sampled_from([None, 1, "\t"]), st.integers(1, 40))
@@ -39,7 +38,7 @@ def test_the_elements_are_those_of_json_in_pieces_of_any_size(
     values: list[Any], indent: Any, piece: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "PIECE", piece)
+        patch.setattr(json_files, "PIECE", piece)
         for text in (json.dumps(values, indent=indent), json.dumps(values, ensure_ascii=False)):
             content = text.encode(errors="surrogatepass")
             if "\\ud" in text or b"\xed" in content:  # lone surrogates are not UTF-8

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from dtt.data.corpus import json_objects, units
+from dtt.data.corpus import json_files, units
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.parquet import read_span
 from dtt.data.corpus.streams import Span
@@ -137,15 +137,10 @@ def test_a_batch_of_parquet_rows_is_bounded_however_often_a_dictionary_is_used(
     pq.write_table(pa.table({"text": column}), path, row_group_size=rows, store_schema=False)
     assert path.stat().st_size < 2**16
     footer = pq.read_metadata(path)
-    sizes: list[int] = []
-
-    def convert(batch: pa.RecordBatch, *_: object) -> list[int]:
-        sizes.append(batch.nbytes)
-        return [0] * len(batch)
-
     span = Span(0, 0, 1, footer.row_group(0).total_byte_size)
-    read = read_span(path, span, None if nested else "text", convert, BadDocuments(), 2**18)
-    assert sum(map(len, read)) == footer.num_rows
+    read = read_span(path, span, None if nested else ["text"], BadDocuments(), 2**18)
+    counts, sizes = zip(*((len(batch), batch.nbytes) for batch, _ in read), strict=True)
+    assert sum(counts) == footer.num_rows
     assert max(sizes) < 3 * 2**18
     assert len(sizes) < footer.num_rows
 
@@ -173,13 +168,13 @@ def test_a_file_is_opened_once_by_one_rank_if_its_name_allows_an_array(
     contents |= {f"packed{i}.json.gz": gzip.compress(jsonl(TEXTS)) for i in range(count)}
     expected = corpora.make(contents)
     opened: list[str] = []
-    open_stream = json_objects.open_stream
+    open_stream = json_files.open_stream
 
     def counting(path: Path) -> io.BufferedReader:
         opened.append(path.name)
         return open_stream(path)
 
-    monkeypatch.setattr(json_objects, "open_stream", counting)
+    monkeypatch.setattr(json_files, "open_stream", counting)
     size = 2
     shared, barrier = [None] * size, threading.Barrier(size)
 

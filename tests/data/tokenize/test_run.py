@@ -14,7 +14,7 @@ from support.running import Done, Dtt
 
 import dtt as dtt_package
 from dtt.config.load import resolve
-from dtt.data.corpus import run_download
+from dtt.data.corpus import download
 from dtt.data.tokenize import run as tokenize
 
 
@@ -58,7 +58,7 @@ def test_a_run_goes_through_few_files(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     options = ["download.dataset=a.jsonl", "tokenizer.vocab_size=260"]
     cfg = resolve(None, [*options, "tokenize.validation_fraction=0.1"], env={}).config
-    run_download.run(cfg)
+    download.run(cfg)
     package = Path(dtt_package.__file__).parent
     called: set[Path] = set()
 

@@ -30,7 +30,7 @@ from dtt.data.conversations.rows import REASONING, Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML, resolve_template, special_tokens_beside
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.document_sampling import some_rows
-from dtt.data.corpus.json_rows import JsonRow, read_rows
+from dtt.data.corpus.documents import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.tokenizer import find_tokenizer, token_bytes
 from dtt.data.text.unit_encoder import EncodedPart

@@ -12,24 +12,35 @@ from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
-from dtt.data.corpus.columns import TEXT, Kinds, check_names
-from dtt.data.corpus.compressed import lost_bytes
-from dtt.data.corpus.line_numbers import location
 from dtt.data.corpus.streams import (
     FIRST_ROWS,
     MAX_DOCUMENT_BYTES,
+    TEXT,
     TOO_LONG,
+    Kinds,
     LocatedRow,
+    Span,
+    check_names,
+    location,
+    lost_bytes,
     open_stream,
 )
 
 
-class _Lines:
-    """The lines of a CSV file, with what has to be known about the row that is being read."""
+class CsvFile:
+    """A CSV file as rows of cells, with what has to be known about the row that is being read.
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
-        self._stream = stream
-        self.number = 0
+    It iterates over lines. Bytes that are not UTF-8 are decoded as lone surrogates.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file."""
+        csv.field_size_limit(MAX_DOCUMENT_BYTES)
+        self.stream = io.TextIOWrapper(
+            open_stream(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
+        )
+        self.rows = csv.reader(self, strict=True, delimiter=delimiter(path))
+        self.lines = 0
         """Number of lines read so far."""
         self.used = 0
         """Characters read so far."""
@@ -38,9 +49,10 @@ class _Lines:
         self._row = 0
 
     def start_row(self) -> None:
+        """Forget what is known about the row before."""
         self.quoted, self._row = False, 0
 
-    def __iter__(self) -> _Lines:
+    def __iter__(self) -> CsvFile:
         return self
 
     def __next__(self) -> str:
@@ -48,17 +60,17 @@ class _Lines:
 
         The rest of such a line is skipped, so that memory is bounded.
         """
-        line = part = self._stream.readline(MAX_DOCUMENT_BYTES)
+        line = part = self.stream.readline(MAX_DOCUMENT_BYTES)
         if not line:
             raise StopIteration
-        self.number += 1
+        self.lines += 1
         while True:
             self.used += len(part)
             self._row += len(part)
             self.quoted |= '"' in part
             if len(part) < MAX_DOCUMENT_BYTES or part.endswith(("\n", "\r")):
                 break
-            part = self._stream.readline(MAX_DOCUMENT_BYTES)
+            part = self.stream.readline(MAX_DOCUMENT_BYTES)
         if self._row > MAX_DOCUMENT_BYTES:
             raise csv.Error(TOO_LONG)
         return line
@@ -69,49 +81,38 @@ def delimiter(path: Path) -> str:
     return "\t" if {".tsv", ".tab"} & {one.lower() for one in path.suffixes[-2:]} else ","
 
 
-def open_csv(path: Path) -> tuple[io.TextIOWrapper, _Lines, Iterator[list[str]]]:
-    """Open a CSV file; return the stream, its lines and its rows.
-
-    Bytes that are not UTF-8 are decoded as lone surrogates.
-    """
-    csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    stream = io.TextIOWrapper(
-        open_stream(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
-    )
-    lines = _Lines(stream)
-    return stream, lines, csv.reader(lines, strict=True, delimiter=delimiter(path))
-
-
 def csv_header(path: Path) -> list[str]:
     """Return the first row of a CSV file that is not blank; raise csv.Error if it is none."""
-    stream, _, rows = open_csv(path)
-    with stream:
-        return next(filter(None, rows), [])
+    file = CsvFile(path)
+    with file.stream:
+        return next(filter(None, file.rows), [])
 
 
-def csv_rows(path: Path, bad: BadDocuments) -> Iterator[LocatedRow]:
+def csv_rows(path: Path, span: Span | None, bad: BadDocuments) -> Iterator[LocatedRow]:
     """Yield the location and the content of each row of a CSV file; others are added to `bad`.
 
-    After a mistake in a row with quotes, nobody knows where the next row starts: its lines would
-    become documents of their own. So the rest of the file is lost there.
+    A span is always the whole file. After a mistake in a row with quotes, nobody knows where the
+    next row starts: its lines would become documents of their own. So the rest of the file is lost
+    there.
     """
-    stream, lines, header = None, None, None
+    file, header = None, None
     try:
-        stream, lines, rows = open_csv(path)
-        with stream:
+        file = CsvFile(path)
+        with file.stream:
             while True:
-                lines.start_row()
-                before, where = lines.used, partial(location, path, 0, lines.number + 1)
+                file.start_row()
+                before, where = file.used, partial(location, path, 0, file.lines + 1)
                 try:
-                    row = next(rows)
+                    row = next(file.rows)
                 except StopIteration:
                     return
                 except csv.Error as error:
-                    if header is not None and not lines.quoted:
+                    if header is not None and not file.quoted:
                         bad.add(where, f"not CSV: {error}")
                         continue
                     why = f"not CSV: {error}; the rest of the file is left out"
-                    bad.add(where, why, lost_bytes=_rest(stream, path, before))
+                    rest = lost_bytes(file.stream.buffer, before, path.stat().st_size)
+                    bad.add(where, why, lost_bytes=max(1, rest))
                     return
                 if not row:
                     continue
@@ -124,49 +125,36 @@ def csv_rows(path: Path, bad: BadDocuments) -> Iterator[LocatedRow]:
     except OSError as error:
         raise_if_refused(error)
         why = f"the rest of the file cannot be read: {error}"
-        lost = lost_bytes(stream and stream.buffer)
-        number = 1 if lines is None else lines.number + 1
+        number = 1 if file is None else file.lines + 1
+        lost = lost_bytes(file and file.stream.buffer)
         bad.add(partial(location, path, 0, number), why, lost_bytes=lost)
-
-
-def _rest(stream: io.TextIOWrapper, path: Path, used: int) -> int:
-    """Return about how many bytes of a file follow the first `used` characters of its content."""
-    return max(1, lost_bytes(stream.buffer, used, path.stat().st_size))
 
 
 def first_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the first FIRST_ROWS rows, with all columns."""
-    for _, _, row in islice(csv_rows(path, BadDocuments()), FIRST_ROWS):
+    for _, _, row in islice(csv_rows(path, None, BadDocuments()), FIRST_ROWS):
         yield row
 
 
 def csv_columns(path: Path, wanted: str | None) -> Kinds:
     """Return the columns in the header; empty without a header.
 
-    Raises ConfigError if two have one name, or another character seems to separate them.
+    Raises ConfigError if another character seems to separate them. Spreadsheets write semicolons in
+    many languages; the complete line would be the text.
     """
     names = [name for name in csv_header(path) if name]
     # Invalid bytes must end here, not where a name is written to a manifest.
     "".join(names).encode(errors="surrogateescape").decode()
     check_names(path, names)
-    if names != [wanted]:
-        _check_separator(path, names)
-    return dict.fromkeys(names, TEXT)
-
-
-def _check_separator(path: Path, names: list[str]) -> None:
-    """Raise ConfigError if columns seem to be separated by another character.
-
-    Spreadsheets write semicolons in many languages. Otherwise the complete line would be the text.
-    """
     mine = delimiter(path)
-    if len(names) == 1 and any(other in names[0] for other in ",;\t" if other != mine):
-        rename = "\t" in names[0]
+    one = names[0] if len(names) == 1 and names != [wanted] else ""
+    if any(other in one for other in ",;\t" if other != mine):
         raise ConfigError(
             f"the columns of a CSV file are not separated by {'commas' if mine == ',' else 'tabs'}",
             where=path,
-            why=f"its first line is {names[0]!r}",
+            why=f"its first line is {one!r}",
             next="name the file .tsv, as tabs separate its columns"
-            if rename
+            if "\t" in one
             else "write the file again with commas, or as JSON lines",
         )
+    return dict.fromkeys(names, TEXT)

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from dtt.artifacts.corpus import CorpusDescription, CorpusManifest, CorpusSource
-from dtt.artifacts.manifests import TokensManifest
+from dtt.artifacts.manifests import SelectionFacts, TokensManifest
 from dtt.base.errors import ConfigError
 from dtt.config.data import DatasetConfig
 from dtt.config.run import RunConfig
@@ -65,6 +65,19 @@ def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
             why=f"{_named(there)} there, {_named(now)} now",
             next="dtt tokenize with the same options encodes them again",
         )
+
+
+def removed_of_run(cfg: RunConfig) -> dict[str, SelectionFacts]:
+    """Return the facts about removed documents, for each source of a run with some."""
+    if cfg.data.reads_text:
+        from dtt.data.corpus.selection import open_selection  # few configurations have a selection
+
+        selection = open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir)
+        found = {"text": selection and selection.facts()}
+    else:
+        made_by_dtt = [s for s in cfg.token_sources if TokensManifest.is_in(s.path)]
+        found = {s.label: TokensManifest.read(s.path).selection for s in made_by_dtt}
+    return {name: facts for name, facts in found.items() if facts and facts.removed}
 
 
 def _named(selection: str | None) -> str:

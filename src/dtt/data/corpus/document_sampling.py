@@ -8,8 +8,7 @@ from xxhash import xxh3_64_intdigest
 
 from dtt.base.log import Advance
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import batches, read_unit
-from dtt.data.corpus.json_rows import JsonRow, read_rows
+from dtt.data.corpus.documents import JsonRow, batches, read_rows, read_unit
 from dtt.data.corpus.units import Corpus, Unit
 
 HELD_OUT_BY = "xxh3_64 of the text"

@@ -1,5 +1,5 @@
-"""Download of raw documents into a corpus folder: from the Hub, URLs, local files or Python's
-library.
+"""`dtt download`: raw documents in a corpus folder, from the Hub, URLs, local files, Python's
+library or a class of the user's own.
 
 Files are stored unmodified. Files that the manifest already lists, and that have not changed, are
 neither fetched nor read again.
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from dtt.artifacts.corpus import (
     CorpusFile,
@@ -30,12 +32,30 @@ from dtt.base.files import (
 from dtt.base.log import log, progress
 from dtt.base.object_store import urls_of
 from dtt.config.data import DownloadConfig
-from dtt.data.corpus import own_documents, stdlib, stdlib_chat
+from dtt.config.run import RunConfig
+from dtt.data.corpus import own_documents, stdlib
 from dtt.data.corpus.encodings import check_encodings
 from dtt.data.corpus.file_choice import FilePatterns, one_format
 from dtt.data.corpus.formats import FORMATS
 from dtt.data.corpus.local_files import local_files, real_path
-from dtt.data.corpus.text_columns import check_rows, find_text_column, holds_conversations
+from dtt.data.corpus.text_columns import columns_of_all, find_text_column, holds_conversations
+
+Found = tuple[CorpusSource, Sequence[CorpusFile]]
+"""The origin of documents, and their files."""
+
+
+def run(cfg: RunConfig) -> None:
+    """Create each corpus that the `download` section describes, and print a summary."""
+    for one in cfg.corpora:
+        out = one.corpus_dir
+        manifest = download(one.download, out, rows=one.data.has_conversations)
+        source, column = manifest.source, manifest.text_column
+        documents = manifest.txt_documents or (f"column {column}" if column else "conversations")
+        size = sum(file.bytes for file in manifest.files)
+        print(f"corpus  {out}")
+        print(f"source  {source.id}" + (f" at {source.revision}" if source.revision else ""))
+        print(f"files   {len(manifest.files)} {manifest.file_format}, {size / 1e6:.1f} MB")
+        print(f"text    {documents}")
 
 
 def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusManifest:
@@ -47,8 +67,7 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
     Raises InputError if there is nothing to read, ConfigError if a subset, split or column does not
     exist, if `rows` is set for text files, or if `out` contains a different corpus,
     EnvironmentUnfit if the Hub or a store cannot be reached, DamagedError if an object changes
-    meanwhile, and StorageError if the disk has too little free
-    space.
+    meanwhile, and StorageError if the disk has too little free space.
     """
     dataset = cfg.dataset if cfg.documents is None else cfg.documents.type
     if dataset is None:
@@ -58,11 +77,13 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
             next="dtt download -d DATASET: a FILE, FOLDER, URL, ORG/NAME or python-stdlib",
         )
     with exclusive(out, "dtt download", patience_of_step()):
-        _remove_torn(out)
+        # What killed downloads left. No other pattern: `dtt clean` may be writing here.
+        for name in (CorpusManifest.filename, stdlib.NAME, own_documents.PART):
+            for torn in out.glob(f".{name}*.tmp"):
+                torn.unlink(missing_ok=True)
         previous = CorpusManifest.read(out) if CorpusManifest.exists(out) else None
         kind: SourceKind = "own" if cfg.documents is not None else _kind(dataset)
-        _check_options(cfg, kind)
-        _check_rows(cfg, rows=rows)
+        _check_options(cfg, kind, rows=rows)
         if kind == "local":
             dataset = str(real_path(Path(dataset).expanduser()))
         if previous and (previous.source.kind, previous.source.id) != (kind, dataset):
@@ -72,17 +93,15 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
                 why=f"it contains {previous.source.id}, not {dataset}",
                 next="specify another folder: download.out=FOLDER, or delete this one",
             )
-        match kind:
-            case "stdlib":
-                manifest = _from_stdlib(dataset, out, previous)
-            case "local":
-                manifest = _from_local(cfg, Path(dataset), out, previous, rows=rows)
-            case "own":
-                manifest = _from_own(cfg, out, previous, rows=rows)
-            case "url":
-                manifest = _from_urls(cfg, dataset, out, previous, rows=rows)
-            case _:
-                manifest = _from_hub(cfg, dataset, out, previous, rows=rows)
+        find = {
+            "stdlib": _from_stdlib,
+            "local": _from_local,
+            "own": _from_own,
+            "url": _from_urls,
+            "hub": _from_hub,
+        }
+        source, files = find[kind](cfg, dataset, out, previous)
+        manifest = _manifest(cfg, source, out, files, rows=rows or dataset == stdlib.CHAT_NAME)
         asked = {name: getattr(cfg, name) for name in CorpusRequest.model_fields}
         asked["documents"] = cfg.documents and cfg.documents.model_dump(mode="json")
         manifest = manifest.model_copy(update={"request": CorpusRequest(**asked)})
@@ -97,16 +116,8 @@ def download(cfg: DownloadConfig, out: Path, *, rows: bool = False) -> CorpusMan
         return manifest
 
 
-def _remove_torn(out: Path) -> None:
-    """Remove what killed downloads left."""
-    # No other pattern: `dtt clean` may be writing into this folder.
-    for name in (CorpusManifest.filename, stdlib.NAME, own_documents.PART):
-        for torn in out.glob(f".{name}*.tmp"):
-            torn.unlink(missing_ok=True)
-
-
 def _kind(dataset: str) -> SourceKind:
-    if dataset in (stdlib.NAME, stdlib_chat.NAME):
+    if dataset in (stdlib.NAME, stdlib.CHAT_NAME):
         return "stdlib"
     if urls_of(dataset):
         return "url"
@@ -122,8 +133,8 @@ def _kind(dataset: str) -> SourceKind:
     )
 
 
-def _check_options(cfg: DownloadConfig, kind: str) -> None:
-    """Raise ConfigError if an option is set that does not apply to this kind of dataset."""
+def _check_options(cfg: DownloadConfig, kind: str, *, rows: bool) -> None:
+    """Raise ConfigError if an option, or `rows`, does not apply to this kind of dataset."""
     of_hub = ("name", "revision")
     foreign = {
         "hub": (),
@@ -141,14 +152,10 @@ def _check_options(cfg: DownloadConfig, kind: str) -> None:
                 why=f"{cfg.dataset} is none",
                 next=f"set download.{option}={'null' if isinstance(value, str) else '[]'}",
             )
-
-
-def _check_rows(cfg: DownloadConfig, *, rows: bool) -> None:
-    """Raise ConfigError for conversations (`rows`) if the dataset or an option is for text."""
     if rows and cfg.dataset == stdlib.NAME:
         raise ConfigError(
             f"{stdlib.NAME} contains text, not conversations",
-            next=f"dtt download -d {stdlib_chat.NAME}, or files of JSON lines with messages",
+            next=f"dtt download -d {stdlib.CHAT_NAME}, or files of JSON lines with messages",
         )
     if rows and cfg.text_column is not None:
         raise ConfigError(
@@ -164,86 +171,45 @@ def _source(cfg: DownloadConfig, kind: SourceKind, id: str, **facts: str | None)
     return CorpusSource.model_validate({"kind": kind, "id": id, **chosen, **facts})
 
 
-def _from_stdlib(dataset: str, out: Path, previous: CorpusManifest | None) -> CorpusManifest:
-    revision = stdlib.revision()
-    if previous and previous.source.revision == revision and _unchanged(out, previous):
-        return previous
-    chat = dataset == stdlib_chat.NAME
-    path = stdlib_chat.write_stdlib_chat(out) if chat else stdlib.write_stdlib(out)
-    return CorpusManifest(
-        dataset=out.resolve().name,
-        source=CorpusSource(kind="stdlib", id=dataset, revision=revision),
-        file_format="jsonl" if chat else "parquet",
-        text_column=None if chat else "text",
-        txt_documents=None,
-        files=(_record(path, path.name),),
-    )
+def _from_stdlib(
+    cfg: DownloadConfig, dataset: str, out: Path, previous: CorpusManifest | None
+) -> Found:
+    source = CorpusSource(kind="stdlib", id=dataset, revision=stdlib.revision())
+    if previous and previous.source == source and _unchanged(out, previous):
+        return source, previous.files
+    chat = dataset == stdlib.CHAT_NAME
+    path = stdlib.write_stdlib_chat(out) if chat else stdlib.write_stdlib(out)
+    return source, [_record(path, path.name)]
 
 
 def _from_own(
-    cfg: DownloadConfig, out: Path, previous: CorpusManifest | None, *, rows: bool
-) -> CorpusManifest:
-    documents = cfg.documents
-    assert documents is not None
-    version, paths = own_documents.read_into(documents, out)
-    known = {record.path: record for record in previous.files} if previous else {}
-    files = []
-    for path in paths:
-        record = known.get(path.name)
-        if record is None or not _is_unchanged(path, record):
-            record = _record(path, path.name)
-        files.append(record)
-    source = CorpusSource(kind="own", id=documents.type, revision=version)
-    return _manifest(cfg, source, out, tuple(files), rows=rows)
-
-
-def local_manifest(path: Path) -> CorpusManifest:
-    """Return a manifest of a local file or folder for inspection; nothing is hashed or written."""
-    cfg = DownloadConfig()
-    found = local_files(path, None)
-    one_format(found, str(path), FilePatterns(cfg), inspects=True)
-    files = tuple(_record(file, str(file), sha256="not hashed") for file in found)
-    source = CorpusSource(kind="local", id=str(path))
-    rows = holds_conversations([path / record.path for record in files if record.bytes])
-    command = f"dtt download -d {shlex.quote(str(path))} "  # an inspection reads no configuration
-    return _manifest(cfg, source, path, files, rows=rows, command=command)
+    cfg: DownloadConfig, dataset: str, out: Path, previous: CorpusManifest | None
+) -> Found:
+    assert cfg.documents is not None
+    version, paths = own_documents.read_into(cfg.documents, out)
+    source, known = CorpusSource(kind="own", id=dataset, revision=version), _known(previous)
+    return source, [_record(path, path.name, known) for path in paths]
 
 
 def _from_local(
-    cfg: DownloadConfig,
-    dataset: Path,
-    out: Path,
-    previous: CorpusManifest | None,
-    *,
-    rows: bool,
-) -> CorpusManifest:
+    cfg: DownloadConfig, dataset: str, out: Path, previous: CorpusManifest | None
+) -> Found:
     patterns = FilePatterns(cfg)
-    found = local_files(dataset, cfg.split, patterns)
-    source = _source(cfg, "local", str(dataset), split=cfg.split)
-    one_format(found, str(dataset), patterns)
+    found = local_files(Path(dataset), cfg.split, patterns)
+    one_format(found, dataset, patterns)
     found = found[: cfg.max_files]
-    if patterns.chooses:
-        patterns.refuse_binary(found)
-    known = {record.path: record for record in previous.files} if previous else {}
-    files = []
+    patterns.refuse_binary(found)
+    files, known = [], _known(previous)
     with progress("hashing", sum(path.stat().st_size for path in found)) as advance:
         for path in found:
-            record = known.get(str(path))
-            if record is None or not _is_unchanged(path, record):
-                record = _record(path, str(path))
-            files.append(record)
-            advance(record.bytes)
-    return _manifest(cfg, source, out, tuple(files), rows=rows)
+            files.append(_record(path, str(path), known))
+            advance(files[-1].bytes)
+    return _source(cfg, "local", dataset, split=cfg.split), files
 
 
 def _from_hub(
-    cfg: DownloadConfig,
-    dataset: str,
-    out: Path,
-    previous: CorpusManifest | None,
-    *,
-    rows: bool,
-) -> CorpusManifest:
+    cfg: DownloadConfig, dataset: str, out: Path, previous: CorpusManifest | None
+) -> Found:
     """Fetch a dataset from the Hub.
 
     `cfg.include` without a subset or split chooses among all files of the repository: `datasets`
@@ -259,12 +225,13 @@ def _from_hub(
     split = None if whole else cfg.split or "train"
     source = _source(cfg, "hub", dataset, name=cfg.name, split=split, revision=commit)
     if previous and previous.source == source and _unchanged(out, previous):
-        return _manifest(cfg, source, out, previous.files, rows=rows)
+        return source, previous.files
     patterns = FilePatterns(cfg)
-    if whole:
-        remote = hub.all_files(dataset, commit)
-    else:
-        remote = hub.files_of_split(dataset, cfg.name, cfg.split or "train", commit)
+    remote = (
+        hub.all_files(dataset, commit)
+        if split is None
+        else hub.files_of_split(dataset, cfg.name, split, commit)
+    )
     remote = [
         file for file in remote if not patterns.excludes(file.path) and patterns.includes(file.path)
     ][: cfg.max_files]
@@ -274,55 +241,54 @@ def _from_hub(
     missing = sum(file.bytes for file in remote if not (out / file.path).is_file())
     check_space(out, missing, dataset)
     hashes = hub.fetch(dataset, commit, remote, out)
-    if patterns.chooses:
-        patterns.refuse_binary([out / file.path for file in remote])
-    files = tuple(
-        _record(out / file.path, file.path, sha256)
-        for file, sha256 in zip(remote, hashes, strict=True)
-    )
-    return _manifest(cfg, source, out, files, rows=rows)
+    patterns.refuse_binary([out / file.path for file in remote])
+    pairs = zip(remote, hashes, strict=True)
+    return source, [_record(out / file.path, file.path, sha256=one) for file, one in pairs]
 
 
 def _from_urls(
-    cfg: DownloadConfig,
-    dataset: str,
-    out: Path,
-    previous: CorpusManifest | None,
-    *,
-    rows: bool,
-) -> CorpusManifest:
+    cfg: DownloadConfig, dataset: str, out: Path, previous: CorpusManifest | None
+) -> Found:
     """Fetch objects; those of `previous` keep the versions that it records."""
     from dtt.data.corpus.remote_files import fetch, remote_files
 
     source = _source(cfg, "url", dataset, split=cfg.split)
     if previous and previous.source == source and _unchanged(out, previous):
-        return _manifest(cfg, source, out, previous.files, rows=rows)
+        return source, previous.files
     patterns = FilePatterns(cfg)
     found = remote_files(urls_of(dataset), dataset, cfg.split, patterns)
     one_format((Path(file.path) for file in found), dataset, patterns)
     found = found[: cfg.max_files]
     log.info("%s: %d files", dataset, len(found))
-    known = {record.path: record for record in previous.files} if previous else {}
+    known = _known(previous)
     intact = {path for path, record in known.items() if _is_unchanged(out / path, record)}
     hashes = fetch(found, known, intact, out, dataset)
-    if patterns.chooses:
-        patterns.refuse_binary([out / file.path for file in found])
-    files = tuple(
-        _record(out / file.path, file.path, sha256).model_copy(
-            update={"version": file.object.version}
-        )
+    patterns.refuse_binary([out / file.path for file in found])
+    return source, [
+        _record(out / file.path, file.path, sha256=sha256, version=file.object.version)
         for file, sha256 in zip(found, hashes, strict=True)
-    )
-    return _manifest(cfg, source, out, files, rows=rows)
+    ]
+
+
+def local_manifest(path: Path) -> CorpusManifest:
+    """Return a manifest of a local file or folder for inspection; nothing is hashed or written."""
+    cfg = DownloadConfig()
+    found = local_files(path, None)
+    one_format(found, str(path), FilePatterns(cfg), inspects=True)
+    files = [_record(file, str(file), sha256="not hashed") for file in found]
+    source = CorpusSource(kind="local", id=str(path))
+    rows = holds_conversations([path / record.path for record in files if record.bytes])
+    command = f"dtt download -d {shlex.quote(str(path))} "  # an inspection reads no configuration
+    return _manifest(cfg, source, path, files, rows=rows, command=command)
 
 
 def _manifest(
     cfg: DownloadConfig,
     source: CorpusSource,
     out: Path,
-    files: tuple[CorpusFile, ...],
+    files: Sequence[CorpusFile],
     *,
-    rows: bool = False,
+    rows: bool,
     command: str = "",
 ) -> CorpusManifest:
     paths = [out / record.path for record in files if record.bytes]
@@ -344,7 +310,7 @@ def _manifest(
             next="specify a file or folder of JSON lines, Parquet or CSV",
         )
     if rows:
-        check_rows(paths)
+        columns_of_all(paths)
     documents = cfg.txt_documents
     if documents == "auto":
         documents = "section" if len(files) == 1 else "file"
@@ -354,18 +320,33 @@ def _manifest(
         file_format=file_format,
         text_column=None if is_txt or rows else find_text_column(paths, cfg.text_column, command),
         txt_documents=documents if is_txt else None,
-        files=files,
+        files=tuple(files),
     )
 
 
-def _record(path: Path, name: str, sha256: str | None = None) -> CorpusFile:
+def _record(
+    path: Path,
+    name: str,
+    known: Mapping[str, CorpusFile] = MappingProxyType({}),
+    sha256: str | None = None,
+    version: str | None = None,
+) -> CorpusFile:
+    """Return the record of a file; hash it, unless `sha256` is given or `known` has it by name."""
+    record = known.get(name)
+    if record is not None and _is_unchanged(path, record):
+        return record
     stat = path.stat()
     return CorpusFile(
         path=name,
         bytes=stat.st_size,
         sha256=sha256 or sha256_file(path),
         mtime_ns=stat.st_mtime_ns,
+        version=version,
     )
+
+
+def _known(previous: CorpusManifest | None) -> dict[str, CorpusFile]:
+    return {record.path: record for record in previous.files} if previous else {}
 
 
 def _is_unchanged(path: Path, record: CorpusFile) -> bool:

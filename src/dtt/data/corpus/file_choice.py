@@ -24,6 +24,12 @@ from dtt.data.corpus.streams import is_compressed
 
 Key = Literal["include", "exclude"]
 
+HIDDEN = {
+    False: "hidden, or named _…; name one with -d to read it",
+    True: "hidden; a pattern of download.include with a leading dot reads it",
+}
+"""The reason to leave out hidden files, without and with `download.include`."""
+
 
 class FilePatterns:
     """The patterns of a configuration, and which of them have matched something.
@@ -40,11 +46,9 @@ class FilePatterns:
             "include": cfg.include,
             "exclude": cfg.exclude,
         }
-        self._specs = {
-            key: {pattern: _compiled(key, pattern) for pattern in patterns}
-            for key, patterns in self._patterns.items()
-        }
-        self._unused = {(key, one) for key, many in self._patterns.items() for one in many}
+        pairs = [(key, one) for key, many in self._patterns.items() for one in many]
+        self._specs = {pair: _compiled(*pair) for pair in pairs}
+        self._unused = set(pairs)
         self._hidden = {
             pattern
             for pattern in cfg.include
@@ -56,15 +60,22 @@ class FilePatterns:
         """True if `include` chooses the files; then a file of an unknown ending is text."""
         return bool(self._patterns["include"])
 
-    def skips(self, name: str) -> bool:
-        """Return True if a file or folder of this name, the last component, counts as hidden.
+    def left_out(self, name: str) -> str | None:
+        """Return why a file, or a folder (with a slash at the end), is left out; None if not.
 
         As in a shell, `*` does not match a leading dot. A leading underscore hides a file only
         without `include`: `**/*.py` must find `__init__.py`.
         """
-        if self.chooses:
-            return name.startswith(".") and not self._hidden
-        return name.startswith((".", "_"))
+        if self.excludes(name):
+            return "matched by download.exclude"
+        last = name.rstrip("/").rpartition("/")[2]
+        if (last.startswith(".") and not self._hidden) or (
+            last.startswith("_") and not self.chooses
+        ):
+            return HIDDEN[self.chooses]
+        if not name.endswith("/") and not self.includes(name):
+            return "not matched by download.include"
+        return None
 
     def excludes(self, name: str) -> bool:
         """Return True if `exclude` matches a file, or a folder, whose name ends with a slash."""
@@ -86,16 +97,14 @@ class FilePatterns:
 
     def _matches(self, key: Key, patterns: Iterable[str], name: str) -> bool:
         # Without a short cut: each pattern that matches something must be known.
-        found = [one for one in patterns if self._specs[key][one].match_file(name)]
-        self._unused.difference_update((key, one) for one in found)
+        found = {(key, one) for one in patterns if self._specs[key, one].match_file(name)}
+        self._unused -= found
         return bool(found)
 
     def check_all_matched(self, dataset: str) -> None:
         """Raise ConfigError if a pattern has matched nothing in `dataset`."""
-        for key, patterns in self._patterns.items():
-            for pattern in patterns:
-                if (key, pattern) not in self._unused:
-                    continue
+        for key, pattern in self._specs:
+            if (key, pattern) in self._unused:
                 raise ConfigError(
                     f"no file of {dataset} matches {pattern!r}",
                     where=f"download.{key}",
@@ -118,11 +127,11 @@ class FilePatterns:
         return several_datasets(entries)
 
     def refuse_binary(self, paths: Sequence[Path]) -> None:
-        """Raise InputError for a file that is not text, among those that are read as text.
+        """Raise InputError for a file that is not text, among those that `include` chose as text.
 
         Files whose ending is known are not checked: their readers report what they cannot use.
         """
-        foreign = [path for path in paths if file_format(path) is None]
+        foreign = [path for path in paths if self.chooses and file_format(path) is None]
         kinds = {path: kind for path in foreign if (kind := binary_kind(path))}
         if not kinds:
             return

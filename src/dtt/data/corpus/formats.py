@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dtt.artifacts.corpus import FileFormat
-from dtt.data.corpus import csv_rows, json_objects, parquet
+from dtt.data.corpus import csv_rows, json_files, parquet
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.columns import Kinds
-from dtt.data.corpus.streams import COMPRESSIONS, LocatedRow, Span
+from dtt.data.corpus.streams import COMPRESSIONS, Kinds, LocatedRow, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +56,15 @@ FORMATS: dict[FileFormat, Format] = {
         known_as="jsonl, json (an array, or one object per line)",
         suffixes=(".jsonl", ".ndjson", ".json"),
         field="key",
-        rows=json_objects.json_objects,
-        columns=json_objects.json_columns,
-        first_rows=lambda path, _: json_objects.first_objects(path),
-        is_one_span=json_objects.starts_with_array,
+        rows=json_files.json_objects,
+        columns=json_files.json_columns,
+        first_rows=lambda path, _: json_files.first_objects(path),
+        is_one_span=json_files.starts_with_array,
     ),
     "csv": Format(
         known_as="csv, tsv",
         suffixes=(".csv", ".tsv", ".tab"),
-        rows=lambda path, _, bad: csv_rows.csv_rows(path, bad),
+        rows=csv_rows.csv_rows,
         columns=csv_rows.csv_columns,
         first_rows=csv_rows.first_rows,
         header=csv_rows.csv_header,

@@ -167,21 +167,14 @@ def fetch(repo: str, commit: str, files: list[RemoteFile], folder: Path) -> list
                 )
             )
             advance(file.bytes - shown)
-            return _verified(path, file)
+            sha256 = sha256_file(path)
+            if path.stat().st_size != file.bytes or sha256 != (file.sha256 or sha256):
+                path.unlink()
+                raise DamagedError("a downloaded file differs from that on the Hub", where=path)
+            return sha256
 
         with _told_apart(repo, commit), ThreadPoolExecutor(PARALLEL_FILES) as pool:
             return list(pool.map(bring, files))
-
-
-def _verified(path: Path, file: RemoteFile) -> str:
-    sha256 = sha256_file(path)
-    if path.stat().st_size != file.bytes or sha256 != (file.sha256 or sha256):
-        path.unlink()
-        raise DamagedError(
-            "a downloaded file differs from that on the Hub",
-            where=path,
-        )
-    return sha256
 
 
 def fetch_tokenizer(repo: str, revision: str | None) -> Path:

@@ -25,13 +25,6 @@ HELD_OUT = ("validation", "test")
 LEFT_OUT_SHOWN = 3
 """Maximum number of files that are logged for each reason to leave files out."""
 
-HIDDEN = {
-    False: "hidden, or named _…; name one with -d to read it",
-    True: "hidden; a pattern of download.include with a leading dot reads it",
-}
-"""The reason to leave out hidden files, without and with `download.include`."""
-
-
 T = TypeVar("T")
 
 
@@ -76,22 +69,34 @@ def local_files(
     folder = dataset if dataset.is_dir() else dataset.parent
     if dataset.is_dir():
         found = list(_files_below(dataset, left_out, patterns))
-    else:
-        name = dataset.name
-        chosen_itself = not patterns.excludes(name) and patterns.includes(name)
+    else:  # even a hidden file, as it is named
+        chosen_itself = not patterns.excludes(dataset.name) and patterns.includes(dataset.name)
         found = [dataset] if dataset.is_file() and chosen_itself else []
 
     def below(path: Path) -> Path:
         return path.relative_to(folder)
 
     chosen = files_of_split(found, below, str(dataset), split, patterns, left_out)
-    files = sorted(_once(chosen, folder, left_out))
+    once: dict[str, Path] = {}
+    for path in sorted(chosen, key=os.path.islink):  # a file's own name comes before links to it
+        real = os.path.realpath(path)
+        if real in once:
+            left_out.add("links to files that are already read", str(below(path)))
+        else:
+            once[real] = real_path(path)
     left_out.report()
     if split is None:
         warn_of_held_out(map(below, chosen))
-    for path in files:
-        _check_is_utf8(path)
-    return files
+    for path in once.values():
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise InputError(
+                "the name of a file is not UTF-8",
+                where=ascii(str(path)),
+                why="manifests are UTF-8, and could not name it",
+            ) from None
+    return sorted(once.values())
 
 
 def files_of_split(
@@ -190,7 +195,8 @@ def _files_below(folder: Path, left_out: LeftOut, patterns: FilePatterns) -> Ite
         here = pending.popleft() if pending else linked.popleft()
         real = os.path.realpath(here)
         if real in seen:
-            left_out.add("links to folders that are already read", _name(here, folder) + "/")
+            name = f"{here.relative_to(folder)}/"
+            left_out.add("links to folders that are already read", name)
             continue
         seen.add(real)
         with os.scandir(here) as entries:
@@ -198,47 +204,15 @@ def _files_below(folder: Path, left_out: LeftOut, patterns: FilePatterns) -> Ite
                 path = here / entry.name
                 is_link = entry.is_symlink()
                 is_folder = path.is_dir() if is_link else entry.is_dir()
-                name = _name(path, folder) + "/" * is_folder
-                if patterns.excludes(name):
-                    left_out.add("matched by download.exclude", name)
-                elif patterns.skips(entry.name):
-                    left_out.add(HIDDEN[patterns.chooses], name)
+                name = str(path.relative_to(folder)) + "/" * is_folder
+                if reason := patterns.left_out(name):
+                    left_out.add(reason, name)
                 elif is_folder:
                     (linked if is_link else pending).append(path)
                 elif path.is_file() if is_link else entry.is_file():
-                    if patterns.includes(name):
-                        yield path
-                    else:
-                        left_out.add("not matched by download.include", name)
+                    yield path
                 else:
                     left_out.add("not regular files (broken links, pipes, …)", name)
-
-
-def _once(paths: Iterable[Path], folder: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yield each file once, even if several links point to it."""
-    seen: set[str] = set()
-    for path in sorted(paths, key=os.path.islink):  # a file's own name comes before links to it
-        real = os.path.realpath(path)
-        if real in seen:
-            left_out.add("links to files that are already read", _name(path, folder))
-        else:
-            seen.add(real)
-            yield real_path(path)
-
-
-def _check_is_utf8(path: Path) -> None:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise InputError(
-            "the name of a file is not UTF-8",
-            where=ascii(str(path)),
-            why="manifests are UTF-8, and could not name it",
-        ) from None
-
-
-def _name(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder))
 
 
 def _splits(path: Path) -> set[str]:

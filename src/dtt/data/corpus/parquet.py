@@ -2,57 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
-from dtt.data.corpus.columns import NOTHING, TEXT, Kinds, check_names
-from dtt.data.corpus.streams import FIRST_ROWS, Span
+from dtt.data.corpus.streams import FIRST_ROWS, NOTHING, TEXT, Kinds, Span, check_names
 
 MAX_ROWS = 2**16
 BUFFER_BYTES = 2**20
 """Bytes read from a Parquet file at once; bounds memory for large row groups."""
-
 MAX_FACTOR = 2
 """How much larger than wanted a batch may become by texts that a dictionary holds once."""
 
-D = TypeVar("D")
-Columns = str | tuple[str, ...] | None
-"""One column, some columns, or all."""
-Convert = Callable[[pa.RecordBatch, Callable[[int], str], int, BadDocuments], list[D]]
-"""Function that returns the documents in a batch of rows.
-
-Its other arguments are a function that returns the location of a row of the row group, the number
-of the batch's first row, and the record of rows that hold no document."""
+Columns = Sequence[str] | None
+"""Names of columns, the one with the text first; None: all of them."""
+Batch = tuple[pa.RecordBatch, Callable[[int], str]]
+"""Some rows, and a function that returns the location of each by its number in the batch."""
 
 
 def read_span(
-    path: Path,
-    span: Span,
-    column: Columns,
-    convert: Convert[D],
-    bad: BadDocuments,
-    size: int,
-) -> Iterator[list[D]]:
-    """Yield the documents in row groups `span`, in lists of about `size` bytes.
-
-    Reads one column, the first and others of a tuple, or all of them if `column` is None.
-    """
+    path: Path, span: Span, columns: Columns, bad: BadDocuments, size: int
+) -> Iterator[Batch]:
+    """Yield the rows of row groups `span`, in batches of about `size` bytes."""
     try:
         with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             groups = range(span.start, span.stop)
             rows = sum(file.metadata.row_group(group).num_rows for group in groups)
             wanted = max(1, rows * size // max(span.text_bytes, 1))
             for group in groups:
-                at_once = rows_at_once(path, file, group, column, wanted, MAX_FACTOR * size)
-                yield from _row_group(file, path, group, column, at_once, convert, bad)
+                at_once = rows_at_once(path, file, group, columns, wanted, MAX_FACTOR * size)
+                yield from _row_group(file, path, group, columns, at_once, bad)
     except Exception as error:  # noqa: BLE001  files of others raise anything
         raise_if_refused(error)
         lost = path.stat().st_size
@@ -60,39 +46,39 @@ def read_span(
 
 
 def _row_group(
-    file: pq.ParquetFile,
-    path: Path,
-    group: int,
-    column: Columns,
-    at_once: int,
-    convert: Convert[D],
-    bad: BadDocuments,
-) -> Iterator[list[D]]:
+    file: pq.ParquetFile, path: Path, group: int, columns: Columns, at_once: int, bad: BadDocuments
+) -> Iterator[Batch]:
     row = 0
-    where = partial(_row, path, group)
+
+    def read(count: int) -> Iterator[pa.RecordBatch]:
+        names = None if columns is None else list(columns)
+        found: Iterator[pa.RecordBatch] = file.iter_batches(
+            count, row_groups=[group], columns=names, use_threads=False
+        )
+        return found
+
     try:
-        for rows in _batches(file, group, column, at_once):
-            yield convert(rows, where, row, bad)
+        for rows in read(at_once):
+            yield rows, partial(_row, path, group, row)
             row += len(rows)
         return
     except Exception as error:  # noqa: BLE001
         raise_if_refused(error)
     try:  # read the failed batch again row by row, to keep the rows before the damage
-        for rows in islice(_batches(file, group, column, 1), row, None):
-            yield convert(rows, where, row, bad)
+        for rows in islice(read(1), row, None):
+            yield rows, partial(_row, path, group, row)
             row += 1
     except Exception as error:  # noqa: BLE001
         raise_if_refused(error)
         count = file.metadata.row_group(group).num_rows
         why = f"the rest of row group {group}, {count - row} rows, cannot be read: {error}"
-        text = column[0] if isinstance(column, tuple) else column
-        (chunks,) = text_chunks(path, text, slice(group, group + 1))
+        (chunks,) = text_chunks(path, columns[0] if columns else None, slice(group, group + 1))
         lost = sum(chunk.total_compressed_size for chunk in chunks) * (count - row) // count
-        bad.add(partial(where, row), why, lost_bytes=lost, count=count - row)
+        bad.add(partial(_row, path, group, row, 0), why, lost_bytes=lost, count=count - row)
 
 
 def rows_at_once(
-    path: Path, file: pq.ParquetFile, group: int, column: Columns, wanted: int, most: int
+    path: Path, file: pq.ParquetFile, group: int, columns: Columns, wanted: int, most: int
 ) -> int:
     """Return `wanted`, or the number of rows that certainly have at most `most` bytes, at least 1.
 
@@ -100,7 +86,6 @@ def rows_at_once(
     GB of text. The longest text of each dictionary is looked up where that matters.
     """
     rows = file.metadata.row_group(group)
-    columns = _names(column)
     chunks = [
         chunk
         for chunk in map(rows.column, range(rows.num_columns))
@@ -110,56 +95,38 @@ def rows_at_once(
         rows.num_rows, 1
     )
     if min(wanted, rows.num_rows) * bytes_per_row > most:
-        longest = _longest_texts(path, group, chunks)
-        values = (c.num_values * long for c, long in zip(chunks, longest, strict=True))
+        values = (c.num_values * _longest_text(path, group, c) for c in chunks)
         bytes_per_row = sum(values) / rows.num_rows
     return max(1, min(wanted, MAX_ROWS, int(most / max(bytes_per_row, 1))))
 
 
-def _longest_texts(path: Path, group: int, chunks: list[pq.ColumnChunkMetaData]) -> list[float]:
-    """Return about how long a value of each column of a row group may be, in bytes."""
-    found = [c.total_uncompressed_size / max(c.num_values, 1) for c in chunks]
-    for i, chunk in enumerate(chunks):
-        if "DELTA_BYTE_ARRAY" in chunk.encodings:  # a text shares its start with the one before
-            found[i] = chunk.total_uncompressed_size
-        if chunk.physical_type != "BYTE_ARRAY" or not chunk.has_dictionary_page:
-            continue
-        name = chunk.path_in_schema
-        with pq.ParquetFile(path, read_dictionary=[name], pre_buffer=False) as file:
-            reader = file.iter_batches(1, row_groups=[group], columns=[name], use_threads=False)
-            batch = next(reader, None)
-        values = None if batch is None else batch.column(0)
-        while values is not None and not pa.types.is_dictionary(values.type):
-            is_struct = pa.types.is_struct(values.type)
-            # The elements of lists; None for another type, such as of maps.
-            values = values.field(0) if is_struct else getattr(values, "values", None)
-        if values is not None and len(values.dictionary):
-            sizes = np.diff(np.frombuffer(values.dictionary.buffers()[1], np.int32))
-            found[i] += float(sizes.max(initial=0))
-    return found
+def _longest_text(path: Path, group: int, chunk: pq.ColumnChunkMetaData) -> float:
+    """Return about how long a value of a column of a row group may be, in bytes."""
+    longest: float = chunk.total_uncompressed_size / max(chunk.num_values, 1)
+    if "DELTA_BYTE_ARRAY" in chunk.encodings:  # a text shares its start with the one before
+        longest = chunk.total_uncompressed_size
+    if chunk.physical_type != "BYTE_ARRAY" or not chunk.has_dictionary_page:
+        return longest
+    name = chunk.path_in_schema
+    with pq.ParquetFile(path, read_dictionary=[name], pre_buffer=False) as file:
+        reader = file.iter_batches(1, row_groups=[group], columns=[name], use_threads=False)
+        batch = next(reader, None)
+    values = None if batch is None else batch.column(0)
+    while values is not None and not pa.types.is_dictionary(values.type):
+        is_struct = pa.types.is_struct(values.type)
+        # The elements of lists; None for another type, such as of maps.
+        values = values.field(0) if is_struct else getattr(values, "values", None)
+    if values is not None and len(values.dictionary):
+        sizes = np.diff(np.frombuffer(values.dictionary.buffers()[1], np.int32))
+        longest += float(sizes.max(initial=0))
+    return longest
 
 
-def _names(column: Columns) -> list[str] | None:
-    if isinstance(column, str):
-        return [column]
-    return None if column is None else list(column)
-
-
-def _batches(
-    file: pq.ParquetFile, group: int, column: Columns, rows: int
-) -> Iterator[pa.RecordBatch]:
-    columns = _names(column)
-    found: Iterator[pa.RecordBatch] = file.iter_batches(
-        rows, row_groups=[group], columns=columns, use_threads=False
-    )
-    return found
-
-
-def _row(path: Path, group: int, row: int) -> str:
+def _row(path: Path, group: int, first: int, row: int) -> str:
     """Return `file, row N`, with N counted from the start of the file."""
     footer = pq.read_metadata(path)
     before = sum(footer.row_group(earlier).num_rows for earlier in range(group))
-    return f"{path}, row {before + row}"
+    return f"{path}, row {before + first + row}"
 
 
 def text_chunks(
@@ -190,17 +157,15 @@ def is_text(kind: pa.DataType) -> bool:
     )
 
 
-def _kind(column: pa.DataType) -> str:
-    if is_text(column):
-        return TEXT
-    return NOTHING if pa.types.is_null(column) else str(column)
-
-
 def parquet_columns(path: Path, wanted: str | None) -> Kinds:
     """Return the columns of the schema; raise ConfigError if two have one name."""
     schema = pq.read_schema(path)
     check_names(path, schema.names)
-    return {field.name: _kind(field.type) for field in schema}
+    kinds: Kinds = {}
+    for field in schema:
+        other = NOTHING if pa.types.is_null(field.type) else str(field.type)
+        kinds[field.name] = TEXT if is_text(field.type) else other
+    return kinds
 
 
 def header(path: Path) -> list[str]:
@@ -212,6 +177,6 @@ def first_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yield rows from the start of the first row group, FIRST_ROWS at most."""
     with pq.ParquetFile(path, pre_buffer=False) as file:
         if file.metadata.num_row_groups:
-            few = rows_at_once(path, file, 0, tuple(columns), FIRST_ROWS, 2**24)
+            few = rows_at_once(path, file, 0, columns, FIRST_ROWS, 2**24)
             batches = file.iter_batches(few, row_groups=[0], columns=columns)
             yield from next(batches).to_pylist()

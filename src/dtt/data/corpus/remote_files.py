@@ -20,7 +20,6 @@ from dtt.base.object_store import ObjectStore, StoredObject
 from dtt.base.safe_names import checked_name
 from dtt.data.corpus.file_choice import FilePatterns
 from dtt.data.corpus.local_files import (
-    HIDDEN,
     LeftOut,
     files_of_split,
     warn_of_held_out,
@@ -89,13 +88,9 @@ def _chosen(
     closed: dict[str, bool] = {"": False}
 
     def is_left_out(name: str) -> bool:
-        if patterns.excludes(name):
-            left_out.add("matched by download.exclude", name)
-        elif patterns.skips(name.rstrip("/").rpartition("/")[2]):
-            left_out.add(HIDDEN[patterns.chooses], name)
-        else:
-            return False
-        return True
+        if reason := patterns.left_out(name):
+            left_out.add(reason, name)
+        return reason is not None
 
     def is_closed(folder: str) -> bool:
         if folder not in closed:
@@ -103,12 +98,8 @@ def _chosen(
         return closed[folder]
 
     for file in files:
-        if is_closed(file.path.rpartition("/")[0]) or is_left_out(file.path):
-            continue
-        if patterns.includes(file.path):
+        if not is_closed(file.path.rpartition("/")[0]) and not is_left_out(file.path):
             yield file
-        else:
-            left_out.add("not matched by download.include", file.path)
 
 
 def fetch(

@@ -32,9 +32,13 @@ VERSION = 2
 def selection_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any]:
     """Return what determines a selection: other values make another folder."""
     section = clean.model_dump(mode="json")
-    near = section["near"]
-    if near is not None:
-        near["against"] = [_content_of(path) for path in clean.near.against]  # type: ignore[union-attr]
+    if clean.near is not None:
+        against: list[str | list[str | None]] = []  # the contents, wherever they lie
+        for path in clean.near.against:
+            folder, selection = selected(path)
+            key = CorpusManifest.read(folder).content_key()
+            against.append(key if selection is None else [key, removals_key(selection.removals)])
+        section["near"]["against"] = against
     return {"corpus": corpus.content_key(), "clean": section, "version": VERSION}
 
 
@@ -58,13 +62,6 @@ def selected(folder: Path) -> tuple[Path, Selection | None]:
             next="run `dtt clean` for that corpus again, and name the new folder",
         )
     return folder.parent, selection
-
-
-def _content_of(folder: Path) -> str | list[str | None]:
-    """Return the content of a corpus of `near.against`, wherever it lies."""
-    corpus, selection = selected(folder)
-    key = CorpusManifest.read(corpus).content_key()
-    return key if selection is None else [key, removals_key(selection.removals)]
 
 
 def selection_key(clean: CleanConfig, corpus: CorpusManifest) -> str:
@@ -104,10 +101,6 @@ class Selection:
         total = sum(unit.bytes for unit in units)
         return 1 - sum(unit.removed_bytes for unit in units) / max(total, 1)
 
-    def key(self, unit: int) -> str | None:
-        """Return the hash of what is removed from a unit; None: nothing."""
-        return self.manifest.units[unit].sha256
-
     def removed(self, unit: int) -> npt.NDArray[np.int64]:
         """Return the numbers of the removed documents of a unit, ascending.
 
@@ -118,7 +111,7 @@ class Selection:
         import numpy as np
         import pyarrow.parquet as pq
 
-        expected, path = self.key(unit), self.folder / removals_name(unit)
+        expected, path = self.manifest.units[unit].sha256, self.folder / removals_name(unit)
         if expected is None:
             return np.empty(0, np.int64)
         if not has_sha256(path, expected):

@@ -1,7 +1,14 @@
-"""The `python-stdlib` corpus: the sources of Python's standard library, which need no download."""
+"""Corpora that need no download, made from Python's standard library.
+
+`python-stdlib` has its sources, `python-stdlib-chat` conversations: the questions are about names
+that the library documents, and the answers come from its docstrings.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import json
 import platform
 import sysconfig
 from collections.abc import Iterator
@@ -11,13 +18,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.base.errors import EnvironmentUnfit
-from dtt.base.files import fsync_file
+from dtt.base.files import fsync_file, replacing
 from dtt.base.log import log
 
-NAME = "python-stdlib"
-FILE = "python-stdlib.parquet"
+NAME, CHAT_NAME = "python-stdlib", "python-stdlib-chat"
+FILE, CHAT_FILE = f"{NAME}.parquet", f"{CHAT_NAME}.jsonl"
 ROW_GROUP_BYTES = 2**19
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string())])
+
+ANSWER_CHARACTERS = range(12, 240)
+"""Length of an answer; longer first paragraphs of docstrings are left out."""
+DEFINITIONS_PER_CONVERSATION = 3
+SYSTEM = "You answer questions about Python's standard library in one sentence."
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 LEFT_OUT = frozenset(
     {
@@ -91,3 +105,67 @@ def _modules(root: Path) -> Iterator[tuple[str, Path]]:
         parts = path.relative_to(root).with_suffix("").parts
         if not LEFT_OUT.intersection(parts) and not parts[-1].startswith("_sysconfigdata"):
             yield ".".join(parts), path
+
+
+def write_stdlib_chat(folder: Path) -> Path:
+    """Write the conversations into `folder` as one JSONL file; return its path.
+
+    A row has `messages`: one question and answer about a module, and one to three questions about
+    names that it defines. Every second conversation starts with a system message. The same Python
+    produces the same bytes. Raises EnvironmentUnfit if Python has no sources.
+    """
+    number = 0
+    with replacing(folder / CHAT_FILE) as file:
+        for name, path in source_files():
+            for turns in _conversations(name, path):
+                system = [{"role": "system", "content": SYSTEM}] if number % 2 else []
+                row = {"messages": system + turns}
+                file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
+                number += 1
+    return folder / CHAT_FILE
+
+
+def _conversations(module: str, path: Path) -> Iterator[list[dict[str, str]]]:
+    """Yield the messages of each conversation about a module; none if it has no docstrings."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, SyntaxError):
+        return
+    if summary := _summary(tree):
+        yield _turn(f"What is the module {module} for?", summary)
+    pending: list[dict[str, str]] = []
+    for name, node in _definitions(tree, module):
+        if summary := _summary(node):
+            kind = "class" if isinstance(node, ast.ClassDef) else "function"
+            question = f"And the {kind} {name}?" if pending else f"What does the {kind} {name} do?"
+            pending += _turn(question, summary)
+        if len(pending) == 2 * DEFINITIONS_PER_CONVERSATION:
+            yield pending
+            pending = []
+    if pending:
+        yield pending
+
+
+def _definitions(tree: ast.Module, module: str) -> Iterator[tuple[str, Documented]]:
+    """Yield the public functions and classes of a module, and the methods of its classes."""
+    for node in tree.body:
+        if isinstance(node, Documented) and not node.name.startswith("_"):
+            yield f"{module}.{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+                        yield f"{module}.{node.name}.{method.name}", method
+
+
+def _summary(node: Documented) -> str | None:
+    """Return the first paragraph of a docstring in one line; None if it cannot be an answer."""
+    paragraph = inspect.cleandoc(ast.get_docstring(node) or "").partition("\n\n")[0]
+    text = " ".join(paragraph.split())
+    return text if len(text) in ANSWER_CHARACTERS and text.isprintable() else None
+
+
+def _turn(question: str, answer: str) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]

@@ -10,13 +10,13 @@ from pathlib import Path
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
 from dtt.data.corpus.bad_documents import raise_if_refused
-from dtt.data.corpus.columns import NOTHING, TEXT, Kinds
 from dtt.data.corpus.file_choice import several_datasets
 from dtt.data.corpus.formats import FORMATS, file_format
-from dtt.data.corpus.streams import UNREADABLE, UNREADABLE_SHOWN
+from dtt.data.corpus.streams import NOTHING, TEXT, UNREADABLE, UNREADABLE_SHOWN, Kinds
 
 TEXT_COLUMNS = ("text", "content", "document", "body")
 MESSAGE_COLUMNS = ("messages", "conversations")
+UNKNOWN = "cannot tell which column contains the text"
 
 
 def find_text_column(paths: Sequence[Path], asked: str | None, command: str = "") -> str:
@@ -29,37 +29,43 @@ def find_text_column(paths: Sequence[Path], asked: str | None, command: str = ""
     contain text, or if the text column is ambiguous; DamagedError or InputError if no file can be
     read. Their remedies start with `command`.
     """
-    kinds = _kinds_of_all(paths, asked)
+    kinds = columns_of_all(paths, asked)
     found = (_choose_column(path, kind, command) for path, kind in kinds.items())
     column = asked or next(filter(None, found), None)
     if column is None:
         path, kind = next(iter(kinds.items()))
-        raise _no_column(path, kind, "cannot tell which column contains the text", command)
+        raise _no_column(path, kind, UNKNOWN, command)
     for path, kind in kinds.items():
-        what = f"there is no column {column!r}"
         if kind and column not in kind:
             elsewhere = any(column in one for one in kinds.values())
             several = _several(kinds, column) if elsewhere else None
-            raise _no_column(path, kind, what, command, several)
+            raise _no_column(path, kind, f"there is no column {column!r}", command, several)
         if kind.get(column, NOTHING) not in (TEXT, NOTHING):
             what = f"column {column!r} does not contain text, but {kind[column]}"
             raise _no_column(path, kind, what, command)
     return column
 
 
-def _several(kinds: dict[Path, Kinds], column: str) -> str:
-    """Return the remedy where some files have the text in `column`, and others in another."""
-    ranked = {path: [] if column in kind else _ranked(path, kind) for path, kind in kinds.items()}
-    entries = [
-        {"dataset": str(path), "text_column": names[0] if names else column}
-        for path, names in ranked.items()
-    ]
-    if len({path.stem for path in kinds}) == len(kinds) == 2:
-        return several_datasets(entries)
-    return (
-        "instead of download.dataset, download.datasets with an entry for each kind of file, which "
-        "include and exclude choose, and its text_column"
-    )
+def columns_of_all(paths: Sequence[Path], wanted: str | None = None) -> dict[Path, Kinds]:
+    """Return the columns of each readable file; log the others.
+
+    `wanted` is the column that the user asked for, if any. Raises DamagedError or InputError if no
+    file can be read.
+    """
+    kinds: dict[Path, Kinds] = {}
+    unreadable: list[DamagedError | InputError] = []
+    for path in paths:
+        try:
+            kinds[path] = _kinds(path, wanted)
+        except (DamagedError, InputError) as error:
+            unreadable.append(error)
+    if not kinds:
+        raise unreadable[0]
+    for problem in unreadable[:UNREADABLE_SHOWN]:
+        log.warning("%s", problem)
+    if unreadable:
+        log.warning("files that cannot be read: %d; tokenize skips them", len(unreadable))
+    return kinds
 
 
 def column_names(path: Path) -> list[str]:
@@ -79,47 +85,32 @@ def holds_conversations(paths: Sequence[Path]) -> bool:
     return False
 
 
-def check_rows(paths: Sequence[Path]) -> None:
-    """Check that files hold rows of columns; log those that cannot be read.
-
-    Raises DamagedError or InputError if no file can be read.
-    """
-    _kinds_of_all(paths, None)
-
-
-def _kinds_of_all(paths: Sequence[Path], wanted: str | None) -> dict[Path, Kinds]:
-    """Return the columns of each readable file; log the others, and raise if there are only such.
-
-    `wanted` is the column that the user asked for, if any.
-    """
-    kinds: dict[Path, Kinds] = {}
-    unreadable: list[DamagedError | InputError] = []
-    for path in paths:
-        try:
-            kinds[path] = _kinds(path, wanted)
-        except (DamagedError, InputError) as error:
-            unreadable.append(error)
-    if not kinds:
-        raise unreadable[0]
-    for problem in unreadable[:UNREADABLE_SHOWN]:
-        log.warning("%s", problem)
-    if unreadable:
-        log.warning("files that cannot be read: %d; tokenize skips them", len(unreadable))
-    return kinds
+def _several(kinds: dict[Path, Kinds], column: str) -> str:
+    """Return the remedy where some files have the text in `column`, and others in another."""
+    entries = []
+    for path, kind in kinds.items():
+        ranked = [column] if column in kind else [*_ranked(path, kind), column]
+        entries.append({"dataset": str(path), "text_column": ranked[0]})
+    if len({path.stem for path in kinds}) == len(kinds) == 2:
+        return several_datasets(entries)
+    return (
+        "instead of download.dataset, download.datasets with an entry for each kind of file, which "
+        "include and exclude choose, and its text_column"
+    )
 
 
 def _choose_column(path: Path, kinds: Kinds, command: str) -> str | None:
     """Return the text column; None if the column, or the file, holds only nulls so far."""
     likely = next((name for name in TEXT_COLUMNS if name in kinds), None)
-    if likely is None:
-        texts = [name for name, kind in kinds.items() if kind == TEXT]
-        if len(texts) == 1:
-            return texts[0]
-        if set(kinds.values()) <= {NOTHING}:
-            return None
-        raise _no_column(path, kinds, "cannot tell which column contains the text", command)
-    # The first likely name decides: a `body` must not replace a `text` of an unexpected kind.
-    return None if kinds[likely] == NOTHING else likely
+    if likely is not None:
+        # The first likely name decides: a `body` must not replace a `text` of an unexpected kind.
+        return None if kinds[likely] == NOTHING else likely
+    texts = [name for name, kind in kinds.items() if kind == TEXT]
+    if len(texts) == 1:
+        return texts[0]
+    if set(kinds.values()) <= {NOTHING}:
+        return None
+    raise _no_column(path, kinds, UNKNOWN, command)
 
 
 def _no_column(

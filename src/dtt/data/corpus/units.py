@@ -98,16 +98,15 @@ class Corpus:
                 next=again,
             )
         form = FORMATS[self.manifest.file_format]
-        is_one_span = not is_compressed(path) and form.is_one_span(path)
-        return self._text_bytes(path) if form.has_row_groups else [], is_one_span
-
-    def _text_bytes(self, path: Path) -> list[int]:
+        if not form.has_row_groups:
+            return [], not is_compressed(path) and form.is_one_span(path)
         try:
             groups = text_chunks(path, self.manifest.text_column)
         except (OSError, pa.ArrowException) as error:
             raise_if_refused(error)  # a later attempt may succeed, and would make other units
-            return [0]  # the file is damaged; documents.py reports the details
-        return [sum(chunk.total_uncompressed_size for chunk in chunks) for chunks in groups]
+            return [0], False  # the file is damaged; documents.py reports the details
+        sizes = [sum(chunk.total_uncompressed_size for chunk in chunks) for chunks in groups]
+        return sizes, False
 
     def path(self, file: int) -> Path:
         """Return the path of the file with this index in the manifest."""
@@ -138,19 +137,6 @@ class Corpus:
         selection, `unit_bytes` must be that of the selection. Raises DamagedError if the selection
         has another number of units.
         """
-        units = self._units(unit_bytes)
-        if self.selection is not None:
-            assert unit_bytes == self.selection.manifest.unit_bytes
-            if len(units) != len(self.selection.manifest.units):
-                raise DamagedError(
-                    f"the selection is of {len(self.selection.manifest.units)} units, and the "
-                    f"corpus has {len(units)}",
-                    where=self.selection.folder,
-                    next="remove the folder, and run `dtt clean` again",
-                )
-        return units
-
-    def _units(self, unit_bytes: int) -> list[Unit]:
         units: list[Unit] = []
         spans: list[Span] = []
         room = unit_bytes
@@ -163,7 +149,18 @@ class Corpus:
                 last = spans.pop()
                 piece = Span(piece.file, last.start, piece.stop, last.text_bytes + piece.text_bytes)
             spans.append(piece)
-        return [*units, Unit(len(units), tuple(spans))] if spans else units
+        if spans:
+            units.append(Unit(len(units), tuple(spans)))
+        if self.selection is not None:
+            assert unit_bytes == self.selection.manifest.unit_bytes
+            if len(units) != len(self.selection.manifest.units):
+                raise DamagedError(
+                    f"the selection is of {len(self.selection.manifest.units)} units, and the "
+                    f"corpus has {len(units)}",
+                    where=self.selection.folder,
+                    next="remove the folder, and run `dtt clean` again",
+                )
+        return units
 
     def _pieces(self, unit_bytes: int) -> Iterator[Span]:
         for file, record in enumerate(self.manifest.files):

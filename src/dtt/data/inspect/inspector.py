@@ -1,12 +1,19 @@
-"""Inspection of a path: format detection, reading and the report."""
+"""Inspection of a path: a corpus, files of text, or token ids in any format that training reads.
+
+Of large data, a few evenly spread parts are read. A document of ids is counted in the part that
+contains its end, so that long documents are sampled with the same probability as short ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifest import Manifest
@@ -18,19 +25,30 @@ from dtt.base.log import progress
 from dtt.data.inspect import raw_text
 from dtt.data.inspect.conversation_report import ConversationReport
 from dtt.data.inspect.report import (
+    ODDITIES_SHOWN,
     Damages,
     InspectOptions,
     Report,
+    Sample,
     damages,
+    spread,
     summary,
 )
-from dtt.data.inspect.token_ids import IdStatistics, count, places
-from dtt.data.samples.token_shards import DocumentBounds, TokenFiles, open_files
-from dtt.data.token_file import idx_path
+from dtt.data.samples.token_shards import (
+    DocumentBounds,
+    DocumentEnds,
+    Shard,
+    TokenFiles,
+    open_files,
+)
+from dtt.data.token_file import TokenFile, Tokens, idx_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+PLACE_TOKENS = 2**20
+PLACES = 32
+SHOWN_TOKENS = 64
 TOKENIZER = "tokenizer.json"
 TOKEN_FILES = (".bin", ".idx", ".ds", ".npy", ".mds")
 KINDS = {
@@ -57,17 +75,13 @@ def inspect_path(path: Path, options: InspectOptions) -> Report:
             why="only folders that dtt made have a manifest with the sha256 of each file",
             next=f"dtt data inspect {path} --all reads everything, and checks what it can",
         )
-    if made is CorpusManifest:
-        return raw_text.inspect_documents(path, CorpusManifest.read(path), options)
-    if made is TokensManifest or _has_token_files(path):
-        return _inspect_tokens(path, options)
-    return raw_text.inspect_documents(path, raw_text.describe(path), options)
-
-
-def _has_token_files(path: Path) -> bool:
     if path.is_dir():
-        return any(file.suffix in TOKEN_FILES for file in path.iterdir())
-    return path.suffix in TOKEN_FILES or idx_path(path).is_file()
+        has_ids = any(file.suffix in TOKEN_FILES for file in path.iterdir())
+    else:
+        has_ids = path.suffix in TOKEN_FILES or idx_path(path).is_file()
+    if made is TokensManifest or (made is None and has_ids):
+        return _inspect_tokens(path, options)
+    return raw_text.inspect_documents(path, options)
 
 
 def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
@@ -78,7 +92,6 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
     manifest = files.manifest
     folder = files.path if files.path.is_dir() else files.path.parent
     tokenizer = _open_tokenizer(options.tokenizer, folder / TOKENIZER)
-    decode = _decoder(tokenizer)
     vocab_size = None if manifest is None else manifest.vocab_size
     if vocab_size is None and tokenizer is not None:
         vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -100,6 +113,14 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
         }
         chat = ConversationReport(files, broken_shards, tokenizer)
     paths = [path for shard in files.shards for path in _files_of(shard.path, files.format)]
+    facts: dict[str, object] = {
+        "dtype": " and ".join(sorted({np.dtype(s.dtype).name for s in files.shards})) or None,
+        "vocab_size": vocab_size,
+        "largest_id": statistics.largest,
+        "end_of_document": statistics.end_facts(tokenizer) if chat is None else None,
+    }
+    if manifest is not None:
+        facts |= _facts(manifest)
     return Report(
         path=str(files.path),
         kind=KINDS[files.format],
@@ -108,17 +129,10 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
         documents=documents,
         tokens=total,
         text_bytes=None if manifest is None else sum(s.counts.bytes for s in manifest.shards),
-        facts={
-            "dtype": " and ".join(sorted({np.dtype(s.dtype).name for s in files.shards})) or None,
-            "vocab_size": vocab_size,
-            "largest_id": statistics.largest,
-            "end_of_document": statistics.end_facts(tokenizer) if chat is None else None,
-        }
-        | ({} if manifest is None else _facts(manifest))
-        | ({} if chat is None else chat.facts()),
+        facts=facts if chat is None else facts | chat.facts(),
         read={"amount": statistics.tokens, "total": total, "unit": "tokens"},
         lengths=None if documents is None else summary(statistics.lengths, "tokens"),
-        samples=(chat or statistics).samples(options.samples, decode),
+        samples=(chat or statistics).samples(options.samples, _decoder(tokenizer)),
         oddities=list((chat or statistics).oddities()),
         damaged=[f"{file}: {problem}" for file, problem in damaged.items()],
         verified=options.hashes,
@@ -177,6 +191,14 @@ def _count(files: TokenFiles, damaged: Damages) -> int:
     return documents
 
 
+def count(documents: DocumentBounds) -> int:
+    """Return the number of documents."""
+    if isinstance(documents, TokenFile):
+        return len(documents.documents) - 1
+    assert isinstance(documents, DocumentEnds)
+    return len(documents.ends)
+
+
 def _read(
     files: TokenFiles, statistics: IdStatistics, damaged: Damages, options: InspectOptions
 ) -> None:
@@ -217,3 +239,143 @@ def _decoder(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
         return lambda ids: " ".join(map(str, ids))
     # `decode` fails on negative ids; it ignores ids above the vocabulary.
     return lambda ids: str(tokenizer.decode([i for i in ids if i >= 0], skip_special_tokens=False))
+
+
+def places(sizes: list[int], *, everything: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (file, start, stop) of the tokens to read, given the number of tokens in each file."""
+    starts = np.cumsum([0, *sizes], dtype=np.int64)
+    total = int(starts[-1])
+    if everything or total <= PLACES * PLACE_TOKENS:
+        for file, size in enumerate(sizes):
+            for start in range(0, max(size, 1), PLACE_TOKENS):
+                yield file, start, min(start + PLACE_TOKENS, size)
+        return
+    for first in np.linspace(0, total - PLACE_TOKENS, PLACES).astype(np.int64).tolist():
+        file = int(np.searchsorted(starts, first, side="right")) - 1
+        start = first - int(starts[file])
+        yield file, start, min(start + PLACE_TOKENS, sizes[file])
+
+
+@dataclass
+class IdStatistics:
+    """Running statistics of the ids read so far."""
+
+    vocab_size: int | None
+    end: int | None
+    """Id that ends documents; None if unknown."""
+    tokens: int = 0
+    largest: int | None = None
+    outside: int = 0
+    """Number of ids that are negative or not below `vocab_size`."""
+    examples: list[str] = field(default_factory=list)
+    """Locations of the first ids outside the vocabulary."""
+    measured: list[Tokens] = field(default_factory=list)
+    """Lengths of documents."""
+    last: Counter[int] = field(default_factory=Counter)
+    """Number of documents by their last id."""
+    beginnings: list[tuple[str, list[int]]] = field(default_factory=list)
+    """Location and first ids of one document per part."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[documents]: tokens of each document."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self.measured])
+
+    def read(self, shard: Shard, documents: DocumentBounds | None, start: int, stop: int) -> None:
+        """Read tokens start … stop - 1 of a shard, and count the documents that end there.
+
+        `documents` is None if the document boundaries are unknown; then no documents are counted.
+        Raises DamagedError if the shard is too short, or its documents are not contiguous.
+        """
+        ids = _ids(shard, start, stop)
+        self.tokens += len(ids)
+        if len(ids):
+            self.largest = max(self.largest or 0, int(ids.max()))
+        if self.vocab_size is not None:
+            wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+            self.outside += len(wrong)
+            for at in wrong[: ODDITIES_SHOWN - len(self.examples)].tolist():
+                self.examples.append(f"{shard.path.name}, token {start + at}: {ids[at]}")
+        if documents is None:
+            where = f"{shard.path.name}, token {start}"
+            self.beginnings.append((where, ids[:SHOWN_TOKENS].tolist()))
+            return
+        # A document ends where the next one starts.
+        first = documents.starting_after(start) - 1 if start else 0
+        last = count(documents) if stop == shard.tokens else documents.starting_after(stop) - 1
+        if last > first:
+            self._documents(shard, first, documents.starts(first, last + 1), start, ids)
+
+    def _documents(self, shard: Shard, first: int, starts: Tokens, at: int, ids: Tokens) -> None:
+        """Count the documents from `first` on.
+
+        `starts` holds their first tokens, then the end of the last one. `ids` are the shard's ids
+        from token `at` on and contain the last id of each document.
+        """
+        lengths = np.diff(starts)
+        if lengths.min() < 0 or not at <= starts[1] <= starts[-1] <= at + len(ids):
+            raise DamagedError(
+                "the index does not match its ids",
+                where=shard.path,
+                why=f"documents {first} … {first + len(lengths) - 1} do not follow one another",
+            )
+        self.measured.append(lengths)
+        filled = np.flatnonzero(lengths)
+        values, counts = np.unique(ids[starts[filled + 1] - 1 - at], return_counts=True)
+        self.last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        if filled.size:
+            shown = int(filled[-1])
+            begin, end = int(starts[shown]), int(starts[shown + 1])
+            where = f"{shard.path.name}, document {first + shown}"
+            beginning = _ids(shard, begin, min(end, begin + SHOWN_TOKENS))
+            self.beginnings.append((where, beginning.tolist()))
+
+    def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[Sample]:
+        """Return the decoded starts of up to `number` documents, spread evenly."""
+        found = spread(self.beginnings, number)
+        return [{"where": where, "text": decode(ids)} for where, ids in found]
+
+    def end_facts(self, tokenizer: Tokenizer | None = None) -> dict[str, Any] | None:
+        """Return the id that ends documents, its token, and how many documents end with it.
+
+        If that id is unknown, it is the most frequent last id; None if that ends no more than half
+        of the documents.
+        """
+        total = self.last.total()
+        if not total:
+            return None
+        end = self.last.most_common(1)[0][0] if self.end is None else self.end
+        if self.end is None and 2 * self.last[end] <= total:
+            return None
+        token = None if tokenizer is None else tokenizer.id_to_token(end)
+        return {"id": end, "token": token, "documents": self.last[end], "of": total}
+
+    def oddities(self) -> Iterator[str]:
+        """Yield a line for each anomaly in the ids and documents."""
+        if self.outside:
+            yield f"ids outside the vocabulary of {self.vocab_size:,}: {self.outside:,}"
+            yield from self.examples
+        if empty := int((self.lengths == 0).sum()):
+            yield f"empty documents: {empty:,}"
+        found = self.end_facts()
+        if found is None and self.last:
+            yield "no id ends most documents: training cannot tell where they end"
+        elif found is not None and (unended := found["of"] - found["documents"]):
+            yield f"documents that do not end with id {found['id']}: {unended:,}"
+
+
+def _ids(shard: Shard, start: int, stop: int) -> Tokens:
+    """Return tokens start … stop - 1 of a shard.
+
+    Reads the file sequentially: the memory map of training is tuned for scattered access.
+    """
+    dtype = np.dtype(shard.dtype)
+    offset = shard.offset + start * dtype.itemsize
+    ids: Tokens = np.fromfile(shard.path, dtype=dtype, count=stop - start, offset=offset)
+    if len(ids) < stop - start:
+        raise DamagedError(
+            "a token file is shorter than it should be",
+            where=shard.path,
+            why=f"{start + len(ids)} tokens, the index says {shard.tokens}",
+        )
+    return ids

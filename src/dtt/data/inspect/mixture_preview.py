@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,10 @@ def _source(
 ) -> dict[str, Any]:
     exhausted = dataset.mixture.exhausted_after(number)
     places = len(source) * (cfg.train.seq_len + 1)
+    targets: float = cfg.train.seq_len  # of text, which would have to be tokenized first
+    if not isinstance(source, Streamed):  # the mean over some of the samples
+        some = np.linspace(0, len(source) - 1, min(len(source), MEASURED)).astype(np.uint64)
+        targets = source.counts(some).targets / len(some)
     return {
         "name": source.name,
         "path": dataset.manifest.sources[number].path,
@@ -77,15 +82,50 @@ def _source(
         "utilisation": source.tokens / places if cfg.data.packing != "concat" else None,
         "share": share,
         "run_samples": count,
-        "run_tokens": round(count * _targets(source, cfg)),
+        "run_tokens": round(count * targets),
         "epochs": count / len(source),
         "exhausted_at_step": exhausted and dataset.step_sizes.step_of(exhausted - 1) + 1,
     }
 
 
-def _targets(source: SampleSource, cfg: RunConfig) -> float:
-    """Return the mean number of targets per sample, measured on some of the samples."""
-    if isinstance(source, Streamed):  # text would have to be tokenized first
-        return cfg.train.seq_len
-    some = np.linspace(0, len(source) - 1, min(len(source), MEASURED)).astype(np.uint64)
-    return source.counts(some).targets / len(some)
+def mixture_table(mix: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table of the facts of `preview_mixture`."""
+    sources = mix["sources"]
+    then = {
+        "repeat": "then it starts its next epoch",
+        "stop": "then the run ends",
+        "renormalise": "then the other sources continue",
+    }[mix["on_exhausted"]]
+    width = max(6, *(len(source["name"]) for source in sources))
+    yield (
+        f"{'source':<{width}}  {'share':>7}  {'tokens':>15}  {'samples':>11}  {'of run':>11}"
+        f"  {'tokens of run':>15}  {'epochs':>8}  {'bytes/token':>11}  exhausted"
+    )
+    total = {
+        **mix, "name": "total", "share": 1, "run_samples": mix["samples"],
+        "run_tokens": mix["tokens"],
+        **{key: sum(source[key] for source in sources) for key in ("tokens", "samples")},
+    }  # fmt: skip
+    for row in (*sources, total):
+        per_token, step = row["bytes_per_token"], row.get("exhausted_at_step")
+        exhausted = "no" if step is None else f"at step {step:,}, {then}"
+        yield (
+            f"{row['name']:<{width}}  {row['share']:>7.2%}  {row['tokens']:>15,}"
+            f"  {row['samples']:>11,}  {row['run_samples']:>11,}  {row['run_tokens']:>15,}"
+            f"  {row['epochs']:>8.2f}  {'' if per_token is None else f'{per_token:.2f}':>11}"
+            f"  {'' if row is total else exhausted}".rstrip()
+        )
+    for source in sources:
+        if source["utilisation"] is not None:
+            used = f"{source['utilisation']:.2%}"
+            yield f"{source['name']}: {mix['packing']} packing fills {used} of the positions"
+    if len(mix["phases"]) > 1:
+        for phase in mix["phases"]:
+            shares = ", ".join(f"{name} {share:.2%}" for name, share in phase["shares"].items())
+            yield f"from step {phase['from_step']:,}: {shares}"
+    yield from mix["rounded"]
+    steps, asked = mix["steps"], mix["steps_asked"]
+    ends = "" if steps == asked else f" of the {asked:,} requested"
+    first, last = mix["samples_per_step"]
+    size = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    yield f"{steps:,} steps{ends}, {size} samples each"

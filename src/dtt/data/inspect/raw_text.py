@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +14,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.artifacts.corpus import CorpusManifest
+from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.artifacts.shard_files import ShardFile
-from dtt.base.errors import InputError
+from dtt.base.errors import DamagedError, InputError
 from dtt.base.log import progress
 from dtt.data.conversations.dialects import parse_pair, parse_row
 from dtt.data.corpus.bad_documents import NUMBER, BadDocuments, raise_if_refused, reason
-from dtt.data.corpus.documents import read_unit
+from dtt.data.corpus.documents import read_rows, read_unit
 from dtt.data.corpus.download import local_manifest
 from dtt.data.corpus.formats import FORMATS
-from dtt.data.corpus.json_rows import JsonRow, read_rows
+from dtt.data.corpus.selection import Selection
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.inspect.removed import damages_of, selections_of
 from dtt.data.inspect.report import (
     ODDITIES_SHOWN,
+    SHOWN_CHARACTERS,
     InspectOptions,
     Report,
     Sample,
     damages,
     spread,
-    start_of,
     summary,
 )
 
@@ -40,20 +41,17 @@ PLACES = 32
 """Number of evenly spread positions at which a large corpus is read."""
 
 
-def describe(path: Path) -> CorpusManifest:
-    """Return the manifest of a file or folder of documents, without hashing the files.
+def inspect_documents(path: Path, options: InspectOptions) -> Report:
+    """Report on the documents of a corpus, or of a file or folder, without writing anything.
 
-    Raises InputError if there are no documents.
+    Unreadable ones are among the oddities. Raises InputError if there are none.
     """
     if not path.exists():
         raise InputError(
             f"there is no {path}", next="specify a corpus, documents, or token files of any kind"
         )
-    return local_manifest(path)
-
-
-def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOptions) -> Report:
-    """Report on the documents of `manifest`, listing unreadable ones among the oddities."""
+    made_here = CorpusManifest.is_in(path)
+    manifest = CorpusManifest.read(path) if made_here else local_manifest(path)
     files = [ShardFile(path / file.path, file.bytes, file.sha256) for file in manifest.files]
     damaged = damages(files, hashes=options.hashes)
     whole_files = tuple(file for file in manifest.files if path / file.path not in damaged)
@@ -68,10 +66,14 @@ def inspect_documents(path: Path, manifest: CorpusManifest, options: InspectOpti
             statistics.read(corpus, place, None if whole else SAMPLE_BYTES // len(chosen))
             advance(place.text_bytes)
     documents, exact = _documents(corpus, statistics, total, whole)
-    made_here = CorpusManifest.exists(path)
     # Without all files, units would be others.
-    selections = selections_of(corpus) if made_here and not damaged else []
-    broken = [one for each in selections for one in damages_of(each)] if options.hashes else []
+    selections = _selections(corpus) if made_here and not damaged else []
+    broken = [
+        problem
+        for each in selections
+        for unit in range(len(each.manifest.units) if options.hashes else 0)
+        if (problem := _damage(each, unit))
+    ]
     return Report(
         path=str(path),
         kind="corpus of dtt" if made_here else "documents",
@@ -117,6 +119,23 @@ def _documents(
     return round(len(statistics.lengths) * total / max(statistics.bytes, 1)), False
 
 
+def _selections(corpus: Corpus) -> list[Selection]:
+    """Return the finished selections of a corpus, by name; not those of earlier files."""
+    folders = (path for path in corpus.folder.glob("selection-*") if SelectionManifest.exists(path))
+    found = (Selection(path) for path in sorted(folders))
+    key = corpus.manifest.content_key()
+    return [one for one in found if one.manifest.key_parts.get("corpus") == key]
+
+
+def _damage(selection: Selection, unit: int) -> str | None:
+    """Return an error if the file of a unit does not have the sha256 of the manifest."""
+    try:
+        selection.removed(unit)
+    except DamagedError as error:
+        return f"{str(error).splitlines()[0]}: {selection.folder}, unit {unit}"
+    return None
+
+
 class _TextStatistics:
     """Running statistics of the documents read so far."""
 
@@ -132,50 +151,47 @@ class _TextStatistics:
         """The first document of each unit."""
 
     def read(self, corpus: Corpus, unit: Unit, limit: int | None) -> None:
-        """Read the documents of a unit until `limit` bytes of text are read (None: all)."""
-        room = limit
+        """Read the documents of a unit until `limit` bytes of text are read (None: all).
+
+        Of conversations, a document is the JSON text of a row.
+        """
+        stop = None if limit is None else self.bytes + limit
+        rows = self._rows(corpus, unit)
+        texts = rows if corpus.manifest.has_rows else read_unit(corpus, unit, self._bad)
         where = corpus.path(unit.spans[0].file).name
-        for number, text in enumerate(self._contents(corpus, unit)):
-            size = len(text)
-            self.bytes += size
-            self.lengths.append(size)
+        for number, text in enumerate(texts):
+            self.bytes += len(text)
+            self.lengths.append(len(text))
             self._blank += text.isspace()
             if number == 0:
-                self.firsts.append(start_of(f"{where}, unit {unit.index}", text))
-            if room is not None:
-                room -= size
-                if room <= 0:
-                    break
+                # `ignore`: the cut may be within a character.
+                start = text[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")[:SHOWN_CHARACTERS]
+                self.firsts.append({"where": f"{where}, unit {unit.index}", "text": start})
+            if stop is not None and self.bytes >= stop:
+                break
 
-    def _contents(self, corpus: Corpus, unit: Unit) -> Iterator[bytes]:
-        """Yield the text of each document; for conversations, the JSON text of each row."""
-        if not corpus.manifest.has_rows:
-            yield from read_unit(corpus, unit, self._bad)
-            return
+    def _rows(self, corpus: Corpus, unit: Unit) -> Iterator[bytes]:
+        """Yield rows; count their keys as read or not used, or the reason to refuse them."""
         for span in unit.spans:
             # The files of one set differ in numbers only and count as one; others may be of
             # another format, so that a sum over them would not tell where a key is lost.
             name = NUMBER.sub("N", corpus.path(span.file).name)
             place = f"{name}: " if len(corpus.manifest.files) > 1 else ""
-            for rows in read_rows(corpus, replace(unit, spans=(span,)), self._bad):
-                for row in rows:
-                    self._count_keys(row, place)
-                    yield row.content
-
-    def _count_keys(self, row: JsonRow, place: str) -> None:
-        """Count the keys of a row as read or not used, or the reason to refuse it, of a file."""
-        is_pair = row.value.keys() >= {"chosen", "rejected"}
-        try:
-            unread = (parse_pair(row.value).chosen if is_pair else parse_row(row.value)).unread
-        except Exception as error:  # noqa: BLE001  rows of others raise anything
-            raise_if_refused(error)
-            self._refused.add(row.where, place + reason(error))
-            return
-        present = [key for key, value in row.value.items() if value is not None]
-        read = [key for key in present if key not in unread]
-        for name, keys in (("keys read", read), ("keys not used", unread)):
-            if keys:
-                self.keys.setdefault(place + name, Counter()).update(keys)
+            found = read_rows(corpus, replace(unit, spans=(span,)), self._bad)
+            for row in chain.from_iterable(found):
+                is_pair = row.value.keys() >= {"chosen", "rejected"}
+                try:
+                    parsed = parse_pair(row.value).chosen if is_pair else parse_row(row.value)
+                except Exception as error:  # noqa: BLE001  rows of others raise anything
+                    raise_if_refused(error)
+                    self._refused.add(row.where, place + reason(error))
+                else:
+                    present = [key for key, value in row.value.items() if value is not None]
+                    read = [key for key in present if key not in parsed.unread]
+                    for kind, keys in (("keys read", read), ("keys not used", parsed.unread)):
+                        if keys:
+                            self.keys.setdefault(place + kind, Counter()).update(keys)
+                yield row.content
 
     def oddities(self) -> Iterator[str]:
         """Yield a line for each anomaly in the documents."""

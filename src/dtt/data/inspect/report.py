@@ -42,13 +42,6 @@ Sample = dict[str, str]
 """The start of a document: `where` it is, and its `text`."""
 
 
-def start_of(where: str, content: bytes) -> Sample:
-    """Return the first SHOWN_CHARACTERS characters of a document."""
-    start = content[: 4 * SHOWN_CHARACTERS]
-    # `ignore`: the cut may be within a character.
-    return {"where": where, "text": start.decode(errors="ignore")[:SHOWN_CHARACTERS]}
-
-
 def summary(lengths: npt.NDArray[np.int64], unit: str) -> dict[str, Any]:
     """Summarize the lengths of documents, in `tokens` or `bytes`."""
     some = lengths if len(lengths) else np.zeros(1, dtype=np.int64)

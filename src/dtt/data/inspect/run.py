@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError
@@ -21,7 +20,7 @@ from dtt.config.sources import Rows
 from dtt.data.inspect.conversation_report import BEGIN, END
 from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.mixture_folder import write_mixture
-from dtt.data.inspect.mixture_preview import preview_mixture
+from dtt.data.inspect.mixture_preview import mixture_table, preview_mixture
 from dtt.data.inspect.report import InspectOptions, Report, raise_if_damaged
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.own_rows import encoded
@@ -54,7 +53,17 @@ def inspect(
     # A .json is data: configurations of runs are YAML.
     is_run = is_config(path) and path.suffix != ".json"
     cfg = load_config(str(path), []).config if is_run else None
-    paths = [path] if cfg is None else _read_by(cfg)
+    paths = [path]
+    if cfg is not None:  # its token files, encoded rows, or corpus
+        own = cfg.sources or (cfg.data,)
+        paths = [*dict.fromkeys(token_paths(cfg) or cfg.data.input_paths(cfg))]
+        paths += [encoded(rows, cfg) for rows in own if isinstance(rows, Rows)]
+        if not paths:
+            raise ConfigError(
+                f"the samples of {own[0].type} are made as they are read: there is no data to "
+                "inspect",
+                next="dtt data at-step shows those of a job",
+            )
     reports = [inspect_path(one, wishes) for one in paths]
     if as_json:
         facts = [asdict(report) for report in reports]
@@ -68,19 +77,6 @@ def inspect(
         print("\n".join(open_dataset(cfg).left_out() or ["the run uses every conversation"]))
 
 
-def _read_by(cfg: RunConfig) -> list[Path]:
-    """Return the folders that a run reads: its token files, encoded rows, or corpus."""
-    own = cfg.sources or (cfg.data,)
-    paths = [*dict.fromkeys(token_paths(cfg) or cfg.data.input_paths(cfg))]
-    paths += [encoded(rows, cfg) for rows in own if isinstance(rows, Rows)]
-    if not paths:
-        raise ConfigError(
-            f"the samples of {own[0].type} are made as they are read: there is no data to inspect",
-            next="dtt data at-step shows those of a job",
-        )
-    return paths
-
-
 def mix(cfg: RunConfig, write: Path | None = None, *, as_json: bool) -> None:
     """Print the share, samples, tokens and epochs of each data source in the run of `cfg`.
 
@@ -91,7 +87,7 @@ def mix(cfg: RunConfig, write: Path | None = None, *, as_json: bool) -> None:
         print(json.dumps(facts, indent=1) if as_json else table)
         return
     mixture = preview_mixture(cfg, open_dataset(cfg))
-    print(json.dumps(mixture, indent=1) if as_json else "\n".join(_mix(mixture)))
+    print(json.dumps(mixture, indent=1) if as_json else "\n".join(mixture_table(mixture)))
 
 
 def _report(report: Report) -> Iterator[str]:
@@ -173,50 +169,3 @@ def _nested(name: str, value: dict[str, object]) -> Iterator[str]:
             yield from _nested(key, inner)
     else:
         yield _line(name, ", ".join(f"{k} {v}" for k, v in value.items() if v is not None))
-
-
-def _mix(mix: dict[str, Any]) -> Iterator[str]:
-    sources = mix["sources"]
-    width = max(6, *(len(source["name"]) for source in sources))
-    yield (
-        f"{'source':<{width}}  {'share':>7}  {'tokens':>15}  {'samples':>11}  {'of run':>11}"
-        f"  {'tokens of run':>15}  {'epochs':>8}  {'bytes/token':>11}  exhausted"
-    )
-    total = {
-        **mix, "name": "total", "share": 1, "run_samples": mix["samples"],
-        "run_tokens": mix["tokens"],
-        **{key: sum(source[key] for source in sources) for key in ("tokens", "samples")},
-    }  # fmt: skip
-    for row in (*sources, total):
-        per_token = row["bytes_per_token"]
-        yield (
-            f"{row['name']:<{width}}  {row['share']:>7.2%}  {row['tokens']:>15,}"
-            f"  {row['samples']:>11,}  {row['run_samples']:>11,}  {row['run_tokens']:>15,}"
-            f"  {row['epochs']:>8.2f}  {'' if per_token is None else f'{per_token:.2f}':>11}"
-            f"  {'' if row is total else _exhausted(row['exhausted_at_step'], mix)}".rstrip()
-        )
-    for source in sources:
-        if source["utilisation"] is not None:
-            used = f"{source['utilisation']:.2%}"
-            yield f"{source['name']}: {mix['packing']} packing fills {used} of the positions"
-    if len(mix["phases"]) > 1:
-        for phase in mix["phases"]:
-            shares = ", ".join(f"{name} {share:.2%}" for name, share in phase["shares"].items())
-            yield f"from step {phase['from_step']:,}: {shares}"
-    yield from mix["rounded"]
-    steps, asked = mix["steps"], mix["steps_asked"]
-    ends = "" if steps == asked else f" of the {asked:,} requested"
-    first, last = mix["samples_per_step"]
-    size = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-    yield f"{steps:,} steps{ends}, {size} samples each"
-
-
-def _exhausted(step: int | None, mix: dict[str, Any]) -> str:
-    if step is None:
-        return "no"
-    then = {
-        "repeat": "then it starts its next epoch",
-        "stop": "then the run ends",
-        "renormalise": "then the other sources continue",
-    }
-    return f"at step {step:,}, {then[mix['on_exhausted']]}"

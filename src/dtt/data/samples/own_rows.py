@@ -32,7 +32,7 @@ from dtt.config.run import RunConfig
 from dtt.config.sources import Rows
 from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.json_rows import JsonRow
+from dtt.data.corpus.documents import JsonRow
 from dtt.data.samples.own_source import key_of, keys_of, wrong_result
 from dtt.data.text.lost_characters import check_lost
 from dtt.data.text.tokenizer import given_tokenizer

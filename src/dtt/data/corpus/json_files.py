@@ -1,7 +1,13 @@
-"""JSON files: an object per line, or one array of objects."""
+"""JSON files: an object per line, or one array of objects, as most fine-tuning sets have.
+
+An array has no line per document, so its file is one unit of work and is read from its start, in
+pieces: memory holds one piece and one element, whatever the size of the file.
+"""
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,12 +18,13 @@ from typing import Any
 
 from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
-from dtt.data.corpus.columns import NOTHING, TEXT, Kinds
-from dtt.data.corpus.json_array import elements, is_array, may_be_array
 from dtt.data.corpus.streams import (
     BYTE_ORDER_MARK,
     FIRST_ROWS,
     MAX_DOCUMENT_BYTES,
+    NOTHING,
+    TEXT,
+    Kinds,
     LocatedRow,
     Span,
     open_stream,
@@ -29,6 +36,24 @@ JSON_KINDS = {
     str: "text", type(None): "null", dict: "an object", list: "a list",
     bool: "true or false", int: "a number", float: "a number",
 }  # fmt: skip
+PIECE = 2**18
+"""Bytes of an array that are read at once. An element that is longer doubles it, so that the time
+to parse it stays proportional to its length."""
+SPACE = " \t\n\r"
+DELIMITERS = frozenset(SPACE + ",]")
+
+Element = tuple[int, str, Any]
+"""An element of an array: the line on which it starts, from 1, its JSON text and its value."""
+
+
+def may_be_array(path: Path) -> bool:
+    """Return True if `path` is a .json file, maybe compressed, by its name."""
+    return ".json" in [suffix.lower() for suffix in path.suffixes[-2:]]
+
+
+def is_array(stream: io.BufferedReader) -> bool:
+    """Return True if a stream of text starts with a JSON array; its position does not change."""
+    return stream.peek().removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
 def starts_with_array(path: Path) -> bool:
@@ -41,6 +66,77 @@ def starts_with_array(path: Path) -> bool:
     except OSError as error:
         raise_if_refused(error)
         return False
+
+
+class ArrayReader:
+    """The elements of an array in a stream of UTF-8, and of arrays that follow it.
+
+    `cat` joins files to such a stream, and some programs write one array per line.
+    """
+
+    def __init__(self, stream: io.BufferedReader, longest: int = MAX_DOCUMENT_BYTES) -> None:
+        """Read nothing yet; an element may have `longest` characters."""
+        self._stream, self._longest = stream, longest
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._parse = json.JSONDecoder().raw_decode
+        self._text, self._ended = "", False
+        self._at, self._line = 0, 1
+
+    def __iter__(self) -> Iterator[Element]:
+        """Yield the elements.
+
+        Raises ValueError, with the line in its message, where the content is no JSON, or an element
+        is too long: without knowing where it ends, nothing after it can be read. Raises OSError if
+        the stream does.
+        """
+        while self._skip(SPACE + "\ufeff") == "[":
+            self._at += 1
+            separators = SPACE
+            while self._skip(separators) != "]":
+                yield self._element()
+                separators = SPACE + ","
+            self._at += 1
+        if self._skip(SPACE):
+            raise ValueError(f"line {self._line}: after the array comes other text")
+
+    def _skip(self, separators: str) -> str:
+        """Skip separators; return the next character, "" at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in separators:
+                self._line += self._text[self._at] == "\n"
+                self._at += 1
+            if self._at < len(self._text) or self._ended:
+                return self._text[self._at : self._at + 1]
+            self._read()
+
+    def _element(self) -> Element:
+        value, end = None, self._at
+        while True:
+            try:
+                value, end = self._parse(self._text, self._at)
+                # `0.5` is parsed as 0 if its piece ends after the point.
+                if self._ended or self._text[end : end + 1] in DELIMITERS:
+                    break
+            except RecursionError:
+                raise ValueError(f"line {self._line}: nested too deeply") from None
+            except ValueError as error:
+                # The parser cannot tell an element that continues in the next piece from a mistake.
+                if self._ended:
+                    raise ValueError(f"line {self._line}: not JSON: {error.args[0]}") from None
+            if len(self._text) - self._at > self._longest:
+                size = self._longest // 2**20
+                raise ValueError(f"line {self._line}: longer than {size} MiB, or not JSON")
+            self._read()
+        found = self._line, self._text[self._at : end], value
+        self._line += self._text.count("\n", self._at, end)
+        self._at = end
+        return found
+
+    def _read(self) -> None:
+        """Append a piece to the text, without the part that is done with."""
+        piece = self._stream.read(max(PIECE, len(self._text) - self._at))
+        self._text = self._text[self._at :] + self._decode(piece, final=not piece)
+        self._at, self._ended = 0, not piece
 
 
 def json_objects(path: Path, span: Span, bad: BadDocuments) -> Iterator[LocatedRow]:
@@ -71,10 +167,10 @@ def json_objects(path: Path, span: Span, bad: BadDocuments) -> Iterator[LocatedR
 
 
 def _array_objects(path: Path, span: Span, bad: BadDocuments) -> Iterator[LocatedRow]:
-    stream, line, used = None, 1, 0
+    line, used = 1, 0
     try:
         with open_stream(path) as stream:
-            for line, text, value in elements(stream, MAX_DOCUMENT_BYTES):
+            for line, text, value in ArrayReader(stream):
                 where = partial("{}:{}".format, path, line)
                 content = text.encode(errors="surrogatepass")
                 used += len(content)
@@ -83,8 +179,7 @@ def _array_objects(path: Path, span: Span, bad: BadDocuments) -> Iterator[Locate
                 else:
                     bad.add(where, "not a JSON object")
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            raise_if_refused(error)
+        raise_if_refused(error)
         why = f"the rest of the file cannot be read: {error}"
         bad.add(partial("{}:{}".format, path, line), why, lost_bytes=max(span.stop - used, 1))
 
@@ -123,9 +218,9 @@ def first_objects(path: Path) -> Iterator[dict[str, Any]]:
     with open_stream(path) as stream:
         if may_be_array(path) and is_array(stream):
             with suppress(ValueError):  # what comes before the damage can be used
-                for element in islice(elements(stream, MAX_DOCUMENT_BYTES), FIRST_ROWS):
-                    if isinstance(element.value, dict):
-                        yield element.value
+                for _, _, value in islice(ArrayReader(stream), FIRST_ROWS):
+                    if isinstance(value, dict):
+                        yield value
             return
         for number in range(FIRST_ROWS):
             line, size = read_line(stream)
@@ -142,9 +237,7 @@ def first_objects(path: Path) -> Iterator[dict[str, Any]]:
                     why="dtt reads an object per line, or one array of objects",
                     next=f"jq -c . {path.name} > NEW.jsonl; of a list in it: jq -c '.data[]'",
                 )
-            try:
+            with suppress(ValueError, RecursionError):
                 value = json.loads(content)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(value, dict):
-                yield value
+                if isinstance(value, dict):
+                    yield value
