@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered
-from support.planted_copies import json_lines, planted, similar_pairs
+from support.corpora import json_lines
+from support.planted_copies import planted, similar_pairs
 
 TEXTS = planted(2500)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered
-from support.planted_copies import json_lines
+from support.corpora import json_lines
 
 from dtt.base.errors import InputError
 from dtt.data.corpus import units

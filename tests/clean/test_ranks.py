@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered, result_bytes
-from support.planted_copies import json_lines, planted
+from support.corpora import json_lines
+from support.planted_copies import planted
 from support.running import TIMEOUT
 
 from dtt.artifacts.selection_manifest import SelectionManifest

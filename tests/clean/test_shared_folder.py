@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.cleaned_corpus import CleanedCorpus, result_bytes
-from support.planted_copies import json_lines
+from support.corpora import json_lines
 
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.base.errors import InUse

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.corpora import read_texts, write_files
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_unit
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
 
@@ -24,10 +24,7 @@ class Corpora:
     def make(self, files: dict[str, bytes], **options: object) -> Corpus:
         """Write `files` and download them."""
         source = self.folder / "source"
-        for name, content in files.items():
-            path = source / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        write_files(source, files)
         dataset = source / next(iter(files)) if len(files) == 1 else source
         self.download(dataset=str(dataset), **options)
         return Corpus(self.folder / "corpus")
@@ -49,10 +46,4 @@ ReadAll = Callable[[Corpus, int], tuple[list[str], BadDocuments]]
 @pytest.fixture
 def read_all() -> ReadAll:
     """Reads all documents, cut into units of a given size."""
-
-    def read(corpus: Corpus, unit_bytes: int) -> tuple[list[str], BadDocuments]:
-        bad = BadDocuments()
-        units = corpus.units(unit_bytes)
-        return [text.decode() for unit in units for text in read_unit(corpus, unit, bad)], bad
-
-    return read
+    return read_texts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
@@ -53,11 +52,6 @@ def planted(count: int, seed: int = 7, words: int = 160) -> list[str]:
         kind = draw.choices([*kinds], [share for share, _ in kinds.values()])[0]
         found += kinds[kind][1](draw.choice(found) if found else new())
     return found[:count]
-
-
-def json_lines(texts: Sequence[str]) -> bytes:
-    """A file of JSON lines with these texts."""
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
 def shingle_set(text: str, size: int) -> frozenset[tuple[str, ...]]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-import json
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -89,19 +86,3 @@ def write_selection(
 def is_third(content: bytes) -> bool:
     """Choose a third of the documents, by their content."""
     return hashlib.sha256(content).digest()[0] % 3 == 0
-
-
-def json_lines(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
-
-
-def comma_separated(texts: list[str]) -> bytes:
-    stream = io.StringIO()
-    csv.writer(stream).writerows([("text",), *((text,) for text in texts)])
-    return stream.getvalue().encode()
-
-
-def parquet(texts: list[str]) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.table({"text": texts}), stream, row_group_size=40)
-    return stream.getvalue()

@@ -19,9 +19,9 @@ from dtt.clean.steps import SortedFile, SortedFiles, Steps
 from dtt.clean.unit_pass import HIT
 
 ENGLISH = {
-    **dict.fromkeys(
-        ("gopher.min_stop_words", "gopher.min_words", "gopher.min_mean_word_length"), 0
-    ),
+    "gopher.min_stop_words": 0,
+    "gopher.min_words": 0,
+    "gopher.min_mean_word_length": 0,
     "gopher.max_mean_word_length": 100_000,
     "c4.min_sentences": 0,
 }
@@ -153,29 +153,21 @@ def write_units(
             )
         )
     documents = sum(unit.documents for unit in units)
-    for warning in (_common_ngrams(decisions), _strict_rules(rules, documents)):
-        if warning:
-            log.warning("%s", warning)
+    if decisions.common:
+        questions = ", ".join(f"{name} ({n:,})" for name, n in decisions.questions.most_common(5))
+        log.warning(
+            "%s documents share n-grams with tasks and stay, as more than %d documents contain "
+            "each of these: idioms, or questions that were copied often: %s; the latter must be "
+            "removed from the dataset itself, and results of these questions do not count",
+            f"{decisions.common:,}", MAX_DOCUMENTS, questions,
+        )  # fmt: skip
+    if rules.total() * 2 > documents:
+        log.warning("%s", _strict_rules(rules, documents))
     return units
 
 
-def _common_ngrams(decisions: Decisions) -> str | None:
-    """Return a warning about documents that stay although they share n-grams with tasks."""
-    if not decisions.common:
-        return None
-    questions = ", ".join(f"{name} ({n:,})" for name, n in decisions.questions.most_common(5))
-    return (
-        f"{decisions.common:,} documents share n-grams with tasks and stay, as more than "
-        f"{MAX_DOCUMENTS} documents contain each of these: idioms, or questions that were copied "
-        f"often: {questions}; the latter must be removed from the dataset itself, and results of "
-        "these questions do not count"
-    )
-
-
-def _strict_rules(rules: Counter[str], documents: int) -> str | None:
-    """Return a warning if the quality rules remove more than half of the documents."""
-    if rules.total() * 2 <= documents:
-        return None
+def _strict_rules(rules: Counter[str], documents: int) -> str:
+    """Return the warning that quality rules remove more than half of the documents."""
     counts = ", ".join(f"{rule} ({n:,})" for rule, n in rules.most_common(5))
     found = f"quality rules remove {rules.total():,} of {documents:,} documents: {counts}"
     foreign = [rule for rule, _ in rules.most_common() if rule in ENGLISH]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.corpora import downloaded, read_all_rows
 
 from dtt.base.errors import DamagedError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_rows, read_with_columns
+from dtt.data.corpus.documents import read_with_columns
 from dtt.data.corpus.download import download
 from dtt.data.corpus.streams import location
 from dtt.data.corpus.units import Corpus
@@ -27,10 +29,8 @@ INVALID = pa.array([b"en", b"\xff", b"en"], pa.binary()).view(pa.string())
 
 def rows(folder: Path, name: str) -> tuple[list[dict[str, Any]], BadDocuments]:
     """Read the rows of a file, and those that cannot be read."""
-    download(DownloadConfig(dataset=str(folder / name)), folder / "corpus", rows=True)
-    corpus, bad = Corpus(folder / "corpus"), BadDocuments()
-    found = (read_rows(corpus, unit, bad) for unit in corpus.units(10**6))
-    return [row.value for unit in found for batch in unit for row in batch], bad
+    found, bad = read_all_rows(downloaded(folder / name, folder / "corpus", rows=True))
+    return [row.value for row in found], bad
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,7 @@ def test_a_value_of_a_condition_that_cannot_be_read_is_none_and_its_text_stays(
     tmp_path: Path, column: pa.Array
 ) -> None:
     pq.write_table(pa.table({"text": ["a", "b", "c"], "x": column}), tmp_path / "a.parquet")
-    download(DownloadConfig(dataset=str(tmp_path / "a.parquet")), tmp_path / "corpus")
-    corpus, bad = Corpus(tmp_path / "corpus"), BadDocuments()
+    corpus, bad = downloaded(tmp_path / "a.parquet", tmp_path / "corpus"), BadDocuments()
     (unit,) = corpus.units(10**6)
     ((first, second, third),) = read_with_columns(corpus, unit, ["x"], bad)
     assert [first[0], second, third[0]] == [b"a", (b"b", {"x": None}), b"c"]
@@ -101,30 +100,17 @@ def test_each_byte_is_read_about_once_to_name_the_lines_of_all_units(
         starts = [*range(1, len(content), 10_000)]
         order(starts)
         counted = 0
-        plain = Path.open
 
-        class Counting:
-            def __init__(self, file: Any) -> None:
-                self._file = file
-
-            def __enter__(self) -> Any:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                self._file.close()
-
-            def seek(self, place: int) -> None:
-                self._file.seek(place)
-
-            def read(self, size: int) -> bytes:
+        class Counting(io.BytesIO):
+            def read(self, size: int | None = -1) -> bytes:
                 nonlocal counted
-                counted += size
-                return bytes(self._file.read(size))
+                counted += size or 0
+                return super().read(size)
 
         with monkeypatch.context() as patched:
             patched.setattr("dtt.data.corpus.streams.LINES_STEP", 50_000)
             patched.setattr("dtt.data.corpus.streams.CHUNK_BYTES", 4_096)
-            patched.setattr(Path, "open", lambda path, mode: Counting(plain(path, mode)))
+            patched.setattr(Path, "open", lambda path, mode: Counting(content))
             found = {start: location(path, start, 1) for start in starts}
         for start, place in found.items():
             line = content.count(b"\n", 0, start) + 1 + (content[start - 1 : start] != b"\n")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.corpora import parquet, write_files
 from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
@@ -26,12 +25,6 @@ from dtt.data.corpus.units import Corpus
 
 Log = pytest.LogCaptureFixture
 LINE = b'{"id": "1", "text": "some text", "n": 3}\n'
-
-
-def parquet(**columns: list[Any]) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.table(columns), stream)
-    return stream.getvalue()
 
 
 def test_local_files_stay_where_they_are_and_are_described(corpora: Any, tmp_path: Path) -> None:
@@ -86,9 +79,7 @@ def test_a_split_is_a_word_of_the_path(tmp_path: Path) -> None:
 
 
 def write_tree(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(os.fsencode(name))
+    write_files(folder, {name: os.fsencode(name) for name in names})
 
 
 def test_hidden_and_foreign_files_are_left_out_counted_and_named(

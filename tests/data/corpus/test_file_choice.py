@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import gzip
-import io
 import shlex
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from support.corpora import parquet, write_files
 from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
@@ -33,12 +31,6 @@ TREE = {
     ".github/hidden.md": b"hidden",
     "data/rows.jsonl": LINE,
 }
-
-
-def write(folder: Path, files: dict[str, bytes]) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
 
 
 def chosen(folder: Path, include: list[str], exclude: list[str] | None = None) -> set[str]:
@@ -66,7 +58,7 @@ def chosen(folder: Path, include: list[str], exclude: list[str] | None = None) -
 def test_the_patterns_are_those_of_gitignore(
     tmp_path: Path, include: list[str], exclude: list[str], names: list[str]
 ) -> None:
-    write(tmp_path, TREE)
+    write_files(tmp_path, TREE)
     assert chosen(tmp_path, include, exclude) == set(names)
 
 
@@ -153,7 +145,7 @@ def test_a_pattern_without_effect_is_named(
 
 
 def test_an_excluded_folder_is_not_listed(tmp_path: Path) -> None:
-    write(tmp_path, {"a.txt": b"x", "closed/b.txt": b"y"})
+    write_files(tmp_path, {"a.txt": b"x", "closed/b.txt": b"y"})
     (tmp_path / "closed").chmod(0)
     try:
         assert chosen(tmp_path, [], ["closed/"]) == {"a.txt"}
@@ -165,7 +157,7 @@ def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:
     notes = {
         f"notes/{i}.md": f"Note {i} says something about {i * i}.\n".encode() for i in range(40)
     }
-    write(dtt.folder, notes | {"notes/image.png": b"\x89PNG\0"})
+    write_files(dtt.folder, notes | {"notes/image.png": b"\x89PNG\0"})
     data = ("-d", "notes", "download.include=['**/*.md']")
     small = ("tokenizer.vocab_size=300", "tokenize.validation_fraction=0.2")
     assert "40 txt" in dtt("download", *data).stdout
@@ -192,12 +184,6 @@ def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:
 
 
 CSV = b"text\nx\n"
-
-
-def parquet(**columns: list[Any]) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.table(columns), stream)
-    return stream.getvalue()
 
 
 @pytest.mark.parametrize(

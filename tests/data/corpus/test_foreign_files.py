@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,22 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from support.corpora import downloaded, json_lines, read_texts
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_unit
-from dtt.data.corpus.download import download
-from dtt.data.corpus.units import Corpus
 
-LINES = b"".join(json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(50))
+LINES = json_lines([f"document {i}" for i in range(50)])
 
 
-def documents(folder: Path, dataset: Path) -> tuple[list[bytes], BadDocuments]:
+def documents(folder: Path, dataset: Path) -> tuple[list[str], BadDocuments]:
     """What is read of a data set, and what is not."""
-    download(DownloadConfig(dataset=str(dataset)), folder)
-    corpus, bad = Corpus(folder), BadDocuments()
-    return [text for unit in corpus.units(10**6) for text in read_unit(corpus, unit, bad)], bad
+    return read_texts(downloaded(dataset, folder))
 
 
 def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -47,7 +41,7 @@ def test_metadata_beside_the_data_is_not_data(tmp_path: Path, name: str) -> None
     pq.write_table(pa.table({"text": ["one", "two"]}), folder / "train-00000-of-00001.parquet")
     (folder / name).write_text('{"default": {"features": {}}}')
     (folder / "README.md").write_text("# Data")
-    assert documents(tmp_path / "corpus", folder)[0] == [b"one", b"two"]
+    assert documents(tmp_path / "corpus", folder)[0] == ["one", "two"]
 
 
 def test_a_folder_of_save_to_disk_is_refused_with_the_line_that_converts_it(
@@ -111,7 +105,7 @@ def test_the_columns_of_a_file_with_tabs_are_read(tmp_path: Path, suffix: str) -
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
     found, bad = documents(tmp_path / "corpus", path)
-    assert found == [b"alpha, beta", b"two\nlines"]
+    assert found == ["alpha, beta", "two\nlines"]
     assert not bad.count
 
 
@@ -157,7 +151,7 @@ def test_no_piece_of_a_broken_csv_row_becomes_a_document(
     name = "a.csv.gz" if pack is gzip.compress else "a.csv"
     (tmp_path / name).write_bytes(pack(HEADER + GOOD + row + GOOD))
     found, bad = documents(tmp_path / "corpus", tmp_path / name)
-    assert found == [b"good, one"] * kept
+    assert found == ["good, one"] * kept
     assert bad.count == 1
     assert bad.examples[0].startswith(f"{tmp_path / name}:3: ")
     assert (bad.lost_bytes > 0) == (kept == 1)

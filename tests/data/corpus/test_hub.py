@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from support.corpora import parquet
 from support.script_process import ScriptProcess
 
 from dtt.data.corpus.hub import MODEL_FILES
@@ -19,12 +17,6 @@ from dtt.data.corpus.hub import MODEL_FILES
 
 def loopback_hub() -> ModuleType:
     return importlib.import_module("support.loopback_hub")
-
-
-def parquet(texts: list[str]) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.table({"text": texts}), stream)
-    return stream.getvalue()
 
 
 SCRIPT = """

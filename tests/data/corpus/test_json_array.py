@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.corpora import downloaded, read_all_rows, read_texts
 
-from dtt.config.data import DownloadConfig
 from dtt.data.corpus import json_files
-from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import read_rows, read_unit
-from dtt.data.corpus.download import download
 from dtt.data.corpus.json_files import ArrayReader
-from dtt.data.corpus.units import Corpus
 
 ALPACA = [{"instruction": f"Frage ü {i}", "input": "", "output": "a\n" * i} for i in range(40)]
 TEXTS = [{"text": f"document ü {i}"} for i in range(40)]
@@ -73,29 +69,22 @@ def test_documents_and_rows_of_an_array_are_those_of_json_lines(
     for values, rows in ((TEXTS, False), (ALPACA, True)):
         content = json.dumps(values, indent=indent, ensure_ascii=False).encode()
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-        out = tmp_path / f"corpus-{rows}"
-        download(DownloadConfig(dataset=str(tmp_path / name)), out, rows=rows)
-        corpus, bad = Corpus(out), BadDocuments()
-        units = corpus.units(4096)
-        assert len(units) == 1
+        corpus = downloaded(tmp_path / name, tmp_path / f"corpus-{rows}", rows=rows)
+        assert len(corpus.units(4096)) == 1
         if rows:
-            found = [
-                row for unit in units for batch in read_rows(corpus, unit, bad) for row in batch
-            ]
+            found, bad = read_all_rows(corpus)
             assert [row.value for row in found] == values
             assert found[3].where() == f"{tmp_path / name}:{1 if indent is None else 17}"
         else:
-            texts = [text for unit in units for text in read_unit(corpus, unit, bad)]
-            assert texts == [value["text"].encode() for value in values]
+            texts, bad = read_texts(corpus)
+            assert texts == [value["text"] for value in values]
         assert bad.count == 0
 
 
 def test_what_comes_before_a_mistake_is_kept_and_the_rest_is_counted(tmp_path: Path) -> None:
     good = json.dumps(TEXTS, indent=1)
     (tmp_path / "a.json").write_text(good[:-2] + ",\n 7, {broken")
-    download(DownloadConfig(dataset=str(tmp_path / "a.json")), tmp_path / "corpus")
-    corpus, bad = Corpus(tmp_path / "corpus"), BadDocuments()
-    found = [text for unit in corpus.units(4096) for text in read_unit(corpus, unit, bad)]
+    found, bad = read_texts(downloaded(tmp_path / "a.json", tmp_path / "corpus"))
     assert len(found) == len(TEXTS)
     assert bad.count == 2
     assert "not a JSON object" in bad.examples[0]
@@ -109,8 +98,6 @@ def test_arrays_that_follow_each_other_are_read_to_the_last(
 ) -> None:
     arrays = [json.dumps(TEXTS[start : start + 10]) for start in range(0, 40, 10)]
     (tmp_path / "a.json").write_text(before + between.join([*arrays, "[]\n"]))
-    download(DownloadConfig(dataset=str(tmp_path / "a.json")), tmp_path / "corpus")
-    corpus, bad = Corpus(tmp_path / "corpus"), BadDocuments()
-    found = [text for unit in corpus.units(4096) for text in read_unit(corpus, unit, bad)]
-    assert found == [value["text"].encode() for value in TEXTS]
+    found, bad = read_texts(downloaded(tmp_path / "a.json", tmp_path / "corpus"))
+    assert found == [value["text"] for value in TEXTS]
     assert bad.count == 0

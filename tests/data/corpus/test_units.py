@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import io
 import json
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from support.corpora import comma_separated, json_lines, parquet
 
 from dtt.data.corpus import json_files, units
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -27,29 +27,12 @@ from dtt.mesh.comm import Serial
 TEXTS = [f"document {i}: " + "abc déf 字 " * (i % 17) for i in range(300)]
 
 
-def jsonl(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"id": i, "text": t}).encode() + b"\n" for i, t in enumerate(texts))
-
-
-def parquet(texts: list[str], rows: int = 20) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), stream, row_group_size=rows)
-    return stream.getvalue()
-
-
-def comma_separated(texts: list[str]) -> bytes:
-    stream = io.StringIO()
-    writer = csv.writer(stream)
-    writer.writerows([("id", "text"), *enumerate(texts)])
-    return stream.getvalue().encode()
-
-
 FORMATS: dict[str, Callable[[list[str]], bytes]] = {
-    "a.jsonl": jsonl,
-    "a.json": jsonl,
-    "a.jsonl.gz": lambda texts: gzip.compress(jsonl(texts)),
-    "a.jsonl.zst": lambda texts: zstandard.compress(jsonl(texts)),
-    "a.parquet": parquet,
+    "a.jsonl": json_lines,
+    "a.json": json_lines,
+    "a.jsonl.gz": lambda texts: gzip.compress(json_lines(texts)),
+    "a.jsonl.zst": lambda texts: zstandard.compress(json_lines(texts)),
+    "a.parquet": lambda texts: parquet(texts, 20),
     "a.csv": comma_separated,
     "a.csv.gz": lambda texts: gzip.compress(comma_separated(texts)),
     "a.txt": lambda texts: "\n".join(texts).encode(),
@@ -164,8 +147,8 @@ def test_a_file_is_opened_once_by_one_rank_if_its_name_allows_an_array(
 ) -> None:
     arrays = {f"array{i}.json": json.dumps([{"text": t} for t in TEXTS]) for i in range(count)}
     contents = {name: text.encode() for name, text in arrays.items()}
-    contents |= {f"lines{i}.jsonl": jsonl(TEXTS) for i in range(count)}
-    contents |= {f"packed{i}.json.gz": gzip.compress(jsonl(TEXTS)) for i in range(count)}
+    contents |= {f"lines{i}.jsonl": json_lines(TEXTS) for i in range(count)}
+    contents |= {f"packed{i}.json.gz": gzip.compress(json_lines(TEXTS)) for i in range(count)}
     expected = corpora.make(contents)
     opened: list[str] = []
     open_stream = json_files.open_stream

@@ -9,15 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import forked_runs
+from support.corpora import comma_separated, json_lines, parquet
 from support.running import Dtt
-from support.selections import (
-    CLEAN,
-    comma_separated,
-    is_third,
-    json_lines,
-    parquet,
-    write_selection,
-)
+from support.selections import CLEAN, is_third, write_selection
 from tokenizers import Tokenizer
 
 from dtt.base.errors import InputError

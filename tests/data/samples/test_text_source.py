@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from support.corpora import json_lines, parquet
 from tokenizers import Tokenizer
 
 from dtt.base.errors import DamagedError, InputError
@@ -35,26 +33,16 @@ FRACTION = 0.1
 SEQ_LEN = 16
 
 
-def parquet(texts: list[str]) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), file, row_group_size=40)
-    return file.getvalue()
-
-
-def jsonl(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-
-
 def csv(texts: list[str]) -> bytes:
     return b"text\n" + "".join(f'"{text}"\n' for text in texts).encode()
 
 
 FILES: dict[str, dict[str, bytes]] = {
     "parquet": {"a.parquet": parquet(TEXTS[:150]), "b.parquet": parquet(TEXTS[150:])},
-    "jsonl": {"a.jsonl": jsonl(TEXTS)},
+    "jsonl": {"a.jsonl": json_lines(TEXTS)},
     "jsonl.gz": {
-        "a.jsonl.gz": gzip.compress(jsonl(TEXTS[:250])),
-        "b.jsonl.gz": gzip.compress(jsonl(TEXTS[250:])),
+        "a.jsonl.gz": gzip.compress(json_lines(TEXTS[:250])),
+        "b.jsonl.gz": gzip.compress(json_lines(TEXTS[250:])),
     },
     "csv": {"a.csv": csv(TEXTS[:100]), "b.csv": csv(TEXTS[100:])},
     "txt": {f"{i:03}.txt": text.encode() for i, text in enumerate(TEXTS)},
@@ -211,7 +199,7 @@ def test_held_out_documents_are_never_trained_on(
 
 
 def test_only_a_few_parts_of_a_large_file_are_in_memory(corpora: Any, open_source: Open) -> None:
-    source = open_source(corpora.make({"a.jsonl.gz": gzip.compress(jsonl(TEXTS * 20))}))
+    source = open_source(corpora.make({"a.jsonl.gz": gzip.compress(json_lines(TEXTS * 20))}))
     ahead = 0
     for first in range(0, 8000, 40):
         source.read(source.order(first, 40))
@@ -220,13 +208,13 @@ def test_only_a_few_parts_of_a_large_file_are_in_memory(corpora: Any, open_sourc
     assert ahead <= 3
 
 
-BROKEN = jsonl(TEXTS[:200]) + b'{"text": 1}\n{broken\n' + jsonl(TEXTS[200:])
+BROKEN = json_lines(TEXTS[:200]) + b'{"text": 1}\n{broken\n' + json_lines(TEXTS[200:])
 
 
 def test_unreadable_documents_are_skipped(
     corpora: Any, open_source: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = open_source(corpora.make({"a.jsonl": jsonl(TEXTS)}))
+    whole = open_source(corpora.make({"a.jsonl": json_lines(TEXTS)}))
     tokens = whole.counts(as_array(gone_through(whole, 1)[0])).targets
     source = open_source(corpora.make({"a.jsonl": BROKEN}))
     with caplog.at_level("INFO", "dtt"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.corpora import json_lines
 from support.running import TIMEOUT
 from support.token_files import sums
 from tokenizers import Tokenizer
@@ -43,10 +44,6 @@ def text(number: int) -> str:
     return " ".join(WORDS[(number * 31 + i * i) % len(WORDS)] for i in range(number % 50 + 1))
 
 
-def jsonl(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"text": t}).encode() + b"\n" for t in texts)
-
-
 TEXTS = [f"{i} {text(i)}" for i in range(2000)]
 
 
@@ -72,7 +69,7 @@ def documents(folder: Path, split: str) -> list[list[int]]:
 
 @pytest.fixture
 def corpus(corpora: Any) -> Corpus:
-    made: Corpus = corpora.make({"a.jsonl": jsonl(TEXTS)})
+    made: Corpus = corpora.make({"a.jsonl": json_lines(TEXTS)})
     return made
 
 
@@ -102,7 +99,7 @@ def test_validation_is_disjoint_and_stable_when_documents_are_added(
     held_out = []
     for count in (1000, 2000):
         corpora.folder = tmp_path / str(count)
-        corpus = corpora.make({"a.jsonl": jsonl(TEXTS[:count] * 2)})
+        corpus = corpora.make({"a.jsonl": json_lines(TEXTS[:count] * 2)})
         out = tmp_path / f"out{count}"
         run(corpus, out)
         decode = Tokenizer.from_file(str(out / "tokenizer.json")).decode
@@ -206,7 +203,7 @@ def test_token_files_with_units_of_another_default_size_are_kept(
 def test_a_split_without_documents_is_reported_with_what_to_type(
     corpora: Any, tmp_path: Path
 ) -> None:
-    corpus = corpora.make({"a.jsonl": jsonl(TEXTS[:5])})
+    corpus = corpora.make({"a.jsonl": json_lines(TEXTS[:5])})
     with pytest.raises(InputError, match=r"no document fell into the validation split"):
         run(corpus, tmp_path / "out", validation_fraction=1e-9)
     with pytest.raises(InputError, match=r"or 0 to hold out none"):
@@ -217,7 +214,11 @@ def test_a_split_without_documents_is_reported_with_what_to_type(
 
 
 def test_bad_documents_are_counted_or_stop(corpora: Any, tmp_path: Path) -> None:
-    lines = jsonl(TEXTS[:100]) + b'broken\n{"text": ""}\n{"text": 3}\n' + jsonl(TEXTS[100:200])
+    lines = (
+        json_lines(TEXTS[:100])
+        + b'broken\n{"text": ""}\n{"text": 3}\n'
+        + json_lines(TEXTS[100:200])
+    )
     corpus = corpora.make({"a.jsonl": lines})
     with pytest.raises(DamagedError, match=r"a\.jsonl:101") as stopped:
         run(corpus, tmp_path / "out", on_bad_document="stop")
@@ -334,7 +335,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(corpus: Corpus, tmp_path: Pat
 def test_a_killed_rank_ends_the_job_and_a_rerun_gives_the_same_bytes(
     corpora: Any, tmp_path: Path, killed: int, then: int
 ) -> None:
-    corpus = corpora.make({"a.jsonl": jsonl([f"{i} {text(i)}" for i in range(5000)])})
+    corpus = corpora.make({"a.jsonl": json_lines([f"{i} {text(i)}" for i in range(5000)])})
     run(corpus, tmp_path / "alone")
     out = tmp_path / "out"
     (out / ".units").mkdir(parents=True)
@@ -372,7 +373,7 @@ def find_rank(job: subprocess.Popen[str], rank: int) -> int | None:
 @pytest.mark.slow
 @needs_mpi
 def test_an_error_in_one_rank_ends_all_with_its_exit_code(corpora: Any, tmp_path: Path) -> None:
-    corpus = corpora.make({"a.jsonl": jsonl(TEXTS) + b"broken\n" + jsonl(TEXTS)})
+    corpus = corpora.make({"a.jsonl": json_lines(TEXTS) + b"broken\n" + json_lines(TEXTS)})
     job = start(3, corpus, tmp_path / "out", "tokenize.on_bad_document=stop")
     _, errors = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 65, errors

@@ -17,15 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.conversation_files import conversation, write_tokenizer
+from support.corpora import comma_separated, json_lines, parquet
 from support.running import TIMEOUT, Dtt
-from support.selections import (
-    CLEAN,
-    comma_separated,
-    is_third,
-    json_lines,
-    parquet,
-    write_selection,
-)
+from support.selections import CLEAN, is_third, write_selection
 from support.token_files import sums
 
 from dtt.artifacts.manifests import TokensManifest

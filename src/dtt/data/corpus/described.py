@@ -15,6 +15,7 @@ from dtt.artifacts.manifests import SelectionFacts, TokensManifest
 from dtt.base.errors import ConfigError
 from dtt.config.data import DatasetConfig
 from dtt.config.run import RunConfig
+from dtt.data.corpus.selection import open_selection, selection_key
 
 SAMPLED = 2**20
 """Bytes that are compared at both ends of a file."""
@@ -57,12 +58,17 @@ def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
         next="another folder for each, in both commands: tokenize.out=FOLDER",
     )
     there = None if manifest.selection is None else manifest.selection.key
-    now = _selection_key(cfg, there)
+    now = None
+    if cfg.clean is not None:
+        # If only the token files are here, as on another machine, nothing can be compared.
+        known = there is None or CorpusManifest.exists(cfg.corpus_dir)
+        now = selection_key(cfg.clean, CorpusManifest.read(cfg.corpus_dir)) if known else there
     if there != now:
+        names = [f"selection-{key[:8]}" if key else "no selection" for key in (there, now)]
         raise ConfigError(
             "other documents were removed from the token files than the section `clean` removes",
             where=path,
-            why=f"{_named(there)} there, {_named(now)} now",
+            why=f"{names[0]} there, {names[1]} now",
             next="dtt tokenize with the same options encodes them again",
         )
 
@@ -70,29 +76,12 @@ def check_tokens(cfg: RunConfig, path: Path, manifest: TokensManifest) -> None:
 def removed_of_run(cfg: RunConfig) -> dict[str, SelectionFacts]:
     """Return the facts about removed documents, for each source of a run with some."""
     if cfg.data.reads_text:
-        from dtt.data.corpus.selection import open_selection  # few configurations have a selection
-
         selection = open_selection(cfg.clean, read_corpus(cfg), cfg.corpus_dir)
         found = {"text": selection and selection.facts()}
     else:
         made_by_dtt = [s for s in cfg.token_sources if TokensManifest.is_in(s.path)]
         found = {s.label: TokensManifest.read(s.path).selection for s in made_by_dtt}
     return {name: facts for name, facts in found.items() if facts and facts.removed}
-
-
-def _named(selection: str | None) -> str:
-    return "no selection" if selection is None else f"selection-{selection[:8]}"
-
-
-def _selection_key(cfg: RunConfig, there: str | None) -> str | None:
-    """Return the key of the selection of `cfg`; `there` if only the token files are here."""
-    if cfg.clean is None:
-        return None
-    if there is not None and not CorpusManifest.exists(cfg.corpus_dir):
-        return there
-    from dtt.data.corpus.selection import selection_key  # few configurations have a selection
-
-    return selection_key(cfg.clean, CorpusManifest.read(cfg.corpus_dir))
 
 
 def check_described(

@@ -42,10 +42,10 @@ def nothing_usable(
     space only. `refused` means that the unreadable ones are conversations of an unknown format.
     """
     shown = f", such as {examples[0]}" if examples else ""
-    selection = corpus.selection
-    removed = [] if selection is None else [unit.removed for unit in selection.manifest.units]
+    units = () if corpus.selection is None else corpus.selection.manifest.units
+    removed = sum(sum(unit.removed.values()) for unit in units)
     reasons = {
-        "are removed by the section `clean`": sum(sum(each.values()) for each in removed),
+        "are removed by the section `clean`": removed,
         f"could not be used{shown}": unread,
         "are empty": empty,
         "contain only white space, no word to learn from": blank,
@@ -53,7 +53,7 @@ def nothing_usable(
     why = "; ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
     if refused:
         then = "change the rows as the reason says; docs/tutorial-chat.md lists the formats"
-    elif any(removed) and not unread + empty + blank:
+    elif removed and not unread + empty + blank:
         then = "remove less: the section `clean` of the configuration"
     elif corpus.manifest.text_column is not None:
         then = "choose another column, download.text_column=NAME, or another data set"
