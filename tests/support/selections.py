@@ -7,12 +7,10 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.selection_manifest import SelectionManifest, SelectionUnit, removals_name
 from dtt.base.files import sha256_file
+from dtt.clean.removals import RemovedRow, encode
 from dtt.config.clean import CleanConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_rows, read_unit
@@ -20,16 +18,6 @@ from dtt.data.corpus.selection import selection_folder, selection_parts
 from dtt.data.corpus.units import Corpus, Unit
 
 CLEAN = CleanConfig()
-SCHEMA = pa.schema(
-    [
-        ("document", pa.int64()),
-        ("reason", pa.string()),
-        ("rule", pa.string()),
-        ("twin_unit", pa.int64()),
-        ("twin", pa.int64()),
-        ("score", pa.float64()),
-    ]
-)
 
 
 def contents(corpus: Corpus, unit: Unit) -> list[bytes]:
@@ -63,9 +51,8 @@ def write_selection(
         path = place / removals_name(unit.index)
         path.unlink(missing_ok=True)
         if removed:
-            rows = [(number, "rules", "chosen", *twin, 0.5) for number in removed]
-            table = [dict(zip(SCHEMA.names, row, strict=True)) for row in rows]
-            pq.write_table(pa.Table.from_pylist(table, SCHEMA), path)
+            rows = [RemovedRow(number, "rules", "chosen", 0.5, *twin) for number in removed]
+            path.write_bytes(encode(rows))
         units.append(
             SelectionUnit(
                 documents=len(texts),

@@ -21,7 +21,6 @@ from pydantic import Field
 
 from dtt.artifacts.manifest import Record
 from dtt.artifacts.selection_manifest import SelectionManifest
-from dtt.base.errors import DamagedError
 from dtt.base.files import has_sha256, named, replacing
 from dtt.base.reading import read_small
 from dtt.clean.shingles import U64
@@ -112,16 +111,10 @@ class Steps:
         return digest.hexdigest()
 
     def facts(self, name: str) -> dict[str, Any]:
-        """Return the counts of a finished step."""
-        marker = _marker(self.path(name, "json"))
-        if marker is None:
-            raise DamagedError(
-                "a finished step is missing",
-                where=self.path(name, "json"),
-                why="another process deletes from this folder",
-                next="run the same command again",
-            )
-        return marker.facts
+        """Return the counts of a finished step; raise StorageError if its marker is gone."""
+        path = self.path(name, "json")
+        with named(path):
+            return StepMarker.model_validate_json(read_small(path)).facts
 
     def array(self, name: str, ending: str, dtype: Any) -> npt.NDArray[Any]:
         """Return the numbers in a file of a finished step, mapped into memory."""

@@ -78,15 +78,14 @@ def local_files(
 
     chosen = files_of_split(found, below, str(dataset), split, patterns, left_out)
     once: dict[str, Path] = {}
+    links = LeftOut()
     for path in sorted(chosen, key=os.path.islink):  # a file's own name comes before links to it
         real = os.path.realpath(path)
         if real in once:
-            left_out.add("links to files that are already read", str(below(path)))
+            links.add("links to files that are already read", str(below(path)))
         else:
             once[real] = real_path(path)
-    left_out.report()
-    if split is None:
-        warn_of_held_out(map(below, chosen))
+    links.report()
     for path in once.values():
         try:
             str(path).encode()
@@ -109,7 +108,8 @@ def files_of_split(
 ) -> list[T]:
     """Return the files of known formats, or all if none is known, that belong to `split`.
 
-    `name` returns the path of a file in the dataset. Holds no file that it does not return. Raises
+    `name` returns the path of a file in the dataset. Holds no file that it does not return. Logs
+    what is left out, and held-out files among the chosen ones, if no split was asked for. Raises
     InputError if no file belongs to `split`, and ConfigError if a pattern matched nothing.
     """
     chosen: list[T] = []
@@ -129,17 +129,19 @@ def files_of_split(
                 left_out.add("files of other formats", name(other).name)
             others.clear()
     patterns.check_all_matched(dataset)
+    left_out.report()
     if known and not chosen:
-        left_out.report()
         raise InputError(
             f"no file of {dataset} belongs to split {split!r}",
             why=f"files are chosen by a word in their path; found {known.name}, …",
             next="omit download.split to use every file",
         )
+    if split is None:
+        _warn_of_held_out(map(name, chosen))
     return chosen or others
 
 
-def warn_of_held_out(paths: Iterable[Path]) -> None:
+def _warn_of_held_out(paths: Iterable[Path]) -> None:
     """Log the number of files whose path names a held-out split, beside files of no such split.
 
     From the Hub, only the split `train` is read; a copy of the same data set would otherwise train

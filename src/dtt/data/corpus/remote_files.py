@@ -22,7 +22,6 @@ from dtt.data.corpus.file_choice import FilePatterns
 from dtt.data.corpus.local_files import (
     LeftOut,
     files_of_split,
-    warn_of_held_out,
 )
 
 PARALLEL_FILES = 8
@@ -58,9 +57,6 @@ def remote_files(
         _chosen(_listed(urls), patterns, left_out),
         lambda file: Path(file.path), dataset, split, patterns, left_out,
     )  # fmt: skip
-    left_out.report()
-    if split is None:
-        warn_of_held_out(Path(file.path) for file in chosen)
     chosen.sort(key=lambda file: file.path)
     for one, other in pairwise(chosen):
         if one.path == other.path:

@@ -133,17 +133,15 @@ def _links(source: TokenSource, folder: Path) -> Iterator[tuple[str, Path]]:
     if files.path.is_dir():
         # One link, not one for each file: after another `dtt tokenize`, the manifest and the files
         # that it names still belong together.
-        yield name, _target(files.path, folder / name)
-        return
-    [shard] = files.shards
-    for path in (shard.path, idx_path(shard.path.with_suffix(""))):
-        inside = f"{name}/{path.name}"
-        yield inside, _target(path, folder / inside)
-
-
-def _target(path: Path, link: Path) -> Path:
-    """Return `path` as seen from the folder of `link`, for links that survive a move of both."""
-    return Path(os.path.relpath(os.path.realpath(path), os.path.realpath(link.parent)))
+        targets = {name: files.path}
+    else:
+        [shard] = files.shards
+        pair = (shard.path, idx_path(shard.path.with_suffix("")))
+        targets = {f"{name}/{path.name}": path for path in pair}
+    for inside, path in targets.items():
+        # As seen from the folder of the link, which survives a move of both.
+        seen_from = os.path.realpath((folder / inside).parent)
+        yield inside, Path(os.path.relpath(os.path.realpath(path), seen_from))
 
 
 def _facts(source: TokenSource, share: float) -> dict[str, Any]:
