@@ -35,7 +35,7 @@ from support.tiny_job import (
 
 from dtt.data.conversations.rows import Conversation
 from dtt.data.conversations.template import CHATML
-from dtt.generate.chat_console import Interrupts
+from dtt.generate.chat import Interrupts
 from dtt.generate.chat_session import ChatSession
 from dtt.generate.run import Sampling
 
@@ -193,7 +193,10 @@ def test_a_conversation_that_outgrew_its_context_is_rendered_a_few_times(turns: 
 
     arch = SimpleNamespace(max_seq_len=1000)
     generator = SimpleNamespace(model=SimpleNamespace(arch=arch), cached_prefix=lambda _: 0)
-    how: Any = (Encoder(), TOKENIZER, lambda *_: None, generator, frozenset(), Sampling(50, 0.0))
+    trained = SimpleNamespace(
+        open_tokenizer=lambda: TOKENIZER, check_ids=lambda *_: None, stop_tokens=lambda _: ()
+    )
+    how: Any = Encoder(), trained, generator, Sampling(50, 0.0)
     row: list[Any] = [
         {"role": "user", "content": ""},
         {"role": "assistant", "content": "a"},

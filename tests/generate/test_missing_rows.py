@@ -20,7 +20,8 @@ from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
 from dtt.evaluate.evaluation import open_evaluation
 from dtt.evaluate.models import folder_model
-from dtt.generate import chat, run, web
+from dtt.generate import run, web
+from dtt.generate.chat_session import ChatSession
 from dtt.generate.run import Sampling
 from dtt.hf import export
 from dtt.hf.model_source import find_chat_format, load_model, on_device
@@ -41,7 +42,7 @@ def ask(text: str) -> object:
     trained = load_model(str(MODEL), ema=False)
     generator = PrefixCachedGenerator(on_device(trained, torch.device("cpu")))
     encoder = find_chat_format(str(MODEL), None).encoder()
-    session = chat.open_session(encoder, trained, generator, SAMPLING).another(SAMPLING, ())
+    session = ChatSession(encoder, trained, generator, SAMPLING)
     return session.ask({"role": "user", "content": text})
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -19,17 +20,18 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from dtt.data.conversations.chat_encoder import ChatEncoder
+    from dtt.hf.read import LoadedModel
     from dtt.model.generate import GeneratorPool, PrefixCachedGenerator
 
 ANSWER_SHARE = 4
 """The oldest turns are dropped to keep 1/4 of the context free for an answer, or `max_tokens`."""
 
-SYSTEM = ("system", "developer")
-"""Roles of a system prompt."""
-
 
 class StreamedAnswer(Continuation):
     """An answer, complete once its text has been streamed."""
+
+    dropped_messages = 0
+    """Number of old messages that were dropped because the context was full."""
 
     def __init__(
         self,
@@ -47,8 +49,6 @@ class StreamedAnswer(Continuation):
         self._generator, self._sampling = generator, sampling
         self.cached_tokens = generator.cached_prefix(prompt_ids)
         """Number of tokens of the prompt that were computed for an earlier answer."""
-        self.dropped_messages = 0
-        """Number of old messages that were dropped because the context was full."""
 
     def texts(self) -> Generator[str]:
         """Yield the text while it is generated."""
@@ -67,31 +67,27 @@ class ChatSession:
     def __init__(
         self,
         encoder: ChatEncoder,
-        tokenizer: Tokenizer,
-        check_ids: Callable[[Sequence[int], str], None],
+        trained: LoadedModel,
         generator: PrefixCachedGenerator | GeneratorPool,
-        stop_tokens: frozenset[int],
         sampling: Sampling,
-        stop_texts: Sequence[str] = (),
     ) -> None:
-        """Start without messages. An answer ends before any of `stop_tokens` and `stop_texts`.
-
-        `check_ids` is that of the model's `LoadedModel`.
-        """
-        self._encoder, self._tokenizer, self._generator = encoder, tokenizer, generator
-        self._check_ids = check_ids
-        self._stop_tokens, self._stop_texts, self._sampling = stop_tokens, stop_texts, sampling
+        """Start without messages."""
+        self._encoder, self._generator, self._sampling = encoder, generator, sampling
+        self._tokenizer, self._check_ids = trained.open_tokenizer(), trained.check_ids
+        self._stop_tokens = frozenset(trained.stop_tokens(encoder))
+        self._stop_texts: Sequence[str] = ()
         self._context = generator.model.arch.max_seq_len
         self._system: tuple[Message, ...] = ()
         self.conversation = Conversation(())
 
     def another(self, sampling: Sampling, stop_texts: Sequence[str]) -> ChatSession:
-        """Return a conversation with the same model and system prompt, without messages."""
-        other = ChatSession(
-            self._encoder, self._tokenizer, self._check_ids, self._generator, self._stop_tokens,
-            sampling, stop_texts,
-        )  # fmt: skip
-        other._system = self._system
+        """Return a conversation with the same model and system prompt, without messages.
+
+        Its answers end before any of `stop_texts`, too.
+        """
+        other = copy(self)
+        vars(other).update(_sampling=sampling, _stop_texts=stop_texts)
+        other.conversation = Conversation(())
         return other
 
     def reset(self) -> None:
@@ -106,10 +102,9 @@ class ChatSession:
         system: tuple[Message, ...] = ({"role": "system", "content": text},) if text else ()
         probe: Message = {"role": "user", "content": "."}
         self._prompt_ids(Conversation((*system, probe)))
-        self.conversation = replace(
-            self.conversation, messages=system + _without_system(self.conversation.messages)
-        )
-        self._system = system
+        messages = self.conversation.messages
+        messages = system + (messages[1:] if _has_system(messages) else messages)
+        self.conversation, self._system = replace(self.conversation, messages=messages), system
 
     def ask(self, *messages: Message) -> StreamedAnswer:
         """Append messages, and return the answer to the last one, which `stream` generates.
@@ -127,9 +122,8 @@ class ChatSession:
         A conversation without a system prompt gets that of the session.
         """
         messages = conversation.messages
-        if _without_system(messages) == messages:
-            messages = self._system + messages
-        return self._start(replace(conversation, messages=messages))
+        system = () if _has_system(messages) else self._system
+        return self._start(replace(conversation, messages=system + messages))
 
     def _start(self, conversation: Conversation) -> StreamedAnswer:
         fitting, prompt_ids = self._fit(conversation)
@@ -160,20 +154,30 @@ class ChatSession:
     def _fit(self, conversation: Conversation) -> tuple[Conversation, list[int]]:
         """Return the conversation without the oldest turns that do not fit, and its prompt."""
         room = min(self._sampling.max_tokens, self._context // ANSWER_SHARE)
+        most = most_characters(self._tokenizer, self._context)
+        messages = conversation.messages
+        starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
+
+        def without(turns: int) -> Conversation:
+            """Return the conversation without its first questions and the answers to them."""
+            kept = messages[: starts[0]] + messages[starts[turns] :] if turns else messages
+            return replace(conversation, messages=kept)
 
         @cache
         def prompt(dropped: int) -> list[int] | None:
-            return self._short_ids(_without_turns(conversation, dropped))
+            """Return the ids of a prompt; None for more text than the context can have."""
+            shorter = without(dropped)
+            return None if _characters(shorter) > most else self._prompt_ids(shorter)
 
         def fits(dropped: int) -> bool:
             return (ids := prompt(dropped)) is not None and len(ids) + room <= self._context
 
-        droppable = max(0, sum(m["role"] == "user" for m in conversation.messages) - 1)
+        droppable = max(0, len(starts) - 1)
         # First all turns, which mostly fit; then halving, because each attempt renders and encodes
         # all turns that are left.
         dropped = 0 if fits(0) else bisect_left(range(1, droppable), True, key=fits) + 1
         dropped = min(dropped, droppable)
-        shorter, ids = _without_turns(conversation, dropped), prompt(dropped)
+        shorter, ids = without(dropped), prompt(dropped)
         if ids is not None and len(ids) < self._context:
             return shorter, ids
         size = f"{_characters(shorter)} characters" if ids is None else f"{len(ids)} tokens"
@@ -181,12 +185,6 @@ class ChatSession:
             f"the message is too long: {size} with the template",
             why=f"system prompt, message and answer must fit into {self._context} tokens",
         )
-
-    def _short_ids(self, conversation: Conversation) -> list[int] | None:
-        """Return the ids of a prompt; None for more text than the context of the model can have."""
-        if _characters(conversation) > most_characters(self._tokenizer, self._context):
-            return None
-        return self._prompt_ids(conversation)
 
     def _prompt_ids(self, conversation: Conversation) -> list[int]:
         """Return the ids of a prompt; ConfigError if the conversation has no valid prompt."""
@@ -211,17 +209,8 @@ class ChatSession:
         return ids
 
 
-def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    return messages[1:] if messages and messages[0]["role"] in SYSTEM else messages
-
-
-def _without_turns(conversation: Conversation, count: int) -> Conversation:
-    """Return the conversation without the first `count` user messages and the answers to them."""
-    messages = conversation.messages
-    starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    if count == 0:
-        return conversation
-    return replace(conversation, messages=messages[: starts[0]] + messages[starts[count] :])
+def _has_system(messages: tuple[Message, ...]) -> bool:
+    return bool(messages) and messages[0]["role"] in ("system", "developer")
 
 
 def _characters(conversation: Conversation) -> int:

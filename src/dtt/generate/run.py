@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from dtt.data.text.continuation import Continuation
     from dtt.hf.read import LoadedModel
-    from dtt.mesh.dist import World
     from dtt.model.contract import Model
     from dtt.model.decoding import ReaderDecoding
 
@@ -85,10 +85,13 @@ def choose_sampling(
     found = _recommended(source)
     unknown = {name: found.pop(name) for name in [*found] if name not in given}
     used = {name: value for name, value in found.items() if given[name] is None}
-    if used:
-        log.info("sampling as generation_config.json says: %s", _listed(used))
-    if unknown:
-        log.warning("generation_config.json says what dtt does not have: %s", _listed(unknown))
+    for level, said, options in (
+        (logging.INFO, "sampling as generation_config.json says", used),
+        (logging.WARNING, "generation_config.json says what dtt does not have", unknown),
+    ):
+        if options:
+            listed = ", ".join(f"{name} {value}" for name, value in options.items())
+            log.log(level, "%s: %s", said, listed)
     chosen = {"temperature": 0.8, "top_k": None, "top_p": 1.0} | used
     chosen |= {name: value for name, value in given.items() if value is not None}
     return Sampling(max_tokens, seed=seed, **chosen)
@@ -117,10 +120,6 @@ def _recommended(source: str) -> dict[str, Any]:
     return chosen | {"top_k": int(chosen["top_k"])} if "top_k" in chosen else chosen
 
 
-def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items())
-
-
 def run(
     source: str,
     prompts: Sequence[str],
@@ -138,7 +137,6 @@ def run(
     order, one batch at a time. The continuation of a prompt does not depend on the other prompts,
     even with a seed. Several ranks divide the weights among them, and rank 0 prints.
     """
-    from dtt.data.text.continuation import Continuation
     from dtt.evaluate.evaluation import all_ranks
     from dtt.jobs.stop import Requests
 
@@ -147,13 +145,17 @@ def run(
         # One process reads: the others share its standard input.
         texts = on_first(world, lambda: _read_prompts(prompts, prompts_file))
         trained = load_model(source, ema=ema, world=world)
-        tokenizer = trained.open_tokenizer()
-        prompt_ids = _encode_all(texts, tokenizer, trained)
-        model, decoding = _loaded(trained, world)
+        every = _replies(texts, trained)
+        decoding: ReaderDecoding | None = None
+        if world is not None:
+            from dtt.parallel.sharded_model import load_sharded
+
+            model, decoding = load_sharded(trained, world)
+        else:
+            model = _on_own_device(trained)
         streamed = len(texts) == 1 and not as_json
         for start in range(0, len(texts), batch_size):
-            batch = prompt_ids[start : start + batch_size]
-            replies = [Continuation(tokenizer, ids, trained.stop_tokens()) for ids in batch]
+            replies = every[start : start + batch_size]
             pieces = _texts(model, replies, sampling, decoding)
             if not ranks.first:
                 deque(pieces, maxlen=0)
@@ -167,37 +169,46 @@ def run(
             for number, reply in enumerate(replies, start):
                 heading = f"==> {number + 1} of {len(texts)} <==\n" if len(texts) > 1 else ""
                 whole = "" if streamed else f"{heading}{texts[number]}{reply.content}"
-                print(Verbatim(_record(texts[number], reply) if as_json else whole), flush=True)
+                if as_json:
+                    record = {
+                        "prompt": texts[number],
+                        "text": reply.content,
+                        "finish_reason": reply.finish_reason,
+                        "prompt_tokens": len(reply.prompt_ids),
+                        "completion_tokens": len(reply.ids),
+                    }
+                    whole = json.dumps(record, ensure_ascii=False)
+                print(Verbatim(whole), flush=True)
 
 
 def continuations(
     source: str, prompts: Sequence[str], sampling: Sampling, batch_size: int = 16
 ) -> list[str]:
     """Return the text that a model generates for each prompt, as `run` would print it."""
-    from dtt.data.text.continuation import Continuation
-
     trained = load_model(source, ema=False)
-    tokenizer = trained.open_tokenizer()
-    prompt_ids = _encode_all(prompts, tokenizer, trained)
-    model, _ = _loaded(trained)
-    replies = [Continuation(tokenizer, ids, trained.stop_tokens()) for ids in prompt_ids]
+    replies = _replies(prompts, trained)
+    model = _on_own_device(trained)
     for start in range(0, len(replies), batch_size):
-        for _ in _texts(model, replies[start : start + batch_size], sampling):
-            pass
+        deque(_texts(model, replies[start : start + batch_size], sampling), maxlen=0)
     return [reply.content for reply in replies]
 
 
-def _loaded(
-    trained: LoadedModel, world: World | None = None
-) -> tuple[Model, ReaderDecoding | None]:
-    """Return the model on this process's device, and how to decode if ranks divide its weights."""
-    if world is not None:
-        from dtt.parallel.sharded_model import load_sharded
+def _replies(texts: Sequence[str], trained: LoadedModel) -> list[Continuation]:
+    """Return the empty continuations of prompts, with the errors of `encode_prompt`."""
+    from dtt.data.text.continuation import Continuation
 
-        return load_sharded(trained, world)
+    tokenizer, stops = trained.open_tokenizer(), trained.stop_tokens()
+    names = [f"prompt {n}" for n in range(1, len(texts) + 1)] if len(texts) > 1 else ["the prompt"]
+    return [
+        Continuation(tokenizer, encode_prompt(text, tokenizer, trained, name), stops)
+        for text, name in zip(texts, names, strict=True)
+    ]
+
+
+def _on_own_device(trained: LoadedModel) -> Model:
     import torch
 
-    return on_device(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu")), None
+    return on_device(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _texts(
@@ -220,18 +231,6 @@ def _texts(
             ended.add(row)
     for reply in replies:
         yield reply.end()
-
-
-def _record(prompt: str, reply: Continuation) -> str:
-    """Return a line of JSON."""
-    record = {
-        "prompt": prompt,
-        "text": reply.content,
-        "finish_reason": reply.finish_reason,
-        "prompt_tokens": len(reply.prompt_ids),
-        "completion_tokens": len(reply.ids),
-    }
-    return json.dumps(record, ensure_ascii=False)
 
 
 def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
@@ -263,16 +262,6 @@ def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     if not texts:
         raise InputError(f"{file} has no prompts")
     return texts
-
-
-def _encode_all(
-    texts: Sequence[str], tokenizer: Tokenizer, trained: LoadedModel
-) -> list[list[int]]:
-    """Return the token ids of the prompts, with the errors of `encode_prompt`."""
-    names = [f"prompt {n}" for n in range(1, len(texts) + 1)] if len(texts) > 1 else ["the prompt"]
-    return [
-        encode_prompt(t, tokenizer, trained, name) for t, name in zip(texts, names, strict=True)
-    ]
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer, trained: LoadedModel, name: str) -> list[int]:

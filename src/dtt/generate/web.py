@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from dtt.base.secrets import redacted
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
 from dtt.generate.api_request import Fields, Options, Refused, read_body
-from dtt.generate.chat import open_session
 from dtt.generate.chat_session import ChatSession, StreamedAnswer
 from dtt.generate.run import Sampling, encode_prompt
 from dtt.hf.model_source import NoChatTemplate, find_chat_format, load_model, on_device
@@ -37,21 +36,6 @@ if TYPE_CHECKING:
 
 ANSWERS_AT_ONCE = 4
 """Further requests wait. Each of these keeps the memory of a KV cache until the server ends."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """The model of a server."""
-
-    name: str
-    trained: LoadedModel
-    tokenizer: Tokenizer
-    """Adds to a text what the documents of the model begin with."""
-    generators: GeneratorPool
-    session: ChatSession | None
-    """A conversation without messages, which knows the chat format; None without a chat format."""
-    sampling: Sampling
-    """Defaults of requests."""
 
 
 def run(
@@ -80,23 +64,32 @@ def run(
     generators = GeneratorPool(on_device(trained, device), ANSWERS_AT_ONCE)
     session = None
     if encoder is not None:
-        session = open_session(encoder, trained, generators, sampling)
+        session = ChatSession(encoder, trained, generators, sampling)
         session.set_system(system)
     elif system:
         raise ConfigError(f"--system requires a chat template, and {source} has none")
-    served = Served(source, trained, trained.open_tokenizer(), generators, session, sampling)
-    server = LocalServer(Api(served), port)
+    served = Api(source, trained, trained.open_tokenizer(), generators, session, sampling)
+    server = LocalServer(served, port)
     api = f"http://127.0.0.1:{server.server_port}/v1"
     log.info("OpenAI API: base_url %s, api_key %s", api, server.token)
     server.serve()
 
 
+@dataclass(frozen=True)
 class Api:
     """Answers to requests."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
-        self._started = int(time.time())
+    name: str
+    """Name of the model."""
+    trained: LoadedModel
+    tokenizer: Tokenizer
+    """Adds to a text what the documents of the model begin with."""
+    generators: GeneratorPool
+    session: ChatSession | None
+    """A conversation without messages, which knows the chat format; None without a chat format."""
+    sampling: Sampling
+    """Defaults of requests."""
+    started: int = field(default_factory=lambda: int(time.time()))
 
     def answer(self, connection: Connection, path: str, query: str) -> None:
         """Answer a request for the page or of the API."""
@@ -107,9 +100,18 @@ class Api:
         elif connection.command != methods.get(path, "POST"):
             _fail(connection, HTTPStatus.METHOD_NOT_ALLOWED, f"use {methods.get(path, 'POST')}")
         elif path == "":
-            connection.send(HTTPStatus.OK, self._page(), "text/html")
+            data = {
+                "model": redacted(self.name),
+                "chat": self.session is not None,
+                "temperature": self.sampling.temperature,
+                "max_tokens": self.sampling.max_tokens,
+            }
+            script = joined("dtt.report", ("elements.js",)) + joined("dtt.generate", ("chat.js",))
+            style = joined("dtt.report", ("theme.css",)) + joined("dtt.generate", ("chat.css",))
+            page = document(f"dtt chat: {data['model']}", data, script, style, connects=True)
+            connection.send(HTTPStatus.OK, page, "text/html")
         elif path == "v1/models":
-            model = {"id": self._served.name, "object": "model", "created": self._started}
+            model = {"id": self.name, "object": "model", "created": self.started}
             _send(connection, {"object": "list", "data": [model | {"owned_by": "dtt"}]})
         else:
             try:
@@ -117,24 +119,12 @@ class Api:
             except DttError as error:
                 _fail(connection, HTTPStatus.BAD_REQUEST, error)
 
-    def _page(self) -> str:
-        data = {
-            "model": redacted(self._served.name),
-            "chat": self._served.session is not None,
-            "temperature": self._served.sampling.temperature,
-            "max_tokens": self._served.sampling.max_tokens,
-        }
-        script = joined("dtt.report", ("elements.js",)) + joined("dtt.generate", ("chat.js",))
-        style = joined("dtt.report", ("theme.css",)) + joined("dtt.generate", ("chat.css",))
-        return document(f"dtt chat: {data['model']}", data, script, style, connects=True)
-
     def _chat(self, connection: Connection, fields: Fields) -> None:
-        served = self._served
-        if served.session is None:
+        if self.session is None:
             raise ConfigError(
-                f"{served.name} has no chat template", next="use /v1/completions, or --template"
+                f"{self.name} has no chat template", next="use /v1/completions, or --template"
             )
-        options = Options.take(fields, served.name, served.sampling)
+        options = Options.take(fields, self.name, self.sampling)
         row = {"messages": fields.take("messages", None, list)}
         if tools := fields.take("tools", [], list):
             row["tools"] = tools
@@ -145,27 +135,25 @@ class Api:
             conversation = parse_prompt(row)
         except (RefusedRow, RecursionError) as error:
             raise Refused("messages", str(error) or "it is nested too deep") from None
-        session = served.session.another(options.sampling, options.stop_texts)
+        session = self.session.another(options.sampling, options.stop_texts)
         answer = session.start(conversation)
         if answer.dropped_messages and not may_drop:
             raise ConfigError(
                 "the conversation is too long for the context of the model",
                 next="leave out old messages, or send drop_oldest_turns: true",
             )
-        Response(connection, served.name, options, chat=True).send(answer, session.stream(answer))
+        Response(connection, self.name, options, chat=True).send(answer, session.stream(answer))
 
     def _complete(self, connection: Connection, fields: Fields) -> None:
-        served = self._served
-        options = Options.take(fields, served.name, served.sampling)
+        options = Options.take(fields, self.name, self.sampling)
         prompt = fields.take("prompt", None, str)
         fields.end()
         if prompt is None:
             raise Refused("prompt", "it must be a text")
-        ids = encode_prompt(prompt, served.tokenizer, served.trained, "the prompt")
-        stops = served.trained.stop_tokens()
-        how = options.sampling, stops, options.stop_texts
-        answer = StreamedAnswer(served.generators, served.tokenizer, ids, *how)
-        Response(connection, served.name, options, chat=False).send(answer, answer.texts())
+        ids = encode_prompt(prompt, self.tokenizer, self.trained, "the prompt")
+        how = options.sampling, self.trained.stop_tokens(), options.stop_texts
+        answer = StreamedAnswer(self.generators, self.tokenizer, ids, *how)
+        Response(connection, self.name, options, chat=False).send(answer, answer.texts())
 
 
 class Response:
@@ -199,14 +187,22 @@ class Response:
             # The status has been sent.
             self._event(error={"message": redacted(str(error)), "type": "server_error"})
         else:
+            prompt, new = len(answer.prompt_ids), len(answer.ids)
+            usage = {
+                "prompt_tokens": prompt,
+                "completion_tokens": new,
+                "total_tokens": prompt + new,
+                "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+                "dropped_messages": answer.dropped_messages,
+            }
             # In a stream, the text has been sent.
             choices = [self._choice("" if stream else answer.content, answer.finish_reason)]
             if not stream:
-                _send(self._connection, self._head | {"choices": choices, "usage": _usage(answer)})
+                _send(self._connection, self._head | {"choices": choices, "usage": usage})
                 return
             self._event(choices=choices)
             if self._options.with_usage:
-                self._event(choices=[], usage=_usage(answer))
+                self._event(choices=[], usage=usage)
         self._connection.send_chunk("data: [DONE]\n\n")
         self._connection.send_chunk("")
 
@@ -218,17 +214,6 @@ class Response:
 
     def _event(self, **content: Any) -> None:
         self._connection.send_chunk(f"data: {json.dumps(self._head | content)}\n\n")
-
-
-def _usage(answer: StreamedAnswer) -> dict[str, Any]:
-    prompt, new = len(answer.prompt_ids), len(answer.ids)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
-        "dropped_messages": answer.dropped_messages,
-    }
 
 
 def _send(connection: Connection, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
