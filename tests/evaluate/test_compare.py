@@ -17,9 +17,8 @@ from dtt.base.errors import ConfigError, InputError
 from dtt.config.evaluation import EvalConfig
 from dtt.evaluate import compare
 from dtt.evaluate.models import folder_model
-from dtt.evaluate.states import weights_of
 from dtt.evaluate.tasks.metrics import task_result
-from dtt.evaluate.tasks.result_files import SCORING_VERSION, ResultFile
+from dtt.evaluate.tasks.result_files import SCORING_VERSION, ResultFile, weights_of
 from dtt.report import task_results
 
 

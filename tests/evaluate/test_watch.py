@@ -26,9 +26,8 @@ from dtt.checkpoint import retention, store
 from dtt.config.train import CheckpointConfig
 from dtt.evaluate import watch as eval_watch
 from dtt.evaluate.evaluation import Evaluation
-from dtt.evaluate.states import RETRIES, EvalState, EvaluatedStep
 from dtt.evaluate.tasks.metrics import TaskResult
-from dtt.evaluate.watch import Watch
+from dtt.evaluate.watch import DONE, FAILED, GONE, RETRIES, Watch
 from dtt.jobs import job_state
 from dtt.jobs.job_files import JobFiles
 from dtt.jobs.job_state import State, Status
@@ -101,14 +100,14 @@ def test_what_appears_and_is_deleted_while_another_is_evaluated_is_not_lost(
         watch.run()
     assert store.steps(job.checkpoints) == [35]
     assert found == [*range(5, 40, 5)]
-    assert watch.ended == {EvalState.DONE: found}
+    assert watch.ended == {DONE: found}
     assert links(job) == []
 
 
 def test_a_job_has_one_watch_and_the_next_one_continues(dtt: Dtt, job: JobDir) -> None:
     with exclusive(job.evals, "a watch", name=".watch.lock"):
         assert "jobs/tiny/evals is in use" in watch(dtt, expect=78).stderr
-    step_5(job).protect()
+    Scripted(job).protect(5)
     shutil.rmtree(store.folder_of(job.checkpoints, 5))
     watch(dtt)
     assert sealed(job) == {"step-000005": 1, "step-000010": 1}
@@ -222,58 +221,59 @@ class Unsealed:
         return None
 
 
-def step_5(job: JobDir, key: str = "00000000") -> EvaluatedStep:
-    return EvaluatedStep(job, 5, lambda _: [Unsealed()], key)  # type: ignore[list-item]
-
-
-def test_how_an_evaluation_ended_follows_from_the_files(job: JobDir) -> None:
-    one = step_5(job)
-    one.protect()
-    linked = one.linked / store.POSITION
-    assert linked.samefile(one.saved / store.POSITION)
-    shutil.rmtree(one.saved)
-    store.verify(one.linked)
-    for _ in range(RETRIES + 1):
-        assert one.ended() is None
-        one.record_failure(next(iter(one._weights())), ValueError("no"))
-    assert one.ended() is EvalState.FAILED
-    # A failure does not count with other options.
-    assert step_5(job, key="other").ended() is None
-    one.release()
-    assert one.ended() is EvalState.FAILED
-    one.failures_file.unlink()
-    assert one.ended() is EvalState.GONE
-
-
-def test_a_checkpoint_that_is_deleted_while_it_is_linked_leaves_no_empty_folder(
-    job: JobDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = step_5(job)
-    monkeypatch.setattr(Path, "is_file", lambda _: False)  # as after the deletion
-    one.protect()
-    assert not one.linked.exists()
-
-
 class Scripted(Watch):
     """A watch in this process; a step is done once `evaluate` has returned for it."""
 
     key: ClassVar[str] = "0"  # type: ignore[misc]
 
     def __init__(
-        self, job: JobDir, evaluate: Callable[[int, Path], object], stop: bool = False
+        self,
+        job: JobDir,
+        evaluate: Callable[[int, Path], object] = lambda *_: None,
+        stop: bool = False,
     ) -> None:
-        super().__init__(job, cast("Evaluation", None), None, lambda: stop)
+        super().__init__(job, cast("Evaluation", None), lambda: stop)
         self.scripted, self.done = evaluate, set[int]()
 
     def evaluate(self, step: int, checkpoint: Path) -> None:
         self.scripted(step, checkpoint)
         self.done.add(step)
 
-    def open(self, step: int) -> EvaluatedStep:
-        return EvaluatedStep(self.job, step, lambda _: self.files(step), self.key)
-
-    def files(self, step: int) -> Any:
+    def files(self, step: int, weights: str) -> Any:
         return [] if step in self.done else [Unsealed()]
+
+
+def fail(*_: object) -> None:
+    raise ValueError("no")
+
+
+def test_how_an_evaluation_ended_follows_from_the_files(job: JobDir) -> None:
+    one, other = Scripted(job, fail), Scripted(job)
+    other.key = "other"  # type: ignore[misc]
+    saved, linked = one.saved(5), one.linked(5)
+    one.protect(5)
+    assert (linked / store.POSITION).samefile(saved / store.POSITION)
+    shutil.rmtree(saved)
+    store.verify(linked)
+    for _ in range(RETRIES + 1):
+        assert one.outcome(5) is None
+        one.try_to_evaluate(5)
+    assert one.outcome(5) == (FAILED, "")
+    # A failure does not count with other options.
+    assert other.outcome(5) is None
+    shutil.rmtree(linked)
+    assert one.outcome(5) == (FAILED, "")
+    one_file(job, 5).unlink()
+    assert one.outcome(5) == (GONE, "")
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_linked_leaves_no_empty_folder(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Scripted(job)
+    monkeypatch.setattr(Path, "is_file", lambda _: False)  # as after the deletion
+    one.protect(5)
+    assert not one.linked(5).exists()
 
 
 def test_a_scan_lists_only_the_checkpoints(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,9 +286,9 @@ def test_a_scan_lists_only_the_checkpoints(job: JobDir, monkeypatch: pytest.Monk
     for steps in (10, 40):
         for step in range(1000, 1000 + steps):
             (store.folder_of(job.evals, step) / "results").mkdir(parents=True, exist_ok=True)
-        one = Scripted(job, lambda *_: None)
+        one = Scripted(job)
         one.scan()
-        assert list(one.waiting) == [5, 10]
+        assert sorted(one.waiting) == [5, 10]
         with monkeypatch.context() as patch:
             patch.setattr(os, "scandir", counted)
             one.scan()
@@ -358,7 +358,7 @@ def test_a_job_is_over_unless_it_may_continue(
     slurm = None if slurm_state is None else SlurmJob("7", slurm_state, "n1", "", 0.0)
     status = Status(state, "", JobFiles.read(job), slurm, None)
     monkeypatch.setattr(job_state, "examine", lambda _: [status])
-    assert Scripted(job, lambda *_: None).job_over() is over
+    assert Scripted(job).job_over() is over
 
 
 def test_a_job_of_unknown_state_is_over_after_an_hour_without_a_checkpoint(
@@ -366,7 +366,7 @@ def test_a_job_of_unknown_state_is_over_after_an_hour_without_a_checkpoint(
 ) -> None:
     status = Status(State.UNKNOWN, "squeue failed", JobFiles.read(job), None, "squeue failed")
     monkeypatch.setattr(job_state, "examine", lambda _: [status])
-    watch = Scripted(job, lambda *_: None)
+    watch = Scripted(job)
     assert not watch.job_over()
     assert not watch.job_over()
     assert caplog.text.count("squeue failed") == 1
@@ -395,7 +395,7 @@ def test_copies_replace_hard_links_where_these_are_impossible(
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    one = step_5(job)
-    one.protect()
+    one = Scripted(job)
+    one.protect(5)
     assert "is copied: hard links are not possible here" in caplog.text
-    store.verify(one.linked)
+    store.verify(one.linked(5))

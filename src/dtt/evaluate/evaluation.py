@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,13 +14,12 @@ from dtt.base.files import sha256_file
 from dtt.base.log import log, log_on_terminal
 from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
-from dtt.evaluate import result_table as eval_report
-from dtt.evaluate.models import ALL, EvaluatedModel, find_steps, models_of
+from dtt.evaluate import result_table
+from dtt.evaluate.models import ALL, EvaluatedModel, checkpoint_model, find_steps, folder_model
 from dtt.hf.model_source import find_chat_format, find_folder, job_of, on_device, on_first
 from dtt.jobs import job_paths
 
 if TYPE_CHECKING:
-    from dtt.data.conversations.chat_encoder import ChatEncoder
     from dtt.evaluate.tasks.metrics import TaskResult
     from dtt.evaluate.tasks.result_files import ResultFile
     from dtt.evaluate.tasks.runner import TaskRunner
@@ -65,8 +64,7 @@ def evaluate(
 
         for model, found in evaluate_each(models, world, results, every=step == ALL):
             if ranks.first:
-                files = evaluation.files(model)
-                eval_report.show(model, files, found, as_json=as_json)
+                result_table.show(model, evaluation.files(model), found, as_json=as_json)
 
 
 @contextmanager
@@ -80,8 +78,14 @@ def all_ranks(ranks: Ranks, requests: Requests) -> Iterator[World | None]:
 
     requests.act_at_once(ranks)
     try:
-        with after_rank_0(ranks, requests), lost_peers_reported(ranks):
-            yield _join(ranks) if ranks.size > 1 else None
+        with after_rank_0(ranks, requests):
+            if ranks.size == 1:  # torch is not imported
+                yield None
+                return
+            from dtt.mesh import dist
+
+            with dist.lost_peers_reported():
+                yield dist.start(ranks, "auto")
     finally:
         requests.defer()
         if ranks.size > 1:
@@ -93,27 +97,12 @@ def all_ranks(ranks: Ranks, requests: Requests) -> Iterator[World | None]:
 def configured(source: str, options: dict[str, Any]) -> EvalConfig:
     """Return the section `eval` of the job that `source` names, changed by `options`.
 
-    Relative paths in the configuration start from
-    the folder that contains `jobs/`. For other models, returns the defaults changed by `options`.
+    Relative paths in it start from the folder that contains `jobs/`. For other models, returns the
+    defaults changed by `options`.
     """
     if find_folder(source) is not None:
         return EvalConfig().model_copy(update=options)
     return job_paths.evaluation(job_of(source).root).model_copy(update=options)
-
-
-def _join(ranks: Ranks) -> World:
-    from dtt.mesh import dist
-
-    return dist.start(ranks, "auto")
-
-
-def lost_peers_reported(ranks: Ranks) -> AbstractContextManager[None]:
-    """Return `dist.lost_peers_reported()`; without other ranks, torch is not imported."""
-    if ranks.size == 1:
-        return nullcontext()
-    from dtt.mesh import dist
-
-    return dist.lost_peers_reported()
 
 
 def choose_models(
@@ -123,13 +112,20 @@ def choose_models(
 
     A job that is running saves and deletes checkpoints meanwhile, so each rank could find others.
     """
-    return models_of(source, on_first(world, lambda: find_steps(source, step, ema=ema)), ema=ema)
+    steps = on_first(world, lambda: find_steps(source, step, ema=ema))
+    if steps is not None:
+        return [checkpoint_model(job_of(source), step, ema=ema) for step in steps]
+    folder = find_folder(source)
+    assert folder is not None, "a job has steps"
+    return [folder_model(source, folder)]
 
 
 @cache
 def _alone() -> World:
     """Return the World of a single process, on its GPU if there is one."""
-    return _join(Ranks())
+    from dtt.mesh import dist
+
+    return dist.start(Ranks(), "auto")
 
 
 @dataclass(frozen=True)
@@ -142,19 +138,33 @@ class Evaluation:
     """Conversation format of the prompts; None: plain text."""
 
     def files(self, model: EvaluatedModel) -> list[ResultFile]:
-        """Return the result file of each task."""
-        from dtt.evaluate.tasks.result_files import EvalSettings
+        """Return the result file of each task; its header is everything that decides answers."""
+        from dtt.evaluate.tasks.result_files import SCORING_VERSION, ResultFile
 
-        settings = EvalSettings(
-            weights=model.identity(),
-            tokenizer=sha256_file(model.tokenizer),
-            ema=model.ema,
-            bos=self.cfg.bos,
-            chat=None if self.chat is None else fingerprint(self.chat.facts.model_dump()),
-            limit=self.cfg.limit,
-            keep_samples=self.cfg.keep_samples,
-        )
-        return [settings.file(model.results, data) for data in self.tasks]
+        chat = None if self.chat is None else fingerprint(self.chat.facts.model_dump())
+        tokenizer, weights, files = sha256_file(model.tokenizer), model.identity(), []
+        for data in self.tasks:
+            settings = {
+                "task": data.task.name,
+                "type": data.task.type,
+                "chance": data.task.chance,
+                "task_sha256": fingerprint(data.task.identity()),
+                "data_sha256": data.sha256,
+                "revision": data.revision,
+                "shots": data.shots,
+                "limit": self.cfg.limit,
+                "bos": self.cfg.bos,
+                "chat": chat,  # hash of the conversation format; None: prompts are plain text
+                "tokenizer": tokenizer,
+                "weights": weights,
+                "ema": model.ema,
+                "precision": "fp32",
+                "scoring": SCORING_VERSION,
+                # The records then include the texts.
+                **({"samples": True} if self.cfg.keep_samples else {}),
+            }
+            files.append(ResultFile.of(model.results, settings))
+        return files
 
     def run(
         self, model: EvaluatedModel, world: World | None, stop: Callable[[], bool]
@@ -187,6 +197,7 @@ class Evaluation:
 
     def runner(self, trained: LoadedModel, world: World) -> TaskRunner:
         """Return the runner for a model, which is moved to the device of this rank in fp32."""
+        from dtt.data.conversations.rows import Conversation, RefusedRow
         from dtt.evaluate.tasks.encoding import QuestionEncoder
         from dtt.evaluate.tasks.runner import TaskRunner
         from dtt.evaluate.tasks.scorer import Generator, Scorer
@@ -194,6 +205,17 @@ class Evaluation:
         state = {name: tensor.float() for name, tensor in trained.tensors.items()}
         model = on_device(replace(trained, state=state), world.device)
         chat = None if self.chat is None else self.chat.encoder()
+
+        def render(text: str) -> list[int]:
+            """Return the ids of a text as the message of a user, up to the answer."""
+            assert chat is not None, "called with a chat format only"
+            try:
+                return chat.prompt_ids(Conversation(({"role": "user", "content": text},)))
+            except RefusedRow as refused:
+                raise ConfigError(
+                    "a question cannot be rendered with the chat template", why=refused.why
+                ) from None
+
         return TaskRunner(
             Scorer(model, world, batch_tokens=self.cfg.batch_tokens),
             Generator(model, world, batch_tokens=self.cfg.batch_tokens),
@@ -202,28 +224,13 @@ class Evaluation:
                 trained.end_of_document,
                 trained.arch.max_seq_len,
                 self.cfg.bos,
-                None if chat is None else _chat_prompt(chat),
+                None if chat is None else render,
                 trained.check_ids,
             ),
             world,
             until_ids=trained.stop_tokens(chat),
             keep_samples=self.cfg.keep_samples,
         )
-
-
-def _chat_prompt(encoder: ChatEncoder) -> Callable[[str], list[int]]:
-    """Return the function that renders a text as the message of a user, up to the answer."""
-    from dtt.data.conversations.rows import Conversation, RefusedRow
-
-    def render(text: str) -> list[int]:
-        try:
-            return encoder.prompt_ids(Conversation(({"role": "user", "content": text},)))
-        except RefusedRow as refused:
-            raise ConfigError(
-                "a question cannot be rendered with the chat template", why=refused.why
-            ) from None
-
-    return render
 
 
 def open_evaluation(
@@ -246,14 +253,16 @@ def open_evaluation(
             next="dtt eval SOURCE --tasks core, or --tasks hellaswag,lambada_openai",
         )
     tasks = load_tasks(cfg.tasks)
+    found: list[TaskData] = []
 
-    def open_all() -> list[TaskData]:
-        return [open_task(task, cfg.data, limit=cfg.limit, shots=cfg.shots) for task in tasks]
+    def read() -> None:
+        how = {"limit": cfg.limit, "shots": cfg.shots}
+        found.extend(open_task(task, cfg.data, **how) for task in tasks)
 
-    found: list[list[TaskData]] = []
-    if world is not None:
-        world.on_first(lambda: found.append(open_all()))
-    return Evaluation(cfg, found[0] if found else open_all(), chat)
+    on_first(world, read)
+    if not found:  # of another rank
+        read()
+    return Evaluation(cfg, found, chat)
 
 
 def fetch_questions(cfg: EvalConfig) -> None:
@@ -270,14 +279,15 @@ def load_verified(model: EvaluatedModel, world: World) -> LoadedModel:
     """
     log_on_terminal("reading %s", model.name)
     world.on_first(model.verify)
-    trained, error = None, None
+    trained: LoadedModel | None = None
+    error: Exception | None = None
     try:
         trained = model.load()
     except (DttError, OSError) as raised:
         error = raised
-    errors = [one for one in world.gather(error) if one is not None]
-    if errors:
-        raise errors[0]
+    for one in world.gather(error):
+        if one is not None:
+            raise one
     assert trained is not None, "its rank has no error"
     return trained
 

@@ -11,7 +11,7 @@ import difflib
 import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -75,7 +75,16 @@ def run(
     models = choose_models(source, step, None, ema=ema)
     evaluation = Harness(cfg, tuple(harness), index, chat_format)
     for model, record in evaluate_each(models, None, evaluation.evaluate, every=step == ALL):
-        print(json.dumps(record) if as_json else _table(model, record), flush=True)
+        if as_json:
+            print(json.dumps(record), flush=True)
+            continue
+        from lm_eval.utils import make_table
+
+        print(
+            f"{model.name}, lm-eval {record['lm_eval']}", make_table(record), sep="\n", flush=True
+        )
+        if record.get("groups"):
+            print(make_table(record, "groups"), flush=True)
 
 
 def _task_index(tasks: Sequence[str]) -> Any:
@@ -121,6 +130,7 @@ class Harness:
 
         Tasks are loaded first: without network, this fails before any weights are read.
         """
+        import lm_eval
         from lm_eval.utils import handle_non_serializable
 
         loaded = self._load()
@@ -140,7 +150,17 @@ class Harness:
         }
         found = {"format": "dtt-harness-1", "dtt": dtt.__version__, **identity}
         with self._hf_folder(model) as folder:
-            found |= self._evaluate(self._open(folder), loaded)
+            lm = self._open(folder)
+            with self._failures():
+                # Its `simple_evaluate` would also run git and pip to describe the machine.
+                found |= lm_eval.evaluate(
+                    lm,
+                    loaded,
+                    limit=self.cfg.limit,
+                    log_samples=False,
+                    apply_chat_template=self.chat is not None,
+                    fewshot_as_multiturn=True,
+                )
         # The configurations of tasks may contain functions and classes.
         record: dict[str, Any] = json.loads(json.dumps(found, default=handle_non_serializable))
         name = f"harness-{fingerprint(identity)[:12]}.json"
@@ -176,14 +196,9 @@ class Harness:
 
         # It would log a warning for each request that is longer than the context.
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
-        add_bos, device = ADD_BOS[self.cfg.bos], "cuda" if torch.cuda.is_available() else "cpu"
-        lm = HFLM(
-            str(folder),
-            device=device,
-            dtype="float32",
-            add_bos_token=add_bos,
-            trust_remote_code=False,
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        how = {"add_bos_token": ADD_BOS[self.cfg.bos], "trust_remote_code": False}
+        lm = HFLM(str(folder), device=device, dtype="float32", **how)
         lm.batch_size_per_gpu = max(1, self.cfg.batch_tokens // lm.max_length)
         return lm
 
@@ -205,49 +220,17 @@ class Harness:
                 task.set_fewshot_seed(seed=SEED)
         return loaded
 
-    def _evaluate(self, model: Any, loaded: Any) -> dict[str, Any]:
-        """Return lm-eval's results.
-
-        Its `simple_evaluate` would also run git and pip to describe the machine.
-        """
-        import lm_eval
-
-        with self._failures():
-            found: dict[str, Any] = lm_eval.evaluate(
-                model,
-                loaded,
-                limit=self.cfg.limit,
-                log_samples=False,
-                apply_chat_template=self.chat is not None,
-                fewshot_as_multiturn=True,
-            )
-        return found
-
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Raise InputError for tasks that lm-eval cannot load or evaluate."""
         try:
             yield
         except (OSError, ImportError, KeyError, ValueError) as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: Exception) -> InputError:
-        """Return the message for tasks that lm-eval cannot load or evaluate."""
-        return InputError(
-            f"lm-eval cannot evaluate {', '.join(self.tasks)}",
-            why=f"{type(error).__name__}: {error}".splitlines()[0],
-            next="if it is the network: evaluate once where there is one, with eval.limit=1 and "
-            "the same HF_HOME; then set HF_HUB_OFFLINE=1"
-            if isinstance(error, OSError)
-            else "DTT_DEBUG=1 shows where",
-        )
-
-
-def _table(model: EvaluatedModel, record: Mapping[str, Any]) -> str:
-    """Return lm-eval's tables of tasks and groups."""
-    from lm_eval.utils import make_table
-
-    tables = [make_table(record)]
-    if record.get("groups"):
-        tables.append(make_table(record, "groups"))
-    return "\n".join([f"{model.name}, lm-eval {record['lm_eval']}", *tables])
+            raise InputError(
+                f"lm-eval cannot evaluate {', '.join(self.tasks)}",
+                why=f"{type(error).__name__}: {error}".splitlines()[0],
+                next="if it is the network: evaluate once where there is one, with eval.limit=1 "
+                "and the same HF_HOME; then set HF_HUB_OFFLINE=1"
+                if isinstance(error, OSError)
+                else "DTT_DEBUG=1 shows where",
+            ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from dtt.base.files import sha256_file
 from dtt.checkpoint import store
 from dtt.config.init import HF
 from dtt.config.load import load_job
-from dtt.hf.model_source import find_folder, job_of
+from dtt.hf.model_source import find_folder
 
 if TYPE_CHECKING:
     from dtt.hf.read import LoadedModel
@@ -87,17 +87,6 @@ def find_steps(source: str, step: str | None, *, ema: bool = False) -> list[int]
     if step is NEWEST:
         steps.reverse()
     return steps
-
-
-def models_of(
-    source: str, steps: Sequence[int] | None, *, ema: bool = False
-) -> list[EvaluatedModel]:
-    """Return the models of some steps of a job, or with None that of a Hugging Face folder."""
-    if steps is not None:
-        return [checkpoint_model(job_of(source), step, ema=ema) for step in steps]
-    folder = find_folder(source)
-    assert folder is not None, "a job has steps"
-    return [folder_model(source, folder)]
 
 
 def checkpoint_model(

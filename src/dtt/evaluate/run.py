@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError
-from dtt.config.load import resolve
+from dtt.base.ranks import Ranks
+from dtt.checkpoint import store
+from dtt.config.load import load_job, resolve
 from dtt.evaluate.evaluation import evaluate
+from dtt.hf.model_source import find_folder
+from dtt.jobs import job_state
 
 
 def run(arguments: Sequence[str], *, harness: Sequence[str] = (), **options: Any) -> None:
@@ -29,19 +34,16 @@ def run(arguments: Sequence[str], *, harness: Sequence[str] = (), **options: Any
         case [source] if source != "compare":
             evaluate(source, **options)
         case _:
+            first, *rest = arguments or ["SOURCE"]
+            folders = [Path(name.partition("@")[0]).is_dir() for name in rest]
+            several = first == "compare" or any(folders)
             raise ConfigError(
                 "dtt eval takes one model, or `compare` and two",
                 why=f"got {' '.join(arguments)}",
-                next=_meant(arguments),
+                next="dtt eval SOURCE, or dtt eval compare JOB[@STEP] JOB[@STEP]"
+                if several
+                else f"dtt eval {first} --tasks {','.join(rest)}",  # --tasks was forgotten
             )
-
-
-def _meant(arguments: Sequence[str]) -> str:
-    """Return the command that someone meant who named several models, or tasks without --tasks."""
-    source, *rest = arguments
-    if source == "compare" or any(Path(name.partition("@")[0]).is_dir() for name in rest):
-        return "dtt eval SOURCE, or dtt eval compare JOB[@STEP] JOB[@STEP]"
-    return f"dtt eval {source} --tasks {','.join(rest)}"
 
 
 def with_keys(arguments: Sequence[str], tasks: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -62,3 +64,27 @@ def with_keys(arguments: Sequence[str], tasks: Sequence[str]) -> tuple[list[str]
             raise ConfigError(f"--{name} and {key} are both given")
         options[name] = getattr(section, name)
     return sources, options
+
+
+def watched_jobs(arguments: Sequence[str], ranks: Ranks, step: str | None) -> list[JobDir]:
+    """Return the job to watch, or the stages with tasks.
+
+    Raises ConfigError for arguments that make no sense with --watch.
+    """
+    stages = job_state.stages(Path(arguments[0])) if len(arguments) == 1 else []
+    one = bool(stages) or (len(arguments) == 1 and find_folder(arguments[0]) is None)
+    checkpoints, at = store.parse(arguments[0]) if one else (Path(), None)
+    if not one or at is not None or step is not None:
+        raise ConfigError(
+            "--watch takes one job, without a step",
+            why=f"it evaluates all checkpoints (got {' '.join(arguments)}"
+            + (")" if step is None else f" --step {step})"),
+            next=f"dtt eval {checkpoints.parent if one else 'jobs/run'} --watch",
+        )
+    if ranks.size > 1:
+        raise ConfigError(
+            f"--watch runs in one process, not in {ranks.size}",
+            next="start it without torchrun; torchrun … dtt eval JOB --step all uses several GPUs",
+        )
+    asked = [stage for stage in stages if load_job(stage.root).eval.tasks]
+    return asked or stages[-1:] or [JobDir(checkpoints.parent)]

@@ -19,7 +19,7 @@ from dtt.base.log import log
 from dtt.config.train import SAMPLE_TEMPERATURE, TrainConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader, MicroBatch
-from dtt.data.samples.protocol import SampleNumbers, SampleSource
+from dtt.data.samples.protocol import SampleSource
 from dtt.data.text.continuation import Continuation
 from dtt.mesh.mesh import LOSS, Mesh
 from dtt.model.contract import Model
@@ -112,9 +112,12 @@ class Evaluator:
         """Return the means of each source by name; None as soon as `stop()` is true."""
         # fp64: sums of millions of losses in fp32 would lose the digits in which steps differ.
         sums: list[dict[str, Tensor]] = [{} for _ in self.parts]
+        rows = self.reader.micro_batch * self.reader.size
         with evaluating(self.module):
             for total, part in zip(sums, self.parts, strict=True):
-                for samples in chunks(self.reader, part.count):
+                # One micro-batch per rank at a time.
+                for first in range(0, part.count, rows):
+                    samples = np.arange(first, min(first + rows, part.count), dtype=np.uint64)
                     # All ranks get the same answer, so all leave in the same iteration.
                     if stop():
                         return None
@@ -154,13 +157,6 @@ class Evaluator:
     def _mean(self, values: Sequence[float]) -> float:
         """Return the mean of the values of all sources, weighted by their shares."""
         return sum(part.share * value for part, value in zip(self.parts, values, strict=True))
-
-
-def chunks(reader: BatchReader, count: int) -> Iterator[SampleNumbers]:
-    """Yield the first `count` samples in chunks of one micro-batch per rank."""
-    rows = reader.micro_batch * reader.size
-    for first in range(0, count, rows):
-        yield np.arange(first, min(first + rows, count), dtype=np.uint64)
 
 
 @contextmanager

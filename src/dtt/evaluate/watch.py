@@ -1,22 +1,28 @@
 """`dtt eval JOB --watch`: evaluate every checkpoint of a job as it appears.
 
-A job has one watch at a time, which holds a lock. A thread looks for new checkpoints every second,
-also during an evaluation, and hard-links their files into `evals/step-000500/checkpoint/`. So
-retention may delete a checkpoint that waits. The links are removed when it is done. Errors that
-concern one checkpoint, such as damaged files, are recorded, and the others are evaluated; any other
-error ends the watch. After an error of CUDA other than a lack of memory, every later call may fail,
-so it is recorded, and the watch ends, too. With W&B, the results are a run of its own in the group
-of the job, plotted over tokens, because W&B refuses steps before the newest one of a run.
+A thread looks for new checkpoints every second, also during an evaluation, and hard-links their
+files, so retention may delete a checkpoint that waits. Errors that concern one checkpoint, such as
+damaged files, are recorded, and the others are evaluated; any other error ends the watch. After an
+error of CUDA other than a lack of memory, every later call may fail, so it ends the watch, too.
+
+    evals/.watch.lock                               locked by the one watch of the job
+    evals/step-000500/hellaswag-0123456789ab.jsonl  results; complete once they are sealed
+    evals/step-000500/failures.jsonl                a line for each evaluation that failed, and why
+    evals/step-000500/checkpoint/step-000500/       hard links of the checkpoint while it waits
+
+How an evaluation ended follows from these files. Without `failures.jsonl`, it is repeated.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,21 +38,23 @@ from dtt.base.errors import (
     Preempted,
     StorageError,
 )
-from dtt.base.files import exclusive
+from dtt.base.files import append, exclusive, remove
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.base.reading import fits
+from dtt.base.reading import fits, read_records
 from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.config.train import WandbConfig
 from dtt.evaluate import result_table
 from dtt.evaluate.evaluation import Evaluation, configured, open_evaluation
 from dtt.evaluate.models import checkpoint_model
-from dtt.evaluate.states import LINKS, EvalState, EvaluatedStep, weights_of
-from dtt.hf.model_source import find_chat_format, find_folder
+from dtt.evaluate.run import watched_jobs
+from dtt.evaluate.tasks import result_files
+from dtt.evaluate.tasks.result_files import weights_of
+from dtt.hf.model_source import find_chat_format
 from dtt.jobs import job_state
 from dtt.jobs.job_files import JobFiles
-from dtt.jobs.job_state import State, Status
+from dtt.jobs.job_state import State
 from dtt.track import jsonl
 
 if TYPE_CHECKING:
@@ -62,11 +70,17 @@ SECONDS_UNKNOWN = 3600.0
 NOT_A_FAILURE = (ConfigError, EnvironmentUnfit, StorageError, Preempted, OSError)
 """Errors that say nothing about a checkpoint: they end the watch, and it can be started again."""
 
-CONTINUES = (
+CONTINUES = {
     *(State.NEW, State.UNSENT, State.QUEUED, State.RUNNING, State.STOPPING, State.SUSPENDED),
     State.UNKNOWN,
-)
+}
 """States in which a job may still save checkpoints."""
+RETRIES = 2
+"""Number of times that a failed evaluation is repeated."""
+LINKS = "checkpoint"
+"""Name of the folder with hard links."""
+DONE, FAILED, GONE = "done", "failed", "gone"
+"""Outcomes of an evaluation; gone: the checkpoint was deleted before it was evaluated."""
 
 
 def run(
@@ -80,18 +94,21 @@ def run(
 ) -> None:
     """Evaluate every checkpoint of a job as it appears, until the job has ended.
 
-    Of the folder of several stages, watches those with tasks, each until it has ended. The options
-    are those of `dtt eval`, without `step`. Errors that concern a single checkpoint are recorded;
-    the others are evaluated, and the first such error is raised at the end. Raises Preempted on a
-    stop request: the same command continues. Raises InUse if another watch evaluates the job.
+    Of the folder of several stages, watches those with tasks, each until it has ended. Raises the
+    first error that concerns a single checkpoint at the end; Preempted on a stop request, after
+    which the same command continues; InUse if another watch evaluates the job.
     """
     from dtt.jobs.stop import Requests
 
     requests, ranks = Requests(), Ranks.detect()
     requests.act_at_once(ranks)
     try:
-        jobs = _watched_jobs(arguments, ranks, step)
-        found = [_evaluation_of(job, options, chat=chat) for job in jobs]
+        jobs = watched_jobs(arguments, ranks, step)
+        found = []
+        for job in jobs:
+            source = str(job.root)
+            chat_format = find_chat_format(source, None) if chat else None
+            found.append(open_evaluation(configured(source, options), None, chat_format))
     finally:
         requests.defer()
     errors: list[DttError] = []
@@ -99,7 +116,7 @@ def run(
         watches: list[Watch] = []
         for job, evaluation in zip(jobs, found, strict=True):
             stack.enter_context(exclusive(job.evals, "dtt eval --watch", name=".watch.lock"))
-            watch = Watch(job, evaluation, None, lambda: bool(requests.reason), ema, as_json)
+            watch = Watch(job, evaluation, lambda: bool(requests.reason), ema, as_json)
             # A later stage may save while the checkpoints of an earlier one are still evaluated.
             stack.enter_context(watch.protecting())
             watches.append(watch)
@@ -114,38 +131,9 @@ def run(
         raise errors[0]
 
 
-def _evaluation_of(job: JobDir, options: dict[str, Any], *, chat: bool) -> Evaluation:
-    cfg = configured(str(job.root), options)
-    return open_evaluation(cfg, None, find_chat_format(str(job.root), None) if chat else None)
-
-
-def _watched_jobs(arguments: Sequence[str], ranks: Ranks, step: str | None) -> list[JobDir]:
-    """Return the job to watch, or the stages with tasks.
-
-    Raises ConfigError for arguments that make no sense with --watch.
-    """
-    stages = job_state.stages(Path(arguments[0])) if len(arguments) == 1 else []
-    one = bool(stages) or (len(arguments) == 1 and find_folder(arguments[0]) is None)
-    checkpoints, at = store.parse(arguments[0]) if one else (Path(), None)
-    if not one or at is not None or step is not None:
-        raise ConfigError(
-            "--watch takes one job, without a step",
-            why=f"it evaluates all checkpoints (got {' '.join(arguments)}"
-            + (")" if step is None else f" --step {step})"),
-            next=f"dtt eval {checkpoints.parent if one else 'jobs/run'} --watch",
-        )
-    if ranks.size > 1:
-        raise ConfigError(
-            f"--watch runs in one process, not in {ranks.size}",
-            next="start it without torchrun; torchrun … dtt eval JOB --step all uses several GPUs",
-        )
-    asked = [stage for stage in stages if load_job(stage.root).eval.tasks]
-    return asked or stages[-1:] or [JobDir(checkpoints.parent)]
-
-
 @contextmanager
 def _tracked(job: JobDir, *, ema: bool) -> Iterator[WandbTracker | None]:
-    """Yield the W&B tracker of the results if the job uses W&B, else None.
+    """Yield the W&B tracker of the results, plotted over tokens, if the job uses W&B; else None.
 
     It is a run of its own in the group of the job: W&B refuses steps before the newest of a run.
     Every watch sends all results, also those that exist already, so none can be missing.
@@ -171,30 +159,29 @@ def _tracked(job: JobDir, *, ema: bool) -> Iterator[WandbTracker | None]:
         yield tracker
 
 
-@dataclass
 class Watch:
-    """The evaluation of all checkpoints of a job, until the job has ended.
+    """The evaluation of all checkpoints of a job; only one watch of a job changes the links."""
 
-    A thread protects new checkpoints from retention while the main thread evaluates. No other watch
-    works on the job, so only this one changes the hard links.
-    """
-
-    job: JobDir
-    evaluation: Evaluation
-    tracker: WandbTracker | None
-    stop_wanted: Callable[[], bool]
-    ema: bool = False
-    as_json: bool = False
-    waiting: dict[int, EvaluatedStep] = field(default_factory=dict)
-    ended: dict[EvalState, list[int]] = field(default_factory=dict)
-    """Steps whose evaluation has ended, by state."""
-    _seen: dict[int, int] = field(default_factory=dict)
-    """Inode of the checkpoint folder of each step that was found; 0 if there are only links."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _asked: float = -SECONDS_BETWEEN_QUERIES
-    _sign_of_life: float = field(default_factory=time.monotonic)
-    """Time at which the job was last in a known state, or a new checkpoint was found."""
-    _reported: set[State] = field(default_factory=set)
+    def __init__(
+        self,
+        job: JobDir,
+        evaluation: Evaluation,
+        stop_wanted: Callable[[], bool],
+        ema: bool = False,
+        as_json: bool = False,
+    ) -> None:
+        self.job, self.evaluation, self.stop_wanted = job, evaluation, stop_wanted
+        self.ema, self.as_json = ema, as_json
+        self.tracker: WandbTracker | None = None
+        self.waiting: set[int] = set()
+        self.ended: dict[str, list[int]] = {}  # steps by outcome
+        self._seen: dict[int, int] = {}
+        """Inode of the checkpoint folder of each step that was found; 0 if there are only links."""
+        self._lock = threading.Lock()
+        self._asked = -SECONDS_BETWEEN_QUERIES
+        self._sign_of_life = time.monotonic()
+        """Time at which the job was last in a known state, or a new checkpoint was found."""
+        self._reported: set[State] = set()
 
     def run(self) -> None:
         """Evaluate until the job has ended and nothing waits; raise Preempted on a stop request."""
@@ -213,15 +200,15 @@ class Watch:
                 time.sleep(SECONDS_BETWEEN_SCANS)
         saved = {record["step"] for record in jsonl.read(self.job.metrics, "save")}
         for step in sorted(saved - self._seen.keys()):  # deleted, perhaps after its evaluation
-            one = self.open(step)
-            self.end(one, one.ended() or EvalState.GONE)
+            self.end(step, *(self.outcome(step) or (GONE, "")))
 
     @contextmanager
     def protecting(self) -> Iterator[None]:
         """Scan for new checkpoints in a thread inside the context."""
         for folder in self.job.evals.glob(f"step-*/{LINKS}"):  # of a watch that was interrupted
             for step in store.steps(folder):
-                self._seen[step], self.waiting[step] = 0, self.open(step)
+                self._seen[step] = 0
+                self.waiting.add(step)
         over = threading.Event()
 
         def scan() -> None:
@@ -247,16 +234,16 @@ class Watch:
             listed = list(os.scandir(folder)) if folder.is_dir() else []
             inodes = {entry.name: entry.inode() for entry in listed}
             for step in store.steps(folder):
-                inode = inodes.get(store.folder_of(folder, step).name)
+                inode = inodes.get(self.saved(step).name)
                 # None: it appeared just now, and the next scan finds it. Another inode: training
                 # started again at an earlier step, and its weights are others.
                 if inode is None or self._seen.get(step) == inode:
                     continue
-                one = self.open(step)
-                if one.ended() is None:
-                    one.protect()
+                if self.outcome(step) is None:
+                    self.protect(step)
                 self._sign_of_life = time.monotonic()
-                self._seen[step], self.waiting[step] = inode, one
+                self._seen[step] = inode
+                self.waiting.add(step)
 
     def job_over(self) -> bool:
         """Return True if the job will save no more checkpoints."""
@@ -266,7 +253,10 @@ class Watch:
             if time.monotonic() - self._asked < SECONDS_BETWEEN_QUERIES:
                 return False
             self._asked = time.monotonic()
-        status = self._status()
+        [status] = job_state.examine([self.job])
+        waits = status.state is State.NEW and self.job.stage_record()
+        if waits and whole.submission_record() is not None:  # the Slurm job of all stages
+            [status] = job_state.examine([whole])
         state = status.state
         if state in (State.NEW, State.UNKNOWN) and state not in self._reported:
             self._reported.add(state)
@@ -279,75 +269,128 @@ class Watch:
             return False  # its Slurm job may still start it again
         return state not in CONTINUES and not status.alive and not status.queued
 
-    def _status(self) -> Status:
-        """Return the state of the job, of a stage that has not started that of its Slurm job."""
-        [status] = job_state.examine([self.job])
-        whole = JobDir(self.job.root.parent)
-        waits = status.state is State.NEW and self.job.stage_record() is not None
-        if waits and whole.submission_record() is not None:
-            [status] = job_state.examine([whole])
-        return status
+    def folder(self, step: int) -> Path:
+        """Return the folder of the results of a step."""
+        return store.folder_of(self.job.evals, step)
 
-    def open(self, step: int) -> EvaluatedStep:
-        """Return the evaluation of a step."""
+    def saved(self, step: int) -> Path:
+        """Return the checkpoint of the job, which retention may delete."""
+        return store.folder_of(self.job.checkpoints, step)
 
-        def files(weights: str) -> Sequence[ResultFile]:
-            model = checkpoint_model(self.job, step, ema=self.ema)
-            return self.evaluation.files(replace(model, identity=lambda: weights))
+    def linked(self, step: int) -> Path:
+        """Return the hard links of a checkpoint, which retention does not delete."""
+        return store.folder_of(self.folder(step) / LINKS, step)
 
-        return EvaluatedStep(self.job, step, files, self.key)
+    def checkpoint(self, step: int) -> Path | None:
+        """Return the folder to evaluate, unverified; None if the checkpoint was deleted."""
+        return next((path for path in (self.linked(step), self.saved(step)) if path.is_dir()), None)
+
+    def files(self, step: int, weights: str) -> Sequence[ResultFile]:
+        """Return the result file of each task, for the weights with a hash."""
+        model = checkpoint_model(self.job, step, ema=self.ema)
+        return self.evaluation.files(replace(model, identity=lambda: weights))
+
+    def outcome(self, step: int) -> tuple[str, str] | None:
+        """Return how a step has ended, and the hash of weights with results; None if it has not."""
+        checkpoint = self.checkpoint(step)
+        if checkpoint is not None:
+            hashes = {weights_of(checkpoint)}
+        else:  # deleted: of all weights of this step whose evaluation was started
+            paths = self.folder(step).glob("*-*.jsonl")
+            headers = [result_files.read(path).header for path in paths]
+            hashes = {header["weights"] for header in headers if header}
+            hashes |= {record["weights"] for record in self.failures(step)}
+        for weights in hashes:
+            if all(file.result() is not None for file in self.files(step, weights)):
+                return DONE, weights
+        failed = Counter(record["weights"] for record in self.failures(step))
+        if any(failed[weights] > RETRIES for weights in hashes):
+            return FAILED, ""
+        return (GONE, "") if checkpoint is None else None
+
+    def protect(self, step: int) -> None:
+        """Hard-link a checkpoint, so that it can be evaluated after its deletion.
+
+        Replaces the links of another checkpoint of the step, of training that was started again at
+        an earlier one. Does nothing if the checkpoint is deleted meanwhile.
+        """
+        saved, linked = self.saved(step), self.linked(step)
+        if linked.is_dir() and weights_of(linked) == weights_of(saved):
+            return
+        staging = linked.with_name(".tmp")  # renamed at the end, so that links are complete
+        remove(staging)
+        staging.mkdir(parents=True)
+        try:
+            names = [file.name for file in saved.iterdir() if file.is_file()]
+            if not names:  # deleted after it was listed
+                raise FileNotFoundError(saved)
+            if not store.link_files(saved, staging, names):
+                log.warning("%s is copied: hard links are not possible here", saved)
+            remove(linked)
+            staging.rename(linked)
+        except FileNotFoundError:
+            log.debug("%s was deleted", saved)
+        finally:
+            remove(staging)
+
+    def failures_file(self, step: int) -> Path:
+        """Return the record of failed evaluations; without it, they are repeated."""
+        return self.folder(step) / "failures.jsonl"
+
+    def failures(self, step: int) -> list[dict[str, Any]]:
+        """Return the records of evaluations of a step that failed with these options."""
+        fields = {"weights": str, "key": str, "reason": str, "code": int}
+        records = read_records(self.failures_file(step), fields)
+        return [record for record in records if record["key"] == self.key]
 
     @cached_property
     def key(self) -> str:
-        """The hash that tells failures of one watch from those of others."""
-        cfg, chat = self.evaluation.cfg, self.evaluation.chat
-        what = {
-            "tasks": [
-                [data.task.name, data.task.identity(), data.sha256, data.shots]
-                for data in self.evaluation.tasks
-            ],
-            # Also the tokens of a batch: with fewer, there may be enough memory.
-            **cfg.model_dump(mode="json", include={"limit", "bos", "keep_samples", "batch_tokens"}),
-            "chat": None if chat is None else chat.facts.model_dump(),
-            "ema": self.ema,
-        }
-        return fingerprint(what)[:8]
+        """Hash of what a failure depends on besides the weights."""
+        headers = [file.header for file in self.files(0, "")]
+        # With fewer tokens in a batch, there may be enough memory.
+        return fingerprint([headers, self.evaluation.cfg.batch_tokens])[:8]
 
     def evaluate_next(self) -> bool:
         """Evaluate one waiting checkpoint; return False if none waits or others evaluate them."""
         with self._lock:
-            waiting = list(self.waiting.values())
-        for one in sorted(waiting, key=lambda one: (len(one.failures()), one.step)):
-            state = one.ended()
-            if state is None:
+            waiting = list(self.waiting)
+        for step in sorted(waiting, key=lambda step: (len(self.failures(step)), step)):
+            outcome = self.outcome(step)
+            if outcome is None:
                 try:
-                    self.try_to_evaluate(one)
+                    self.try_to_evaluate(step)
                 except InUse:  # `dtt eval JOB@STEP` writes one of its result files
                     continue
-                state = one.ended()
-            if state is not None:
-                self.end(one, state)
+                outcome = self.outcome(step)
+            if outcome is not None:
+                self.end(step, *outcome)
             return True
         return False
 
-    def try_to_evaluate(self, one: EvaluatedStep) -> None:
-        """Evaluate a checkpoint; record an error that concerns only this checkpoint.
-
-        Raises EnvironmentUnfit after an error of a GPU, with which this process cannot continue.
-        """
-        checkpoint = one.checkpoint
+    def try_to_evaluate(self, step: int) -> None:
+        """Evaluate a checkpoint; record an error that concerns only this checkpoint."""
+        checkpoint = self.checkpoint(step)
         assert checkpoint is not None, "its evaluation would have ended"
         try:
-            self.evaluate(one.step, checkpoint)
+            self.evaluate(step, checkpoint)
         except NOT_A_FAILURE:
             raise
         except Exception as error:  # such as a lack of GPU memory
-            one.record_failure(weights_of(checkpoint), error)
-            log.warning("the evaluation of step %d failed: %s", one.step, error)
-            if _breaks_gpu(error):
+            code, reason = ExitCode.BUG, f"{type(error).__name__}: {error}"
+            if isinstance(error, DttError):
+                code, reason = error.exit_code, str(error)
+            record = {"time": round(time.time()), "weights": weights_of(checkpoint)}
+            record |= {"key": self.key, "code": code, "reason": reason}
+            append(self.failures_file(step), json.dumps(record) + "\n")
+            log.warning("the evaluation of step %d failed: %s", step, error)
+            import torch
+
+            # With an error of a GPU, this process cannot continue.
+            of_torch = isinstance(error, RuntimeError) and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            if of_torch and not isinstance(error, torch.OutOfMemoryError):
                 raise EnvironmentUnfit(
-                    f"the evaluation of step {one.step} of {self.job.root} failed on the GPU",
-                    where=one.failures_file,
+                    f"the evaluation of step {step} of {self.job.root} failed on the GPU",
+                    where=self.failures_file(step),
                     why=str(error),
                     next=f"dtt eval {self.job.root} --watch continues in a new process",
                 ) from error
@@ -359,20 +402,28 @@ class Watch:
         files = self.evaluation.files(model)
         result_table.show(model, files, results, as_json=self.as_json)
 
-    def end(self, one: EvaluatedStep, state: EvalState) -> None:
-        """Note that nothing is left to do for a checkpoint."""
+    def end(self, step: int, outcome: str, weights: str) -> None:
+        """Note that nothing is left to do for a checkpoint; send its results to W&B."""
         with self._lock:
-            self.waiting.pop(one.step, None)
-        self.ended.setdefault(state, []).append(one.step)
-        if state is EvalState.GONE:
-            log.warning("step %d was deleted before it could be evaluated", one.step)
-        if (weights := one.done_weights()) is not None:
-            self.report(one, weights)
+            self.waiting.discard(step)
+        self.ended.setdefault(outcome, []).append(step)
+        if outcome == GONE:
+            log.warning("step %d was deleted before it could be evaluated", step)
+        if outcome == DONE and self.tracker is not None:
+            from dtt.evaluate.tasks.runner import task_record
+
+            if step not in self.tokens:
+                del self.tokens  # trained since they were read
+            for file in self.files(step, weights):
+                result = file.result()
+                assert result is not None, "the step is done"
+                axes = {"tokens": self.tokens.get(step, 0)}
+                self.tracker.log(task_record(step, result) | axes)
         # Other failed checkpoints are kept: perhaps they can be evaluated with other options.
-        if state is EvalState.DONE or (
-            state is EvalState.FAILED and one.failures()[-1]["code"] == ExitCode.DAMAGED
+        if outcome == DONE or (
+            outcome == FAILED and self.failures(step)[-1]["code"] == ExitCode.DAMAGED
         ):
-            one.release()
+            remove(self.folder(step) / LINKS)
 
     @cached_property
     def tokens(self) -> dict[int, int]:
@@ -381,45 +432,19 @@ class Watch:
         whole = (record for record in train if fits(record, {"tokens": int}))
         return {record["step"]: record["tokens"] for record in whole}
 
-    def report(self, one: EvaluatedStep, weights: str) -> None:
-        """Send the results of a step that is done to W&B, plotted over the number of tokens."""
-        from dtt.evaluate.tasks.runner import task_record
-
-        if self.tracker is None:
-            return
-        if one.step not in self.tokens:
-            del self.tokens  # trained since they were read
-        for file in one.files(weights):
-            result = file.result()
-            assert result is not None, "the step is done"
-            axes = {"tokens": self.tokens.get(one.step, 0)}
-            self.tracker.log(task_record(one.step, result) | axes)
-
     def report_end(self) -> None:
-        """Log the number of checkpoints by state; raise the error of one that failed, if any."""
-        job = self.job
-        counts = ", ".join(f"{len(steps)} {state}" for state, steps in sorted(self.ended.items()))
+        """Log the number of checkpoints by outcome; raise the error of one that failed, if any."""
+        job, ended = self.job, sorted(self.ended.items())
+        counts = ", ".join(f"{len(steps)} {how}" for how, steps in ended)
         log.info("%s has ended: %s", job.root, counts or "no checkpoints")
-        failed = [self.open(step) for step in self.ended.get(EvalState.FAILED, [])]
-        if failed:
-            record = failed[0].failures()[-1]
+        if failed := self.ended.get(FAILED):
+            record = self.failures(failed[0])[-1]
             error = DttError(
                 f"{len(failed)} checkpoints of {job.root} could not be evaluated: "
-                f"{', '.join(f'step {one.step}' for one in failed)}",
-                where=failed[0].failures_file,
+                f"{', '.join(f'step {step}' for step in failed)}",
+                where=self.failures_file(failed[0]),
                 why=record["reason"],
                 next=f"rm {job.evals}/step-*/failures.jsonl, and run the same command to try again",
             )
             error.exit_code = ExitCode(record["code"])
             raise error
-
-
-def _breaks_gpu(error: Exception) -> bool:
-    """Return True for an error after which CUDA may fail at every call, such as an illegal access.
-
-    Not for a lack of memory.
-    """
-    import torch
-
-    survived = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
-    return not survived and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -12,12 +12,12 @@ from dtt.base.errors import DttError
 from dtt.base.reading import fits, is_kind
 from dtt.checkpoint import store
 from dtt.config.evaluation import EvalConfig
-from dtt.evaluate.states import weights_of
 from dtt.evaluate.tasks.result_files import (
     SCORING_VERSION,
     SealedResult,
     of_weights,
     read_sealed,
+    weights_of,
 )
 from dtt.track.base import Record
 

@@ -74,7 +74,7 @@ def test_gigatoken_encodes_all_but_what_it_could_encode_differently(shared: Path
     texts = ["a<|im_end|>b", "日本語", "e\u0301", "\u0378", "", "<|endoftext|>"]
     taken = [one is not None for one in tokens._gigatoken(texts)]
     assert taken == [True, True, False, False, True, True]
-    for ours, exact in zip(tokens.encode(texts), tokens._exact(texts), strict=True):
+    for ours, exact in zip(tokens.encode(texts), tokens.exact(texts), strict=True):
         assert all(map(np.array_equal, ours, exact))
 
 

@@ -27,12 +27,12 @@ def fill(file: ResultFile) -> list[int]:
     """Continue the file to its end; return the numbers of the blocks that were written."""
     written = []
     with file.writing() as writer:
-        if writer.content.result is not None:
+        if writer.result is not None:
             return []
-        while writer.content.blocks < len(BLOCKS):
-            written.append(writer.content.blocks)
-            writer.append(BLOCKS[writer.content.blocks])
-        writer.seal(result_of(writer.content.records))
+        while writer.blocks < len(BLOCKS):
+            written.append(writer.blocks)
+            writer.append(BLOCKS[writer.blocks])
+        writer.seal(result_of(writer.records))
     return written
 
 

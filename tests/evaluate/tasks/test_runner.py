@@ -20,7 +20,7 @@ from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.evaluate.tasks.definition import load_tasks, shipped_tasks
 from dtt.evaluate.tasks.encoding import QuestionEncoder
-from dtt.evaluate.tasks.option_trees import TreeBatch
+from dtt.evaluate.tasks.options import OptionBatch
 from dtt.evaluate.tasks.result_files import ResultFile
 from dtt.evaluate.tasks.runner import TaskRunner, _Reply
 from dtt.evaluate.tasks.scorer import Generator, Scorer
@@ -93,8 +93,9 @@ def test_windows_of_a_long_document_are_divided_over_batches(
     runner, sizes = make_runner(start(Ranks(), "cpu")), []
     scored = Scorer._scores
 
-    def counted(self: Scorer, batch: TreeBatch) -> Any:
-        sizes.append(batch.size)
+    def counted(self: Scorer, batch: OptionBatch) -> Any:
+        assert batch.trees is not None
+        sizes.append(len(batch.trees.tokens))
         return scored(self, batch)
 
     monkeypatch.setattr(Scorer, "_scores", counted)
@@ -234,12 +235,12 @@ def errors_of_rank_0(world: World, folder: str) -> list[str]:
 
 
 def full(file: ResultFile) -> None:
-    from dtt.evaluate.tasks.result_files import ResultWriter
+    from dtt.evaluate.tasks.result_files import ResultContent
 
-    def append(self: ResultWriter, records: Any) -> None:
+    def append(self: ResultContent, records: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    ResultWriter.append = append  # type: ignore[method-assign]  # a process of its own
+    ResultContent.append = append  # type: ignore[method-assign]  # a process of its own
 
 
 def test_an_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path) -> None:

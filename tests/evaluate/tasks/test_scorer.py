@@ -14,8 +14,7 @@ from dtt.base.errors import Diverged
 from dtt.base.ranks import Ranks
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
-from dtt.evaluate.tasks.option_trees import tree_batches
-from dtt.evaluate.tasks.options import Option, OptionScore
+from dtt.evaluate.tasks.options import Option, OptionBatch, OptionScore, tree_batches
 from dtt.evaluate.tasks.scorer import Generator, Scorer
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import make_mesh
@@ -127,14 +126,19 @@ def test_scores_are_those_of_plain_forward_passes_at_any_batch_size(family: str)
         assert_equal(score(model, world, asked, tokens), expected)
 
 
+def size(batch: OptionBatch) -> int:
+    assert batch.trees is not None
+    return len(batch.trees.tokens)
+
+
 def test_what_options_share_is_computed_once() -> None:
     context = (1, 2, 3, 4)
     alone = [Option(context, (5, 6, 7)), Option(context, (8, 9)), Option(context, (8,))]
     (batch,) = tree_batches([alone], 1000)
-    assert batch.size == 4 + 2 + 1 + 0
-    assert [batch.size for batch in tree_batches([alone] * 5, 14)] == [14, 14, 7]
+    assert size(batch) == 4 + 2 + 1 + 0
+    assert [size(batch) for batch in tree_batches([alone] * 5, 14)] == [14, 14, 7]
     # A question that exceeds a batch is divided by options.
-    assert [batch.size for batch in tree_batches([alone], 6)] == [4 + 2, 4 + 1]
+    assert [size(batch) for batch in tree_batches([alone], 6)] == [4 + 2, 4 + 1]
 
 
 def test_batches_have_at_most_the_given_tokens_and_all_options_once() -> None:
@@ -145,7 +149,7 @@ def test_batches_have_at_most_the_given_tokens_and_all_options_once() -> None:
         every = [(i, j) for i, options in enumerate(asked) for j in range(len(options))]
         assert sorted(key for row in rows for key in row) == every
         for batch, row in zip(batches, rows, strict=True):
-            assert batch.size <= tokens or len(row) == 1
+            assert size(batch) <= tokens or len(row) == 1
         scored = sum(len(batch.scored) for batch in batches)
         assert scored == sum(len(one.continuation) for options in asked for one in options)
 

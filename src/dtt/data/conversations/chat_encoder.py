@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import ChatFacts, LostText
 from dtt.base.errors import ConfigError
 from dtt.config.data import ChatConfig, Engine
-from dtt.data.conversations.control_text import ControlText, StandInTokenizer, without_marks
+from dtt.data.conversations.control_text import ControlText, StandInTokenizer
 from dtt.data.conversations.conversation_tokens import (
     ConversationTokens,
     EncodedText,
@@ -26,10 +27,9 @@ from dtt.data.conversations.conversation_tokens import (
 )
 from dtt.data.conversations.loss_mask import AnswerSpan, LossMask, check_reasoning
 from dtt.data.conversations.rows import Conversation, Message, RefusedRow
-from dtt.data.conversations.sandbox import MARKS
+from dtt.data.conversations.sandbox import FROM_ROW, MARKS
 from dtt.data.conversations.template import ChatTemplate
 from dtt.data.text.encoder import find_end_of_document, vocabulary_size
-from dtt.data.text.encoding_errors import Unencodable, encoding
 from dtt.data.text.lost_characters import LostCharacters
 from dtt.data.text.tokenizer import exact_tokenizer
 
@@ -48,17 +48,17 @@ class EncodedConversation:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A rendered conversation that has not been encoded yet."""
+    """A rendered conversation."""
 
     text: str
     answers: list[AnswerSpan]
-    """Answers whose tokens are targets."""
-    excluded: list[AnswerSpan] | None
-    """With `train_on: all`, messages whose tokens are not targets, unlike all others; else None."""
-    written: list[tuple[int, str]] | None
-    """Positions of the special tokens that the template wrote, if the row contains others."""
+    """Answers whose tokens are targets; with `train_on: all`, messages whose tokens are not."""
     last: Message | None
     """The message at the end, if it is an answer whose tokens are targets."""
+    encoded: EncodedText | None
+    """Its ids if the row contains strings of special tokens, which stay text; else it has none."""
+    written: list[str]
+    """The special tokens that the template wrote, in that case."""
 
 
 class ChatEncoder:
@@ -143,23 +143,16 @@ class ChatEncoder:
                 rendered.append([self._render(*sample) for sample in self._samples(conversation)])
             except RefusedRow as refused:
                 rendered.append(refused)
-        plain = [
-            one.text
-            for row in rendered
-            if not isinstance(row, RefusedRow)
-            for one in row
-            if one.written is None
-        ]
+        samples = [one for row in rendered if isinstance(row, list) for one in row]
         # One call for all, as the cost of a call exceeds that of a short text.
-        encodings = iter(self.tokens.encode(plain))
+        texts = [one.text for one in samples if one.encoded is None]
+        encodings = iter(self.tokens.encode(texts))
         results: list[list[EncodedConversation] | RefusedRow] = []
         for row in rendered:
             if isinstance(row, RefusedRow):
                 results.append(row)
                 continue
-            mine: list[EncodedText | RefusedRow] = [
-                next(encodings) if one.written is None else self._text_located(one) for one in row
-            ]
+            mine = [one.encoded or next(encodings) for one in row]
             try:
                 results.append([self._finish(*pair) for pair in zip(row, mine, strict=True)])
             except RefusedRow as refused:
@@ -198,57 +191,49 @@ class ChatEncoder:
         # Through the same render as training, so that the model sees the ids it was trained on.
         text = self.template.render(conversation, add_generation_prompt=True)
         _check_marks(text)
-        suspicious = self._suspicious(conversation)
-        written = None
-        if suspicious is not None:
-            written = self._written(text, suspicious, prompt=True)
-        if written is not None:
-            return list(self._as_text(text, written).ids)
-        return list(self._encoded(self._tokenizer, text).ids)
-
-    def _suspicious(self, conversation: Conversation) -> Conversation | None:
-        """Return a conversation with marks at its special-token strings; None if there are none."""
-        if self.cfg.control_text == "token":
-            return None
-        return self._control.mark(conversation)
+        written = self._written(text, conversation, prompt=True)
+        return [*map(int, self._encoded(text, written).ids)]
 
     def _written(
-        self, text: str, suspicious: Conversation, prompt: bool = False
+        self, text: str, conversation: Conversation, prompt: bool = False
     ) -> list[tuple[int, str]] | None:
         """Return the special tokens that the template wrote; None if the row contains none.
 
-        `text` is the render of the conversation, and `suspicious` is the same with marks. Raises
-        RefusedRow if they cannot be distinguished, or the configuration refuses such rows.
+        `text` is the render of the conversation. Raises RefusedRow if they cannot be distinguished,
+        or the configuration refuses such rows.
         """
-        plain: str | None = None
-        from_row: list[int] = []
+        if self.cfg.control_text == "token":
+            return None
+        suspicious = self._control.mark(conversation)
+        if suspicious is None:
+            return None
+        parts: list[str] = []
         with suppress(RefusedRow):
-            plain, from_row = without_marks(self.template.render(suspicious, prompt))
+            parts = self.template.render(suspicious, prompt).split(FROM_ROW)
         # A template that reacts to the marks would be encoded differently than without them.
-        if plain != text:
+        if not parts or "".join(parts) != text:
             raise RefusedRow(
                 "it contains text like a special token, which the chat template treats specially"
             )
-        written, contained = self._control.find(text, from_row)
+        places = [*accumulate(map(len, parts[:-1]))]
+        written, contained = self._control.find(text, places)
         if not contained:
             return None
         if self.cfg.control_text == "stop":
             raise RefusedRow(f"it contains the string of a special token: {contained[0]}")
         return written
 
-    def _as_text(self, text: str, written: list[tuple[int, str]]) -> Encoding:
-        """Encode a text in which only the special tokens at the given positions are special."""
-        if self._stand_in is None:
-            self._stand_in = StandInTokenizer(self._content, self._control.tokens, self._where)
-        return self._encoded(self._stand_in.tokenizer, self._stand_in.text(text, written))
-
-    def _encoded(self, tokenizer: Tokenizer, text: str) -> Encoding:
-        try:
-            with encoding(self._where):
-                # A batch: `encode` alone keeps the lock of Python, and other answers would wait.
-                return tokenizer.encode_batch([text], add_special_tokens=False)[0]
-        except Unencodable as error:
-            raise RefusedRow(f"the tokenizer cannot encode it: {error.why}") from None
+    def _encoded(self, text: str, written: list[tuple[int, str]] | None) -> EncodedText:
+        """Encode a text; if `written`, only the special tokens at these positions are special."""
+        stand_in: tuple[Tokenizer, str] | None = None
+        if written is not None:
+            if self._stand_in is None:
+                self._stand_in = StandInTokenizer(self._content, self._control.tokens, self._where)
+            stand_in = self._stand_in.tokenizer, self._stand_in.text(text, written)
+        [encoded] = self.tokens.exact([text], stand_in)
+        if isinstance(encoded, RefusedRow):
+            raise encoded
+        return encoded
 
     def _samples(self, conversation: Conversation) -> list[tuple[Conversation, list[int]]]:
         """Return conversations, each with the indices of the answers to train on."""
@@ -269,71 +254,62 @@ class ChatEncoder:
         """Return the text of a conversation and the spans of its targets."""
         text = self.template.render(conversation)
         _check_marks(text)
-        suspicious = self._suspicious(conversation)
-        written = None if suspicious is None else self._written(text, suspicious)
+        written = self._written(text, conversation)
         end = len(conversation.messages) - 1
         if self.cfg.train_on == "all":
             # The text between messages is a target too, so the messages that are none are located.
             others = [i for i, flag in enumerate(conversation.trained) if not flag]
-            answers, excluded = [], self._masks.answers(conversation, text, others)
+            answers = self._masks.answers(conversation, text, others)
             is_target = end not in others
         else:
-            answers, excluded = self._masks.answers(conversation, text, trained), None
+            answers = self._masks.answers(conversation, text, trained)
             for answer in answers:
                 check_reasoning(conversation, answer, text[answer.start : answer.end])
             is_target = end in trained
         last = conversation.messages[end]
-        is_answer = is_target and last["role"] == "assistant"
-        return _Rendered(text, answers, excluded, written, last if is_answer else None)
-
-    def _text_located(self, rendered: _Rendered) -> EncodedText | RefusedRow:
-        assert rendered.written is not None
-        try:
-            encoded = self._as_text(rendered.text, rendered.written)
-        except RefusedRow as refused:
-            return refused
-        return self.tokens.located(rendered.text, encoded)
+        return _Rendered(
+            text,
+            answers,
+            last if is_target and last["role"] == "assistant" else None,
+            None if written is None else self._encoded(text, written),
+            [token for _, token in written or ()],
+        )
 
     def _finish(
         self, rendered: _Rendered, encoded: EncodedText | RefusedRow
     ) -> EncodedConversation:
         if isinstance(encoded, RefusedRow):
             raise encoded
-        ids = encoded.ids
+        ids, trains_all = encoded.ids, self.cfg.train_on == "all"
         self.lost += self._lost.in_conversation(rendered.text, ids) or LostText()
-        mask = np.full(len(ids), rendered.excluded is not None)
+        mask = np.full(len(ids), trains_all)
         for one in rendered.answers:
             answer = in_units(one, rendered.text, encoded.text)
-            first, last = self._targets(answer, encoded)
-            mask[first:last] = True
-        for one in rendered.excluded or ():
-            answer = in_units(one, rendered.text, encoded.text)
-            first, last = overlap(encoded, answer)
-            mask[first:last] = False
-        if rendered.written is not None:
-            expected = [self._tokenizer.token_to_id(token) for _, token in rendered.written]
+            find = overlap if trains_all else self._targets
+            first, last = find(encoded, answer)
+            mask[first:last] = not trains_all
+        if rendered.encoded is not None:
+            expected = [self._tokenizer.token_to_id(token) for token in rendered.written]
             if ids[self._is_special[ids]].tolist() != expected:
                 raise RefusedRow("the tokenizer turns its text into special tokens")
         mask[:1] = False
         if not mask.any():
-            if any(one.is_omitted for one in rendered.answers):
+            if not trains_all and any(one.is_omitted for one in rendered.answers):
                 raise RefusedRow("the chat template renders nothing of its answers")
             raise RefusedRow("no token is a target")
-        if rendered.last is not None and self._stops and not self._is_ended(encoded):
-            if rendered.last.get("tool_calls"):
-                raise RefusedRow("the chat template ends a tool call only before its result")
-            # The next role ends an answer, and the last one has no next: without a stop token, a
-            # model that is trained on single questions would never stop.
-            ids, mask = np.append(ids, np.uint32(self.stop_tokens[0])), np.append(mask, True)
+        if rendered.last is not None and self._stops:
+            special = np.flatnonzero(self._is_special[ids])
+            after = int(encoded.ends[special[-1]]) if len(special) else 0
+            if encoded.text[after:].strip():  # more than white space behind the last special token
+                if rendered.last.get("tool_calls"):
+                    raise RefusedRow("the chat template ends a tool call only before its result")
+                # The next role ends an answer, and the last one has no next: without a stop token,
+                # a model that is trained on single questions would never stop.
+                ids = np.append(ids, np.uint32(self.stop_tokens[0]))
+                mask = np.append(mask, True)
         return EncodedConversation(ids, mask)
 
-    def _is_ended(self, encoded: EncodedText) -> bool:
-        """Return True if nothing but white space follows the last special token."""
-        special = np.flatnonzero(self._is_special[encoded.ids])
-        after = int(encoded.ends[special[-1]]) if len(special) else 0
-        return not encoded.text[after:].strip()
-
-    def _targets(self, answer: AnswerSpan, encoded: EncodedText) -> tuple[int, int]:
+    def _targets(self, encoded: EncodedText, answer: AnswerSpan) -> tuple[int, int]:
         """Return the range of the tokens of an answer, up to and including its stop token.
 
         The stop token is the first stop token among the special tokens at the end of the answer.
@@ -365,9 +341,16 @@ class ChatEncoder:
         found: Counter[int] = Counter()
         cfg = self.cfg
         self.cfg = cfg.model_copy(update={"train_on": "assistant", "turns": "all"})
-        # Some templates read only contents that are lists of parts.
-        for probes in (STOP_PROBES, [*map(_with_parts, STOP_PROBES)]):
-            rows = [Conversation(tuple(one), None, {}, (True,) * len(one)) for one in probes]
+        for as_parts in (False, True):  # some templates read only contents that are lists of parts
+            rows = []
+            for probe in STOP_PROBES:
+                messages = probe
+                if as_parts:
+                    messages = tuple(
+                        {**one, "content": [{"type": "text", "text": one["content"]}]}
+                        for one in probe
+                    )
+                rows.append(Conversation(messages, None, {}, (True,) * len(probe)))
             for result in self.encode_batch(rows) if not found else ():
                 for one in [] if isinstance(result, RefusedRow) else result:
                     ends = one.mask & ~np.append(one.mask[1:], False)
@@ -384,9 +367,9 @@ class ChatEncoder:
         return tuple(token for token, _ in found.most_common())
 
 
-_USER = {"role": "user", "content": "How warm is it?"}
+_USER: Message = {"role": "user", "content": "How warm is it?"}
 _CALL = {"type": "function", "function": {"name": "thermometer", "arguments": {}}}
-STOP_PROBES = (
+STOP_PROBES: tuple[tuple[Message, ...], ...] = (
     (_USER, {"role": "assistant", "content": "Warm."}),
     (
         _USER,
@@ -402,14 +385,6 @@ STOP_PROBES = (
     ),
 )
 """Conversations that show how a template ends answers."""
-
-
-def _with_parts(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Return messages whose contents are lists with one part."""
-    return tuple(
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        for message in messages
-    )
 
 
 def _check_marks(text: str) -> None:

@@ -7,7 +7,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +102,6 @@ class ControlText:
                 written.append((at.start(), at.group()))
                 at = self._pattern.search(text, at.end())
         return written, contained
-
-
-def without_marks(marked: str) -> tuple[str, list[int]]:
-    """Return a render without the marks FROM_ROW, and their positions in it."""
-    parts = marked.split(FROM_ROW)
-    return "".join(parts), [*accumulate(map(len, parts[:-1]))]
 
 
 class StandInTokenizer:

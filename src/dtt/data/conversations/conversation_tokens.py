@@ -76,7 +76,11 @@ class ConversationTokens(EngineChoice):
         if not self._separators:
             raise UnsupportedTokenizer("the tokenizer has no special tokens")
         name = self._separators[0][0].decode()
-        return Gigatoken(content, facts.get("normalizer"), special, name, _never)
+
+        def never(documents: list[bytes]) -> EncodedBatch:
+            raise AssertionError("conversations are not encoded as documents")
+
+        return Gigatoken(content, facts.get("normalizer"), special, name, never)
 
     def engine_problem(self, sample: Sequence[str]) -> str | None:
         """Return the reason why gigatoken cannot be used, or None if it can.
@@ -88,7 +92,7 @@ class ConversationTokens(EngineChoice):
         hard = hard_texts(self._added)
         pairs = [f"{a}{b} {a}\n{b}" for a, b in zip(self._added, self._added[1:], strict=False)]
         for text in [*sample, *hard, *pairs, *(f"{self._added[-1]}{text}" for text in hard)]:
-            (ours,), (exact,) = self._gigatoken([text]), self._exact([text])
+            (ours,), (exact,) = self._gigatoken([text]), self.exact([text])
             if isinstance(exact, RefusedRow):
                 continue
             if ours is not None and not all(map(np.array_equal, ours, exact)):
@@ -98,23 +102,30 @@ class ConversationTokens(EngineChoice):
     def encode(self, texts: list[str]) -> list[EncodedText | RefusedRow]:
         """Encode texts; the result for one that the tokenizer cannot encode is the reason."""
         if self._fast is None:
-            return self._exact(texts)
+            return self.exact(texts)
         found = self._gigatoken(texts)
-        exact = iter(self._exact([text for text, one in zip(texts, found, strict=True) if not one]))
+        exact = iter(self.exact([text for text, one in zip(texts, found, strict=True) if not one]))
         return [one or next(exact) for one in found]
 
-    def _exact(self, texts: list[str]) -> list[EncodedText | RefusedRow]:
+    def exact(
+        self, texts: list[str], stand_in: tuple[Tokenizer, str] | None = None
+    ) -> list[EncodedText | RefusedRow]:
+        """Encode texts with `tokenizers`, or one by a stand-in with its text of the same length."""
+        tokenizer, inputs = self._tokenizer, texts
+        if stand_in is not None:
+            tokenizer, inputs = stand_in[0], [stand_in[1]]
         try:
             with encoding("the tokenizer", patterns=self._patterns):
-                encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+                # A batch: `encode` alone keeps the lock of Python, and other answers would wait.
+                encodings = tokenizer.encode_batch(inputs, add_special_tokens=False)
         except Unencodable as error:
             if len(texts) == 1:
                 return [RefusedRow(f"the tokenizer cannot encode it: {error.why}")]
             middle = len(texts) // 2  # halved, until only the text in question is left
-            return self._exact(texts[:middle]) + self._exact(texts[middle:])
-        return [self.located(*pair) for pair in zip(texts, encodings, strict=True)]
+            return self.exact(texts[:middle]) + self.exact(texts[middle:])
+        return [self._located(*pair) for pair in zip(texts, encodings, strict=True)]
 
-    def located(self, text: str, one: Encoding) -> EncodedText:
+    def _located(self, text: str, one: Encoding) -> EncodedText:
         """Return the ids of an encoding of `tokenizers` with the positions of the tokens.
 
         Byte-level tokenizers without a normalizer need no offsets from `tokenizers`, which are
@@ -133,21 +144,9 @@ class ConversationTokens(EngineChoice):
     def _gigatoken(self, texts: list[str]) -> list[EncodedText | None]:
         """Encode texts with gigatoken; the result is None where the engines might differ.
 
-        If a batch cannot be encoded together, it is halved until only the texts in question are
-        left.
-        """
-        found = self._together(texts)
-        if found is not None:
-            return [*found]
-        if len(texts) == 1:
-            return [None]
-        middle = len(texts) // 2
-        return self._gigatoken(texts[:middle]) + self._gigatoken(texts[middle:])
-
-    def _together(self, texts: list[str]) -> list[EncodedText] | None:
-        """Encode texts in one call, separated by a special token that none of them contains.
-
-        Returns None if the engines might differ, or the separators are not where they must be.
+        Texts are encoded in one call, separated by a special token that none of them contains. If
+        the engines might differ, or the separators are not where they must be, the batch is halved
+        until only the texts in question are left.
         """
         assert self._fast is not None
         assert self._sizes is not None
@@ -156,18 +155,21 @@ class ConversationTokens(EngineChoice):
         separator, end = next(
             (one for one in self._separators if one[0] not in joined), self._separators[0]
         )
-        if not self._fast.agrees_on(data):
-            return None
-        ids = self._fast.encode_once(separator.join([*data, b""]))
+        lengths = np.fromiter(map(len, data), np.int64, len(data))
+        borders = np.cumsum(lengths + len(separator))
+        ids = np.empty(0, np.uint32)
+        if self._fast.agrees_on(data):
+            ids = self._fast.encode_once(separator.join([*data, b""]))
         sizes = self._sizes[ids]
         ends = np.cumsum(sizes)
         places = np.flatnonzero(ids == end)
-        lengths = np.fromiter(map(len, data), np.int64, len(data))
-        borders = np.cumsum(lengths + len(separator))
         if not np.array_equal(ends[places], borders):
-            return None
+            if len(texts) == 1:
+                return [None]
+            middle = len(texts) // 2
+            return self._gigatoken(texts[:middle]) + self._gigatoken(texts[middle:])
         begins = (borders - lengths - len(separator)).tolist()
-        found, first = [], 0
+        found, first = list[EncodedText | None](), 0
         for text, content, last, begin in zip(texts, data, places.tolist(), begins, strict=True):
             stops = ends[first:last] - begin
             one = EncodedText(ids[first:last], content, stops - sizes[first:last], stops)
@@ -199,10 +201,6 @@ def _in_characters(one: EncodedText, text: str) -> EncodedText:
     leads = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
     character = np.cumsum(leads) - 1  # [bytes]: index of the character of each byte
     return one._replace(text=text, starts=character[one.starts], ends=character[one.ends - 1] + 1)
-
-
-def _never(documents: list[bytes]) -> EncodedBatch:
-    raise AssertionError("conversations are not encoded as documents")
 
 
 def _byte_sizes(facts: dict[str, Any]) -> npt.NDArray[np.int64] | None:

@@ -28,10 +28,11 @@ from dtt.data.conversations.rows import (
     common_length,
     is_object,
     json_of,
-    kind_of,
     list_of,
     make_conversation,
+    object_of,
     shown,
+    wrong_kind,
 )
 
 SHAREGPT_ROLES = {
@@ -75,9 +76,8 @@ KTO = "{key} marks good and bad answers (KTO), which dtt does not train"
 
 
 def _is_truth(value: object) -> bool:
-    if isinstance(value, str):
-        return value.lower() in ("true", "false")
-    return isinstance(value, bool) or value in (0, 1)
+    text = value.lower() if isinstance(value, str) else value
+    return text in ("true", "false", False, True)
 
 
 def _is_filled(value: object) -> bool:
@@ -112,10 +112,9 @@ class _Row:
     """A row without nulls that remembers which keys were read."""
 
     def __init__(self, row: object) -> None:
-        if not isinstance(row, dict):
-            raise RefusedRow(f"the row is {kind_of(row)}, not an object")
+        values = object_of(row, "the row")
         check_depth(row)
-        self._values = {key: value for key, value in row.items() if value is not None}
+        self._values = {key: value for key, value in values.items() if value is not None}
         self._read: set[str] = set()
         for key in [key for key in REFUSED if key in self._values]:
             is_meant, why = REFUSED[key]
@@ -183,8 +182,7 @@ def parse_row(row: object) -> Conversation:
     Raises RefusedRow with the reason.
     """
     value = _Row(row)
-    messages, answers_from = _messages_of(value)
-    conversation = _conversation(value, messages, answers_from)
+    conversation = _conversation(value, *_messages_of(value))
     if all(message["role"] != "assistant" for message in conversation.messages):
         raise RefusedRow("no message has the role assistant, so there is nothing to train on")
     return conversation
@@ -195,8 +193,7 @@ def parse_prompt(row: object) -> Conversation:
     value = _Row(row)
     if "prompt" in value and "completion" not in value:
         return _conversation(value, _side(value.read("prompt"), "prompt", "user"), 0)
-    messages, answers_from = _messages_of(value)
-    return _conversation(value, messages, answers_from)
+    return _conversation(value, *_messages_of(value))
 
 
 def parse_pair(row: object) -> PreferencePair:
@@ -323,14 +320,22 @@ def _from_sharegpt(turn: dict[str, Any], where: str) -> Message:
 
 
 def _from_instruction(row: _Row) -> list[Message]:
+    """Return a question and its answer, after earlier ones (LLaMA-Factory's `history`)."""
     answer = row.one_of("output", "response")
     if not isinstance(answer, str | None):
-        raise RefusedRow(f"output: expected a string, got {kind_of(answer)}")
-    return [
-        *_history(row),
-        {"role": "user", "content": _joined_parts(row)},
-        {"role": "assistant", "content": answer or ""},
-    ]
+        raise wrong_kind(answer, "output", "a string")
+    turns = []
+    for i, turn in enumerate(list_of(row.read("history") or [], "history")):
+        if not (
+            isinstance(turn, list) and len(turn) == 2 and all(isinstance(t, str) for t in turn)
+        ):
+            raise RefusedRow(f"history[{i}]: expected a question and an answer")
+        turns.append(turn)
+    messages: list[Message] = []
+    for question, reply in [*turns, (_joined_parts(row), answer or "")]:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": reply})
+    return messages
 
 
 def _joined_parts(row: _Row) -> str:
@@ -338,19 +343,8 @@ def _joined_parts(row: _Row) -> str:
     texts = {key: row.read(key) or "" for key in PARTS}
     for key, text in texts.items():
         if not isinstance(text, str):
-            raise RefusedRow(f"{key}: expected a string, got {kind_of(text)}")
+            raise wrong_kind(text, key, "a string")
     return "\n\n".join(text for text in texts.values() if text)
-
-
-def _history(row: _Row) -> Iterator[Message]:
-    """Yield the turns before the question: pairs of a question and an answer (LLaMA-Factory)."""
-    for i, turn in enumerate(list_of(row.read("history") or [], "history")):
-        if not (
-            isinstance(turn, list) and len(turn) == 2 and all(isinstance(t, str) for t in turn)
-        ):
-            raise RefusedRow(f"history[{i}]: expected a question and an answer")
-        yield {"role": "user", "content": turn[0]}
-        yield {"role": "assistant", "content": turn[1]}
 
 
 def _conversation(row: _Row, messages: list[Any], answers_from: int) -> Conversation:
@@ -369,7 +363,7 @@ def _system(row: _Row, messages: list[Any]) -> list[Message]:
     if text is None:
         return []
     if not isinstance(text, str):
-        raise RefusedRow(f"system: expected a string, got {kind_of(text)}")
+        raise wrong_kind(text, "system", "a string")
     first = messages[0] if messages and is_object(messages[0]) else {}
     if first.get("role") not in ("system", "developer"):
         return [{"role": "system", "content": text}]

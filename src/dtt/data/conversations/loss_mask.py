@@ -93,9 +93,12 @@ class LossMask:
         # message contains its text: so no render is needed, which halves the time.
         if is_reply and after is not None and whole.count(usual, after) == 1:
             return whole.index(usual, after) + len(usual), len(whole)
+        refused = RefusedRow(
+            f"messages[{index}]: the tokens of this answer cannot be derived from the chat template"
+        )
         prompt = self._render(conversation.until(index), prompt=True)
         if prompt is None:
-            raise self._refused(index)
+            raise refused
         start = len(prompt)
         if whole.startswith(prompt):
             # Some templates write a header that their generation prompt lacks after tool results.
@@ -107,11 +110,11 @@ class LossMask:
         before = self._render(conversation.until(index), prompt=False)
         before = before and before.removesuffix(closing)
         if before is None or not whole.startswith(before):
-            raise self._refused(index)
+            raise refused
         common = common_length(prompt, whole)
         cut = max(prompt.rfind(sign, len(before), common) for sign in ("\n", ">"))
         if cut < 0:
-            raise self._refused(index)
+            raise refused
         return cut + 1, len(whole)
 
     def _frame(self, conversation: Conversation) -> tuple[str, str]:
@@ -154,11 +157,6 @@ class LossMask:
         for token in self._special:
             rendered = rendered.replace(token, "")
         return not rendered.strip()
-
-    def _refused(self, index: int) -> RefusedRow:
-        return RefusedRow(
-            f"messages[{index}]: the tokens of this answer cannot be derived from the chat template"
-        )
 
     def _render(self, conversation: Conversation, *, prompt: bool) -> str | None:
         try:

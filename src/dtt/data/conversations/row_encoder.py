@@ -231,11 +231,9 @@ class ConversationEncoder:
         found = dict.fromkeys(key for one in conversations for key in one.unread)
         for i, message in enumerate(m for one in conversations for m in one.messages):
             for key in [key for key in message if key not in self._read]:
-                is_reasoning = key in REASONING
-                template = self._chat.template
-                self._read[key] = (
-                    template.reads_reasoning if is_reasoning else template.mentions(key)
-                )
+                # A reasoning is rendered under all of its names.
+                names = REASONING if key in REASONING else (key,)
+                self._read[key] = any(map(self._chat.template.mentions, names))
             unread = [key for key in message if not self._read[key]]
             if lost := [key for key in unread if key in REASONING]:
                 raise RefusedRow(f"messages[{i}].{lost[0]}: the chat template reads no reasoning")

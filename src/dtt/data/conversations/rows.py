@@ -132,7 +132,7 @@ def make_conversation(
         trained.append(train and i >= answers_from)
     kwargs = {} if template_kwargs is None else template_kwargs
     if not is_object(kwargs):
-        raise RefusedRow(f"template_kwargs: expected an object, got {kind_of(kwargs)}")
+        raise wrong_kind(kwargs, "template_kwargs", "an object")
     if reserved := sorted(RESERVED & kwargs.keys()):
         raise RefusedRow(f"template_kwargs.{reserved[0]}: this variable cannot be set")
     return Conversation(tuple(parsed), _tools(tools), kwargs, tuple(trained))
@@ -140,9 +140,7 @@ def make_conversation(
 
 def _message(message: object, where: str) -> tuple[Message, bool]:
     """Return a checked message without nulls and flags, and True if it may be trained."""
-    if not is_object(message):
-        raise RefusedRow(f"{where} is {kind_of(message)}, not an object")
-    clean = {key: value for key, value in message.items() if value is not None}
+    clean = {k: value for k, value in object_of(message, where).items() if value is not None}
     for key in [key for key in REFUSED_KEYS if key in clean]:
         if clean.pop(key) not in ([], {}, ""):
             raise RefusedRow(f"{where}.{key} {REFUSED_KEYS[key]}")
@@ -218,41 +216,30 @@ def _check_content(value: object, where: str) -> None:
     if isinstance(value, str):
         return
     if not isinstance(value, list):
-        raise RefusedRow(f"{where}: expected a string or a list of parts, got {kind_of(value)}")
-    for i, part in enumerate(value):
-        if not is_object(part):
-            raise RefusedRow(f"{where}[{i}] is {kind_of(part)}, not an object")
-        kind = part.get("type")
-        if kind != "text":
-            raise RefusedRow(f"{where}[{i}].type: expected 'text', got {shown(kind)}")
-        if not isinstance(part.get("text"), str):
-            raise RefusedRow(
-                f"{where}[{i}].text: expected a string, got {kind_of(part.get('text'))}"
-            )
+        raise wrong_kind(value, where, "a string or a list of parts")
+    for i, one in enumerate(value):
+        part = object_of(one, f"{where}[{i}]")
+        if part.get("type") != "text":
+            raise RefusedRow(f"{where}[{i}].type: expected 'text', got {shown(part.get('type'))}")
+        _check_string(part.get("text"), f"{where}[{i}].text")
 
 
 def _check_string(value: object, where: str) -> None:
     if not isinstance(value, str):
-        raise RefusedRow(f"{where}: expected a string, got {kind_of(value)}")
+        raise wrong_kind(value, where, "a string")
 
 
 def _check_tool_calls(value: object, where: str) -> None:
     for i, call in enumerate(list_of(value, where)):
         at = f"{where}[{i}]"
-        if not is_object(call):
-            raise RefusedRow(f"{at} is {kind_of(call)}, not an object")
-        if "function" in call:
+        if "function" in object_of(call, at):
             call, at = call["function"], f"{at}.function"
-            if not is_object(call):
-                raise RefusedRow(f"{at} is {kind_of(call)}, not an object")
-        name = call.get("name")
+        name = object_of(call, at).get("name")
         if not isinstance(name, str) or not name:
             raise RefusedRow(f"{at}.name: expected the name of a tool, got {shown(name)}")
         arguments = call.get("arguments")
-        if arguments is not None and not isinstance(arguments, (str, dict)):
-            raise RefusedRow(
-                f"{at}.arguments: expected an object or a JSON string, got {kind_of(arguments)}"
-            )
+        if not isinstance(arguments, str | dict | None):
+            raise wrong_kind(arguments, f"{at}.arguments", "an object or a JSON string")
 
 
 CHECKS: dict[str, Callable[[object, str], None]] = {
@@ -274,12 +261,8 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
             raise RefusedRow("tools: the text is not JSON")
     tools = list_of(value, "tools")
     for i, tool in enumerate(tools):
-        if not is_object(tool):
-            raise RefusedRow(f"tools[{i}] is {kind_of(tool)}, not an object")
-        schema = tool.get("function", tool)
-        if not is_object(schema):
-            raise RefusedRow(f"tools[{i}].function is {kind_of(schema)}, not an object")
-        if not isinstance(schema.get("name"), str):
+        schema = object_of(tool, f"tools[{i}]").get("function", tool)
+        if not isinstance(object_of(schema, f"tools[{i}].function").get("name"), str):
             raise RefusedRow(f"tools[{i}]: the tool has no name")
     return tools
 
@@ -293,13 +276,25 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 def list_of(value: object, where: str) -> list[Any]:
     """Return `value` if it is a list; else raise RefusedRow with its place `where`."""
     if not isinstance(value, list):
-        raise RefusedRow(f"{where}: expected a list, got {kind_of(value)}")
+        raise wrong_kind(value, where, "a list")
+    return value
+
+
+def object_of(value: object, where: str) -> dict[str, Any]:
+    """Return `value` if it is a JSON object; else raise RefusedRow with its place `where`."""
+    if not is_object(value):
+        raise RefusedRow(f"{where} is {kind_of(value)}, not an object")
     return value
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
     """Return True if `value` is a JSON object."""
     return isinstance(value, Mapping)
+
+
+def wrong_kind(value: object, where: str, expected: str) -> RefusedRow:
+    """Return the refusal of a value of another type than the `expected`, a noun."""
+    return RefusedRow(f"{where}: expected {expected}, got {kind_of(value)}")
 
 
 def kind_of(value: object) -> str:

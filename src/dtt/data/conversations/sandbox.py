@@ -21,7 +21,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context, pass_environment, pass_eval_context
 
 from dtt.data.conversations.render_limits import CALL, MAX_CHARS, RenderSteps, TooCostly
-from dtt.data.conversations.template_trees import instrument
 
 STEPS = "dtt steps"
 """Context variable of the RenderSteps. With a space in its name, no template can refer to it."""
@@ -67,10 +66,6 @@ class GenerationTag(Extension):
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -82,13 +77,6 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _strftime_now(date: str | None) -> Callable[[str], str]:
-    """Return the function that formats the current local time, or midnight of `date`."""
-    if date is None:
-        return lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - as in `transformers`
-    return datetime.fromisoformat(date).strftime
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -106,8 +94,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["sum"] = _sum
         self.filters = {name: _counted(name, one) for name, one in self.filters.items()}
         del self.globals["lipsum"]  # pages of random words
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now(date)
+
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
+
+        def strftime_now(form: str) -> str:
+            now = datetime.now() if date is None else datetime.fromisoformat(date)  # noqa: DTZ005
+            return now.strftime(form)
+
+        self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
         self.tests |= {name: _counted(name, one) for name, one in self.tests.items()}
         # Filters are called directly, which is faster than a function. With a space in their
         # names, no template can use them.
@@ -124,7 +119,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 # never reaches it.
                 why = f"dtt computes powers with exponents of 0 to {MAX_EXPONENT - 1} only"
                 raise TemplateSyntaxError(why, power.lineno)
-        instrument(tree)
+        _instrument(tree)
         code = self.compile(tree)
         # The usual ChainMap of globals would be copied key by key at each render.
         return Template.from_code(self, code, dict(self.globals))
@@ -169,6 +164,35 @@ class Sandbox(ImmutableSandboxedEnvironment):
             except KeyError:
                 return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
+
+
+def _instrument(tree: nodes.Template) -> None:
+    """Insert the hooks that count steps into the tree of a template."""
+
+    def read(node: Any, hook: str) -> Any:
+        """Return an expression with the hook that counts the steps of its value."""
+        if isinstance(node, nodes.TemplateData | nodes.Const):
+            return node
+        return nodes.Filter(node, f"dtt {hook}", [], [], None, None).set_lineno(node.lineno)
+
+    for output in tree.find_all(nodes.Output):
+        output.nodes = [read(node, "read_all") for node in output.nodes]
+    for assignment in tree.find_all(nodes.Assign):
+        assignment.node = read(assignment.node, "read")
+    for item in tree.find_all(nodes.Getitem):
+        if isinstance(item.arg, nodes.Slice):
+            item.node = read(item.node, "read")
+    for comparison in tree.find_all(nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        # With a constant, it takes a step, unless a text is searched for it.
+        if not any(isinstance(side, nodes.Const) for side in sides):
+            comparison.expr = read(comparison.expr, "read_all")
+        for operand in comparison.ops:
+            if operand.op in ("in", "notin") or comparison.expr is not sides[0]:
+                operand.expr = read(operand.expr, "read_all")
+    for loop in tree.find_all(nodes.For):
+        turn = nodes.Filter(nodes.Const(None), "dtt turn", [], [], None, None)
+        loop.body = [nodes.Output([turn]), *loop.body]
 
 
 DICT_ATTRIBUTES = frozenset(dir({}))
@@ -222,7 +246,7 @@ CONTEXT, EVAL_CONTEXT, ENVIRONMENT = (
 """First arguments that filters ask for."""
 
 
-# Hooks that `instrument` inserts into a template.
+# Hooks that `_instrument` inserts into a template.
 
 
 @pass_context

@@ -125,26 +125,19 @@ class ChatTemplate:
         self._sandbox = Sandbox(date)
         try:
             self._template = self._sandbox.compile_template(text)
-        except TemplateSyntaxError as error:
-            raise ConfigError(
-                "the chat template is not a valid Jinja template",
-                where=f"{self.name}:{error.lineno}",
-                why=str(error.message),
-                next="chat.template=chatml",
-            ) from None
         except Exception as error:  # noqa: BLE001 - Jinja and Python raise anything here
-            raise ConfigError(
-                "the chat template cannot be compiled",
-                where=self.name,
-                why=str(error) or type(error).__name__,
-                next="chat.template=chatml",
-            ) from None
+            what, where = "the chat template cannot be compiled", self.name
+            if isinstance(error, TemplateSyntaxError):
+                what = "the chat template is not a valid Jinja template"
+                where = f"{self.name}:{error.lineno}"
+            why = getattr(error, "message", None) or str(error) or type(error).__name__
+            raise ConfigError(what, where=where, why=why, next="chat.template=chatml") from None
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
-        """Return the text of a conversation.
+        """Return the text of a conversation, that of `apply_chat_template(tokenize=False)`.
 
-        It equals that of `apply_chat_template(tokenize=False)`. Raises RefusedRow if the template
-        raises an error, or takes or builds more than the limits of the sandbox.
+        Raises RefusedRow if the template raises an error, or takes or builds more than the limits
+        of the sandbox; InputError if the template, not the row, is to blame for that.
         """
         messages = [self._message(message) for message in conversation.messages]
         variables = {
@@ -163,31 +156,24 @@ class ChatTemplate:
         except RecursionError:
             raise RefusedRow("the chat template recurses too deeply") from None
         except (TooCostly, MemoryError) as error:
-            raise self._too_costly(str(error) or "it needs too much memory") from None
+            # A row may be large, but if many take a second each and yield nothing, no run would
+            # end.
+            self._costly += 1
+            why = str(error) or "it needs too much memory"
+            if self._costly > self._rendered // COSTLY_SHARE:
+                raise InputError(
+                    "the chat template takes too much time or memory",
+                    where=self.name,
+                    why=why,
+                    next="chat.template=chatml, or the path of another Jinja file",
+                ) from None
+            raise RefusedRow(f"the chat template takes too much time or memory: {why}") from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
-            raise RefusedRow(f"the chat template rejects it: {_one_line(error)}") from None
+            why = " ".join(str(error).split()) or type(error).__name__
+            why = why if len(why) <= 200 else f"{why[:197]}..."
+            raise RefusedRow(f"the chat template rejects it: {why}") from None
         self._rendered += 1
         return text
-
-    def _too_costly(self, why: str) -> RefusedRow:
-        """Return the refusal of a row; raise InputError if the template, not the row, is to blame.
-
-        A row may be large, but if many take a second each and yield nothing, no run would end.
-        """
-        self._costly += 1
-        if self._costly > self._rendered // COSTLY_SHARE:
-            raise InputError(
-                "the chat template takes too much time or memory",
-                where=self.name,
-                why=why,
-                next="chat.template=chatml, or the path of another Jinja file",
-            )
-        return RefusedRow(f"the chat template takes too much time or memory: {why}")
-
-    @cached_property
-    def reads_reasoning(self) -> bool:
-        """True if the template mentions any key of REASONING."""
-        return any(self.mentions(key) for key in REASONING)
 
     def mentions(self, key: str) -> bool:
         """Return True if the text of the template contains this word, so that it may read it."""
@@ -210,32 +196,20 @@ class ChatTemplate:
 
     def _message(self, message: Message) -> Message:
         """Return a copy of a message in the form that the template reads."""
-        found = _with_reasoning(message)
+        found = {**message}
+        for key in REASONING:  # under every name that templates read
+            if key in message:
+                found |= dict.fromkeys(REASONING, message[key])
+                break
         if message.get("tool_calls") and self._arguments_as_text:
-            found["tool_calls"] = [*map(_with_text, message["tool_calls"])]
+            found["tool_calls"] = []
+            for call in message["tool_calls"]:
+                function = call.get("function", call)
+                if isinstance(arguments := function.get("arguments"), dict):
+                    function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                whole = {**call, "function": function} if "function" in call else function
+                found["tool_calls"].append(whole)
         return found
-
-
-def _with_reasoning(message: Message) -> Message:
-    """Return a copy of a message that has its reasoning under every name that templates read."""
-    for key in REASONING:
-        if key in message:
-            return {**message, **dict.fromkeys(REASONING, message[key])}
-    return {**message}
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as JSON text."""
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, dict):
-        function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {**call, "function": function} if "function" in call else function
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -249,22 +223,17 @@ def resolve_template(name: str | None, tokenizer: Path) -> str:
     tokenizer.json, next to which the tokenizer's own template is. None is that one, or `chatml`
     without it: a released model knows no other format. Raises InputError if there is no template.
     """
-    if name == "chatml":
-        return CHATML
-    if name in (None, "tokenizer"):
-        text = _own_template(tokenizer.parent)
-        if text is None and name is None:
-            return CHATML
-        if text is None:
-            raise InputError(
-                "the tokenizer has no chat template",
-                where=tokenizer.parent,
-                why="there is neither chat_template.jinja nor chat_template in "
-                "tokenizer_config.json",
-                next="chat.template=chatml, or the path of a Jinja file",
-            )
-        return text
-    return _template_in(Path(name).expanduser())
+    if name not in (None, "chatml", "tokenizer"):
+        return _template_in(Path(name).expanduser())
+    text = None if name == "chatml" else _own_template(tokenizer.parent)
+    if text is None and name == "tokenizer":
+        raise InputError(
+            "the tokenizer has no chat template",
+            where=tokenizer.parent,
+            why="there is neither chat_template.jinja nor chat_template in tokenizer_config.json",
+            next="chat.template=chatml, or the path of a Jinja file",
+        )
+    return CHATML if text is None else text
 
 
 def _template_in(path: Path) -> str:

@@ -58,10 +58,11 @@ ALLOWS: dict[TaskType, set[str]] = {
 
 
 def _checked_choices(value: Any) -> Any:
+    """Return the choices of a task: a template, or several."""
     several = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
     if not several and not isinstance(value, str):
         raise PydanticCustomError("choices", "must be a list of templates, or one of a list field")
-    return value if isinstance(value, str) else tuple(value)
+    return tuple(value) if several else value
 
 
 def _checked_gold(value: Any) -> Any:
@@ -204,10 +205,14 @@ class Task(Section):
                 yield key, f"is missing: a task of type {self.type} needs it"
         for key in sorted(self.model_fields_set - COMMON - ALLOWS[self.type] - {*needed}):
             yield key, f"does not apply to type {self.type}"
-        for key, template in self._templates():
-            for problem in template_problems(template):
-                yield key, problem
-        used = set[str]().union(*(fields(one) for key, one in self._templates() if key != "id"))
+        choices = (self.choices,) if isinstance(self.choices, str) else self.choices
+        templates = [(key, getattr(self, key)) for key in ("prompt", "answer", "gold", "labels")]
+        templates += [*(("choices", one) for one in choices), ("id", self.id)]
+        used = set[str]()
+        for key, template in templates:
+            if isinstance(template, str):
+                yield from ((key, problem) for problem in template_problems(template))
+                used |= fields(template) if key != "id" else set()
         for path in sorted(self.map.keys() - used):
             yield f"map.{path}", "is a field that no prompt, choice or answer has"
         if (self.gold_is == "label") != (self.labels is not None):
@@ -223,13 +228,6 @@ class Task(Section):
             yield "shots.split", "is a split of a Hub dataset, but data is a file: use shots.file"
         if self.shots.count and self.shots.split is None and self.shots.file is None:
             yield "shots", "name the split or the file that the examples come from"
-
-    def _templates(self) -> Iterator[tuple[str, str]]:
-        for key in ("prompt", "answer", "gold", "labels", "id"):
-            if isinstance(template := getattr(self, key), str):
-                yield key, template
-        choices = (self.choices,) if isinstance(self.choices, str) else self.choices
-        yield from (("choices", template) for template in choices)
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the questions of given rows and of a given number of examples."""
@@ -328,8 +326,7 @@ def _suite(value: Any, origin: str, folder: Path) -> Iterator[Task]:
             raise ConfigError(f"no task {entry.task!r}", where=origin, next=_known(entry.task))
         task = _task(_read(path), path)
         name = entry.name or task.name
-        if not NAME.fullmatch(name):
-            raise _bad_name(name, origin)
+        _check_name(name, origin)
         count = task.shots.count if entry.shots is None else entry.shots
         yield _with_shots(task, count).model_copy(update={"name": name})
 
@@ -341,8 +338,7 @@ def _with_shots(task: Task, count: int) -> Task:
 
 def _task(layer: Layer, path: Path) -> Task:
     """Return the task of a definition; paths in it are relative to the folder of `path`."""
-    if not NAME.fullmatch(path.stem):
-        raise _bad_name(path.stem, str(path))
+    _check_name(path.stem, str(path))
     task, problems = validation.validate(Task, nested(layer))
     if ("name",) in layer:
         problems.append((("name",), "is that of the file; rename the file instead"))
@@ -358,12 +354,13 @@ def _task(layer: Layer, path: Path) -> Task:
     return task.model_copy(update=changed)
 
 
-def _bad_name(name: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"{name!r} cannot be the name of a task",
-        where=where,
-        why="result files carry it: letters, digits, _ and -",
-    )
+def _check_name(name: str, where: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot be the name of a task",
+            where=where,
+            why="result files carry it: letters, digits, _ and -",
+        )
 
 
 def _read(path: Path) -> Layer:

@@ -8,8 +8,8 @@ its scores and those of dtt are those of the same tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from itertools import takewhile
+from typing import Literal, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -21,18 +21,17 @@ from dtt.evaluate.tasks.prompts import Question
 Ids = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class EncodedQuestion:
+class EncodedQuestion(NamedTuple):
     """The options of a question as token ids."""
 
     options: tuple[Option, ...]
+    bytes: tuple[int, ...]
+    """Size of each continuation in UTF-8 bytes, with its leading space."""
     truncated: bool
     """True if the start of an option did not fit the model."""
     separate: bool
-    """True if a continuation had no token of its own in the joint encoding, so that context and
-    continuation were encoded separately."""
-    bytes: tuple[int, ...]
-    """Size of each continuation in UTF-8 bytes, with its leading space."""
+    """True if a continuation had no token of its own in the joint encoding, and so was encoded by
+    itself."""
 
 
 class QuestionEncoder:
@@ -63,14 +62,14 @@ class QuestionEncoder:
         self.end_of_document = end_of_document
         self.tokenizer = tokenizer
         self._chat = chat
-        added = _added_in_front(tokenizer)
+        # What the tokenizer itself adds in front of a text.
+        encoded = tokenizer.encode("a", add_special_tokens=True)
+        pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+        added = [id for id, _ in takewhile(lambda pair: pair[1], pairs)]
         if bos == "always" and not added:
-            if end_of_document is None:
-                raise _no_first_token()
-            added = [end_of_document]
+            added = [self._prefix_token(end_of_document)]
         self._bos = [] if bos == "never" else added
-        prefix = added[-1:] if added and bos != "never" else [end_of_document]
-        self._prefix = prefix[0]
+        self._prefix = added[-1] if added and bos != "never" else end_of_document
         self._bos_text = tokenizer.decode(added, skip_special_tokens=False) if added else ""
 
     @property
@@ -80,22 +79,24 @@ class QuestionEncoder:
 
     def options(self, question: Question) -> EncodedQuestion:
         """Return the options of a question, in order: its continuations, or its contexts."""
-        pairs = [
-            _with_trailing_space(context, continuation)
-            for context in question.contexts
-            for continuation in question.continuations
-        ]
+        pairs = []
+        for context in question.contexts:
+            bare = context.rstrip()  # the white space at the end goes to the continuation
+            pairs += [(bare, context[len(bare) :] + text) for text in question.continuations]
         known = self._contexts_and_wholes(pairs)
         options, truncated, separate = [], False, False
         for context, continuation in pairs:
             ids, alone = self._option(context, continuation, known)
+            whole = ids.context + ids.continuation
             separate |= alone
-            truncated |= len(ids.context) + len(ids.continuation) > self.max_seq_len + 1
-            fitted = self._fitted(ids)
-            self._check_ids(fitted.context + fitted.continuation, f"question {question.id}")
-            options.append(fitted)
+            truncated |= len(whole) > self.max_seq_len + 1
+            # The last tokens that the model can read; at least one is the context.
+            whole = whole[-(self.max_seq_len + 1) :]
+            start = max(1, len(whole) - len(ids.continuation))
+            self._check_ids(whole, f"question {question.id}")
+            options.append(Option(whole[:start], whole[start:]))
         sizes = tuple(len(continuation.encode()) for _, continuation in pairs)
-        return EncodedQuestion(tuple(options), truncated, separate, sizes)
+        return EncodedQuestion(tuple(options), sizes, truncated, separate)
 
     def check_room(self, max_new_tokens: int, task: str = "") -> None:
         """Raise ConfigError if a prompt and `max_new_tokens` more tokens cannot fit the model."""
@@ -117,7 +118,7 @@ class QuestionEncoder:
         room = self.max_seq_len - max_new_tokens
         [context] = question.contexts
         ids = self._chat(context) if self._chat else self._encoded([context])[0]
-        prompt = [*(ids or [self._prefix_token()])]
+        prompt = [*(ids or [self._prefix_token(self._prefix)])]
         self._check_ids(prompt[-room:], f"question {question.id}")
         return prompt[-room:], len(prompt) > room
 
@@ -130,7 +131,7 @@ class QuestionEncoder:
         ids, length = list(self._encode_plain(text)), self.max_seq_len
         if not ids:
             return []
-        tokens = [self._prefix_token(), *ids]
+        tokens = [self._prefix_token(self._prefix), *ids]
         self._check_ids(tokens, f"the text {text[:40]!r}")
         windows = [(1, min(length, len(ids)) + 1)]
         while windows[-1][1] < len(tokens):
@@ -161,25 +162,27 @@ class QuestionEncoder:
         if self._chat is not None:
             # The answer starts its own message, so no space separates it from the question.
             ids = self._encode_plain(continuation.lstrip()) or self._encode_plain(continuation)
-            return Option(
-                before or (self._prefix_token(),), self._ids_or_eod(ids, continuation)
-            ), not ids
-        if not context:
+            alone = not ids
+        elif not context:
             ids = self._encode_plain(continuation)
-            if ids[:1] == (self._prefix_token(),) and len(ids) > 1:
+            if ids[:1] == (self._prefix_token(self._prefix),) and len(ids) > 1:
                 return Option(ids[:1], ids[1:]), False
-            return Option((self._prefix_token(),), self._ids_or_eod(ids, continuation)), not ids
-        after = known[context + continuation][len(before) :]
-        if before and after:
-            return Option(before, after), False
-        ids = self._ids_or_eod(after or self._encode_plain(continuation), continuation)
-        return Option(before or (self._prefix_token(),), ids), not after
-
-    def _fitted(self, option: Option) -> Option:
-        """Return the last tokens of an option that the model can read; one is the context."""
-        whole = (option.context + option.continuation)[-(self.max_seq_len + 1) :]
-        start = max(1, len(whole) - len(option.continuation))
-        return Option(whole[:start], whole[start:])
+            alone = not ids
+        else:
+            ids = known[context + continuation][len(before) :]
+            if before and ids:
+                return Option(before, ids), False
+            alone = not ids
+            ids = ids or self._encode_plain(continuation)
+        end = () if self.end_of_document is None else (self.end_of_document,)
+        if not ids and not end:
+            raise InputError(
+                f"the tokenizer has no tokens for {continuation[:40]!r}",
+                next="use a tokenizer that can encode any text",
+            )
+        # Text that has no tokens becomes the end-of-document token.
+        before = before or (self._prefix_token(self._prefix),)
+        return Option(before, ids or end), alone
 
     def _encoded(self, texts: list[str]) -> list[Ids]:
         """Return the ids of texts, each with the BOS in front unless its text begins with it."""
@@ -195,44 +198,13 @@ class QuestionEncoder:
         with encoding("the tokenizer"):
             return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _prefix_token(self) -> int:
+    @staticmethod
+    def _prefix_token(token: int | None) -> int:
         """Return the token that stands for an empty context."""
-        if self._prefix is None:
-            raise _no_first_token()
-        return self._prefix
-
-    def _ids_or_eod(self, ids: Ids, text: str) -> Ids:
-        """Return `ids`, or the end-of-document token for text that has no tokens."""
-        if ids:
-            return ids
-        if self.end_of_document is None:
-            raise InputError(
-                f"the tokenizer has no tokens for {text[:40]!r}",
-                next="use a tokenizer that can encode any text",
+        if token is None:
+            raise ConfigError(
+                "there is no token to begin with",
+                why="the tokenizer adds none, and the end-of-document token is not known",
+                next="evaluate a model with an end-of-document token",
             )
-        return (self.end_of_document,)
-
-
-def _with_trailing_space(context: str, continuation: str) -> tuple[str, str]:
-    """Move the white space at the end of the context to the start of the continuation."""
-    bare = context.rstrip()
-    return bare, context[len(bare) :] + continuation
-
-
-def _no_first_token() -> ConfigError:
-    return ConfigError(
-        "there is no token to begin with",
-        why="the tokenizer adds none, and the end-of-document token is not known",
-        next="evaluate a model with an end-of-document token",
-    )
-
-
-def _added_in_front(tokenizer: Tokenizer) -> list[int]:
-    """Return the special tokens that the tokenizer itself adds in front of a text."""
-    encoded = tokenizer.encode("a", add_special_tokens=True)
-    added = []
-    for id, special in zip(encoded.ids, encoded.special_tokens_mask, strict=True):
-        if not special:
-            break
-        added.append(id)
-    return added
+        return token

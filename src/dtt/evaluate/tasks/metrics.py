@@ -18,16 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 AnswerRecord = dict[str, Any]
-"""The answer to one question, a line of a result file:
-multiple_choice, schema, cloze
-    id, gold (index), log_likelihoods (nats, one per option), greedy (of each option: every token is
-    the most likely one), characters and bytes (lengths of the options without the delimiter),
-    answer_bytes (of the gold continuation, with the delimiter), tie (several options have the
-    largest log-likelihood), truncated, separate (the continuation was encoded by itself)
-rolling
-    id, log_likelihood, bytes, words
-generation
-    id, answer, exact_match, truncated, unfinished (the reply ended within its reasoning)"""
+"""The answer to one question, a line of a result file; result_files.py lists its fields."""
 
 RIGHT = frozenset({"acc", "acc_norm", "acc_bytes", "exact_match"})
 """Metrics that count right answers: the influence of a question is 1.0 if it was answered right."""
@@ -91,15 +82,9 @@ def task_result(
     task: str, type: str, chance: float | None, records: Sequence[AnswerRecord]
 ) -> TaskResult:
     """Return the result of a task from the records of all of its questions."""
-    counts = {
-        name: sum(bool(record.get(key)) for record in records)
-        for name, key in (
-            ("truncated", "truncated"),
-            ("separate", "separate"),
-            ("ties", "tie"),
-            ("unfinished", "unfinished"),
-        )
-    }
+    keys = {"truncated": "truncated", "separate": "separate", "ties": "tie"}
+    keys["unfinished"] = "unfinished"
+    counts = {name: sum(bool(one.get(key)) for one in records) for name, key in keys.items()}
     found = estimates(type, chance, records)
     scores = {name: estimate.score for name, estimate in found.items()}
     return TaskResult(task, scores, len(records), **counts)
@@ -119,13 +104,23 @@ def estimates(
         return {}
     match type:
         case "rolling":
-            return _rolling(records)
+            if not any(record["bytes"] for record in records):  # all documents are empty
+                return {}
+            total = [-record["log_likelihood"] for record in records]
+            of_byte = _ratio(total, [record["bytes"] for record in records])
+            return {
+                "bits_per_byte": _scaled(of_byte, lambda nats: nats / math.log(2)),
+                **_perplexity("byte_perplexity", of_byte),
+                **_perplexity(
+                    "word_perplexity", _ratio(total, [record["words"] for record in records])
+                ),
+            }
         case "generation":
             return {"exact_match": _mean(float(record["exact_match"]) for record in records)}
         case "cloze":
             found = {
                 "acc": _mean(float(record["greedy"][record["gold"]]) for record in records),
-                **_perplexity("perplexity", records, "answers"),
+                **_perplexity("perplexity", _mean(map(_gold_nats, records))),
             }
         case "schema":  # all options have the same continuation, so lengths do not matter
             found = {"acc": _accuracy(records, None)}
@@ -140,16 +135,13 @@ def estimates(
     if chance is not None:
         found["centred"] = _scaled(found["acc"], lambda acc: (acc - chance) / (1 - chance))
     found["bits_per_byte"] = _mean(
-        -gold_log_likelihood(record) / math.log(2) / max(1, record["answer_bytes"])
-        for record in records
+        _gold_nats(record) / math.log(2) / max(1, record["answer_bytes"]) for record in records
     )
     return found
 
 
-def gold_log_likelihood(record: AnswerRecord) -> float:
-    """Return the log-likelihood of the gold option."""
-    value: float = record["log_likelihoods"][record["gold"]]
-    return value
+def _gold_nats(record: AnswerRecord) -> float:
+    return -float(record["log_likelihoods"][record["gold"]])
 
 
 def has_tie(log_likelihoods: Sequence[float]) -> bool:
@@ -205,27 +197,9 @@ def _scaled(estimate: MetricEstimate, line: Callable[[float], float]) -> MetricE
     return MetricEstimate(line(estimate.value), [line(x) for x in estimate.influences])
 
 
-def _perplexity(name: str, records: Sequence[AnswerRecord], unit: str) -> dict[str, MetricEstimate]:
-    """Return the perplexity per `unit`: exp(nats / units). Left out if a float cannot hold it."""
-    if unit == "answers":
-        nats = _mean(-gold_log_likelihood(record) for record in records)
-    else:
-        nats = _nats_per(unit, records)
+def _perplexity(name: str, nats: MetricEstimate) -> dict[str, MetricEstimate]:
+    """Return the perplexity, exp(nats per unit). Left out if a float cannot hold it."""
     if nats.value > MAX_EXPONENT:
         return {}
     value = math.exp(nats.value)
     return {name: MetricEstimate(value, [value * x for x in nats.influences])}
-
-
-def _nats_per(unit: str, records: Sequence[AnswerRecord]) -> MetricEstimate:
-    return _ratio([-record["log_likelihood"] for record in records], [r[unit] for r in records])
-
-
-def _rolling(records: Sequence[AnswerRecord]) -> dict[str, MetricEstimate]:
-    if not any(record["bytes"] for record in records):  # all documents are empty
-        return {}
-    return {
-        "bits_per_byte": _scaled(_nats_per("bytes", records), lambda nats: nats / math.log(2)),
-        **_perplexity("byte_perplexity", records, "bytes"),
-        **_perplexity("word_perplexity", records, "words"),
-    }

@@ -65,26 +65,21 @@ def compare(
     others = {record["id"]: record for record in second}
     ours = [record for record in first if record["id"] in others]
     theirs = [others[record["id"]] for record in ours]
-    values = estimates(type, chance, ours), estimates(type, chance, theirs)
+    of_first, of_second = estimates(type, chance, ours), estimates(type, chance, theirs)
     found: dict[str, PairedDifference] = {}
-    for metric in values[0].keys() & values[1].keys():
-        a, b = values[0][metric], values[1][metric]
+    for metric in [metric for metric in of_first if metric in of_second]:
+        a, b = of_first[metric], of_second[metric]
+        pairs = list(zip(a.influences, b.influences, strict=True))
+        test = None
+        if metric in RIGHT:
+            # Ties carry no information about which model is better.
+            counts = pairs.count((1.0, 0.0)), pairs.count((0.0, 1.0))
+            test = McNemar(*counts, mcnemar(*counts))
+        stderr = mean_stderr([y - x for x, y in pairs])
         found[metric] = PairedDifference(
-            a.value,
-            b.value,
-            b.value - a.value,
-            mean_stderr([y - x for x, y in zip(a.influences, b.influences, strict=True)]),
-            len(ours),
-            _test(a.influences, b.influences) if metric in RIGHT else None,
+            a.value, b.value, b.value - a.value, stderr, len(ours), test
         )
-    return {metric: found[metric] for metric in values[0] if metric in found}
-
-
-def _test(ours: Sequence[float], theirs: Sequence[float]) -> McNemar:
-    right = list(zip(ours, theirs, strict=True))
-    # Ties carry no information about which model is better.
-    first, second = right.count((1.0, 0.0)), right.count((0.0, 1.0))
-    return McNemar(first, second, mcnemar(first, second))
+    return found
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

@@ -7,25 +7,13 @@ and `{premise!strip!chop}` a field with conversions.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 PART = re.compile(r"\{([^{}]*)\}|[{}]")
 FIELD = re.compile(r"\w[\w -]*(?:\.\w[\w -]*)*(?:![a-z_]+)*")
 FIELDS_SHOWN = 12
 """Maximum number of fields that an error lists."""
-
-
-def _without_last_word(text: str) -> str:
-    return " ".join(text.split(" ")[:-1])
-
-
-def _before_blank(text: str) -> str:
-    return text.partition("_")[0]
-
-
-def _after_blank(text: str) -> str:
-    return text.partition("_")[2]
 
 
 CONVERSIONS: dict[str, Callable[[str], str]] = {
@@ -37,10 +25,10 @@ CONVERSIONS: dict[str, Callable[[str], str]] = {
     "lstrip": str.lstrip,
     "rstrip": str.rstrip,
     "chop": lambda text: text[:-1],
-    "without_last_word": _without_last_word,
+    "without_last_word": lambda text: " ".join(text.split(" ")[:-1]),
     "last_word": lambda text: text.split(" ")[-1],
-    "before_blank": _before_blank,
-    "after_blank": _after_blank,
+    "before_blank": lambda text: text.partition("_")[0],
+    "after_blank": lambda text: text.partition("_")[2],
 }
 """Conversions of a field. `chop` removes the last character; the blank is the first `_`."""
 
@@ -67,12 +55,10 @@ def template_problems(template: str) -> Iterator[str]:
 
 def render(template: str, row: Mapping[str, Any], replaced: Replaced | None = None) -> str:
     """Return the text of a template; raise ValueError if the row does not have its fields."""
-
-    def field(match: re.Match[str]) -> str:
-        path, *conversions = match[1].split("!")
-        return _converted(_text(path, field_value(path, row), replaced), conversions)
-
-    return PART.sub(field, template)
+    return PART.sub(
+        lambda match: _text(match[1], field_value(match[1].partition("!")[0], row), replaced),
+        template,
+    )
 
 
 def render_list(
@@ -83,10 +69,9 @@ def render_list(
         return [render(template, row, replaced) for template in templates]
     match = PART.fullmatch(templates)
     if match is not None:
-        path, *conversions = match[1].split("!")
-        value = field_value(path, row)
+        value = field_value(match[1].partition("!")[0], row)
         if isinstance(value, list):
-            return [_converted(_text(path, entry, replaced), conversions) for entry in value]
+            return [_text(match[1], entry, replaced) for entry in value]
     return [render(templates, row, replaced)]
 
 
@@ -110,24 +95,20 @@ def field_value(path: str, row: Mapping[str, Any]) -> Any:
     return value
 
 
-def _converted(text: str, conversions: Sequence[str]) -> str:
-    for conversion in conversions:
-        text = CONVERSIONS[conversion](text)
-    return text
-
-
-def _text(path: str, value: Any, replaced: Replaced | None) -> str:
-    """Return the text of a field, or of an entry of a list, as `replaced` maps it."""
+def _text(match: str, value: Any, replaced: Replaced | None) -> str:
+    """Return the text of a field, or of an entry of a list, as `replaced` maps it, converted."""
+    path, *conversions = match.split("!")
     if not isinstance(value, str | int | float):
         kind = "null" if value is None else "a list" if isinstance(value, list) else "an object"
         raise ValueError(f"field {path!r} is {kind}, not text")
-    texts = (replaced or {}).get(path)
-    if texts is None:
-        return str(value)
-    if str(value) not in texts:
+    text, texts = str(value), (replaced or {}).get(path)
+    if texts is not None and text not in texts:
         known = ", ".join(texts)
-        raise ValueError(f"field {path!r} is {str(value)!r}, which is not in map: {known}")
-    return texts[str(value)]
+        raise ValueError(f"field {path!r} is {text!r}, which is not in map: {known}")
+    text = text if texts is None else texts[text]
+    for conversion in conversions:
+        text = CONVERSIONS[conversion](text)
+    return text
 
 
 def fields(template: str) -> set[str]:

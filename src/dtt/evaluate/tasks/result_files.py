@@ -40,17 +40,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtt.artifacts.manifest import fingerprint
+from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import DamagedError
-from dtt.base.files import exclusive, fsync_folder, named
+from dtt.base.files import exclusive, fsync_folder, named, sha256_file
 from dtt.base.log import log
 from dtt.base.reading import open_regular, parse, read_small, retrying
 from dtt.evaluate.tasks.metrics import AnswerRecord, TaskResult
-
-if TYPE_CHECKING:
-    from dtt.evaluate.tasks.task_data import TaskData
 
 FORMAT = "dtt-eval-1"
 KEY_LENGTH = 12
@@ -62,7 +60,7 @@ SCORING_VERSION = 3
 
 @dataclass
 class ResultContent:
-    """The intact part of a result file."""
+    """The intact part of a result file, which may be open for appending."""
 
     header: Mapping[str, Any] = field(default_factory=dict)
     records: list[AnswerRecord] = field(default_factory=list)
@@ -77,6 +75,41 @@ class ResultContent:
     """Hash of the first `end` bytes."""
     damaged: bool = False
     """True if what follows the last intact block is not the rest of an interrupted write."""
+    fd: int | None = None
+    """Descriptor of the open file; without one, nothing is written."""
+
+    def append(self, records: Sequence[AnswerRecord]) -> None:
+        """Append a block. On return, it survives a power failure."""
+        lines = b"".join(map(_line, records))
+        self.records += records
+        self.blocks += 1
+        digest = self.hash.copy()
+        digest.update(lines)
+        marker = {"block": self.blocks, "questions": len(self.records)}
+        self.write(lines + _sealing(marker, digest))
+
+    def seal(self, result: TaskResult) -> None:
+        """Append the last line."""
+        self.write(_sealing({"result": result.dump()}, self.hash))
+        self.result = result
+
+    def write(self, data: bytes) -> None:
+        """Write complete lines behind the intact part."""
+        fd = self.fd
+        if fd is None:
+            return
+
+        def write() -> None:
+            os.ftruncate(fd, self.end)
+            os.lseek(fd, self.end, os.SEEK_SET)
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
+
+        retrying(write)
+        self.hash.update(data)
+        self.end += len(data)
 
 
 @dataclass(frozen=True)
@@ -109,7 +142,7 @@ class ResultFile:
         return sealed.result if sealed is not None and sealed.header == self.header else None
 
     @contextmanager
-    def writing(self) -> Iterator[ResultWriter]:
+    def writing(self) -> Iterator[ResultContent]:
         """Lock the file, discard what follows its last intact block, and open it for appending.
 
         Raises InUse if another process writes it.
@@ -125,93 +158,10 @@ class ResultFile:
                     len(content.records),
                 )
             with named(self.path), self.path.open("r+b" if content.size else "wb") as file:
-                writer = ResultWriter(file.fileno(), content, self.header)
+                content.fd = file.fileno()
+                content.write(b"" if content.end else _line(self.header))
                 fsync_folder(self.path.parent)
-                yield writer
-
-
-@dataclass(frozen=True)
-class EvalSettings:
-    """Settings that determine the answers of a model, besides the task and its data."""
-
-    weights: str
-    """Hash of the weights: of a checkpoint's manifest, or of the files of a Hugging Face folder."""
-    tokenizer: str
-    """Hash of tokenizer.json."""
-    ema: bool = False
-    """True for the averaged weights of a checkpoint."""
-    precision: str = "fp32"
-    bos: str = "tokenizer"
-    chat: str | None = None
-    """Hash of the conversation format that renders the prompts; None: prompts are plain text."""
-    limit: int | None = None
-    keep_samples: bool = False
-    """True if the records include the text of prompts and answers."""
-
-    def file(self, folder: Path, data: TaskData) -> ResultFile:
-        """Return the result file of a task in `folder`."""
-        task = data.task
-        settings: dict[str, Any] = {
-            "task": task.name,
-            "type": task.type,
-            "chance": task.chance,
-            "task_sha256": fingerprint(task.identity()),
-            "data_sha256": data.sha256,
-            "revision": data.revision,
-            "shots": data.shots,
-            "limit": self.limit,
-            "bos": self.bos,
-            "chat": self.chat,
-            "tokenizer": self.tokenizer,
-            "weights": self.weights,
-            "ema": self.ema,
-            "precision": self.precision,
-            "scoring": SCORING_VERSION,
-            **({"samples": True} if self.keep_samples else {}),
-        }
-        return ResultFile.of(folder, settings)
-
-
-class ResultWriter:
-    """A result file that is open for appending; without a descriptor, nothing is written."""
-
-    def __init__(self, fd: int | None, content: ResultContent, header: Mapping[str, Any]) -> None:
-        """Continue after `content`; write the `header` if it is empty."""
-        self._fd, self.content = fd, content
-        self._write(b"" if content.end else _line(header))
-
-    def append(self, records: Sequence[AnswerRecord]) -> None:
-        """Append a block. On return, it survives a power failure."""
-        content = self.content
-        lines = b"".join(map(_line, records))
-        content.records += records
-        content.blocks += 1
-        digest = content.hash.copy()
-        digest.update(lines)
-        marker = {"block": content.blocks, "questions": len(content.records)}
-        self._write(lines + _sealing(marker, digest))
-
-    def seal(self, result: TaskResult) -> None:
-        """Append the last line."""
-        self._write(_sealing({"result": result.dump()}, self.content.hash))
-        self.content.result = result
-
-    def _write(self, data: bytes) -> None:
-        content, fd = self.content, self._fd
-        if fd is None:
-            return
-
-        def write() -> None:
-            os.ftruncate(fd, content.end)
-            os.lseek(fd, content.end, os.SEEK_SET)
-            left = memoryview(data)
-            while left:
-                left = left[os.write(fd, left) :]
-            os.fsync(fd)
-
-        retrying(write)
-        content.hash.update(data)
-        content.end += len(data)
+                yield content
 
 
 def read(path: Path) -> ResultContent:
@@ -247,6 +197,14 @@ def read_sealed(path: Path) -> SealedResult | None:
         case {"result": dict(result)} if _seals(seal, data[start:], sha256(data[:start])):
             return SealedResult(path, header, TaskResult.parse(result))
     return None
+
+
+def weights_of(checkpoint: Path) -> str:
+    """Return the hash that identifies the weights of a checkpoint; empty if it has no manifest."""
+    try:
+        return sha256_file(checkpoint / CheckpointManifest.filename)
+    except OSError:
+        return ""
 
 
 def of_weights(results: Sequence[SealedResult], weights: str) -> list[SealedResult]:

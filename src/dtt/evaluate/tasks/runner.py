@@ -10,15 +10,15 @@ arithmetic tells apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtt.base.errors import ConfigError, Diverged
-from dtt.base.log import progress
+from dtt.base.log import log, progress
 from dtt.base.patterns import find, replace
 from dtt.data.text.continuation import Continuation
 from dtt.evaluate.tasks.definition import Task
@@ -32,8 +32,7 @@ from dtt.evaluate.tasks.metrics import (
 )
 from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.tasks.prompts import Question
-from dtt.evaluate.tasks.reasoning import opens_reasoning, without_reasoning
-from dtt.evaluate.tasks.result_files import ResultContent, ResultFile, ResultWriter
+from dtt.evaluate.tasks.result_files import ResultContent, ResultFile
 from dtt.evaluate.tasks.scorer import Generator, Scorer, never
 from dtt.evaluate.tasks.task_data import TaskData
 from dtt.mesh.dist import World
@@ -45,18 +44,26 @@ FIRST_BLOCK, LARGEST_BLOCK = 2**14, 2**20
 early, a kill loses no more work than was done before, and large blocks have a batch for every rank.
 """
 
+REASONING_MARKS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
+"""Texts around the reasoning: of Qwen3, DeepSeek-R1 and SmolLM3; of some tunings; of Magistral."""
 
-@dataclass(frozen=True)
-class _Block:
-    """Consecutive questions, and what a model has to compute for them."""
 
-    questions: Sequence[Question]
-    options: Sequence[Sequence[Option]]
-    """Options of each question; of rolling likelihood, its windows. Empty for generation."""
-    prompts: Sequence[list[int]]
-    """Prompts of generation; otherwise empty."""
-    facts: Sequence[Mapping[str, Any]]
-    """Fields of each record that are known before scoring."""
+class _Asked(NamedTuple):
+    """A question, and what a model has to compute for it."""
+
+    question: Question
+    options: Sequence[Option]
+    """Of rolling likelihood, its windows. Empty for generation."""
+    prompt: list[int]
+    """Of generation; otherwise empty."""
+    facts: Mapping[str, Any]
+    """Fields of the record that are known before scoring."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to compute if the options share their context."""
+        contexts = {option.context for option in self.options}
+        return sum(map(len, contexts)) + sum(len(one.continuation) for one in self.options)
 
 
 @dataclass(frozen=True)
@@ -82,19 +89,18 @@ class TaskRunner:
         log-probabilities are not finite.
         """
         task, total = data.task, len(data.questions)
-        writer = ResultWriter(None, ResultContent(), {})
+        content = ResultContent()
         with ExitStack() as stack:
             # Runs on rank 0. Its result or error reaches all ranks, so all continue or all stop.
             def open_file() -> tuple[TaskResult | None, int, int]:
-                nonlocal writer
+                nonlocal content
                 if file is not None:
-                    writer = stack.enter_context(file.writing())
-                content = writer.content
+                    content = stack.enter_context(file.writing())
                 return content.result, len(content.records), content.blocks
 
             def seal() -> TaskResult:
-                result = task_result(task.name, task.type, task.chance, writer.content.records)
-                writer.seal(result)
+                result = task_result(task.name, task.type, task.chance, content.records)
+                content.seal(result)
                 return result
 
             result, answered, blocks = self.world.on_first(open_file)
@@ -108,7 +114,7 @@ class TaskRunner:
                     if records is None:
                         return None
                     # Written before the next block is computed, so a kill loses one block.
-                    self.world.on_first(partial(writer.append, records))
+                    self.world.on_first(partial(content.append, records))
                     answered, blocks = answered + len(records), blocks + 1
                     advance(len(records))
             return self.world.on_first(seal)
@@ -125,78 +131,66 @@ class TaskRunner:
         """Return the records of the block after `blocks` blocks; None if `stop()` was true."""
         # The shift is limited, as the number of blocks of a damaged file could be anything.
         size = min(FIRST_BLOCK << min(blocks, 32), LARGEST_BLOCK)
-        rest = (data.questions[i] for i in range(answered, len(data.questions)))
-        return self._score(data.task, self._encode(data.task, rest, size), stop)
-
-    def _encode(self, task: Task, questions: Iterable[Question], size: int) -> _Block:
-        """Encode the first of `questions`, up to `size` tokens and at least one question."""
-        chosen: list[Question] = []
-        options: list[Sequence[Option]] = []
-        prompts: list[list[int]] = []
-        facts: list[Mapping[str, Any]] = []
-        tokens = 0
-        for question in questions:
+        task, tokens, block = data.task, 0, list[_Asked]()
+        for i in range(answered, len(data.questions)):
             # At least one question, however long it is.
             if tokens >= size:
                 break
-            chosen.append(question)
-            match task.type:
-                case "rolling":
-                    windows = self.encoder.windows(question.continuations[0])
-                    options.append(windows)
-                    facts.append({})
-                    tokens += _count_tokens(windows)
-                case "generation":
-                    prompt, truncated = self.encoder.prompt_ids(question, task.max_tokens)
-                    prompts.append(prompt)
-                    facts.append({"truncated": truncated})
-                    tokens += len(prompt) + task.max_tokens
-                case _:
-                    encoded = self.encoder.options(question)
-                    options.append(encoded.options)
-                    facts.append(
-                        {
-                            "answer_bytes": encoded.bytes[question.gold],
-                            "truncated": encoded.truncated,
-                            "separate": encoded.separate,
-                        }
-                    )
-                    tokens += _count_tokens(encoded.options)
-        return _Block(chosen, options, prompts, facts)
+            block.append(self._encode(task, data.questions[i]))
+            tokens += block[-1].tokens
+            tokens += len(block[-1].prompt) + task.max_tokens * (task.type == "generation")
+        records = (self._answer if task.type == "generation" else self._score)(task, block, stop)
+        if records is not None and self.keep_samples:
+            for record, asked in zip(records, block, strict=True):
+                record["contexts"] = list(asked.question.contexts)
+                record["continuations"] = list(asked.question.continuations)
+        return records
+
+    def _encode(self, task: Task, question: Question) -> _Asked:
+        if task.type == "rolling":
+            return _Asked(question, self.encoder.windows(question.continuations[0]), [], {})
+        if task.type == "generation":
+            prompt, truncated = self.encoder.prompt_ids(question, task.max_tokens)
+            return _Asked(question, (), prompt, {"truncated": truncated})
+        encoded = self.encoder.options(question)
+        facts: dict[str, Any] = {"answer_bytes": encoded.bytes[question.gold]}
+        facts |= {"truncated": encoded.truncated, "separate": encoded.separate}
+        return _Asked(question, encoded.options, [], facts)
 
     def _score(
-        self, task: Task, block: _Block, stop: Callable[[], bool]
+        self, task: Task, block: Sequence[_Asked], stop: Callable[[], bool]
     ) -> list[AnswerRecord] | None:
-        """Return the records of a block; None if `stop()` was true."""
+        """Return the records of questions with options; None if `stop()` was true."""
+        # Windows have nothing to share: as questions of their own, those of one document can go to
+        # different ranks.
+        rolling = task.type == "rolling"
+        questions: list[Sequence[Option]] = [asked.options for asked in block]
+        if rolling:
+            questions = [[window] for windows in questions for window in windows]
+        scores = self.scorer.score(questions, stop)
+        if scores is None:
+            return None
+        flat = chain.from_iterable(scores)
+        answer = _rolled if rolling else _compared
         records = []
-        if task.type == "generation":
-            replies = self._replies(task, block.prompts, stop)
-            if replies is None:
-                return None
-            for question, reply, facts in zip(block.questions, replies, block.facts, strict=True):
-                scored = _generated(task, question, reply.answer or "")
-                record = {"id": question.id, **scored, **facts, "unfinished": reply.answer is None}
-                records.append(record | ({"text": reply.text.content} if self.keep_samples else {}))
-        else:
-            asked = block.options
-            if task.type == "rolling":  # windows have nothing to share, as options have
-                # As questions of their own, so that windows of one document can go to different
-                # ranks.
-                asked = [[window] for windows in block.options for window in windows]
-            scores = self.scorer.score(asked, stop)
-            if scores is None:
-                return None
-            flat = chain.from_iterable(scores)
-            for question, options, facts in zip(
-                block.questions, block.options, block.facts, strict=True
-            ):
-                found = list(islice(flat, len(options)))
-                answer = _rolled if task.type == "rolling" else _compared
-                records.append({"id": question.id, **answer(task, question, found), **facts})
-        if self.keep_samples:
-            for record, question in zip(records, block.questions, strict=True):
-                record["contexts"] = list(question.contexts)
-                record["continuations"] = list(question.continuations)
+        for question, options, _, facts in block:
+            found = list(islice(flat, len(options)))
+            records.append({"id": question.id, **answer(task, question, found), **facts})
+        return records
+
+    def _answer(
+        self, task: Task, block: Sequence[_Asked], stop: Callable[[], bool]
+    ) -> list[AnswerRecord] | None:
+        """Return the records of questions that are answered by text; None if `stop()` was true."""
+        replies = self._replies(task, [asked.prompt for asked in block], stop)
+        if replies is None:
+            return None
+        records = []
+        for asked, reply in zip(block, replies, strict=True):
+            scored = _generated(task, asked.question, reply.answer or "")
+            record = {"id": asked.question.id, **scored, **asked.facts}
+            record["unfinished"] = reply.answer is None
+            records.append(record | ({"text": reply.text.content} if self.keep_samples else {}))
         return records
 
     def _replies(
@@ -206,11 +200,7 @@ class TaskRunner:
 
         A special token is text like any other, so that `until` can name one.
         """
-
-        def unanswered() -> list[_Reply]:
-            return [_Reply(task, self.encoder, prompt) for prompt in prompts]
-
-        own, every = unanswered(), unanswered()
+        own, every = ([_Reply(task, self.encoder, prompt) for prompt in prompts] for _ in range(2))
         answers = self.generator.generate(
             prompts, task.max_tokens, self.until_ids, stop, lambda i, token: own[i].add(token)
         )
@@ -231,33 +221,33 @@ class _Reply:
         self._until, self._in_chat = task.until, encoder.in_chat
         # More tokens than a mark has.
         end = encoder.tokenizer.decode(prompt[-16:], skip_special_tokens=False)
-        self._opened = encoder.in_chat and opens_reasoning(end)
+        # Some templates end a prompt with the beginning of the reasoning.
+        begins = tuple(begin for begin, _ in REASONING_MARKS)
+        self._opened = encoder.in_chat and end.rstrip().endswith(begins)
 
     def add(self, token: int) -> bool:
         """Append a token; return True if the answer is complete: it contains a text of `until`."""
         self.text.add(token)
-        return bool(self._until) and self._ends() != []
+        return bool(self._until) and self._found()[1] != []
 
     @property
     def answer(self) -> str | None:
         """The answer up to a text of `until`; None if the reply ended within its reasoning."""
-        whole = self._answer()
-        return whole if whole is None else whole[: min(self._ends(), default=len(whole))]
+        whole, ends = self._found()
+        return whole if whole is None else whole[: min(ends, default=len(whole))]
 
-    def _answer(self) -> str | None:
-        if not self._in_chat:
-            return self.text.content
-        return without_reasoning(self.text.content, opened=self._opened)
-
-    def _ends(self) -> list[int]:
-        whole = self._answer() or ""
-        return [at for end in self._until if (at := whole.find(end)) >= 0]
-
-
-def _count_tokens(options: Sequence[Option]) -> int:
-    """Return the number of tokens to compute if the options share their context."""
-    contexts = {option.context for option in options}
-    return sum(map(len, contexts)) + sum(len(option.continuation) for option in options)
+    def _found(self) -> tuple[str | None, list[int]]:
+        """Return the text behind the reasoning, if that has ended, and the places of `until`."""
+        text = self.text.content
+        whole: str | None = text
+        if self._in_chat:
+            begun = [mark for mark in REASONING_MARKS if text.lstrip().startswith(mark[0])]
+            ends = [end for _, end in (REASONING_MARKS if self._opened else begun) if end in text]
+            if ends:
+                whole = text.partition(ends[0])[2]
+            elif self._opened or begun:
+                whole = None
+        return whole, [at for end in self._until if (at := (whole or "").find(end)) >= 0]
 
 
 def _rounded(question: Question, log_likelihood: float) -> float:
@@ -303,7 +293,11 @@ def _generated(task: Task, question: Question, text: str) -> AnswerRecord:
     try:
         if task.extract is not None:
             answer = find(task.extract, text, last=task.extract_last) or ""
-        given, *accepted = (_normalised(task, one) for one in (answer, *question.answers))
+        compared = []
+        for text in (answer, *question.answers):
+            for pattern in task.ignore:
+                text = replace(pattern, "", text)
+            compared.append((text.lower() if task.ignore_case else text).strip())
     except ValueError as error:
         raise ConfigError(
             f"an answer to the task {task.name} cannot be compared",
@@ -311,14 +305,8 @@ def _generated(task: Task, question: Question, text: str) -> AnswerRecord:
             why=str(error),
             next="simplify extract or ignore in the task",
         ) from None
+    given, *accepted = compared
     return {"answer": answer, "exact_match": given != "" and given in accepted}
-
-
-def _normalised(task: Task, answer: str) -> str:
-    """Return the part of an answer that is compared."""
-    for pattern in task.ignore:
-        answer = replace(pattern, "", answer)
-    return (answer.lower() if task.ignore_case else answer).strip()
 
 
 def task_record(step: int, result: TaskResult) -> Record:
@@ -329,3 +317,37 @@ def task_record(step: int, result: TaskResult) -> Record:
         if score.stderr is not None:
             record[f"{name}_stderr"] = score.stderr
     return record
+
+
+@dataclass(frozen=True)
+class TaskEvaluator:
+    """The benchmark tasks of a run, answered with its current weights during training.
+
+    Scoring draws no random numbers, so the weights and all other records are the same bits as
+    without tasks. It writes no result files: these belong to a checkpoint, and most steps that are
+    evaluated have none. It does not evaluate averaged weights either, as that would double the time
+    for which training waits. `dtt eval` does both, with checkpoints.
+    """
+
+    tasks: Sequence[TaskData]
+    runner: TaskRunner
+
+    def records(self, step: int, stop: Callable[[], bool]) -> list[Record] | None:
+        """Return one `task` record per task, without scores if the model has diverged.
+
+        All ranks call this together. Return None as soon as `stop()`, which every rank calls
+        between batches, is true.
+        """
+        records: list[Record] = []
+        for data in self.tasks:
+            try:
+                result = self.runner.run(data, None, stop)
+            except Diverged as error:  # the guard decides what to do about it, on all ranks
+                log.warning("step %d: no scores of %s: %s", step, data.task.name, error)
+                # Without scores, but recorded: a resume would evaluate it again.
+                records.append({"kind": "task", "step": step, "task": data.task.name, "n": 0})
+                continue
+            if result is None:
+                return None
+            records.append(task_record(step, result))
+        return records

@@ -9,12 +9,17 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dtt.base.errors import Diverged
 from dtt.base.targets import IGNORE_INDEX
-from dtt.evaluate.tasks.option_trees import RowBatch, TreeBatch, row_batches, tree_batches
-from dtt.evaluate.tasks.options import Option, OptionScore
+from dtt.evaluate.tasks.options import (
+    Option,
+    OptionBatch,
+    OptionScore,
+    row_batches,
+    tree_batches,
+)
 from dtt.evaluate.validation import evaluating
 from dtt.mesh.dist import World
 from dtt.model.contract import Model
@@ -22,7 +27,7 @@ from dtt.model.decoder import Decoder
 from dtt.model.decoding import whole_passes
 from dtt.model.generate import generate_batch, make_decoding
 from dtt.model.token_context import Context, GivenContext
-from dtt.model.tree_attention import make_tree_attention_fns
+from dtt.model.tree_attention import PackedTrees, make_tree_attention_fns
 from dtt.parallel.apply import autocast
 from dtt.parallel.pipelining import Pipeline
 from dtt.parallel.sharded_model import whole_copy
@@ -66,8 +71,9 @@ class Scorer:
         batches, is true. Batches depend on the questions only, so the number of data-parallel ranks
         does not change a bit of the scores. A model that has diverged has scores that are NaN.
         """
-        make = tree_batches if self._shares else row_batches
-        batches: list[TreeBatch | RowBatch] = list(make(questions, self.batch_tokens))
+        # dtt's decoder computes the tokens that options share once.
+        shares = isinstance(self.model, Decoder | Pipeline)
+        batches = list((tree_batches if shares else row_batches)(questions, self.batch_tokens))
         copies = self.world.size // self.pipeline
         replicas = copies // self.multiple
         found: list[tuple[int, int, OptionScore]] = []
@@ -79,60 +85,47 @@ class Scorer:
                 if mine < len(batches):
                     found += self._scores(batches[mine])
                 elif self.collective:  # the weights are gathered from all ranks
-                    self._scores(TreeBatch() if self._shares else RowBatch())
+                    self._scores(OptionBatch(trees=PackedTrees() if shares else None))
         scores = [[OptionScore(0.0, greedy=True)] * len(options) for options in questions]
         for part in self.world.gather(found):
             for question, option, score in part:
                 scores[question][option] = score
         return scores
 
-    @property
-    def _shares(self) -> bool:
-        """True for dtt's decoder, whose attention computes tokens that options share once."""
-        return isinstance(self.model, Decoder | Pipeline)
-
-    def _scores(self, batch: TreeBatch | RowBatch) -> list[tuple[int, int, OptionScore]]:
+    def _scores(self, batch: OptionBatch) -> list[tuple[int, int, OptionScore]]:
         """Return the question, the option and the score of each option of a batch."""
-        scores = self._token_scores(batch)
-        by_option: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for token, score in zip(batch.scored, scores, strict=True):
-            by_option.setdefault((token.question, token.option), []).append(score)
-        return [
-            (*key, OptionScore(sum(nats for nats, _ in tokens), all(hit for _, hit in tokens)))
-            for key, tokens in by_option.items()
-        ]
-
-    def _token_scores(self, batch: TreeBatch | RowBatch) -> list[tuple[float, float]]:
-        """Return the log-likelihood of each scored token, and 1.0 if it is the most likely one."""
         device = self.world.device
-        tokens_BT, context = self._inputs(batch)
+        context: Context | None = None
+        if batch.trees is None:
+            tokens_BT = torch.tensor(batch.rows, device=device)
+        else:
+            batch.trees.pad(self.multiple * (GPU_MULTIPLE if device.type == "cuda" else 1))
+            tokens_BT = torch.tensor([batch.trees.tokens], device=device)
+            positions_BT = torch.tensor([batch.trees.positions], device=device)
+            attention_fns = make_tree_attention_fns(self.model.arch, batch.trees, device)
+            context = GivenContext(tokens_BT, positions_BT, attention_fns)
+        # Several options may have a target after the same token: a column for each.
         candidates = Counter[int]()
         rows, columns = [], []
         for token in batch.scored:
-            rows.append(token.index)
-            columns.append(candidates[token.index])
-            candidates[token.index] += 1
+            rows.append(token.place)
+            columns.append(candidates[token.place])
+            candidates[token.place] += 1
         width = max(candidates.values(), default=1)
         targets_NC = torch.full((tokens_BT.numel(), width), IGNORE_INDEX)
         targets_NC[rows, columns] = torch.tensor([t.target for t in batch.scored], dtype=torch.long)
         targets_BTC = targets_NC.view(*tokens_BT.shape, width).to(device)
         with autocast(device, self.precision):
             scores_BTC2 = self.model(tokens_BT, targets_BTC, context=context, reduction="scores")
+        # The log-likelihood of each token, and 1.0 if it is the most likely one.
         scores_NC2 = scores_BTC2.flatten(0, 1).cpu()
-        found: list[tuple[float, float]] = scores_NC2[rows, columns].tolist()
-        return found
-
-    def _inputs(self, batch: TreeBatch | RowBatch) -> tuple[Tensor, Context | None]:
-        """Return the tokens of a batch, and their place if they are not whole sequences."""
-        device = self.world.device
-        if isinstance(batch, RowBatch):
-            return torch.tensor(batch.rows, device=device), None
-        packed = batch.packed
-        packed.pad(self.multiple * (GPU_MULTIPLE if device.type == "cuda" else 1))
-        tokens_1T = torch.tensor([packed.tokens], device=device)
-        positions_1T = torch.tensor([packed.positions], device=device)
-        attention_fns = make_tree_attention_fns(self.model.arch, packed, device)
-        return tokens_1T, GivenContext(tokens_1T, positions_1T, attention_fns)
+        by_option: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        for token, score in zip(batch.scored, scores_NC2[rows, columns].tolist(), strict=True):
+            by_option.setdefault((token.question, token.option), []).append(score)
+        return [
+            (*key, OptionScore(sum(nats for nats, _ in tokens), all(hit for _, hit in tokens)))
+            for key, tokens in by_option.items()
+        ]
 
 
 @dataclass(frozen=True)

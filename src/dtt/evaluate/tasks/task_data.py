@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import count as counting
 from pathlib import Path
 from typing import Any
 
@@ -91,27 +91,23 @@ class Examples:
 
         The first n examples are the same for any larger number of them.
         """
-        return "".join(map(self._example, self._rows(question, row_id))) if self.count else ""
-
-    def _rows(self, question: str, row_id: str) -> list[int]:
+        if self.count == 0:
+            return ""
         assert self.split is not None
         key = "" if self.task.shots.fixed else question
         rows: list[int] = []
-        attempt = 0
-        while len(rows) < self.count:
+        for attempt in counting():
+            if len(rows) == self.count:
+                break
             row = _hash(f"{key}/{attempt}") % len(self.split.rows)
-            attempt += 1
             own = self._ids is not None and self._ids[row] == row_id
-            if row not in rows and not own:
-                rows.append(row)
-        return rows
-
-    def _example(self, row: int) -> str:
-        assert self.split is not None
-        if row not in self._texts:
-            with _located(self.task, self.split, row):
-                self._texts[row] = example_of(self.task, self.split.rows[row])
-        return self._texts[row]
+            if row in rows or own:
+                continue
+            rows.append(row)
+            if row not in self._texts:
+                with _located(self.task, self.split, row):
+                    self._texts[row] = example_of(self.task, self.split.rows[row])
+        return "".join(self._texts[row] for row in rows)
 
 
 def open_task(task: Task, folder: Path, *, limit: int | None, shots: int | None) -> TaskData:
@@ -129,13 +125,25 @@ def open_task(task: Task, folder: Path, *, limit: int | None, shots: int | None)
     count = task.shots.count if shots is None else shots
     if task.type == "rolling":
         count = 0
-    origin = _examples_source(task, count)
+    origin: TaskSource | None = None  # of the examples
+    if count and task.shots.file is not None:
+        origin = TaskSource(file=task.shots.file)
+    elif count and task.shots.split is not None:
+        origin = task.data.model_copy(update={"split": task.shots.split})
+    elif count:
+        raise ConfigError(
+            f"{task.name} names no examples for {count} shots",
+            why="examples from the questions themselves would give answers away",
+            next="set shots.split or shots.file in the task, or evaluate it with shots=0",
+        )
     split = _open(task, task.data, folder)
     examples = split if origin == task.data else None
     if origin is not None and examples is None:
         examples = _open(task, origin, folder)
-    row_ids = _row_ids(task, split)
-    ids = _numbered(row_ids)
+    row_ids, ids, seen = _row_ids(task, split), list[str](), Counter[str]()
+    for id in row_ids:  # those of equal rows get a number
+        seen[id] += 1
+        ids.append(id if seen[id] == 1 else f"{id}-{seen[id]}")
     chosen = list(range(len(ids)))
     if limit is not None:
         chosen = sorted(sorted(chosen, key=lambda row: (_hash(ids[row]), row))[:limit])
@@ -152,22 +160,6 @@ def open_task(task: Task, folder: Path, *, limit: int | None, shots: int | None)
     return TaskData(task, questions, fingerprint(hashes), split.revision, count)
 
 
-def _examples_source(task: Task, count: int) -> TaskSource | None:
-    """Return where the examples come from; raise ConfigError if the task does not name it."""
-    shots = task.shots
-    if count == 0:
-        return None
-    if shots.file is not None:
-        return TaskSource(file=shots.file)
-    if shots.split is not None:
-        return task.data.model_copy(update={"split": shots.split})
-    raise ConfigError(
-        f"{task.name} names no examples for {count} shots",
-        why="examples from the questions themselves would give answers away",
-        next="set shots.split or shots.file in the task, or evaluate it with shots=0",
-    )
-
-
 def _row_ids(task: Task, split: Split) -> list[str]:
     """Return the ids of all rows; those of equal rows are equal."""
     ids = []
@@ -175,16 +167,6 @@ def _row_ids(task: Task, split: Split) -> list[str]:
         with _located(task, split, number):
             ids.append(question_id(task, row))
     return ids
-
-
-def _numbered(ids: Sequence[str]) -> list[str]:
-    """Return ids with a number behind each that occurred before."""
-    seen = Counter[str]()
-    numbered = []
-    for id in ids:
-        seen[id] += 1
-        numbered.append(id if seen[id] == 1 else f"{id}-{seen[id]}")
-    return numbered
 
 
 def _hash(text: str) -> int:
@@ -217,7 +199,21 @@ def _open(task: Task, origin: TaskSource, folder: Path) -> Split:
         # Ranks and jobs share the folder: one downloads, and the others wait.
         with exclusive(out.parent, "dtt eval", PATIENCE):
             if not CorpusManifest.exists(out):
-                _download(task, origin, out)
+                cfg = DownloadConfig(
+                    dataset=origin.hub,
+                    name=origin.name,
+                    split=origin.split,
+                    revision=origin.revision,
+                )
+                try:
+                    download(cfg, out, rows=True)
+                except ConfigError as error:
+                    raise ConfigError(
+                        f"the data of the task {task.name} cannot be downloaded",
+                        where=f"{origin.hub}, subset {origin.name}, split {origin.split}",
+                        why=" ".join(str(error).partition("\n  next:")[0].split()),
+                        next="fix `data` in its definition",
+                    ) from None
     manifest = CorpusManifest.read(out)
     paths = [out / file.path for file in manifest.files]
     hashes = []
@@ -245,37 +241,21 @@ def _hub_folder(origin: TaskSource, folder: Path) -> Path:
     return folder / str(origin.hub).replace("/", "--") / re.sub(r"[^\w.@-]", "_", name)
 
 
-def _download(task: Task, origin: TaskSource, out: Path) -> None:
-    cfg = DownloadConfig(
-        dataset=origin.hub, name=origin.name, split=origin.split, revision=origin.revision
-    )
-    try:
-        download(cfg, out, rows=True)
-    except ConfigError as error:
-        raise ConfigError(
-            f"the data of the task {task.name} cannot be downloaded",
-            where=f"{origin.hub}, subset {origin.name}, split {origin.split}",
-            why=" ".join(str(error).partition("\n  next:")[0].split()),
-            next="fix `data` in its definition",
-        ) from None
-
-
 def _split(paths: list[Path], hashes: list[str], revision: str | None) -> Split:
     rows: list[dict[str, Any]] = []
     starts = []
     room = MAX_BYTES
     for path in paths:
         starts.append(len(rows))
-        found, size = _rows(path, room)
+        found, room = _rows(path, room)
         rows += found
-        room -= size
     if not rows:
         raise InputError("a task has no questions", where=paths[0])
     return Split(rows, tuple(paths), tuple(starts), tuple(hashes), revision)
 
 
 def _rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
-    """Return all rows of a file and their size in bytes, which is at most `room`.
+    """Return all rows of a file, of at most `room` bytes, and the bytes that are left of it.
 
     Unlike those of a corpus, none may be damaged.
     """
@@ -283,52 +263,39 @@ def _rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
     if kind is None or kind == "txt":
         why = "use JSON lines, Parquet or CSV"
         raise InputError("dtt cannot read this file", where=path, next=why)
-    bad = BadDocuments()
+    bad, found, left = BadDocuments(), list[dict[str, Any]](), room
     try:
-        read = _parquet_rows if FORMATS[kind].has_row_groups else partial(_line_rows, kind, bad)
-        found = read(path, room)
+        for size, rows in _sized_rows(kind, path, bad):
+            left -= size
+            if left < 0:
+                raise InputError(
+                    "the rows of a task are too large",
+                    where=path,
+                    why=f"at most {MAX_BYTES // 2**30} GiB, and "
+                    f"{MAX_DOCUMENT_BYTES // 2**20} MiB for a row",
+                )
+            found += rows
     except Exception as error:  # noqa: BLE001  files of others raise anything
         raise_if_refused(error)
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise DamagedError("cannot read the rows of a task", where=path, why=why) from None
     if bad.count:
         raise DamagedError("cannot read the rows of a task", where=path, why=bad.examples[0])
-    return found
+    return found, left
 
 
-def _parquet_rows(path: Path, room: int) -> tuple[list[dict[str, Any]], int]:
-    with pq.ParquetFile(path) as file:
-        rows: list[dict[str, Any]] = []
-        size = 0
-        for group in range(file.metadata.num_row_groups):
-            at_once = rows_at_once(path, file, group, None, MAX_ROWS, TASK_BATCH_BYTES)
-            for batch in file.iter_batches(at_once, row_groups=[group], use_threads=False):
-                size += batch.nbytes
-                if size > room:
-                    raise _too_large(path)
-                rows += batch.to_pylist()
-        return rows, size
-
-
-def _line_rows(
-    kind: FileFormat, bad: BadDocuments, path: Path, room: int
-) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file without row groups; record unreadable ones in `bad`."""
-    rows: list[dict[str, Any]] = []
-    size = 0
+def _sized_rows(
+    kind: FileFormat, path: Path, bad: BadDocuments
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield rows, a batch or one, and their size in bytes; record unreadable ones in `bad`."""
+    if FORMATS[kind].has_row_groups:
+        with pq.ParquetFile(path) as file:
+            for group in range(file.metadata.num_row_groups):
+                at_once = rows_at_once(path, file, group, None, MAX_ROWS, TASK_BATCH_BYTES)
+                for batch in file.iter_batches(at_once, row_groups=[group], use_threads=False):
+                    yield batch.nbytes, batch.to_pylist()
+        return
     for _, text, row in read_rows_of(kind, path, Span(0, 0, path.stat().st_size, 0), bad):
-        size += sum(map(len, row.values())) if text is None else len(text)
-        if size > room:
-            raise _too_large(path)
         if text is None or b"\\u" in text:  # a lone surrogate has no UTF-8
             json.dumps(row, ensure_ascii=False).encode()
-        rows.append(row)
-    return rows, size
-
-
-def _too_large(path: Path) -> InputError:
-    return InputError(
-        "the rows of a task are too large",
-        where=path,
-        why=f"at most {MAX_BYTES // 2**30} GiB, and {MAX_DOCUMENT_BYTES // 2**20} MiB for a row",
-    )
+        yield sum(map(len, row.values())) if text is None else len(text), [row]

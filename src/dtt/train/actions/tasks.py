@@ -8,9 +8,8 @@ from typing import Any
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
 from dtt.evaluate.evaluation import open_evaluation
 from dtt.evaluate.tasks.encoding import QuestionEncoder
-from dtt.evaluate.tasks.runner import TaskRunner
+from dtt.evaluate.tasks.runner import TaskEvaluator, TaskRunner
 from dtt.evaluate.tasks.scorer import Generator, Scorer
-from dtt.evaluate.tasks.task_evaluator import TaskEvaluator
 from dtt.track.base import Record
 from dtt.train.actions.action import StepAction, Stop, every
 from dtt.train.components import Run, TrainState
