@@ -83,15 +83,14 @@ def run(
         )
     # Of each task, the two results that agree best.
     pairs = [max(product(ours[name], theirs[name]), key=_preference) for name in common]
-    comparable = [pair for pair in pairs if not _differing(pair, SAME)]
     for pair in pairs:
         if differing := _differing(pair, SAME):
             error = _not_comparable(pair, differing[0])
-            if not comparable:
+            if all(_differing(each, SAME) for each in pairs):
                 raise error
             log.warning("left out: %s", error)
-    for pair in comparable:
-        _show(one, other, pair, as_json=as_json)
+        else:
+            _show(one, other, pair, as_json=as_json)
 
 
 def _recorded(source: str) -> Iterator[tuple[Path, str | None]]:

@@ -197,8 +197,8 @@ class Harness:
         # It would log a warning for each request that is longer than the context.
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        how = {"add_bos_token": ADD_BOS[self.cfg.bos], "trust_remote_code": False}
-        lm = HFLM(str(folder), device=device, dtype="float32", **how)
+        bos, name = ADD_BOS[self.cfg.bos], str(folder)
+        lm = HFLM(name, device=device, dtype="float32", add_bos_token=bos, trust_remote_code=False)
         lm.batch_size_per_gpu = max(1, self.cfg.batch_tokens // lm.max_length)
         return lm
 

@@ -46,14 +46,14 @@ class StreamedAnswer(Continuation):
     ) -> None:
         """Generate nothing yet; `Continuation` describes the other arguments."""
         super().__init__(tokenizer, prompt_ids, stop_tokens, stop_texts, show_special=show_special)
-        self._generator, self._sampling = generator, sampling
+        self._generator, self.sampling = generator, sampling
         self.cached_tokens = generator.cached_prefix(prompt_ids)
         """Number of tokens of the prompt that were computed for an earlier answer."""
 
     def texts(self) -> Generator[str]:
         """Yield the text while it is generated."""
-        own = self._sampling.generator(self._generator.device, self.prompt_ids)
-        options = self._sampling.options
+        own = self.sampling.generator(self._generator.device, self.prompt_ids)
+        options = self.sampling.options
         return self.stream(self._generator.generate(self.prompt_ids, generator=own, **options))
 
 
@@ -72,10 +72,10 @@ class ChatSession:
         sampling: Sampling,
     ) -> None:
         """Start without messages."""
-        self._encoder, self._generator, self._sampling = encoder, generator, sampling
+        self._encoder, self._generator, self.sampling = encoder, generator, sampling
         self._tokenizer, self._check_ids = trained.open_tokenizer(), trained.check_ids
         self._stop_tokens = frozenset(trained.stop_tokens(encoder))
-        self._stop_texts: Sequence[str] = ()
+        self.stop_texts: Sequence[str] = ()
         self._context = generator.model.arch.max_seq_len
         self._system: tuple[Message, ...] = ()
         self.conversation = Conversation(())
@@ -86,7 +86,7 @@ class ChatSession:
         Its answers end before any of `stop_texts`, too.
         """
         other = copy(self)
-        vars(other).update(_sampling=sampling, _stop_texts=stop_texts)
+        other.sampling, other.stop_texts = sampling, stop_texts
         other.conversation = Conversation(())
         return other
 
@@ -128,7 +128,7 @@ class ChatSession:
     def _start(self, conversation: Conversation) -> StreamedAnswer:
         fitting, prompt_ids = self._fit(conversation)
         self.conversation = fitting
-        how = self._sampling, self._stop_tokens, self._stop_texts
+        how = self.sampling, self._stop_tokens, self.stop_texts
         answer = StreamedAnswer(
             self._generator, self._tokenizer, prompt_ids, *how, show_special=True
         )
@@ -153,7 +153,7 @@ class ChatSession:
 
     def _fit(self, conversation: Conversation) -> tuple[Conversation, list[int]]:
         """Return the conversation without the oldest turns that do not fit, and its prompt."""
-        room = min(self._sampling.max_tokens, self._context // ANSWER_SHARE)
+        room = min(self.sampling.max_tokens, self._context // ANSWER_SHARE)
         most = most_characters(self._tokenizer, self._context)
         messages = conversation.messages
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
