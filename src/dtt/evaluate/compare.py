@@ -46,10 +46,10 @@ def run(
     """Print the difference of each metric between two models that `dtt eval` has evaluated.
 
     `one` and `other` are `JOB`, `JOB@STEP` (by default the newest step with results), a Hugging
-    Face folder, or a folder of result files. Only questions that both have answered count; no model
-    is loaded. `tasks` and the options up to `bos` select results that were computed with them.
-    Raises InputError if there are no results of a common task, and ConfigError if the two were
-    asked different questions or for any of the other `options`.
+    Face folder, or a folder of result files. Only questions that both have answered count. `tasks`
+    and the options up to `bos` select results that were computed with them. Raises InputError
+    without results of a common task, and ConfigError if the two were asked different questions, or
+    for any of the other `options`.
     """
     for name, value in options.items():
         flag = f"--{name}" if name in ("step", "harness") else f"eval.{name}"
@@ -81,7 +81,6 @@ def run(
             why=f"{one}: {', '.join(ours)}; {other}: {', '.join(theirs)}",
             next=f"dtt eval {other} --tasks {next(iter(ours))}",
         )
-    # Of each task, the two results that agree best.
     pairs = [max(product(ours[name], theirs[name]), key=_preference) for name in common]
     for pair in pairs:
         if differing := _differing(pair, SAME):
