@@ -102,10 +102,10 @@ for name in (*forked.TRANSFORMERS, *forked.MODULES_OF_HUB):
 os.environ["HF_ENDPOINT"] = "http://there"
 forked.forget_hub()
 assert not [name for name in sys.modules if name.startswith(("huggingface_hub", "dtt.hf"))]
-from dtt.train import adapter
+from dtt.train import frozen
 from transformers import LlamaForCausalLM
 from huggingface_hub import constants
-assert adapter is sys.modules["dtt.train.adapter"]
+assert frozen is sys.modules["dtt.train.frozen"]
 assert constants.ENDPOINT == "http://there"
 """
 

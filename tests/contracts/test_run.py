@@ -23,11 +23,7 @@ from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.track import jsonl
 from dtt.train.actions.action import StepAction, Stop
-from dtt.train.actions.sample import Sample
-from dtt.train.actions.save import SaveCheckpoint
-from dtt.train.actions.step_log import Log
-from dtt.train.actions.tasks import Tasks
-from dtt.train.actions.validate import Validate
+from dtt.train.actions.built_in import Log, Sample, SaveCheckpoint, Tasks, Validate
 from dtt.train.components import Run
 from dtt.train.run import run as train
 from dtt.train.state import Position

@@ -31,12 +31,13 @@ from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.model import attention_backend, chunked_attention
 from dtt.model.decoder import Decoder
+from dtt.optim.built import build as build_optimizers
 from dtt.optim.muon import optimizer as muon
 from dtt.parallel import fp8
 from dtt.train import assemble, step
 from dtt.train.anomaly_guard import Guard
-from dtt.train.build import make_experts
 from dtt.train.components import TrainState
+from dtt.train.expert_load import ExpertLoad
 from dtt.train.objectives.loss_function import make_loss
 from dtt.train.trainer import Trainer
 
@@ -73,14 +74,16 @@ class Step:
     def __init__(self, case: Case, world: World) -> None:
         """Build what the step uses; initial values are not drawn."""
         plan = plan_of(case, world)
+        mixture = plan.arch.mixture
         self.case, self.device = case, world.device
         self.assembled = parts = assemble.assemble(case.cfg, plan, world)
         state = TrainState(
             **vars(parts),
             passes=step.Passes(parts.module, case.precision, parts.mesh.gradient_replicas),
-            optimizers=assemble.make_optimizers(case.cfg, plan, parts, None),
+            optimizers=build_optimizers(case.cfg.optim, parts.params, plan.facts(None)),
             guard=Guard(case.cfg.guard, world, Path()), objective=case.cfg.objective,
-            rounding=None, ema=None, experts=make_experts(case.cfg, parts),
+            rounding=None, ema=None,
+            experts=mixture and ExpertLoad(parts.model, parts.mesh, case.cfg.train.balance_rate),
         )  # fmt: skip
         unused: Any = None
         meter = SimpleNamespace(end_phase=lambda _: None)

@@ -29,8 +29,9 @@ from dtt.mesh.dist import World
 from dtt.model import attention_backend, chunked_attention, layers, loss
 from dtt.model.decoder import Decoder, params_of
 from dtt.model.lora import attach
+from dtt.optim.built import build as build_optimizers
 from dtt.optim.muon import optimizer as muon
-from dtt.train import assemble, trainer
+from dtt.train import trainer
 from dtt.train.objectives import dpo
 from dtt.train.objectives.loss_function import make_loss
 from dtt.train.step import Passes, update
@@ -211,7 +212,7 @@ def _on_cpu(case: Case, precision: str, weights: dict[str, Tensor], batch: Micro
     named = dict(model.named_parameters())
     gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
     parts: Any = SimpleNamespace(params=params_of(model))
-    optimizers = assemble.make_optimizers(case.cfg, plan, parts, None)
+    optimizers = build_optimizers(case.cfg.optim, parts.params, plan.facts(None))
     update(optimizers, torch.zeros(()), step=0)
     return Numbers(float(output.loss), gradients, {n: p.detach() for n, p in named.items()})
 

@@ -98,7 +98,8 @@ def test_an_attempt_that_stops_before_its_first_log_line_has_its_steps_counted(
         meter.end_phase("data")
     with meter.paused("save"):
         pass
-    breakdown.finish(1, meter)
+    meter.restart()
+    breakdown.write(1, meter)
     clock.close()
     kept = json.loads(job.clock(1).read_text())
     assert (kept["first"], kept["step"], kept["steps"]) == (0, 1, 1)

@@ -14,8 +14,7 @@ from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.model.scaling import Scaling
 from dtt.mup import run as mup
-from dtt.mup.coordinate_check import KINDS, faults, slopes
-from dtt.mup.transfer import drift
+from dtt.mup.run import KINDS, drift, faults, slopes
 
 
 def config(tokens: Path, *arguments: str) -> RunConfig:

@@ -15,8 +15,8 @@ from dtt.checkpoint import store
 from dtt.config.load import load_job, resolve
 from dtt.hf import export
 from dtt.mesh.dist import World
+from dtt.mup.run import final_loss, with_rate
 from dtt.mup.short_training import ShortTraining, at_width
-from dtt.mup.transfer import final_loss, with_rate
 from dtt.track import jsonl
 
 
@@ -34,7 +34,7 @@ def test_a_probe_under_mup_has_the_losses_of_the_run_whose_export_transformers_a
     monkeypatch.chdir(dtt.folder)
     training = ShortTraining(load_job(job), world)
     assert training.plan.arch.logit_scale == 1 / 4
-    losses = [loss.item() for loss in training.losses(training.scheduled)]
+    losses = [loss.item() for loss in training.losses()]
     assert losses == [record["loss"] for record in jsonl.read(job / "metrics.jsonl", "train")]
 
     export.run(

@@ -18,7 +18,7 @@ import dtt
 from support import warm_python
 
 PACKAGE = Path(dtt.__file__).parent
-READ_ENVIRONMENT = ("dtt/hf/", "dtt/train/adapter.py", "dtt/verify/folder.py")
+READ_ENVIRONMENT = ("dtt/hf/", "dtt/train/frozen.py", "dtt/verify/folder.py")
 """Modules that import huggingface_hub, which reads variables when it is imported."""
 NOT_AHEAD = ("dtt/data/corpus/hub.py", "/__")
 """Modules that are not imported ahead: `datasets`, which the first imports, cannot be forgotten."""

@@ -7,12 +7,12 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.records import reached, records
 from support.running import Dtt, kill_when
 from support.tokenized_conversations import write_conversations
 
@@ -28,7 +28,6 @@ from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.evaluate.answers import first_prompts
 from dtt.model.decoder import Decoder
 from dtt.model.scaling import scaled
-from dtt.track import jsonl
 
 SEQ_LEN = 128
 
@@ -50,10 +49,6 @@ def settings(tokens: Path, **changes: object) -> list[str]:
     }  # fmt: skip
     values |= {key.replace("__", "."): value for key, value in changes.items()}
     return [f"{key}={value}" for key, value in values.items()]
-
-
-def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
-    return [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] in kinds]
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +203,6 @@ def test_answers_change_no_bit_of_training(dtt: Dtt, chat_tokens: Path, undistur
     last = records(job, "train")[-1]["step"]
     for file in sorted((job / f"checkpoints/step-{last:06d}").glob("*.safetensors")):
         assert file.read_bytes() == (undisturbed / file.relative_to(job)).read_bytes()
-
-
-def reached(job: Path) -> int:
-    return max((r["step"] for r in records(job, "train")), default=0)
 
 
 @pytest.mark.slow

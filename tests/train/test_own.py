@@ -14,6 +14,7 @@ from support import resumed
 from support.forked_runs import run
 from support.own_classes import LION
 from support.own_classes import POLYNOMIAL as POLY
+from support.records import records
 from support.running import ROOT, Dtt
 
 from dtt.base.errors import ExitCode
@@ -38,11 +39,6 @@ def own(dtt: Dtt) -> Dtt:
     (dtt.folder / "lab/poly.py").write_text(POLY)
     (dtt.folder / "lab/run.yaml").write_text(CONFIG)
     return dtt
-
-
-def records(job: Path, kind: str) -> list[dict[str, Any]]:
-    every = map(json.loads, (job / "metrics.jsonl").read_text().splitlines())
-    return [record for record in every if record["kind"] == kind]
 
 
 def rates(job: Path) -> dict[int, float]:

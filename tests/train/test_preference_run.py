@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from support import forked_runs
 from support.preference_pairs import prepare, settings
+from support.records import records
 from support.running import Dtt, kill_when
 from torch import Tensor
 
@@ -34,11 +34,6 @@ def dtt(prepared: Path, tmp_path: Path) -> Dtt:
     """The command, in a copy of that folder."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     return Dtt(tmp_path)
-
-
-def records(job: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (job / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def weights(job: Path, step: int) -> dict[str, Tensor]:

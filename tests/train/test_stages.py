@@ -7,16 +7,15 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.records import records
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DamagedError
 from dtt.base.interrupts import STOP_SIGNALS
 from dtt.config.load import load_job
 from dtt.data.inspect import run as data
-from dtt.track import jsonl
 from dtt.train import run as command
 from dtt.train import samples_of_step
 
@@ -50,10 +49,6 @@ def train(
         finally:
             for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
                 signal.signal(number, handler)
-
-
-def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
-    return [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] in kinds]
 
 
 @pytest.fixture(scope="module")

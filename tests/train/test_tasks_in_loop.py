@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.records import records
 from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
@@ -39,11 +40,6 @@ def write_tasks(folder: Path) -> str:
         "max_tokens: 3\nuntil: [' ']\n"
     )
     return f"[{folder / 'words.yaml'}, {folder / 'answers.yaml'}]"
-
-
-def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
-    wanted = kinds or ("train", "eval", "task", "sample")
-    return [record for record in jsonl.read(job / "metrics.jsonl") if record["kind"] in wanted]
 
 
 def weights_and_state(job: Path, step: int) -> dict[str, bytes]:

@@ -71,7 +71,8 @@ def test_a_first_step_that_is_slow_in_the_optimizer_leaves_no_negative_time(
             clock.now += seconds
             speed.end_phase("optimizer")
     breakdown.startup_record(speed)
-    breakdown.finish(3, speed)
+    speed.restart()
+    breakdown.write(3, speed)
     ran.close()
     parts = json.loads(job.clock(1).read_text())["parts"]
     assert parts["forward_backward"] == 0

@@ -14,20 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.forked_runs import run
+from support.records import reached, records
 from support.running import Dtt, kill_when, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
 from dtt.jobs.goodput import goodput
-from dtt.track import jsonl
 
 Settings = Any
-
-
-def metrics(job: Path, *kinds: str) -> list[dict[str, Any]]:
-    """Records of a job but for the speeds, which differ between two runs."""
-    wanted = kinds or ("train", "eval", "sample")
-    return [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] in wanted]
 
 
 def weights(job: Path, step: int) -> dict[str, torch.Tensor]:
@@ -40,7 +34,7 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
     assert files
     for file in files:
         assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file.name
-    assert metrics(one) == metrics(other)
+    assert records(one) == records(other)
 
 
 def exit_record(job: Path, attempt: int) -> dict[str, Any]:
@@ -84,10 +78,10 @@ def long(tokens: Path) -> list[str]:
 def test_the_loss_falls_and_everything_is_recorded(dtt: Dtt, tiny: Settings) -> None:
     done = dtt("train", *tiny(train__steps=60, optim__lr=1e-2))
     job = dtt.folder / "jobs/t"
-    train = metrics(job, "train")
+    train = records(job, "train")
     assert [r["step"] for r in train] == list(range(1, 61))
     assert [r["tokens"] for r in train] == list(range(256, 61 * 256, 256))
-    evals = metrics(job, "eval")
+    evals = records(job, "eval")
     assert evals[-1]["loss"] < evals[0]["loss"] - 0.5
     assert evals[-1]["bits_per_byte"] < evals[0]["bits_per_byte"]
     assert "step 60/60" in done.stderr
@@ -127,7 +121,7 @@ def test_the_result_as_json_is_all_of_stdout_and_printed_by_one_rank(
     done = dtt("train", *tiny(), "--json", "-q")
     reported = json.loads(done.stdout)
     assert (reported["job"], reported["steps"]) == ("jobs/t", 12)
-    assert reported["last_eval"] == metrics(dtt.folder / "jobs/t", "eval")[-1]
+    assert reported["last_eval"] == records(dtt.folder / "jobs/t", "eval")[-1]
     assert "progress" not in done.stderr
     assert "step 12" not in done.stderr
     assert json.loads(run(dtt, "train", "jobs/t", "--json", ranks=2).stdout) == reported
@@ -156,11 +150,6 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
     assert spent is not None
     assert spent.attempts == 4
     assert 0 < spent.share < 1
-
-
-def reached(job: Path) -> int:
-    """Newest step in the job's metrics."""
-    return max((r["step"] for r in metrics(job, "train")), default=0)
 
 
 @pytest.mark.slow(except_for=["SIGTERM"])
@@ -210,7 +199,7 @@ def test_a_signal_before_the_first_step_ends_the_attempt_at_once(dtt: Dtt, tiny:
         assert "before the first step" in stopped.stderr
     steps = (record["step"] or 0) + 2
     dtt("train", *tiny(train__steps=steps), "--allow-change", "train.steps")
-    evals = metrics(dtt.folder / "jobs/t", "eval")
+    evals = records(dtt.folder / "jobs/t", "eval")
     assert (evals[0]["step"], evals[-1]["step"]) == (0, steps)
 
 
@@ -295,7 +284,7 @@ def test_two_ranks_train_what_one_does_and_resume_each_other(
     dtt("train", *settings)
     run(dtt, "train", *settings, "name=two", ranks=2)
     one, two = dtt.folder / "jobs/t", dtt.folder / "jobs/two"
-    for a, b in zip(metrics(one, "train"), metrics(two, "train"), strict=True):
+    for a, b in zip(records(one, "train"), records(two, "train"), strict=True):
         assert a["ledger"] == b["ledger"]
         assert a["tokens"] == b["tokens"]
         assert (a["tokens"] < 256 * a["step"]) is bool(documents)
@@ -323,12 +312,12 @@ def test_on_any_layout_of_any_number_of_ranks_in_turn_it_trains_what_one_does(
         allow = (f"train.steps={6 * turn}", "--allow-change", "train.steps")
         run(dtt, "train", *settings, *layout, *allow, ranks=ranks)
     changed, whole = dtt.folder / "jobs/t", dtt.folder / "jobs/undisturbed"
-    steps = [record["step"] for record in metrics(changed, "train")]
+    steps = [record["step"] for record in records(changed, "train")]
     assert steps == list(range(1, 25))
-    for a, b in zip(metrics(whole, "train"), metrics(changed, "train"), strict=True):
+    for a, b in zip(records(whole, "train"), records(changed, "train"), strict=True):
         assert a["ledger"] == b["ledger"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-    for a, b in zip(metrics(whole, "eval"), metrics(changed, "eval"), strict=True):
+    for a, b in zip(records(whole, "eval"), records(changed, "eval"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["ema_loss"] == pytest.approx(b["ema_loss"], rel=1e-5)
     found = [store.at_step(changed / "checkpoints", step) for step in (6, 12, 18, 24)]
@@ -348,7 +337,7 @@ def test_a_save_that_fails_ends_the_run_with_74(dtt: Dtt, tiny: Settings) -> Non
 
 
 def test_what_a_save_took_is_in_the_metrics(trained: Path) -> None:
-    saves = metrics(trained, "save")
+    saves = records(trained, "save")
     assert [record["step"] for record in saves] == [4, 8, 12]
     for record in saves:
         assert record["bytes"] > 100_000
@@ -474,7 +463,7 @@ def test_more_steps_after_a_decay_warn_of_the_leap_and_the_advice_avoids_it(
         followed = dtt(*command.split())
         assert "jumps" not in followed.stderr
     for name in ("t", "ANOTHER"):
-        rates = [r["lr"] for r in metrics(dtt.folder / "jobs" / name, "train")][2:]
+        rates = [r["lr"] for r in records(dtt.folder / "jobs" / name, "train")][2:]
         assert rates == sorted(rates, reverse=True), name
     assert "jumps" not in dtt("train", "jobs/t", "checkpoint.keep_last=8").stderr
 

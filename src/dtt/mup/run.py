@@ -1,48 +1,135 @@
-"""`dtt mup coord-check | transfer`: check that hyperparameters transfer across model widths."""
+"""`dtt mup coord-check | transfer`: check that hyperparameters transfer across model widths.
+
+Coordinate check (Yang et al., arXiv 2203.03466, appendix D.1): the output of a layer should neither
+grow nor vanish with the width, before the first update or after several. Transfer (figure 1 there):
+the best learning rates at different widths should be equal.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from statistics import fmean, linear_regression
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
 
 from dtt.base.errors import ConfigError, Diverged
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
+from dtt.config.base import Section
+from dtt.config.optim import Optimizer
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.mesh import dist
-from dtt.mup import coordinate_check
-from dtt.mup.coordinate_check import KINDS
-from dtt.mup.short_training import at_width
-from dtt.mup.transfer import drift, final_loss
+from dtt.mesh.dist import World
+from dtt.model.decoder import Decoder
+from dtt.mup.short_training import ShortTraining, at_width
 from dtt.track.jsonl import plain
 
+KINDS = ("embed", "attn", "mlp", "residual", "logits")
+"""Kinds of activations: token embeddings; outputs of attention and of the MLP, averaged over the
+layers; the residual stream after the last layer; logits."""
+INPUTS = ("embed", "residual")
+"""Kinds that are recorded as the input of a module, not as its output."""
 TOLERANCE = 0.35
 """Largest exponent of the width that passes; without muP it is 0.5 or more."""
 OCTAVES = range(-3, 4)
 """Default learning rates of `transfer`, in octaves relative to that of the configuration."""
+LAST = 0.1
+"""Fraction of the steps, at the end of the run, whose mean loss is the final loss."""
 
+Magnitudes = Mapping[str, float]
+"""Mean absolute activation by kind."""
 Number = TypeVar("Number", int, float)
 
 
 def coord_check(cfg: RunConfig, widths: str, *, as_json: bool) -> None:
     """Measure activation sizes at several widths, and print their exponents of the width.
 
-    Raises Diverged if an activation depends on the width.
+    Sizes are those before the first step and after each step, on the same micro-batch. Learning
+    rates are at their peak from the start, because there are few steps. Raises Diverged if an
+    activation depends on the width.
     """
     cfg, sizes = _with_mup(cfg, widths)
     world = dist.start(Ranks(), cfg.train.device)
     measured = {}
     for width in sizes:
         log.info("width %d: %d steps", width, cfg.train.steps)
-        measured[width] = coordinate_check.measure(cfg, width, world)
-    slopes = coordinate_check.slopes(measured)
+        training = ShortTraining(at_width(cfg, width), world)
+        tokens_BT = training.first_batch.micro_batches[0].tokens
+        at_start = activations(training.model, tokens_BT)
+        after = (activations(training.model, tokens_BT) for _ in training.losses(at_peak=True))
+        measured[width] = [at_start, *after]
+    found = slopes(measured)
     rows: list[tuple[str, ...]] = [("step", *KINDS)]
-    rows += [(str(step), *(f"{one[k]:.2f}" for k in KINDS)) for step, one in enumerate(slopes)]
-    faults = coordinate_check.faults(slopes, TOLERANCE)
-    _report(cfg, rows, faults, {"slopes": slopes, "sizes": measured}, as_json=as_json)
+    rows += [(str(step), *(f"{one[k]:.2f}" for k in KINDS)) for step, one in enumerate(found)]
+    facts = {"slopes": found, "sizes": measured}
+    _report(cfg, rows, faults(found, TOLERANCE), facts, as_json=as_json)
+
+
+@torch.no_grad()
+def activations(model: Decoder, tokens_BT: Tensor) -> Magnitudes:
+    """Return the sizes in a forward pass in fp32."""
+    watched = {"layers.0": "embed", "norm": "residual", "": "logits"}
+    for i in range(model.arch.n_layers):
+        watched |= {f"layers.{i}.attn_post_norm": "attn", f"layers.{i}.mlp_post_norm": "mlp"}
+    seen: dict[str, list[float]] = {kind: [] for kind in KINDS}
+
+    def record(kind: str, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        activation = inputs[0] if kind in INPUTS else output
+        seen[kind].append(activation.abs().mean().item())
+
+    with ExitStack() as stack:
+        for name, kind in watched.items():
+            hook = model.get_submodule(name).register_forward_hook(partial(record, kind))
+            stack.callback(hook.remove)
+        model.eval()
+        model(tokens_BT)
+        model.train()
+    return {kind: fmean(values) for kind, values in seen.items()}
+
+
+def slopes(measured: Mapping[int, Sequence[Magnitudes]]) -> list[Magnitudes]:
+    """Return, for each step, the slope of log(size) over log(width) by kind.
+
+    `measured` holds the sizes after each step by width. A slope is NaN unless all sizes are finite
+    and positive.
+    """
+    widths = [math.log(width) for width in measured]
+
+    def slope(sizes: Sequence[float]) -> float:
+        if not all(0.0 < size < math.inf for size in sizes):
+            return math.nan
+        return linear_regression(widths, [math.log(size) for size in sizes]).slope
+
+    return [
+        {kind: slope([sizes[kind] for sizes in at_step]) for kind in KINDS}
+        for at_step in zip(*measured.values(), strict=True)
+    ]
+
+
+def faults(slopes: Sequence[Magnitudes], tolerance: float) -> list[str]:
+    """Return a line per kind that grows with the width at any step, or vanishes after the last.
+
+    Only the last step counts for vanishing: logits start as sums of random terms, which muP's
+    multiplier makes as small as 1 / sqrt(width), until the head has learnt. `tolerance` is the
+    largest slope that passes.
+    """
+    lines = []
+    for kind in KINDS:
+        of_steps = [math.inf if math.isnan(sizes[kind]) else sizes[kind] for sizes in slopes]
+        most, step = max((slope, step) for step, slope in enumerate(of_steps))
+        last = slopes[-1][kind]
+        if most > tolerance:
+            lines.append(f"{kind} grows as width^{most:.2f} at step {step}")
+        elif last < -tolerance:
+            lines.append(f"{kind} vanishes as width^{last:.2f}")
+    return lines
 
 
 def transfer(cfg: RunConfig, widths: str, rates: str | None, *, as_json: bool) -> None:
@@ -68,6 +155,55 @@ def transfer(cfg: RunConfig, widths: str, rates: str | None, *, as_json: bool) -
     ]
     facts = {"best": best, "losses": losses}
     _report(cfg, rows, drift(best, tried), facts, as_json=as_json)
+
+
+def final_loss(cfg: RunConfig, width: int, lr: float, world: World) -> float:
+    """Train the run at a width with the peak rate `lr`; return its final loss in nats per token.
+
+    The loss is infinite if the run diverges.
+    """
+    optim = with_rate(cfg.optim, lr)
+    training = ShortTraining(at_width(cfg.model_copy(update={"optim": optim}), width), world)
+    losses = torch.stack(list(training.losses()))
+    loss = losses[-max(1, round(LAST * len(losses))) :].mean().item()
+    return loss if math.isfinite(loss) else math.inf
+
+
+def with_rate(optim: Optimizer, lr: float) -> Optimizer:
+    """Return the settings with the peak rate `lr`; all other rates keep their proportion to it.
+
+    A weight decay by horizon then follows its rate, as in a run with these settings.
+    """
+    scaled: Optimizer = _scaled(optim, lr / optim.lr)
+    return scaled.model_copy(update={"lr": lr})
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    """Return a value of the configuration with the keys `lr` below it multiplied by `factor`."""
+    if isinstance(value, tuple):
+        return tuple(_scaled(one, factor) for one in value)
+    if not isinstance(value, Section):
+        return value
+    found = {name: _scaled(getattr(value, name), factor) for name in type(value).model_fields}
+    if found.get("lr") is not None:
+        found["lr"] *= factor
+    return value.model_copy(update=found)
+
+
+def drift(best: Mapping[int, float], tried: Sequence[float]) -> list[str]:
+    """Return why the best rates by width depend on the width; nothing if they do not.
+
+    A rate next to the best one of another width is no drift: the true optimum lies between two.
+    """
+    places = [tried.index(rate) for rate in best.values()]
+    faults = [
+        f"the best learning rate at width {width} is at the end of the grid"
+        for width, place in zip(best, places, strict=True)
+        if place in (0, len(tried) - 1)
+    ]
+    if (steps := max(places) - min(places)) > 1:
+        faults.append(f"the best learning rates are {steps} places of the grid apart")
+    return faults
 
 
 def short_warmup(cfg: RunConfig, steps: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from math import gcd
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from dtt.base.errors import ConfigError
-from dtt.config.base import Length
 from dtt.config.model import ModelConfig
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import open_dataset
-from dtt.data.samples.loader import Batch, BatchReader, training_batches
+from dtt.data.samples.loader import BatchReader, training_batches
 from dtt.mesh.dist import World
 from dtt.model.architecture import decoder_architecture
 from dtt.model.decoder import Decoder, params_of
@@ -23,6 +22,7 @@ from dtt.optim import built, groups
 from dtt.optim.rounding import StochasticRounding
 from dtt.train.objectives.loss_function import loss_function
 from dtt.train.run_plan import make_plan
+from dtt.train.run_schedule import RunSchedule
 from dtt.train.step import Passes, update
 
 
@@ -36,7 +36,8 @@ class ShortTraining:
         """
         dataset = open_dataset(cfg)
         self.plan = make_plan(cfg, dataset, world)
-        self._train, self._step_sizes = cfg.train, dataset.step_sizes
+        self._train = cfg.train
+        self._schedule = RunSchedule(self.plan.steps, self.plan.schedule, dataset.step_sizes)
         self._no_skip = torch.zeros((), device=world.device)
         with world.device:
             arch = decoder_architecture(self.plan.arch, "muP")
@@ -54,38 +55,22 @@ class ShortTraining:
         self.first_batch = next(batches)
         self._batches = chain([self.first_batch], batches)
 
-    def losses(
-        self,
-        multiplier: Callable[[int], float],
-        own: Callable[[int], Mapping[Length, float]] = lambda _step: {},
-    ) -> Iterator[Tensor]:
+    def losses(self, *, at_peak: bool = False) -> Iterator[Tensor]:
         """Train to the end of the run; after each step, yield its loss [] in nats per token.
 
-        The losses stay on the device. `multiplier` maps a step, counted from 0, to its learning
-        rate as a fraction of the peak, and `own` to those of groups with their own decay.
+        The losses stay on the device. Learning rates are those of the run, or `at_peak` throughout.
         """
-        for step, batch in enumerate(self._batches):
-            groups.set_learning_rate(self._optimizers, multiplier(step), own(step))
-            yield self._step(step, batch)
-
-    def scheduled(self, step: int) -> float:
-        """Return the multiplier of learning rates that the run itself has at a step."""
-        return self._step_sizes.at(step).lr_factor * self.plan.schedule.multiplier(step)
-
-    def scheduled_own(self, step: int) -> dict[Length, float]:
-        """Return those of groups with their own decay, by its duration."""
-        factor = self._step_sizes.at(step).lr_factor
-        own = self.plan.schedule.multipliers_of_groups(step)
-        return {length: factor * multiplier for length, multiplier in own.items()}
-
-    def _step(self, step: int, batch: Batch) -> Tensor:
-        """Do one step without an anomaly guard; return its loss []."""
         passes = Passes(self.model, self.plan.precision)
-        objective = loss_function(z_loss=self._train.z_loss)
-        losses = passes.run(batch.micro_batches, objective, batch.targets)
-        self._params.clip(self._train.clip_norm or float("inf"))
-        update(self._optimizers, self._no_skip, step=step, rounding=self._rounding)
-        return losses.loss
+        loss = loss_function(z_loss=self._train.z_loss)
+        for step, batch in enumerate(self._batches):
+            multiplier = 1.0 if at_peak else self._schedule.multiplier(step)
+            own = {} if at_peak else self._schedule.multipliers_of_groups(step)
+            groups.set_learning_rate(self._optimizers, multiplier, own)
+            losses = passes.run(batch.micro_batches, loss, batch.targets)
+            self._params.clip(self._train.clip_norm or float("inf"))
+            # Without an anomaly guard.
+            update(self._optimizers, self._no_skip, step=step, rounding=self._rounding)
+            yield losses.loss
 
 
 def at_width(cfg: RunConfig, width: int) -> RunConfig:

@@ -7,7 +7,7 @@ only fits the layout that wrote it.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
-from torch.optim.adamw import AdamW
 
 from dtt.mesh.dtypes import wide, wide_dtype
 from dtt.mesh.sharding import local, local_shard, zeros_sharded_as
-from dtt.optim.adamw_optimizers import fused_step
+from dtt.optim.adamw_optimizers import AdamWByParameter, fused_step
 from dtt.optim.eight_bit import BLOCK, blocks_of
 from dtt.optim.rounding import StochasticRounding
 
@@ -96,7 +95,7 @@ def maxima(values: Tensor, column: int, blocks: int) -> Tensor:
     return pad(largest, (first, blocks - first - largest.shape[-1]))
 
 
-class AdamW8bit(AdamW):
+class AdamW8bit(AdamWByParameter):
     """AdamW that keeps codes of its moments, and computes each step in fp32.
 
     The update has the moments before they are rounded; the weights are rounded stochastically if
@@ -105,8 +104,7 @@ class AdamW8bit(AdamW):
 
     def __init__(self, params: Iterable[Any], rounding: StochasticRounding | None) -> None:
         """Create the optimizer; `params` are groups that carry the `names` of their parameters."""
-        super().__init__(params, fused=True)
-        self._rounding = rounding
+        super().__init__(params, rounding)
         self._quantisers: dict[str, Quantiser] = {}
 
     def empty_state(self, p: Tensor) -> dict[str, Tensor]:
@@ -118,20 +116,11 @@ class AdamW8bit(AdamW):
             state[moment + SCALE] = zeros_sharded_as(p, scales, dtype=wide_dtype(p))
         return state
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
+    def _update(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Update this rank's part of one parameter, some rows at a time.
 
         A collective of the ranks that share rows, as tensor parallelism cuts `o` and `down`.
         """
-        assert closure is None
-        for group in self.param_groups:
-            for name, p in zip(group["names"], group["params"], strict=True):
-                if p.grad is not None:
-                    self._update(name, p, group)
-
-    def _update(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Update this rank's part of one parameter, some rows at a time."""
         if not self.state[p]:
             self.state[p].update(self.empty_state(p))
         assert p.grad is not None

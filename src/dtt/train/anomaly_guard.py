@@ -19,7 +19,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,18 +43,6 @@ RECENT = 100
 """Number of most recent steps among which skipped steps are counted."""
 WINDOW = "guard/grad_norm/window"
 """Path in a checkpoint of the window of gradient norms."""
-
-
-class AnomalousStep(NamedTuple):
-    """A step with a non-finite or anomalous loss or gradient."""
-
-    step: int
-    why: str
-    """non_finite | spike"""
-    what: str
-    """Description for messages, such as `loss is nan`."""
-    data_hash: str
-    """Sample hash chain up to this step, in hex: identifies its batch."""
 
 
 @dataclass(frozen=True)
@@ -137,31 +124,34 @@ class Guard:
         if verdict == FINE:
             position.trained += 1
             yield record | {"loss": loss, "grad_norm": norm}
+            return
+        # The reason names the key: guard.non_finite or guard.spike.
+        why, data_hash = WHY[verdict], record["ledger"]
+        action = getattr(self._config, why)
+        # Logged before the run ends, so that the records have the step that ended it.
+        yield record | {"loss": finite(loss), "grad_norm": finite(norm), "skipped": True}
+        anomaly = {"why": why, "bad_step": step, "action": action, "ledger": data_hash}
+        yield {"kind": "guard", "step": step, **anomaly}
+        recent = [*(old for old in position.recent_skips if old > step - RECENT), step]
+        if action == "stop":
+            reason = "nothing was saved since; the newest checkpoint is from before"
+            instead = f"skip that batch and resume: dtt train {self._job} guard.{why}=skip"
+        elif len(recent) >= self._config.max_skips:
+            reason = (
+                f"{len(recent)} of the last {RECENT} steps were anomalous, the first {recent[0]}"
+            )
+            instead = "allow more: guard.max_skips"
         else:
-            what = f"grad_norm is {norm:.4g}" if math.isfinite(loss) else f"loss is {loss}"
-            bad = AnomalousStep(step, WHY[verdict], what, record["ledger"])
-            # The reason names the key: guard.non_finite or guard.spike.
-            action = getattr(self._config, bad.why)
-            # Logged before the run ends, so that the records have the step that ended it.
-            yield record | {"loss": finite(loss), "grad_norm": finite(norm), "skipped": True}
-            anomaly = {"why": bad.why, "bad_step": step, "action": action, "ledger": bad.data_hash}
-            yield {"kind": "guard", "step": step, **anomaly}
-            if action == "stop":
-                raise self._diverged(
-                    bad,
-                    "nothing was saved since; the newest checkpoint is from before",
-                    f"skip that batch and resume: dtt train {self._job} guard.{bad.why}=skip",
-                )
-            self._count(bad, position)
-
-    def _count(self, bad: AnomalousStep, position: Position) -> None:
-        """Count a skipped step; raise Diverged if too many of the last `RECENT` were skipped."""
-        recent = [step for step in position.recent_skips if step > bad.step - RECENT]
-        position.recent_skips = [*recent, bad.step]
-        if len(position.recent_skips) >= self._config.max_skips:
-            count, first = len(position.recent_skips), position.recent_skips[0]
-            why = f"{count} of the last {RECENT} steps were anomalous, the first {first}"
-            raise self._diverged(bad, why, "allow more: guard.max_skips")
+            position.recent_skips = recent
+            return
+        what = f"grad_norm is {norm:.4g}" if math.isfinite(loss) else f"loss is {loss}"
+        raise Diverged(
+            f"training diverged: {what} at step {step}",
+            where=f"the batch with data hash {data_hash}: dtt data at-step {self._job} {step}",
+            why=reason,
+            next="start under a new name with a lower optim.lr, a longer schedule.warmup or "
+            f"train.clip_norm=1; or {instead}",
+        )
 
     def check_trained(self, position: Position) -> None:
         """Raise Diverged if a finished run has never changed its weights.
@@ -178,16 +168,6 @@ class Guard:
             )
         if 2 * position.trained < position.step and self._world.first:
             log.warning("only %d of %d steps changed the weights", position.trained, position.step)
-
-    def _diverged(self, bad: AnomalousStep, why: str, instead: str) -> Diverged:
-        return Diverged(
-            f"training diverged: {bad.what} at step {bad.step}",
-            where=f"the batch with data hash {bad.data_hash}: "
-            f"dtt data at-step {self._job} {bad.step}",
-            why=why,
-            next="start under a new name with a lower optim.lr, a longer schedule.warmup or "
-            f"train.clip_norm=1; or {instead}",
-        )
 
 
 def finite(value: float | None) -> float | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from dtt.base.log import log
 from dtt.config.adapter import LoraConfig
@@ -19,8 +18,6 @@ from dtt.model.decoder import Decoder, make_model, params_of
 from dtt.model.experts import RouterLosses, routers
 from dtt.model.init import initialize
 from dtt.model.lora import attach
-from dtt.optim import built, groups
-from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
 from dtt.parallel.apply import allocate_shards, apply
 from dtt.parallel.context import ContextParallel
@@ -41,15 +38,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
 
 
-def _coefficients(cfg: RunConfig, *, corrected: bool) -> RouterLosses:
-    """Return the coefficients of the losses of a router, which may have a correction as well."""
-    balance = cfg.train.balance_loss
-    if balance is None:
-        per_pair = cfg.objective.per_pair
-        balance = 0.0 if per_pair else 1e-4 if corrected else 1e-3
-    return RouterLosses(balance, cfg.train.router_z_loss)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaidOutModel:
     """A model on its devices."""
@@ -62,18 +50,6 @@ class LaidOutModel:
     """Parameters by their unwrapped names."""
     fp8_gains: Mapping[fp8.Shape, float] = field(default_factory=dict)
     """Speedups of shapes of linear layers in fp8, by which layers were chosen."""
-
-
-def make_optimizers(
-    cfg: RunConfig, plan: RunPlan, laid_out: LaidOutModel, rounding: StochasticRounding | None
-) -> dict[str, Optimizer]:
-    """Return the optimizers by name, and log which parameters each one takes.
-
-    `rounding` applies to bf16 weights and their state.
-    """
-    found = built.build(cfg.optim, laid_out.params, plan.facts(rounding))
-    log.info("parameter groups:\n%s", groups.describe(found))
-    return found
 
 
 def assemble(
@@ -98,16 +74,20 @@ def assemble(
         allocate(model, world.device)
     model.attention = cfg.train.attention
     for router in routers(model).values():
-        router.coefficients = _coefficients(cfg, corrected=router.mixture.corrected)
+        balance = cfg.train.balance_loss
+        if balance is None:
+            # A router whose choice is corrected needs less of it.
+            usual = 1e-4 if router.mixture.corrected else 1e-3
+            balance = 0.0 if cfg.objective.per_pair else usual
+        router.coefficients = RouterLosses(balance, cfg.train.router_z_loss)
     if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
         log.info("%s", doubt)
     gains: Mapping[fp8.Shape, float] = {}
     # Before the parallelism below: it divides the layers whose sizes this reads.
     if plan.precision is Precision.FP8:
         # A rank's share of a sequence, as in training: fp8 pays off only for large products.
-        tokens = cfg.train.micro_batch * cfg.train.seq_len // plan.sizes.context
-        divided = plan.sizes.tensor
-        gains = fp8.convert(model, world, tokens, plan.compile, divided, known=fp8_gains)
+        sizes, tokens = plan.sizes, cfg.train.micro_batch * cfg.train.seq_len // plan.sizes.context
+        gains = fp8.convert(model, world, tokens, plan.compile, sizes.tensor, known=fp8_gains)
     module = apply(
         model,
         world,
@@ -122,8 +102,7 @@ def assemble(
         # The outermost wrapper: it divides sequences before anything else sees them.
         module = ContextParallel(model, mesh)
     if mesh.size("pipeline") > 1:
-        each = cfg.parallel.reduce == "each"
-        dtype = plan.precision.compute_dtype
+        each, dtype = cfg.parallel.reduce == "each", plan.precision.compute_dtype
         module = Pipeline(module, stages, mesh, dtype, reduce_each=each)
     if mesh.sharded:
         # Values follow from the seed and the name.

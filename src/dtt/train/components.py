@@ -27,8 +27,7 @@ from dtt.train.profiler import Profiler
 from dtt.train.run_schedule import RunSchedule
 from dtt.train.state import Position, load_optimizers, load_parameters, optimizer_tensors
 from dtt.train.step import LossFunction, Passes
-from dtt.train.supervise.stop_lead import StopLead
-from dtt.train.supervise.time_breakdown import TimeBreakdown
+from dtt.train.supervise.time_breakdown import StopLead, TimeBreakdown
 from dtt.train.throughput import ThroughputMeter
 
 

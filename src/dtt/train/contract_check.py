@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental import _config as tracing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.mesh.dist import World
-from dtt.model.adapted_layers import Adapted, inner
+from dtt.model.adapted_layers import inner
 from dtt.model.architecture import BuiltArchitecture
 from dtt.model.contract import Model
-from dtt.model.lora import LORA_A, LORA_B, LoraLinear
+from dtt.model.lora import LoraLinear
 from dtt.model.output import Output
 from dtt.parallel.apply import release
 
@@ -44,7 +43,7 @@ def check_model(model: Model, world: World, *, separate: bool) -> None:
     if isinstance(model.arch, BuiltArchitecture):
         for line in model.notes():
             log.info("%s", line)
-        log.info("gradients: %s", check_gradients(model.arch, adapted=model))
+        log.info("gradients: %s", check_gradients(model.arch))
         check_adapters_called(model, world.device)
         log.info("causal: %s", check_causal(model, world.device))
         if separate:
@@ -54,26 +53,20 @@ def check_model(model: Model, world: World, *, separate: bool) -> None:
         release(model)
 
 
-def check_gradients(
-    arch: BuiltArchitecture, model: Model | None = None, adapted: Model | None = None
-) -> str:
+def check_gradients(arch: BuiltArchitecture, model: Model | None = None) -> str:
     """Raise ConfigError if a parameter of the model gets no gradient; return the result in words.
 
     DDP would wait for it in the second step, and an optimizer would only let it decay. The passes
     are those of tensors without values, which take no time. Where an operator needs values, those
-    are of `model`, if it is given. `adapted` has the adapters to check, too.
+    are of `model`, if it is given.
     """
     try:
-        found = _without_values(arch, adapted)
+        found = _without_values(arch)
     except NEEDS_VALUES as error:
         if model is None:
             return f"not checked ({str(error).splitlines()[0]})"
         found = _gets_gradient(model)
-    left = [name for name, gets in found.items() if not gets]
-    if left and left[0].endswith((LORA_A, LORA_B)):
-        adapted_names = {n.rpartition(".")[0] for n in found if n.endswith((LORA_A, LORA_B))}
-        raise _without_effect(adapted_names, {name.rpartition(".")[0] for name in left})
-    if left:
+    if left := [name for name, gets in found.items() if not gets]:
         raise ConfigError(
             f"{len(left)} parameters get no gradient, such as {left[0]}",
             where=f"model.family={arch.family}",
@@ -83,15 +76,15 @@ def check_gradients(
     return f"each of {len(found)} parameters that train gets one"
 
 
-def _without_values(arch: BuiltArchitecture, adapted: Model | None) -> dict[str, bool]:
+def _without_values(arch: BuiltArchitecture) -> dict[str, bool]:
     """Return the result of `_gets_gradient` by passes of tensors without values."""
     try:
-        return _gets_gradient(_on_meta(arch, adapted))
+        return _gets_gradient(arch.skeleton.without_values())
     except NEEDS_VALUES:
         # Loops over the experts that have tokens. Only now: the mode runs Python at each operator.
         sizes: Any = tracing  # torch's stubs lack its `patch`
         with sizes.patch(meta_nonzero_assume_all_nonzero=True), _ZeroForNumbers():  # type: ignore[no-untyped-call]
-            found = _gets_gradient(_on_meta(arch, adapted))
+            found = _gets_gradient(arch.skeleton.without_values())
         # A parameter without a gradient may be that of another expert than 0.
         if not all(found.values()):
             raise
@@ -106,18 +99,6 @@ class _ZeroForNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:  # noqa: SLF001
             return torch.zeros((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
-
-
-def _on_meta(arch: BuiltArchitecture, adapted: Model | None) -> Model:
-    """Return the model without values, with an adapter where `adapted` has one."""
-    model: Model = arch.skeleton.without_values()
-    for name, layer in [] if adapted is None else adapted.named_modules():
-        if isinstance(layer, LoraLinear):
-            base, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
-            assert isinstance(base, nn.Linear)
-            of_rank_1 = LoraLinear(base, Adapted(1, 1.0, rslora=False), 0.0)
-            setattr(model.get_submodule(parent), child, of_rank_1)
-    return model
 
 
 def _gets_gradient(model: Model) -> dict[str, bool]:
@@ -138,7 +119,6 @@ def check_adapters_called(model: Model, device: torch.device) -> None:
     """Raise ConfigError if a forward pass does not call an adapted layer; all ranks call this.
 
     Such an adapter learns nothing, and one to start from changes the model only when it is merged.
-    Gradients show it too, where an operator needs no values for them.
     """
     adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
     called: set[str] = set()
@@ -153,25 +133,23 @@ def check_adapters_called(model: Model, device: torch.device) -> None:
         hook.remove()
     # A router may choose none of the 24 tokens for an expert that is a layer by itself.
     kinds = {_kind(name) for name in called}
-    if left := {name for name in adapted if _kind(name) not in kinds}:
-        raise _without_effect(adapted, left)
-
-
-def _kind(name: str) -> str:
-    """Return the name of a layer without its indices."""
-    return ".".join(part for part in name.split(".") if not part.isdigit())
-
-
-def _without_effect(adapted: Iterable[str], left: Set[str]) -> ConfigError:
-    layers, others = ({_kind(inner(name)) for name in names} for names in (left, {*adapted} - left))
+    left = {name for name in adapted if _kind(name) not in kinds}
+    if not left:
+        return
+    layers, others = ({_kind(inner(n)) for n in names} for names in (left, {*adapted} - left))
     ends = {name.rpartition(".")[2] for name in layers}
     targets = {name.rpartition(".")[2] for name in others} - ends
-    return ConfigError(
+    raise ConfigError(
         f"{len(left)} adapters have no effect",
         where="adapter.targets",
         why=f"the model computes with the weights of {', '.join(sorted(layers))} by itself",
         next=f"adapter.targets=[{','.join(sorted(targets))}]" if targets else "adapt other layers",
     )
+
+
+def _kind(name: str) -> str:
+    """Return the name of a layer without its indices."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
 @torch.no_grad()

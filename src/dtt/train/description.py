@@ -6,7 +6,6 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from dtt.artifacts.jobdir import JobDir
 from dtt.base.files import append, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_whole
@@ -16,54 +15,78 @@ from dtt.config import explain
 from dtt.config.load import load_job
 from dtt.config.optim import horizon_keys
 from dtt.config.own import kept_files
-from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay
 from dtt.data.samples import compatibility
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
-    from dtt.data.samples.dataset import Dataset
-    from dtt.train.inputs import PreparedRun
-    from dtt.train.run_plan import RunPlan
+    from dtt.train.inputs import StartedRun
 
 RATE_JUMP = 1.1
 """Factor by which the learning rate must rise on resume to cause a warning. A warm-up raises it by
 less than this between two steps."""
 
 
-def write_description(start: PreparedRun, resume: Checkpoint | None) -> None:
-    """Write the files of the job directory that describe the run; rank 0 calls it."""
-    job, resolved = start.job, start.resolved
-    if start.stage is not None and resume is None:  # before config.yaml makes the folder a job
-        start.stage.record(start.dataset.manifest.key, start.predecessor)
+def write_description(start: StartedRun) -> None:
+    """Write the files that describe the run, and warn of what a resume changes; on rank 0.
+
+    The tokenizer, the chat template and the data manifest are copied, so that the
+    model can be used without the token files.
+    """
+    job, resolved, dataset = start.job, start.resolved, start.dataset
+    if start.resume is not None:
+        _warn_of_rate_jump(start, start.resume)
+        _warn_of_decay_change(start)
+    elif start.stage is not None:  # before config.yaml makes the folder a job
+        start.stage.record(dataset.manifest.key, start.predecessor)
     text = explain.show(resolved)
     write_atomically(job.config, text)
     write_atomically(job.trained_config(job.attempt()), text)
-    copy_data_files(job, start.dataset)
+    compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
+    write_atomically(job.tokenizer, read_whole(dataset.tokenizer))
+    if dataset.chat_template is not None:
+        write_atomically(job.chat_template, dataset.chat_template)
+    write_atomically(job.root / dataset.manifest.filename, dataset.manifest.dump())
     for path, content in kept_files(resolved.config, job.root).items():
         write_atomically(path, content)
-    if resume is None and start.source_of_weights is not None:
+    if start.resume is None and start.source_of_weights is not None:
         from dtt.hf import released  # half a second of CPU time
 
-        released.keep(start.source_of_weights, job, start.dataset.tokenizer)
+        released.keep(start.source_of_weights, job, dataset.tokenizer)
 
 
-def warn_of_early_end(dataset: Dataset, steps: int) -> None:
-    """Log that the data ends before the last of `steps`, if it does."""
+def announce(inputs: StartedRun) -> None:
+    """Log what is about to be trained, and record the command and its environment, on rank 0."""
+    dataset, steps = inputs.dataset, inputs.cfg.train.steps
+    if inputs.resume is None and (mirror := inputs.open_mirror()) is not None:
+        # A wrong bucket of a new run is an error now. A run that resumes does not depend on it.
+        mirror.check()
+    source = f"init.from={inputs.cfg.init.source}"
+    adopted = [
+        f"{'.'.join(key[1:])} {leaf.value}"
+        for key, leaf in inputs.resolved.layer.items()
+        if key[0] == "model" and leaf.origin == source
+    ]
+    if inputs.resume is None and adopted:
+        keys = ", ".join(adopted)
+        log.info("%s: the model section is taken from these weights: %s", source, keys)
+    log.info("%s", inputs.plan.describe(inputs.world))
     if dataset.steps < steps:
-        reached = dataset.steps
         log.warning(
-            "the run ends at step %d instead of %d, when the data is exhausted", reached, steps
+            "the run ends at step %d instead of %d, when the data is exhausted",
+            *(dataset.steps, steps),
         )
+    inputs.job.write_environment()
+    append(inputs.job.root / "overrides.txt", redacted(shlex.join(sys.argv[1:])) + "\n")
 
 
-def warn_of_rate_jump(job: JobDir, resume: Checkpoint, plan: RunPlan) -> None:
+def _warn_of_rate_jump(start: StartedRun, resume: Checkpoint) -> None:
     """Warn if the learning rate rises again after the decay during which `resume` was taken.
 
     A finished run that is given more steps gets a new, later decay, so its rate jumps from the
     annealed value up to the new schedule. A branch from before the decay avoids this.
     """
-    decayed = resume.position().get("decay")
+    job, plan, decayed = start.job, start.plan, resume.position().get("decay")
     if decayed is None:
         return
     decay = Decay.from_json(decayed)
@@ -88,37 +111,20 @@ def warn_of_rate_jump(job: JobDir, resume: Checkpoint, plan: RunPlan) -> None:
     )
 
 
-def warn_of_decay_change(job: JobDir, cfg: RunConfig) -> None:
+def _warn_of_decay_change(start: StartedRun) -> None:
     """Warn if another number of steps changes a weight decay by horizon on resume.
 
-    Call it before `write_description`: it compares `cfg` with the configuration in the job.
+    Call it before config.yaml is written, which it compares with the configuration of the run.
     """
-    key = next(horizon_keys(cfg.optim), None)
+    job, steps = start.job, start.cfg.train.steps
+    key = next(horizon_keys(start.cfg.optim), None)
     if key is None or not job.config.exists():  # a new branch, whose length was checked
         return
     before = load_job(job.root).train.steps
-    if before != cfg.train.steps:
+    if before != steps:
         log.warning(
             "the weight decay is divided by %.4g from here on\n"
             "  why:   %s gives it by horizon, and the run has %d steps instead of %d\n"
             "  next:  set a number to keep a decay whatever the length of the run",
-            *(cfg.train.steps / before, key, cfg.train.steps, before),
+            *(steps / before, key, steps, before),
         )
-
-
-def copy_data_files(job: JobDir, dataset: Dataset) -> None:
-    """Copy the tokenizer, the chat template and the data manifest into the job directory.
-
-    With them, the model can be used without the token files.
-    """
-    compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
-    write_atomically(job.tokenizer, read_whole(dataset.tokenizer))
-    if dataset.chat_template is not None:
-        write_atomically(job.chat_template, dataset.chat_template)
-    write_atomically(job.root / dataset.manifest.filename, dataset.manifest.dump())
-
-
-def write_provenance(job: JobDir) -> None:
-    """Record the environment and the command line of this attempt in the job directory."""
-    job.write_environment()
-    append(job.root / "overrides.txt", redacted(shlex.join(sys.argv[1:])) + "\n")

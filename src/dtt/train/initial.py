@@ -16,9 +16,9 @@ from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import in_size
 from dtt.base.log import log
 from dtt.base.reading import read_whole
+from dtt.checkpoint import store
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.load import load_job
-from dtt.config.merging import Resolved
 from dtt.hf.model_source import find_model
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ def initialise_from(
     source was not trained on conversations; see `new_tokens`. The frozen weights below an
     adapter must all be in the source, with the same shapes.
     """
-    from dtt.checkpoint import store
     from dtt.train.warm_start import NewTokens, take_weights
 
     state: Mapping[str, FullTensor]
@@ -102,7 +101,6 @@ def carry_optimizers(
 
     Raises ConfigError unless that job has the same parameters and optimizers.
     """
-    from dtt.checkpoint import store
     from dtt.train.state import difference, load_optimizers
 
     if why := difference(params, checkpoint.stored(store.MODEL)):
@@ -160,8 +158,6 @@ def untrained_tokens(source: str, tokenizer: Path) -> dict[int, str]:
 
 def marks_of_documents(source: str) -> set[int]:
     """Return the tokens that began or ended documents in the training of `source`, by id."""
-    from dtt.checkpoint import store
-
     if not source.startswith(HF):
         root = store.parse(source)[0].parent
         data, start = DataManifest.read(root), load_job(root).init.source
@@ -185,7 +181,6 @@ def trained_on_conversations(source: str) -> bool:
     Released weights count as such if they come with a chat template. Another job counts if its data
     had conversations, or the weights from which it started itself.
     """
-    from dtt.checkpoint import store
     from dtt.data.text.side_files import CONFIG, object_beside
 
     if source.startswith(HF):
@@ -203,23 +198,8 @@ def trained_on_conversations(source: str) -> bool:
         return True
 
 
-def describe_adopted(resolved: Resolved) -> str | None:
-    """Return a log line with the `model` keys that `init.from` set, or None if it set none."""
-    origin = f"init.from={resolved.config.init.source}"
-    keys = [
-        f"{'.'.join(key[1:])} {leaf.value}"
-        for key, leaf in resolved.layer.items()
-        if key[0] == "model" and leaf.origin == origin
-    ]
-    if not keys:
-        return None
-    return f"{origin}: the model section is taken from these weights: {', '.join(keys)}"
-
-
 def check_source(source: str) -> None:
     """Raise InputError unless `source` names a job with checkpoints or a model that exists."""
-    from dtt.checkpoint import store
-
     if source.startswith(HF):
         find_model(source.removeprefix(HF))
     else:
@@ -277,27 +257,20 @@ def difference(ours: AnyArchitecture, theirs: AnyArchitecture) -> str:
     from dtt.model.architecture import Architecture
     from dtt.model.config_section import model_section
 
-    if not (isinstance(ours, Architecture) and isinstance(theirs, Architecture)):
-        return _difference_of_built(ours, theirs)
-    if ours == replace(theirs, **{name: getattr(ours, name) for name in MAY_DIFFER}):
-        return ""
-    here, there = model_section(ours), model_section(theirs)
-    keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
-    listed = "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
-    return listed or OTHER_SCALING
+    def keys(arch: AnyArchitecture) -> Mapping[str, object]:
+        if isinstance(arch, Architecture):
+            return model_section(arch)
+        return arch.section.model_dump(mode="json")
 
-
-def _difference_of_built(ours: AnyArchitecture, theirs: AnyArchitecture) -> str:
-    """Return the keys in which two models differ, of which a family builds at least one."""
-    from dtt.model.architecture import BuiltArchitecture
-
-    if ours.family != theirs.family:
+    plain = isinstance(ours, Architecture) and isinstance(theirs, Architecture)
+    if not plain and ours.family != theirs.family:
         return f"the family is {ours.family} here, {theirs.family} there"
-    assert isinstance(ours, BuiltArchitecture)
-    assert isinstance(theirs, BuiltArchitecture)
-    here, there = ours.section.model_dump(mode="json"), theirs.section.model_dump(mode="json")
-    keys = [k for k in here | there if k not in MAY_DIFFER and here.get(k) != there.get(k)]
-    return "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in keys)
+    if plain and ours == replace(theirs, **{name: getattr(ours, name) for name in MAY_DIFFER}):
+        return ""
+    here, there = keys(ours), keys(theirs)
+    others = [k for k in {**here, **there} if k not in MAY_DIFFER and here.get(k) != there.get(k)]
+    listed = "; ".join(f"{k} {here.get(k)} here, {there.get(k)} there" for k in others)
+    return listed or (OTHER_SCALING if plain else "")
 
 
 def check_vocabulary_of_stage(ours: Path, theirs: Path) -> None:

@@ -19,13 +19,20 @@ from dtt.train.supervise.watchdog import Watchdog
 
 if TYPE_CHECKING:  # keeps torch out of checks that come before it is needed
     from dtt.artifacts.manifests import Reference
+    from dtt.checkpoint.mirror import Mirror
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
     from dtt.mesh.dist import World
     from dtt.train.run_plan import RunPlan
 
 
-@dataclass(frozen=True, kw_only=True)
+def named_reference(cfg: RunConfig) -> str | None:
+    """Return the source of the reference model; None: the initial weights, or the loss has none."""
+    objective = cfg.objective
+    return getattr(objective, "reference", None) if objective.needs_reference else None
+
+
+@dataclass(frozen=True)
 class PreparedRun:
     """A start of a job that passed all checks."""
 
@@ -66,3 +73,13 @@ class StartedRun(PreparedRun):
     resume: Checkpoint | None
     models: dict[str, Reference] = field(default_factory=dict)
     """References to the frozen models of the objective, by their sources; filled as they load."""
+
+    def open_mirror(self) -> Mirror | None:
+        """Return the mirror of the checkpoints, on rank 0; None without `checkpoint.mirror`."""
+        from dtt.checkpoint.mirror import Mirror, mirror_url
+
+        cfg, job = self.cfg, self.job
+        if cfg.checkpoint.mirror is None or not self.world.first:
+            return None
+        url = mirror_url(cfg.checkpoint.mirror, cfg.name)
+        return Mirror(url, job, job.run_id(), cfg.checkpoint)

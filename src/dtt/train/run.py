@@ -1,47 +1,50 @@
-"""`dtt train`: build all parts of a training run and run it."""
+"""`dtt train`: find the job, check it, join the ranks, build the run, and train it to its end.
+
+All checks of `prepare` come before dtt touches the job directory, so a start that is refused
+neither creates a job nor turns a finished job into a failed one. One of `dtt train JOB` is recorded
+as an attempt, unless the job is done.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError, ExitCode, Preempted
+from dtt.artifacts.manifests import CheckpointManifest
+from dtt.artifacts.token_folders import token_paths
+from dtt.base.errors import ConfigError, DttError, ExitCode, Preempted
 from dtt.base.launcher import typed_torchrun
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited, waiting_for_space
-from dtt.checkpoint import retention
-from dtt.config.load import stage_names
+from dtt.checkpoint import retention, store
+from dtt.config.load import stage_names, with_steps
 from dtt.config.merging import Resolved
+from dtt.config.run import RunConfig
 from dtt.config.source import Layer
 from dtt.data.samples import compatibility
+from dtt.evaluate.evaluation import open_evaluation
 from dtt.jobs import branch
 from dtt.jobs.attempt import Attempt, after_rank_0, holding, recorded_attempt
+from dtt.jobs.branch import Branch
 from dtt.jobs.phase_timer import PhaseTimer
 from dtt.jobs.stages import Stage, report_shadowed
 from dtt.jobs.stop import Requests
 from dtt.report import run as report
 from dtt.track import summary
-from dtt.train import garbage_collection
-from dtt.train.build import build, open_mirror
-from dtt.train.description import (
-    warn_of_decay_change,
-    warn_of_early_end,
-    warn_of_rate_jump,
-    write_description,
-    write_provenance,
-)
+from dtt.train.description import announce, write_description
 from dtt.train.find_job import find_job
-from dtt.train.initial import describe_adopted
-from dtt.train.inputs import PreparedRun, StartedRun
-from dtt.train.start import prepare, recorded_refusal
+from dtt.train.initial import check_source, check_vocabulary_of_stage
+from dtt.train.inputs import PreparedRun, StartedRun, named_reference
 from dtt.train.supervise.lost_rank import lost_rank_named
 from dtt.train.supervise.watchdog import Watchdog
 
@@ -57,12 +60,22 @@ Instrument = Callable[["Trainer"], "Trainer"]
 """Function that returns the trainer to run in place of the one that was built."""
 
 
-def unchanged(trainer: Trainer) -> Trainer:
-    """Return the trainer itself."""
-    return trainer
+@contextmanager
+def garbage_collected_by_loop() -> Iterator[None]:
+    """Disable automatic garbage collection inside, so that only the training loop collects.
+
+    By default it runs whenever enough objects were created. That takes a sixth of the time of
+    imports, and in training it stops each rank at a different time, while all others wait for it.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
-@garbage_collection.scheduled()
+@garbage_collected_by_loop()
 def run(
     config: str | Layer | None,
     arguments: Sequence[str],
@@ -72,7 +85,7 @@ def run(
     *,
     stage: str | None = None,
     as_json: bool = False,
-    instrument: Instrument = unchanged,
+    instrument: Instrument = lambda trainer: trainer,
     requests: Requests | None = None,
 ) -> None:
     """Train a job to its end.
@@ -105,7 +118,10 @@ def run(
                     branch_of, config, arguments, allow_change, from_step
                 )
             requests.watch(job)
-            of_stage = _stage_of(config, arguments, stage, resolved, job)
+            if stage is None:
+                of_stage = Stage.of_job(job, resolved)
+            else:
+                of_stage = Stage(job, stage_names(config, arguments), resolved)
             if of_stage is not None and ranks.first:
                 report_shadowed([of_stage], arguments)
             start = prepare(resolved, job, ranks, from_step, branched, startup, of_stage)
@@ -114,6 +130,126 @@ def run(
         requests.defer()  # ends the thread of signals, of a start that failed
     if as_json and ranks.first:
         print(json.dumps({"job": str(job.root)} | summary.summarize(job.metrics).facts()))
+
+
+@contextmanager
+def recorded_refusal(
+    config: str | Layer | None,
+    branch_of: str | None,
+    arguments: Sequence[str],
+    ranks: Ranks,
+    requests: Requests,
+) -> Iterator[None]:
+    """Record a refused start as an attempt of the job, if the command is only `dtt train JOB`.
+
+    Job scripts run that command and read `attempt.json`, because torchrun exits with 1 for every
+    failure. A job that is done stays done, and a job that does not exist is not created.
+    """
+    here = Path.cwd()  # saved because `enter` changes the current folder
+    try:
+        yield
+    except DttError:
+        if config is not None or branch_of is not None or len(arguments) != 1:
+            raise
+        job = JobDir(here / arguments[0])
+        ended = job.exit_record(job.attempt()) if job.exists else {"code": ExitCode.DONE}
+        if ended is not None and ended["code"] == ExitCode.DONE:
+            raise
+        with holding(job, ranks), recorded_attempt(job, ranks, requests):
+            raise
+
+
+# ---- checks before the job directory is touched --------------------------------------------------
+
+
+def prepare(
+    resolved: Resolved,
+    job: JobDir,
+    ranks: Ranks,
+    from_step: int | None,
+    branch: Branch | None,
+    startup: PhaseTimer,
+    stage: Stage | None = None,
+) -> PreparedRun:
+    """Check a start, and return what it found; raise the same DttError on all ranks.
+
+    Each rank checks on its own, because there is no process group yet.
+    """
+    cfg = resolved.config
+    predecessor = None
+    if ranks.first:
+        compatibility.check_files(token_paths(cfg))
+        predecessor = stage.start_from() if stage is not None else None
+    # Only here, after the checks that need no torch: importing it takes two seconds.
+    from dtt.data.samples.dataset import open_dataset
+    from dtt.mesh import dist
+    from dtt.track.trackers import check_installed
+    from dtt.train.run_plan import make_plan
+
+    if ranks.first:
+        check_installed(cfg)
+    startup.end_phase("imports")
+    device = dist.choose_device(ranks, cfg.train.device, gpus_asked=cfg.launch.gpus)
+    dataset = open_dataset(cfg)
+    doubts = dataset.rounded_weights() + dataset.left_out()
+    if job.newest_checkpoint_name() is None:
+        doubts += compatibility.check_vocabulary(resolved, job, dataset.manifest.vocab_size)
+    for doubt in doubts if ranks.first else ():
+        log.warning("%s", doubt)
+    resolved = with_steps(resolved, dataset.requested_steps)
+    cfg = resolved.config
+    if ranks.first:
+        if cfg.eval.tasks:
+            open_evaluation(cfg.eval)  # downloads what is missing
+        compatibility.check_tokenizer(dataset.tokenizer, dataset.manifest.tokenizer_sha256)
+    newest = store.steps(job.checkpoints)[-1:] or [0 if branch is None else branch.step]
+    done = newest[0] if from_step is None else from_step
+    plan = make_plan(cfg, dataset, dist.World(ranks, device, None), done)  # without collectives
+    if branch is not None:
+        # Again, now that the length of the data is known.
+        branch.check(plan.schedule.first_decay, plan.steps)
+    if ranks.first:
+        if branch is None or store.steps(job.checkpoints):
+            staged = predecessor is not None
+            _check_starting_weights(cfg, job, dataset, from_step, staged=staged)
+        if predecessor is not None:
+            check_vocabulary_of_stage(dataset.tokenizer, predecessor.job.tokenizer)
+    startup.end_phase("data")
+    return PreparedRun(resolved, job, dataset, plan, from_step, branch, stage, predecessor)
+
+
+def _check_starting_weights(
+    cfg: RunConfig, job: JobDir, dataset: Dataset, from_step: int | None, *, staged: bool
+) -> None:
+    """Raise DttError if the checkpoint to resume from does not match the data.
+
+    For a new job, raises DttError if the weights that the configuration names cannot be found, or
+    if it names none for preference pairs; if `staged`, it starts from those of the stage before.
+    Reads only the manifest of the checkpoint, which is verified later, when the job is locked.
+    """
+    steps = store.steps(job.checkpoints)
+    if not steps and from_step is None:
+        if cfg.objective.per_pair and cfg.init.source is None and not staged:
+            raise ConfigError(
+                f"objective.type={cfg.objective.type} needs the weights of a fine-tuned model",
+                where="init.from",
+                why="it is null, so the model would start from random weights",
+                next="init.from=JOB, or init.from=hf:FOLDER",
+            )
+        for source in (cfg.init.source, named_reference(cfg)):
+            if source is not None:
+                check_source(source)
+        return
+    path = store.existing(job.checkpoints, steps[-1] if from_step is None else from_step)
+    try:
+        manifest = CheckpointManifest.read(path)
+    except (DttError, OSError):
+        # Damaged. Not an error here: it is verified again under the lock, and older ones are tried.
+        return
+    compatibility.check_data(manifest, dataset.manifest.named_keys, job)
+
+
+# ---- an attempt ----------------------------------------------------------------------------------
 
 
 def under_time_pressure(job: JobDir) -> bool:
@@ -166,19 +302,6 @@ def run_attempt(
                 log.info("report: %s", page)
 
 
-def _stage_of(
-    config: str | Layer | None,
-    arguments: Sequence[str],
-    stage: str | None,
-    resolved: Resolved,
-    job: JobDir,
-) -> Stage | None:
-    """Return the stage of a job; None if it is not a stage."""
-    if stage is None:
-        return Stage.of_job(job, resolved)
-    return Stage(job, stage_names(config, arguments), resolved)
-
-
 def build_and_train(
     start: PreparedRun, attempt: Attempt, world: World, instrument: Instrument
 ) -> None:
@@ -189,36 +312,33 @@ def build_and_train(
     from dtt.train.process_memory import exhaustion_explained
 
     attempt.startup.end_phase("imports")
-    cfg, job, dataset = start.cfg, attempt.job, start.dataset
+    cfg, job = start.cfg, attempt.job
     if start.branch is not None and world.first:
         start.branch.create_job(job)
     hang_seconds = cfg.train.hang_seconds
     with Watchdog(
         job, world.ranks, start.plan.steps, attempt=attempt.number, hang_seconds=hang_seconds
     ) as watchdog:
-        resume = find_checkpoint(attempt, dataset, world, start.from_step)
-        attempt.startup.end_phase("data")
-        # Again: `prepare` assumed the newest checkpoint, which may have been rejected.
-        compatibility.check_batches(cfg.train, start.plan.sizes, resume.step if resume else 0)
-        if resume is not None and cfg.train.timed:
-            plan = start.plan.with_decay(branch.timed_decay(job, resume))
-            start = replace(start, plan=plan)
-            watchdog.expect(plan.steps)
-        inputs = StartedRun(
-            **vars(start), attempt=attempt, world=world, watchdog=watchdog, resume=resume
-        )
+        inputs = _with_checkpoint(start, attempt, world, watchdog)
         if world.first:
             # An error here ends rank 0; the others report PeerLost with its reason.
-            write_run_files(inputs)
+            write_description(inputs)
+        resume = inputs.resume
         done = resume is not None and world.first and is_done(inputs, resume)
         # Rank 0 reads the records for all: a file server may show them late on another node.
         if resume is not None and world.from_first(done):
             log.info("%s is done: the last checkpoint is %s", job.root, resume.path)
-            complete_mirror(inputs, resume.step)
+            if (mirror := inputs.open_mirror()) is not None:  # it may lack some checkpoints
+                mirror.start(resume.step, lambda: retention.eval_losses(job))
+                mirror.finish(SECONDS_FOR_MIRROR, attempt.requests.stop_asked_here)
             attempt.requests.forget(world)
             return
         if world.first:
             announce(inputs)
+        # It takes seconds to import, which `start` reports separately, and a done job is spared.
+        from dtt.train.build import build
+
+        attempt.startup.end_phase("imports")
         with ExitStack() as stack:
             stack.enter_context(exhaustion_explained(cfg, job, world))
             trainer = instrument(build(inputs))
@@ -227,8 +347,10 @@ def build_and_train(
             stack.callback(trainer.saver.close)
             watchdog.before_end = trainer.saver.close
             if world.first and start.from_step is not None:
-                # Only now: a run that cannot be built must leave the newer checkpoints.
-                set_aside(attempt, start.from_step)
+                # Only now: a run that cannot be built must leave the newer checkpoints. This
+                # attempt writes new ones for these steps.
+                for path in store.supersede(job.checkpoints, start.from_step, attempt.number):
+                    log.info("renamed newer checkpoint: %s", path)
             # Called first, before the trackers are closed.
             stack.push(attempt.requests.note_failure)
             finished = trainer.run()
@@ -241,37 +363,10 @@ def build_and_train(
         )
 
 
-def complete_mirror(inputs: StartedRun, newest: int) -> None:
-    """Upload the checkpoints up to step `newest` that the mirror of a job that is done lacks."""
-    if (mirror := open_mirror(inputs)) is not None:
-        mirror.start(newest, lambda: retention.eval_losses(inputs.job))
-        mirror.finish(SECONDS_FOR_MIRROR, inputs.attempt.requests.stop_asked_here)
-
-
-def write_run_files(inputs: StartedRun) -> None:
-    """Write the files that describe the run, and warn of what a resume changes, on rank 0."""
-    if inputs.resume is not None:
-        warn_of_rate_jump(inputs.job, inputs.resume, inputs.plan)
-        warn_of_decay_change(inputs.job, inputs.cfg)
-    write_description(inputs, inputs.resume)
-
-
-def announce(inputs: StartedRun) -> None:
-    """Log what is about to be trained, and record the command and its environment, on rank 0."""
-    if inputs.resume is None and (adopted := describe_adopted(inputs.resolved)):
-        log.info("%s", adopted)
-    if inputs.resume is None and (mirror := open_mirror(inputs)) is not None:
-        # A wrong bucket of a new run is an error now. A run that resumes does not depend on it.
-        mirror.check()
-    log.info("%s", inputs.plan.describe(inputs.world))
-    warn_of_early_end(inputs.dataset, inputs.cfg.train.steps)
-    write_provenance(inputs.job)
-
-
-def find_checkpoint(
-    attempt: Attempt, dataset: Dataset, world: World, from_step: int | None
-) -> Checkpoint | None:
-    """Return the checkpoint to resume from, the same on every rank, or None for a new job.
+def _with_checkpoint(
+    start: PreparedRun, attempt: Attempt, world: World, watchdog: Watchdog
+) -> StartedRun:
+    """Return the run with the checkpoint that it resumes from, the same on every rank.
 
     Rank 0 chooses it, and all ranks verify it, each some of its files. Raises ConfigError on all
     ranks if it was trained on other data, and DamagedError if the data is not the same on every
@@ -280,11 +375,19 @@ def find_checkpoint(
     from dtt.checkpoint import verified_by_all
     from dtt.train.data_hash import check_nodes
 
+    dataset, train = start.dataset, start.cfg.train
     check_nodes(dataset, world)
-    resume = verified_by_all.find(world, partial(choose_checkpoint, attempt, from_step))
+    resume = verified_by_all.find(world, partial(choose_checkpoint, attempt, start.from_step))
     if resume is not None:
         compatibility.check_data(resume.manifest, dataset.manifest.named_keys, attempt.job)
-    return resume
+    attempt.startup.end_phase("data")
+    # Again: `prepare` assumed the newest checkpoint, which may have been rejected.
+    compatibility.check_batches(train, start.plan.sizes, resume.step if resume else 0)
+    if resume is not None and train.timed:
+        plan = start.plan.with_decay(branch.timed_decay(attempt.job, resume))
+        start = replace(start, plan=plan)
+        watchdog.expect(plan.steps)
+    return StartedRun(**vars(start), attempt=attempt, world=world, watchdog=watchdog, resume=resume)
 
 
 def choose_checkpoint(attempt: Attempt, from_step: int | None, verify: Verify) -> Checkpoint | None:
@@ -292,7 +395,6 @@ def choose_checkpoint(attempt: Attempt, from_step: int | None, verify: Verify) -
 
     Before, delete the folders of saves that did not finish.
     """
-    from dtt.checkpoint import store
     from dtt.train.state import check_position
 
     folder = attempt.job.checkpoints
@@ -305,14 +407,6 @@ def choose_checkpoint(attempt: Attempt, from_step: int | None, verify: Verify) -
     check_position(checkpoint)
     retention.check_dependents(attempt.job, after=from_step)  # later ones are renamed
     return checkpoint
-
-
-def set_aside(attempt: Attempt, from_step: int) -> None:
-    """Rename the checkpoints after `from_step`: this attempt writes new ones for these steps."""
-    from dtt.checkpoint import store
-
-    for path in store.supersede(attempt.job.checkpoints, from_step, attempt.number):
-        log.info("renamed newer checkpoint: %s", path)
 
 
 def is_done(inputs: StartedRun, resume: Checkpoint) -> bool:

@@ -76,17 +76,15 @@ class RunPlan:
 
     def describe(self, world: World) -> str:
         """Return a summary of a few lines for the start of the log."""
+        mesh = self.sizes.describe()
         return (
             f"{self.arch.family}, {self.parameters / 1e6:.2f}M parameters, {self.precision} on "
-            f"{world.size} x {world.device.type}{self._mesh()}"
+            f"{world.size} x {world.device.type}{f' ({mesh})' if mesh else ''}"
             f"{', compiled' if self.compile else ''}\n"
             f"  {'at most ' if self.schedule.waits else ''}{self.steps} steps of {self.step_size}: "
             f"{self.tokens / 1e6:.1f}M tokens, {self.tokens / self.parameters:.1f} per parameter\n"
             f"  learning rate: {self.schedule.describe()}\n  {self.attention}\n{self.data}"
         )
-
-    def _mesh(self) -> str:
-        return f" ({self.sizes.describe()})" if self.sizes.describe() else ""
 
 
 def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> RunPlan:
@@ -108,6 +106,9 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
     check_layout(cfg, sizes, arch)
     precision = choose(train.precision, world.device)
     check_memory(cfg, arch, sizes, precision, world)
+    tokens_before, own = step_sizes.tokens_before, own_decays(cfg.optim)
+    # If a time limit ends the run, it has no decay yet: `TimeBudget` starts it.
+    schedule = resolve_schedule(cfg.schedule, dataset.steps, tokens_before, own)
     return RunPlan(
         sizes=sizes,
         scaling=scaling,
@@ -123,19 +124,9 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
             requested=train.attention,
             dtype=precision.compute_dtype,
         ),
-        tokens=step_sizes.tokens_before(dataset.steps),
+        tokens=tokens_before(dataset.steps),
         step_size=step_sizes.describe(dataset.steps),
         steps=dataset.steps,
-        schedule=_schedule(cfg, dataset),
+        schedule=schedule.with_decay(None) if train.timed else schedule,
         data=dataset.describe(),
     )
-
-
-def _schedule(cfg: RunConfig, dataset: Dataset) -> ResolvedSchedule:
-    """Return the schedule for the steps of the run.
-
-    If a time limit ends the run, it has no decay yet: `TimeBudget` starts it.
-    """
-    tokens_before, own = dataset.step_sizes.tokens_before, own_decays(cfg.optim)
-    resolved = resolve_schedule(cfg.schedule, dataset.steps, tokens_before, own)
-    return resolved.with_decay(None) if cfg.train.timed else resolved

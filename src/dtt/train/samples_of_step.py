@@ -60,7 +60,13 @@ def at_step(
     if not 1 <= step <= dataset.steps:
         raise ConfigError(f"{job} has no step {step}", why=f"its steps are 1 to {dataset.steps}")
     places = JobDir(job)
-    _restore_streams(dataset, places, step)
+    # A checkpoint holds the state of streamed sources from one step earlier. Without a usable
+    # checkpoint they start at the beginning, which only takes longer. A checkpoint that does not
+    # belong to these samples is detected afterwards, by the data hash in `_check_samples`.
+    with suppress(IndexError, OSError, ValueError, KeyError, TypeError, DamagedError):
+        saved = [saved for saved in store.steps(places.checkpoints) if saved <= step]
+        path = store.folder_of(places.checkpoints, saved[-1]) / store.POSITION
+        dataset.restore(read_json(path)["sources"])
     first = dataset.first_sample(step - 1)
     numbers = dataset.order(first, dataset.first_sample(step) - first)
     agrees = _check_samples(numbers, dataset, places, step)
@@ -84,17 +90,6 @@ def at_step(
         print(f"\n… and {len(rows) - len(rows[:limit])} more")
 
 
-def _restore_streams(dataset: Dataset, job: JobDir, step: int) -> None:
-    """Restore streamed sources from the newest checkpoint up to `step`, if there is one."""
-    before = [saved for saved in store.steps(job.checkpoints) if saved <= step]
-    # A checkpoint holds the state of the sources from one step earlier. Without a usable checkpoint
-    # they start at the beginning, which only takes longer. A checkpoint that does not belong to
-    # these samples is detected afterwards, by the sample hash chain in `_check_samples`.
-    with suppress(IndexError, OSError, ValueError, KeyError, TypeError, DamagedError):
-        path = store.folder_of(job.checkpoints, before[-1]) / store.POSITION
-        dataset.restore(read_json(path)["sources"])
-
-
 def _check_samples(numbers: SampleNumbers, dataset: Dataset, job: JobDir, step: int) -> bool | None:
     """Compare the samples of a step, of all ranks, with the sample hash chain in metrics.jsonl.
 
@@ -109,22 +104,17 @@ def _check_samples(numbers: SampleNumbers, dataset: Dataset, job: JobDir, step: 
         return None
     if extend_data_hash(hashes[step - 1], numbers) == hashes[step]:
         return True
-    raise DamagedError(
-        f"step {step} was trained on other samples than the current data yields",
-        where=job.metrics,
-        why=_difference(dataset, job),
-        next="restore the token files and the configuration that the job had at that step",
-    )
-
-
-def _difference(dataset: Dataset, job: JobDir) -> str:
-    """Return the reason why the samples of a step differ from those it was trained on."""
     now = {source.name: source.key for source in dataset.manifest.sources}
     then = {source.name: source.key for source in DataManifest.read(job.root).sources}
     changed = sorted(name for name in now | then if now.get(name) != then.get(name))
-    if changed:
-        return f"the files of {', '.join(changed)} have changed since"
-    return "seed, weights or sizes were changed with --allow-change, or metrics.jsonl was edited"
+    raise DamagedError(
+        f"step {step} was trained on other samples than the current data yields",
+        where=job.metrics,
+        why=f"the files of {', '.join(changed)} have changed since"
+        if changed
+        else "seed, weights or sizes were changed with --allow-change, or metrics.jsonl was edited",
+        next="restore the token files and the configuration that the job had at that step",
+    )
 
 
 def _read(

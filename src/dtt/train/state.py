@@ -61,6 +61,7 @@ ACTIONS = {"validate": "evaluated", "tasks": "tasks_evaluated", "sample": "sampl
 """Field of position.json with the step of each action that a stop request may have postponed."""
 
 
+DATA_HASH = rf"[0-9a-f]{{{2 * len(EMPTY_DATA_HASH)}}}"
 Owners = set[tuple[str, str]]
 """Pairs of an optimizer and a parameter that it updates."""
 
@@ -125,12 +126,6 @@ class Position:
         )
 
 
-def _is_gain(value: object) -> bool:
-    """Return True for the inputs, outputs and speedup of a shape of layers."""
-    kinds = (int, int, float)
-    return isinstance(value, list) and len(value) == len(kinds) and all(map(is_kind, value, kinds))
-
-
 def check_position(checkpoint: Checkpoint) -> None:
     """Raise DamagedError unless a run can resume from the checkpoint's position.json."""
     record = checkpoint.position()
@@ -138,25 +133,22 @@ def check_position(checkpoint: Checkpoint) -> None:
     wrong = [n for n, kind in {**FIELDS, **given}.items() if not fits(record, {n: kind})]
     # The plain types first: the conditions below index and compare, which would raise on others.
     if not wrong:
-        decay = record.get("decay")
+        decay, gains = record.get("decay"), record.get("fp8_gains", [])
+        shape = [int, int, float]  # inputs, outputs and speedup of layers
+        chains = record["ledger"], record["previous_ledger"]
         sound = {
             "step": record["step"] == checkpoint.step,
-            "ledger": is_hex(record["ledger"]) and is_hex(record["previous_ledger"]),
+            "ledger": all(map(re.compile(DATA_HASH).fullmatch, chains)),
             "eval_loss": isinstance(record.get("eval_loss", ""), float | int | NONE),
             "skipped": all(is_kind(step, int) for step in record.get("skipped", [])),
             "decay": decay is None or (fits(decay, DECAY) and decay["begin"] < decay["end"]),
-            "fp8_gains": all(map(_is_gain, record.get("fp8_gains", []))),
+            "fp8_gains": all(isinstance(g, list) and [*map(type, g)] == shape for g in gains),
             "speed": all(is_kind(n, float) for n in (record.get("speed") or {}).values()),
         }
         wrong = [name for name, is_sound in sound.items() if not is_sound]
     if wrong:
         why = f"{POSITION}: {', '.join(wrong)} missing or of the wrong type"
         raise DamagedError(f"checkpoint {checkpoint.path} is damaged", why=why)
-
-
-def is_hex(text: str) -> bool:
-    """Return True if `text` is a sample hash chain in hexadecimal."""
-    return re.fullmatch(rf"[0-9a-f]{{{2 * len(EMPTY_DATA_HASH)}}}", text) is not None
 
 
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
@@ -256,36 +248,33 @@ def load_optimizers(
         for name, parameter in named(optimizer):
             # Dropped also without saved state: the parameter then had no gradient yet.
             optimizer.state.pop(parameter, None)
-            found = by_parameter.get((optimizer_name, name))
-            if found is not None and (empty := getattr(optimizer, "empty_state", None)):
-                optimizer.state[parameter] = _filled(empty(parameter), found)
-            elif found is not None:
-                optimizer.state[parameter] = {
-                    key.removeprefix(NUMBER): _restored(optimizer, parameter, key, whole)
-                    for key, whole in found.items()
-                }
-
-
-def _filled(state: dict[str, Tensor], saved: Mapping[str, FullTensor]) -> dict[str, Tensor]:
-    """Return the state that an optimizer makes for a parameter, with the saved values."""
-    if odd := sorted(state.keys() ^ saved.keys()):
-        raise _unexpected_state(f"a parameter has, or lacks, the state {odd[0]}")
-    for key, value in state.items():
-        fill(value, saved[key])
-    return state
+            if found := by_parameter.get((optimizer_name, name)):
+                optimizer.state[parameter] = _restored(optimizer, parameter, found)
 
 
 def _restored(
-    optimizer: Optimizer, parameter: nn.Parameter, key: str, saved: FullTensor
-) -> Tensor | float:
-    """Return a state of `parameter` as the optimizer had it when it was saved."""
-    if key.startswith(NUMBER):
-        return saved[()].item()
-    if (variant := variant_of(optimizer)).uniform_state:
-        return _beside(parameter, saved, parameter.dtype)
-    if key in variant.whole_state or tuple(saved.shape) != tuple(parameter.shape):
-        return saved[()].to(parameter.device)
-    return _beside(parameter, saved, saved.dtype)
+    optimizer: Optimizer, parameter: nn.Parameter, saved: Mapping[str, FullTensor]
+) -> dict[str, Tensor | float]:
+    """Return the state of `parameter` as the optimizer had it when it was saved."""
+    if empty := getattr(optimizer, "empty_state", None):
+        made: dict[str, Any] = empty(parameter)
+        if odd := sorted(made.keys() ^ saved.keys()):
+            raise _unexpected_state(f"a parameter has, or lacks, the state {odd[0]}")
+        for key, value in made.items():
+            fill(value, saved[key])
+        return made
+    state: dict[str, Tensor | float] = {}
+    variant = variant_of(optimizer)
+    for key, whole in saved.items():
+        if key.startswith(NUMBER):
+            state[key.removeprefix(NUMBER)] = whole[()].item()
+        elif variant.uniform_state:
+            state[key] = _beside(parameter, whole, parameter.dtype)
+        elif key in variant.whole_state or tuple(whole.shape) != tuple(parameter.shape):
+            state[key] = whole[()].to(parameter.device)
+        else:
+            state[key] = _beside(parameter, whole, whole.dtype)
+    return state
 
 
 def _beside(parameter: nn.Parameter, saved: FullTensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -17,19 +18,19 @@ from dtt.jobs.stop import Request
 from dtt.mesh.compilation import compiler
 from dtt.optim.groups import peak_lr, set_learning_rate
 from dtt.track.base import Record
-from dtt.train import garbage_collection
 from dtt.train.actions.action import StepAction
+from dtt.train.actions.built_in import finished_saves, position_of
 from dtt.train.actions.own import name_of, restore_actions
-from dtt.train.actions.step_log import finished_saves
 from dtt.train.anomaly_guard import finite
 from dtt.train.components import Run
 from dtt.train.data_hash import check_order
 from dtt.train.expert_load import METRICS, described
 from dtt.train.objectives.loss_function import check_ranks
-from dtt.train.recorded import position_of
 from dtt.train.state import restore_rng, seed_rank
 from dtt.train.step import update
 
+GC_EVERY = 100
+"""Steps between collections of garbage, which happen on all ranks after the same step."""
 Names = Mapping[str, Sequence[int]]
 """Names of metrics, with the layers that have one each; without layers it is a number for all."""
 
@@ -58,14 +59,15 @@ class Trainer(Run):
         self.act()
         startup.end_phase("first evaluation")
         # After all long-lived objects exist: the collector never visits them again.
-        garbage_collection.freeze()
+        gc.freeze()
         with self.watchdog.phase("step"):
             self.train()
             self.observers.profiler.finish(self.position.step)
             with self.watchdog.phase("save"), meter.paused("save"):
                 self.saver.wait()
         self.observers.log(*finished_saves(self))
-        self.observers.time_breakdown.finish(self.position.step, meter)
+        meter.restart()  # counts the time since the last reading
+        self.observers.time_breakdown.write(self.position.step, meter)
         ended = self.position.step == self.schedule.steps
         with self.watchdog.phase("save"):
             self.saver.finish_mirror(ended=ended)
@@ -103,7 +105,8 @@ class Trainer(Run):
                 if step == first:
                     self.saver.allocate(self.state.params.trainable(), self.state.tensors())
                 step = self.position.step
-                garbage_collection.collect(step)
+                if step % GC_EVERY == 0:
+                    gc.collect()
                 self.watchdog.step(step)
                 # Between actions the host runs ahead of the device: the losses of these steps wait
                 # there unread.
@@ -167,8 +170,12 @@ class Trainer(Run):
             "tokens": position.tokens,
             "ledger": position.data_hash.hex(),
             **self.schedule.step_sizes.record(position.step - 1),
-            **_mask_metrics(batch, self.cfg.train.seq_len + 1),
         }
+        if batch.tokens is not None:  # there are loss masks
+            positions = (self.cfg.train.seq_len + 1) * len(batch.samples)
+            # The share of positions that hold tokens, and the share of tokens that are targets.
+            record["padding_efficiency"] = round(batch.tokens / positions, 6)
+            record["trained_share"] = round(batch.targets / batch.tokens, 6)
         self._unread.append((record, values, metrics))
 
     # ---- actions ---------------------------------------------------------------------------------
@@ -278,16 +285,3 @@ class Trainer(Run):
                 self.schedule.end_now(resume.step, name_of(action))
         check_order(self.position, self.dataset)
         log.info("resumed from %s", resume.path)
-
-
-def _mask_metrics(batch: Batch, width: int) -> Record:
-    """Return the metrics of a batch with loss masks, whose samples have `width` positions.
-
-    They are the share of positions that hold tokens, and the share of tokens that are targets.
-    """
-    if batch.tokens is None:
-        return {}
-    return {
-        "padding_efficiency": round(batch.tokens / (width * len(batch.samples)), 6),
-        "trained_share": round(batch.targets / batch.tokens, 6),
-    }

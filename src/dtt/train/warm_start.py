@@ -70,7 +70,10 @@ def take_weights(
         if here == there:
             fill(ours, theirs)
         else:
-            _take_rows(ours, theirs)
+            part = local_shard(ours)
+            rows, *others = part.box.slices
+            copied = theirs[(slice(rows.start, min(rows.stop, there)), *others)]
+            part.local[: len(copied)] = copied
             line = f"  {name}: {min(here, there)} rows copied, {here} here, {there} there"
             report.append(line + "; the others get their mean" * (by_token and here > there))
         if reset or (by_token and here > there):
@@ -136,14 +139,6 @@ def take_base(
         tokens = _listed(new.untrained)
         report += f"\n  tokens that were never trained, which the adapter cannot change: {tokens}"
     return report
-
-
-def _take_rows(ours: Tensor, theirs: FullTensor) -> None:
-    """Copy the rows that both tensors have into this rank's part of `ours`."""
-    part = local_shard(ours)
-    rows, *others = part.box.slices
-    copied = theirs[(slice(rows.start, min(rows.stop, theirs.shape[0])), *others)]
-    part.local[: len(copied)] = copied
 
 
 def _fill_with_mean(

@@ -24,7 +24,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_"
 """Prefixes of variables that describe the process of `dtt verify` itself, or change the run."""
 PRELOADED = [
     *("torch._dynamo", "tokenizers", "pyarrow.parquet", "torch.distributed.tensor.parallel"),
-    *("dtt.train.build", "dtt.train.trainer", "dtt.train.adapter", "dtt.verify.recording"),
+    *("dtt.train.build", "dtt.train.trainer", "dtt.train.frozen", "dtt.verify.recording"),
     *("dtt.data.samples.dataset", "dtt.evaluate.validation", "dtt.track.trackers"),
     *("dtt.optim.groups", "dtt.report.run", "dtt.verify.random_text"),
 ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtt.base.errors import ConfigError
 from dtt.optim.muon.newton_schulz import orthogonalize
 from dtt.optim.muon.optimizer import Muon
 from dtt.optim.muon.variant import MuonConfig
@@ -150,9 +151,17 @@ def test_matrices_of_zeros_are_found_in_stacks_and_splits() -> None:
     params[0].data[2:4] = 0.0
     groups = [{"params": [p], "names": [n], "split": s}
               for p, n, s in zip(params, "abc", ((2, 2, 2), None, None), strict=True)]  # fmt: skip
-    assert Muon(groups, HYPERBALL, torch.float32).zero_matrices() == ["a"]
-    params[1].data[2] = 0.0
-    assert Muon(groups, HYPERBALL, torch.float32).zero_matrices() == ["b", "a"]
+    found: list[str] = []
+
+    def gather(names: list[str]) -> list[list[str]]:
+        found[:] = names
+        return [names]
+
+    for expected in (["a"], ["a", "b"]):
+        with pytest.raises(ConfigError, match="hyperball cannot train a"):
+            Muon(groups, HYPERBALL, torch.float32).check_weights(gather)
+        assert found == expected
+        params[1].data[2] = 0.0
 
 
 def test_momentum_warms_up_linearly() -> None:

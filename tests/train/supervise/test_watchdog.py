@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import signal
 import subprocess
@@ -80,8 +79,7 @@ def load_for_ever(world: World, folder: Path) -> None:
 
 def freeze(world: World, folder: Path) -> None:
     stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
-    # No patience is needed: the kernel tells that this rank will not report.
-    steps(world, folder, stop, patience=math.inf)
+    steps(world, folder, stop, patience=1.0)
 
 
 def test_a_rank_that_never_gets_its_data_is_named_with_the_line_it_is_in(job: JobDir) -> None:
@@ -363,11 +361,11 @@ def report(
 def test_the_silent_are_blamed_before_the_busy_and_the_busy_before_the_waiting(
     found: list[RankReport], culprit: int, why: str
 ) -> None:
-    rank, sentence = judge(found, 4, lambda rank: f"n{rank // 2}")
+    rank, sentence = judge(found, 4, {rank: f"n{rank // 2}" for rank in range(4)})
     assert rank == culprit
     assert why in sentence
 
 
 def test_of_many_culprits_the_first_are_reported() -> None:
-    _, sentence = judge([report(0)], 100, lambda rank: "n")
+    _, sentence = judge([report(0)], 100, dict.fromkeys(range(100), "n"))
     assert "rank 8 (n) and 91 more" in sentence

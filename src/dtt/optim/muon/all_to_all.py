@@ -15,15 +15,8 @@ from torch import Tensor
 
 Stacks = list[Tensor]
 """Tensors [N, R, C], each a stack of N matrices, or of parts of matrices, of one shape."""
-
-
-class StackSlice(NamedTuple):
-    """A slice of one of the stacks: the source or destination of a part of a message."""
-
-    stack: int
-    """Position of the stack in the list."""
-    indices: tuple[int | slice, ...]
-    """Index within that stack."""
+StackSlice = tuple[int, tuple[int | slice, ...]]
+"""Source or destination of a part of a message: position of a stack, and an index within it."""
 
 
 class WaitTimer:
@@ -73,11 +66,6 @@ class Transfer(NamedTuple):
     sent: Tensor | None = None
     """The send buffer, referenced until the transfer has finished reading it."""
     work: dist.Work | None = None
-
-    @property
-    def pending(self) -> bool:
-        """True if there is a collective to wait for."""
-        return self.work is not None
 
     def wait(self, timer: WaitTimer) -> Stacks:
         """Wait for the collective and return the filled stacks."""
@@ -144,21 +132,19 @@ def stagger(tasks: Iterable[Iterator[None]]) -> None:
     One new task starts in each turn. Messages that a task sends before it yields are in flight
     while the other tasks compute.
     """
+    ended = object()
+
+    def turn(running: list[Iterator[None]]) -> list[Iterator[None]]:
+        """Advance each task to its next `yield`; return the tasks that have not finished."""
+        return [task for task in running if next(task, ended) is not ended]
+
     running: list[Iterator[None]] = []
     for task in tasks:
         # The newest first: it launches its messages before older tasks compute, so they overlap.
         # All ranks have the same tasks, so the order of collectives is the same everywhere.
-        running = _turn([task, *running])
+        running = turn([task, *running])
     while running:
-        running = _turn(running)
-
-
-def _turn(tasks: Iterable[Iterator[None]]) -> list[Iterator[None]]:
-    """Advance each task to its next `yield`; return the tasks that have not finished."""
-    return [task for task in tasks if next(task, _ENDED) is not _ENDED]
-
-
-_ENDED = object()
+        running = turn(running)
 
 
 def _views(stacks: Stacks, messages: list[list[StackSlice]]) -> list[list[Tensor]]:

@@ -15,7 +15,7 @@ With several ranks, Muon works as follows:
 - NorMuon needs complete rows and the norm of the complete update. The assigned rank therefore
   also receives the second moments of the rows, and sends back new ones and a factor per row.
 - With `optim.scale: hyperball`, ranks add up products of weights and updates over complete
-  matrices (`optim/muon/matrix_sums.py`): one all-reduce of three numbers per matrix and bucket.
+  matrices: one all-reduce of three numbers per matrix and bucket.
 - Communication is bucketed: while one bucket is orthogonalised, the parts of the next and the
   updates of the previous one are in flight (`optim/muon/all_to_all.py`).
 
@@ -31,13 +31,13 @@ from itertools import chain, repeat, zip_longest
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtt.base.errors import ConfigError
 from dtt.config.value_types import parse_decay
 from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import TensorLayout, layout_of, world_size, zeros_sharded_as
-from dtt.optim.muon import matrix_sums
 from dtt.optim.muon.all_to_all import WaitTimer, stagger
 from dtt.optim.muon.newton_schulz import STEPS, orthogonalize, quintics
 from dtt.optim.muon.redistribution import Bucket, Layouts, ShardBatch, plan
@@ -138,7 +138,17 @@ class Muon(torch.optim.Optimizer):
         groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         updated = list(chain(*groups))
         for p in updated:
-            self._make_state(p)
+            # Sharded as the parameter is, in fp32 or bf16 as it is: the state takes no memory of
+            # other ranks. One number per row is 1/columns of the size of the momentum.
+            state, of_rows = self.state[p], (*p.shape[:-1], 1)
+            if "momentum" not in state:
+                state["momentum"] = zeros_sharded_as(p, p.shape)
+            if self._normuon_beta2 is not None and "row_moment" not in state:
+                state["row_moment"] = zeros_sharded_as(p, of_rows)
+            if self.hyperball and "radius" not in state:
+                state["radius"] = zeros_sharded_as(p, of_rows)
+            if self._momentum_warmup and "step" not in state:
+                state["step"] = torch.zeros((), device=p.device)
         # Planned once. A parameter may get its first gradient later, or none, and then the buckets
         # change.
         if list(map(id, updated)) != self._planned:
@@ -151,6 +161,7 @@ class Muon(torch.optim.Optimizer):
             done = torch.stack(counts)
             self._write(counts, done, done + 1)
 
+    @torch.no_grad()
     def check_weights(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
         """Raise ConfigError if hyperball would have to keep the norm of a matrix of zeros.
 
@@ -159,8 +170,19 @@ class Muon(torch.optim.Optimizer):
         """
         if not self.hyperball:
             return
-        # Every rank calls `zero_matrices`, a collective, before any of them raises.
-        zero = sorted({name for names in gather(self.zero_matrices()) for name in names})
+        found: set[str] = set()
+        for bucket in self._plan([group["params"] for group in self.param_groups]):
+            squares = [
+                wide(torch.stack(batch.of(lambda p: p))).square().sum((-2, -1))[:, None]
+                for batch in bucket.batches
+            ]
+            sums = self._wait_for(bucket, *_start_sums(bucket, squares, 1))
+            for batch, norms in zip(bucket.batches, sums, strict=True):
+                for shard, norm in zip(batch.shards, norms.flatten().tolist(), strict=True):
+                    if norm == 0.0:
+                        found.add(self._names.get(shard.parameter, "a matrix"))
+        # Every rank has added up its matrices before any of them raises.
+        zero = sorted({name for names in gather(sorted(found)) for name in names})
         if zero:
             raise ConfigError(
                 f"optim.scale=hyperball cannot train {zero[0]}",
@@ -171,42 +193,11 @@ class Muon(torch.optim.Optimizer):
                 "optimizer: adamw}, {match: '*.down.weight', optimizer: adamw}]",
             )
 
-    @torch.no_grad()
-    def zero_matrices(self) -> list[str]:
-        """Return the names of parameters of this rank with a matrix of zeros. A collective."""
-        names: dict[str, None] = {}
-        for bucket in self._plan([group["params"] for group in self.param_groups]):
-            squares = [
-                wide(torch.stack(batch.of(lambda p: p))).square().sum((-2, -1))[:, None]
-                for batch in bucket.batches
-            ]
-            sums = matrix_sums.start(bucket, squares, 1).wait(self._wait_timer)
-            for batch, norms in zip(bucket.batches, sums, strict=True):
-                for shard, norm in zip(batch.shards, norms.flatten().tolist(), strict=True):
-                    if norm == 0.0:
-                        names[self._names.get(shard.parameter, "a matrix")] = None
-        return list(names)
-
     def _plan(self, groups: Sequence[Sequence[Tensor]]) -> list[Bucket]:
         """Return this rank's side of the update of the parameters in each group."""
         members = zip(groups, (group["split"] for group in self.param_groups), strict=True)
         rows = self._normuon_beta2 is not None
         return plan(members, self._layouts, BATCH_ELEMENTS, self._ns_dtype, rows)
-
-    def _make_state(self, p: Tensor) -> None:
-        """Create the state that `p` lacks, sharded as the parameter is."""
-        state = self.state[p]
-        if "momentum" not in state:
-            # fp32 or bf16 as the parameter, and sharded as it is: the momentum takes no memory of
-            # other ranks.
-            state["momentum"] = zeros_sharded_as(p, p.shape)
-        if self._normuon_beta2 is not None and "row_moment" not in state:
-            # One number per row: 1/columns of the size of the momentum.
-            state["row_moment"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
-        if self.hyperball and "radius" not in state:
-            state["radius"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
-        if self._momentum_warmup and "step" not in state:
-            state["step"] = torch.zeros((), device=p.device)
 
     def _update(self, bucket: Bucket) -> Iterator[None]:
         """Update the matrices of a bucket; yield while messages are in flight.
@@ -214,11 +205,14 @@ class Muon(torch.optim.Optimizer):
         Other buckets compute in the meantime.
         """
         # Both collectives start before anything waits, so that they share one latency.
-        momenta = bucket.shards.gather.start([self._averaged(batch) for batch in bucket.batches])
-        moments = bucket.rows.gather.start(self._row_moments(bucket))
+        momenta = bucket.gather.start([self._averaged(batch) for batch in bucket.batches])
+        old: list[Tensor] = []  # NorMuon's second moments of rows [N, r, 1]
+        if self._normuon_beta2 is not None:
+            old = [wide(torch.stack(self._state(batch, "row_moment"))) for batch in bucket.batches]
+        moments = bucket.gather_rows.start(old)
         # Without communication there is nothing to overlap, and a yield would only keep more
         # buckets in memory.
-        if momenta.pending:
+        if momenta.work is not None:
             yield
         updates = [
             orthogonalize(matrices, self._polynomials, self._ns_dtype)
@@ -228,11 +222,11 @@ class Muon(torch.optim.Optimizer):
             self._normalized(update, moment)
             for update, moment in zip(updates, moments.wait(self._wait_timer), strict=False)
         ]
-        shards = bucket.shards.scatter.start(updates)
-        rows = bucket.rows.scatter.start(normalized)
+        shards = bucket.scatter.start(updates)
+        rows = bucket.scatter_rows.start(normalized)
         # Released before the yield: other buckets compute meanwhile, and their peak would add up.
         del momenta, updates, normalized
-        if shards.pending:
+        if shards.work is not None:
             yield
         local = list(
             zip_longest(bucket.batches, shards.wait(self._wait_timer), rows.wait(self._wait_timer))
@@ -240,22 +234,26 @@ class Muon(torch.optim.Optimizer):
         factors: Iterable[tuple[Tensor, Tensor] | None] = repeat(None)
         if self.hyperball:
             products = [self._products(*of_batch) for of_batch in local]
-            sums = matrix_sums.start(bucket, products, 3)
-            if sums.pending:
+            total, work = _start_sums(bucket, products, 3)
+            if work is not None:
                 yield
-            of_matrices = zip(bucket.batches, sums.wait(self._wait_timer), strict=True)
+            of_matrices = zip(bucket.batches, self._wait_for(bucket, total, work), strict=True)
             factors = [self._on_sphere(batch, of_batch) for batch, of_batch in of_matrices]
         for of_batch, factor in zip(local, factors, strict=False):
             self._apply(*of_batch, factor)
 
     def _averaged(self, batch: ShardBatch) -> Tensor:
         """Update the momenta of a batch; return the matrices to orthogonalise [N, r, c]."""
-        decay = self._warmed_up(batch)
-        # Copies the gradients of the batch; `lerp_` below reuses the copy for the result.
-        gradients = torch.stack(batch.of(_gradient))
-        momenta = batch.of(lambda p: self.state[p]["momentum"])
-        old = torch.stack(momenta)
         momentum: float = self.param_groups[batch.group]["momentum"]
+        decay: float | Tensor = momentum
+        if steps := self._momentum_warmup:  # [N, 1, 1], by the steps of each parameter
+            done = torch.stack([self.state[shard.parameter]["step"] for shard in batch.shards])
+            share = (done / steps).clamp_(max=1.0)[:, None, None]
+            decay = MOMENTUM_START + (momentum - MOMENTUM_START) * share
+        # Copies the gradients of the batch; `lerp_` below reuses the copy for the result.
+        gradients = torch.stack(batch.of(lambda p: p.grad))
+        momenta = self._state(batch, "momentum")
+        old = torch.stack(momenta)
         if self._rounds(momentum):
             old, gradients = wide(old), wide(gradients)
         new = torch.lerp(old, gradients, _weight(1 - decay, old))
@@ -266,21 +264,6 @@ class Muon(torch.optim.Optimizer):
             self._write(momenta, old, new)
         # Nesterov: g + momentum * (m - g), in the memory of the gradients.
         return gradients.lerp_(new, _weight(decay, new))
-
-    def _warmed_up(self, batch: ShardBatch) -> float | Tensor:
-        """Return the momentum of this step; [N, 1, 1] during warm-up, by each parameter's steps."""
-        momentum: float = self.param_groups[batch.group]["momentum"]
-        start, steps = MOMENTUM_START, self._momentum_warmup
-        if steps == 0:
-            return momentum
-        done = torch.stack([self.state[shard.parameter]["step"] for shard in batch.shards])
-        return start + (momentum - start) * (done / steps).clamp_(max=1.0)[:, None, None]
-
-    def _row_moments(self, bucket: Bucket) -> list[Tensor]:
-        """Return NorMuon's second moments of rows [N, r, 1] for each batch; [] without NorMuon."""
-        if self._normuon_beta2 is None:
-            return []
-        return [wide(torch.stack(batch.of(self._row_moment))) for batch in bucket.batches]
 
     def _normalized(self, update: Tensor, old: Tensor) -> Tensor:
         """Return NorMuon's new moments and scale factors for the rows of full matrices, [N, R, 2].
@@ -315,7 +298,7 @@ class Muon(torch.optim.Optimizer):
         """
         lr = self.param_groups[batch.group]["lr"]
         ww, wu, uu = products[..., None, None].unbind(1)
-        radii = batch.of(lambda p: self.state[p]["radius"])
+        radii = self._state(batch, "radius")
         kept = torch.stack(radii)
         radius = wide(kept[:, :1])
         # 0 until the first step: the radius is the norm before it, and checkpoints carry it from
@@ -373,7 +356,7 @@ class Muon(torch.optim.Optimizer):
 
     def _write_row_moments(self, batch: ShardBatch, new: Tensor) -> None:
         """Write NorMuon's second moments of rows [N, r, 1]."""
-        moments, beta2 = batch.of(self._row_moment), self._normuon_beta2
+        moments, beta2 = self._state(batch, "row_moment"), self._normuon_beta2
         assert beta2 is not None
         old = torch.stack(moments)
         if not self._rounds(beta2):
@@ -401,9 +384,18 @@ class Muon(torch.optim.Optimizer):
         for target, value, shard, at in zip(targets, new, batch.shards, offsets, strict=True):
             self._rounding.write(target, value, f"{self._names[shard.parameter]}{at}{state}")
 
-    def _row_moment(self, p: Tensor) -> Tensor:
-        moment: Tensor = self.state[p]["row_moment"]
-        return moment
+    def _state(self, batch: ShardBatch, name: str) -> list[Tensor]:
+        """Return views of a state of the shards of a batch."""
+        return batch.of(lambda p: self.state[p][name])
+
+    def _wait_for(self, bucket: Bucket, total: Tensor, work: dist.Work | None) -> list[Tensor]:
+        """Return the sums [N, count] that `_start_sums` adds up, for the matrices of each batch."""
+        if work is not None:
+            self._wait_timer.wait(work, total.device)
+        # Read per shard, in the order of this rank's batches: ranks hold different matrices.
+        return [
+            torch.stack([total[shard.matrix] for shard in batch.shards]) for batch in bucket.batches
+        ]
 
     def _factor(self, rows: int, columns: int) -> float:
         match self._scale:
@@ -431,6 +423,27 @@ def _weight(weight: float | Tensor, ends: Tensor) -> float | Tensor:
     return weight.to(ends.dtype) if isinstance(weight, Tensor) else weight
 
 
-def _gradient(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return p.grad
+def _start_sums(
+    bucket: Bucket, of_shards: Sequence[Tensor], count: int
+) -> tuple[Tensor, dist.Work | None]:
+    """Start adding up sums over the shards of this rank: [N, count] for each batch.
+
+    A collective if matrices are sharded: one all-reduce, the same result on every rank. Returns the
+    sums of all matrices, [matrices, count], at least fp32, and the collective that completes them.
+    """
+    device = of_shards[0].device if of_shards else bucket.device
+    # Zeros for matrices of which this rank has no shard: every rank takes part in the all-reduce
+    # with the same shape.
+    total = torch.zeros(bucket.matrices, count, device=device, dtype=bucket.dtype)
+    shards = [shard for batch in bucket.batches for shard in batch.shards]
+    sums = [row for part in of_shards for row in part.unbind()]
+    # Replicas hold equal shards. Counting each would multiply the sum by the number of replicas.
+    counted = [pair for pair in zip(shards, sums, strict=True) if pair[0].counted]
+    if counted:
+        targets = [total[shard.matrix] for shard, _ in counted]
+        # One fused copy: a loop would launch a kernel per matrix.
+        torch._foreach_copy_(targets, [row for _, row in counted])
+    # Without sharding, each rank has complete matrices, so its sums are complete, too.
+    if not bucket.sharded:
+        return total, None
+    return total, dist.all_reduce(total, group=bucket.group, async_op=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class ShardBatch(NamedTuple):
     shards: list[MatrixShard]
     """Location of each shard."""
 
-    def of(self, tensor: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def of(self, tensor: Callable[[Tensor], Any]) -> list[Tensor]:
         """Return views [r, c] of the shards in `tensor(parameter)`.
 
         That tensor is the parameter itself, its gradient, or a state with one number per weight or
@@ -53,23 +53,18 @@ class ShardBatch(NamedTuple):
         return [local(tensor(shard.parameter))[shard.rows].flatten(0, -2) for shard in self.shards]
 
 
-class Redistribution(NamedTuple):
-    """The two all-to-alls of an update: shards to the assigned ranks, and results back."""
-
-    gather: AllToAll = NO_COMMUNICATION
-    """Gathers shards [N, r, c] of each batch into matrices [N, R, C] of each shape and group."""
-    scatter: AllToAll = NO_COMMUNICATION
-    """Scatters results [N, R, C] to the ranks that hold the shards [N, r, c]."""
-
-
 class Bucket(NamedTuple):
     """One rank's side of a set of matrices that are updated at once."""
 
     batches: list[ShardBatch]
-    shards: Redistribution = Redistribution()
-    """Redistribution of the shards."""
-    rows: Redistribution = Redistribution()
-    """Redistribution of per-row values (NorMuon): one number per row gathered, two scattered."""
+    gather: AllToAll = NO_COMMUNICATION
+    """Gathers shards [N, r, c] of each batch into matrices [N, R, C] of each shape and group."""
+    scatter: AllToAll = NO_COMMUNICATION
+    """Scatters results [N, R, C] to the ranks that hold the shards [N, r, c]."""
+    gather_rows: AllToAll = NO_COMMUNICATION
+    """Gathers one number per row (NorMuon)."""
+    scatter_rows: AllToAll = NO_COMMUNICATION
+    """Scatters two numbers per row."""
     matrices: int = 0
     """Number of matrices in the bucket, on all ranks."""
     sharded: bool = False
@@ -157,11 +152,12 @@ def _bucket(
     if len(ranks) == 1:
         return alone
     sides = bucket, layouts, held, assigned, ranks
-    shards = _redistribution(*sides, dtype, of_rows=False)
+    gather, scatter = _redistribution(*sides, dtype, of_rows=False)
+    both = alone._replace(gather=gather, scatter=scatter)
     if not rows:
-        return alone._replace(shards=shards)
-    of_rows = _redistribution(*sides, wide_dtype(bucket[0].parameter), of_rows=True)
-    return alone._replace(shards=shards, rows=of_rows)
+        return both
+    gather, scatter = _redistribution(*sides, alone.dtype, of_rows=True)
+    return both._replace(gather_rows=gather, scatter_rows=scatter)
 
 
 def _overlap(part: TensorSlice, container: TensorSlice) -> Index:
@@ -195,7 +191,7 @@ class _StackLayout:
         self._sizes[kind] += 1
         number = list(self._sizes).index(kind)
         # Stacks, because matrices of one kind are orthogonalised in one batched product.
-        self.slices[i] = StackSlice(number, (size,))
+        self.slices[i] = number, (size,)
         return number
 
     def shapes(self, columns: int | None) -> list[tuple[int, int, int]]:
@@ -212,8 +208,10 @@ def _redistribution(
     dtype: torch.dtype,
     *,
     of_rows: bool,
-) -> Redistribution:
+) -> tuple[AllToAll, AllToAll]:
     """Return the messages that this rank sends and receives: shards or, with `of_rows`, row values.
+
+    The first gathers them on the assigned ranks, the second scatters the results.
 
     A rank receives the shards of its matrices from its own replica of the parameter only. The
     values of a row are sent by the rank that holds the row's first column.
@@ -238,8 +236,8 @@ def _redistribution(
             if of_rows:
                 sends, index = sends and index[1].start == 0, index[:1]
             if assignee == rank:
-                full = assigned.slices[i]
-                part = StackSlice(full.stack, (*full.indices, *index))
+                stack, place = assigned.slices[i]
+                part = stack, (*place, *index)
                 results_to[position[other]].append(part)
                 if sends:
                     shards_from[position[other]].append(part)
@@ -250,7 +248,7 @@ def _redistribution(
                     shards_to[position[assignee]].append(held.slices[i])
     gathered, scattered = (1, 2) if of_rows else (None, None)
     how = dtype, bucket[0].parameter.device, layouts[0].group
-    return Redistribution(
+    return (
         AllToAll(shards_to, shards_from, assigned.shapes(gathered), *how, all_local),
         # The way back is never local: the other ranks need the results.
         AllToAll(results_to, results_from, held.shapes(scattered), *how),

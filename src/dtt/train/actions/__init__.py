@@ -1,1 +1,1 @@
-"""Actions after a step besides training: a class each; `action_list.py` has their order."""
+"""Actions after a step besides training: a class each; `built_in.py` has their order."""

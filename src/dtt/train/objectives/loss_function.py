@@ -63,7 +63,7 @@ class RunView:
         is sharded, this one is, too: then all ranks load it and call it together. A resume takes
         the same weights.
         """
-        from dtt.train.objectives.frozen_model import load_frozen
+        from dtt.train.frozen import load_frozen
 
         if source not in self._inputs.cfg.objective.models():
             log.warning("dtt plan does not count %s: `models` of the objective lacks it", source)

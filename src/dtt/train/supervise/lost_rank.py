@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -50,56 +51,47 @@ def explained(error: PeerLost, job: JobDir, attempt: int) -> PeerLost:
     that was killed recorded none: its exit status is read from /proc if it ran on this node;
     if it ran on another one, the address in the error of Gloo identifies it.
     """
-    places = _places(job, attempt)
+    of_ranks, here = places(job, attempt), socket.gethostname()
     until = time.monotonic() + PATIENCE
     while True:
+        record = None
+        with suppress(OSError, ValueError):
+            record = job.exit_record(attempt)
         # In this order: the rank's own words first, then what the kernel knows, then the network's
         # guess.
-        if (record := _ending(job, attempt)) is not None:
-            return _from_exit_record(record, job, attempt)
-        if (dead := _dead_here(places)) is not None:
-            return _killed(*dead)
+        if record is not None:
+            lost = PeerLost(
+                f"rank {record['rank']} on {record['node']} has ended",
+                where=job.attempt_dir(attempt) / "attempt.json",
+                why=str(record["reason"]).partition("\n")[0],
+                next="see its own message",
+            )
+            lost.exit_code = ExitCode(record["code"])
+            lost.rank, lost.node = record["rank"], record["node"]
+            return lost
+        # Process ids mean something on this node only.
+        for place in of_ranks:
+            if place["node"] == here and (how := _end_of(place["pid"])) is not None:
+                lost = PeerLost(
+                    f"rank {place['rank']} on {here} {how}",
+                    why="the system ran out of memory, a user or the scheduler killed it, or it "
+                    "crashed",
+                    next="see what `dmesg` or the scheduler says; then run the same command again",
+                )
+                lost.rank, lost.node = place["rank"], here
+                return lost
         if time.monotonic() > until:
-            return _elsewhere(error, places)
+            return _elsewhere(error, of_ranks)
         time.sleep(0.01)
 
 
-def _places(job: JobDir, attempt: int) -> list[dict[str, Any]]:
+def places(job: JobDir, attempt: int) -> list[dict[str, Any]]:
     """Return rank, node and pid of every rank, as each wrote them when it started."""
-    places = []
+    found = []
     for path in sorted((job.attempt_dir(attempt) / "ranks").glob("*.json")):
         with suppress(OSError, ValueError):
-            places.append(read_json(path))
-    return places
-
-
-def _ending(job: JobDir, attempt: int) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        return job.exit_record(attempt)
-    return None
-
-
-def _from_exit_record(record: dict[str, Any], job: JobDir, attempt: int) -> PeerLost:
-    """Return the error for a rank that wrote `attempt.json` before it ended."""
-    lost = PeerLost(
-        f"rank {record['rank']} on {record['node']} has ended",
-        where=job.attempt_dir(attempt) / "attempt.json",
-        why=str(record["reason"]).partition("\n")[0],
-        next="see its own message",
-    )
-    lost.exit_code = ExitCode(record["code"])
-    lost.rank, lost.node = record["rank"], record["node"]
-    return lost
-
-
-def _dead_here(places: list[dict[str, Any]]) -> tuple[int, str, str] | None:
-    """Return the lowest rank of this node whose process has ended: rank, node, how it ended."""
-    # Process ids mean something on this node only.
-    here = socket.gethostname()
-    for place in places:
-        if place["node"] == here and (how := _end_of(place["pid"])) is not None:
-            return place["rank"], here, how
-    return None
+            found.append(read_json(path))
+    return found
 
 
 def _end_of(pid: int) -> str | None:
@@ -118,34 +110,28 @@ def _end_of(pid: int) -> str | None:
     # Z is a zombie, X is dead: the process has ended and its status is still there.
     if fields[0] not in "ZX":
         return None
-    status = int(fields[EXIT_CODE])
-    if number := status & 0x7F:
-        return f"was killed by {signal.Signals(number).name}"
-    return f"ended with exit code {status >> 8}"
-
-
-def _killed(rank: int, node: str, how: str) -> PeerLost:
-    """Return the error for a rank of this node that ended without writing `attempt.json`."""
-    lost = PeerLost(
-        f"rank {rank} on {node} {how}",
-        why="the system ran out of memory, a user or the scheduler killed it, or it crashed",
-        next="see what `dmesg` or the scheduler says; then run the same command again",
+    code = os.waitstatus_to_exitcode(int(fields[EXIT_CODE]))
+    return (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
     )
-    lost.rank, lost.node = rank, node
-    return lost
 
 
-def _elsewhere(error: PeerLost, places: list[dict[str, Any]]) -> PeerLost:
+def _elsewhere(error: PeerLost, of_ranks: list[dict[str, Any]]) -> PeerLost:
     """Return the error for a rank of another node, known by its address; else `error` itself."""
     why = str(error).partition("why:")[2].strip().partition("\n")[0]
     match = ADDRESS.search(why)
     if match is None:
         return error
-    address = match[1]
-    nodes = {place["node"] for place in places if place["node"] != socket.gethostname()}
-    node = next((name for name in sorted(nodes) if _resolves(name, address)), address)
+    node = address = match[1]
+    for name in sorted({place["node"] for place in of_ranks} - {socket.gethostname()}):
+        with suppress(OSError):
+            if any(entry[4][0] == address for entry in socket.getaddrinfo(name, None)):
+                node = name
+                break
     # Several ranks on that node: which one ended is not known here.
-    ranks = [place["rank"] for place in places if place["node"] == node]
+    ranks = [place["rank"] for place in of_ranks if place["node"] == node]
     who = f"rank {ranks[0]}" if len(ranks) == 1 else "a rank"
     among = f", one of {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
     lost = PeerLost(
@@ -155,12 +141,3 @@ def _elsewhere(error: PeerLost, places: list[dict[str, Any]]) -> PeerLost:
     )
     lost.rank, lost.node = (ranks[0] if len(ranks) == 1 else None), node
     return lost
-
-
-def _resolves(name: str, address: str) -> bool:
-    """Return True if the node `name` has this address."""
-    try:
-        addresses = socket.getaddrinfo(name, None)
-    except OSError:
-        return False
-    return any(entry[4][0] == address for entry in addresses)

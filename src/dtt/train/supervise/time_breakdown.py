@@ -1,14 +1,47 @@
-"""Time breakdown of an attempt, from the start of the process on."""
+"""The times of an attempt that other processes read: `clock.json` and `lead`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.base.log import log
+from dtt.base.reading import waiting_for_space
 from dtt.jobs.clock import Clock
 from dtt.jobs.phase_timer import PhaseTimer
+from dtt.mesh.process import in_words
 from dtt.track.base import Record
 from dtt.train.throughput import ThroughputMeter
+
+RECENT = 10
+"""Number of most recent log lines and saves of which the slowest counts."""
+
+
+@dataclass(frozen=True)
+class StopLead:
+    """The time before a limit of the job at which a run must be asked to save and stop."""
+
+    job: JobDir
+    after_save: float
+    """Seconds for which a run that stops may continue after its last save."""
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Seconds per step of recent log lines."""
+    saves: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Seconds of recent saves, until they were verified."""
+
+    def write(self) -> None:
+        """Write the file that a job script reads; call it after a save.
+
+        On a full disk it logs a warning at once, and the next save writes the file again: waiting
+        for space, or ending the run, is up to the checkpoints.
+        """
+        try:
+            with waiting_for_space(None):
+                save = max(self.saves) + self.after_save
+                self.job.write_lead(max(self.steps, default=0.0), save)
+        except OSError as error:
+            log.warning("lead is not up to date: %s", in_words(error))
 
 
 class TimeBreakdown:
@@ -48,11 +81,6 @@ class TimeBreakdown:
             "seconds": {phase: round(seconds, 4) for phase, seconds in phases.items()},
             "matmul_flops": meter.matmul,
         }
-
-    def finish(self, step: int, meter: ThroughputMeter) -> None:
-        """Write the final breakdown, including the time since the last reading of `meter`."""
-        meter.restart()
-        self.write(step, meter)
 
     def write(self, step: int, meter: ThroughputMeter) -> None:
         """Write the breakdown of the attempt up to `step`, from the totals of `meter`."""

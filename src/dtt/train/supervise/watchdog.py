@@ -20,21 +20,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base import launcher
 from dtt.base.errors import DttError, ExitCode
 from dtt.base.files import write_atomically
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import Kind, read_record
 from dtt.base.terminal import Message
+from dtt.train.supervise.lost_rank import places
 
 Phase = Literal["start", "step", "evaluate", "sample", "save", "profile", "stop"]
 
@@ -104,10 +104,9 @@ class Watchdog:
         self._floor, self._interval, self._patience = hang_seconds, interval, patience
         folder = job.attempt_dir(attempt)
         self._hang, self._judge = folder / "hang", folder / "judge"
-        self._places, self._stacks = folder / "ranks", folder / "stacks"
-        # Written by the main thread.
-        # Each field has one writing thread, so no lock is needed: Python stores an attribute
-        # atomically.
+        self._stacks = folder / "stacks"
+        # Written by the main thread. Each field has one writing thread, so no lock is needed:
+        # Python stores an attribute atomically.
         self._phase: Phase = "start"
         self._step = self._steps_done = self._marks = 0
         # A monotonic clock: setting the wall clock must not look like a hang.
@@ -124,7 +123,8 @@ class Watchdog:
         """Start the thread."""
         place = {"rank": self._ranks.rank, "node": socket.gethostname(), "pid": os.getpid()}
         try:
-            write_atomically(self._place(self._ranks.rank), json.dumps(place) + "\n")
+            folder = self._job.attempt_dir(self._attempt) / "ranks"
+            write_atomically(folder / f"{self._ranks.rank:05d}.json", json.dumps(place) + "\n")
         except OSError as error:  # the file only names the node of a hanging rank
             log.warning("the watchdog cannot write: %s", error)
         self._thread.start()
@@ -221,14 +221,20 @@ class Watchdog:
 
     def _check_progress(self, elapsed: float) -> None:
         """Check progress: raise an alarm, report on one, withdraw one, or end the run."""
-        moved = self._count(elapsed)
+        marks = self._marks
+        moved = marks != self._seen_marks
+        self._seen_marks = marks
+        # Limited, so that time when the process was stopped or the machine asleep does not count.
+        self._idle = 0.0 if moved else self._idle + min(elapsed, 2 * self._interval)
         if self._alarmed is None:
+            excused = self._phase != "step" or self._steps_done < COMPILING
+            limit = max(self._floor or 0.0, FACTOR * (self._typical() or 0.0))
             # Any rank may raise the alarm; all look for the file, as their collectives are stuck.
-            if self._overdue():
+            if self._floor and not excused and self._idle > limit:
                 _create(self._hang, self._ranks.rank)
             if self._hang.exists():
                 # A rank that saves or evaluates is the one the others wait for. It is no hang.
-                if self._excused():
+                if excused:
                     self._withdraw()
                 else:
                     self._alarmed = time.monotonic()
@@ -236,42 +242,20 @@ class Watchdog:
         # Before the test below: a collective may now fail because another rank has ended.
         elif self._judge.exists():
             self._end()
-        elif not self._hang.exists():
-            self._forget()
-        elif moved:
-            self._withdraw()
-            self._forget()
-        # A frozen node never writes a report, and its ranks are given up after `patience`.
-        elif self._rest_is_deaf() or time.monotonic() - self._alarmed > self._patience:
+        elif moved or not self._hang.exists():
+            if moved:
+                self._withdraw()
+            self._alarmed, self._idle = None, 0.0
+            for suffix in ("json", "txt"):
+                self._stack(self._ranks.rank, suffix).unlink(missing_ok=True)
+        # A frozen rank never writes a report, and is given up after `patience`.
+        elif self._all_reported() or time.monotonic() - self._alarmed > self._patience:
             self._end()
-
-    def _count(self, elapsed: float) -> bool:
-        """Return True on progress since the last check; otherwise add to the idle time."""
-        marks = self._marks
-        moved = marks != self._seen_marks
-        self._seen_marks = marks
-        # Limited, so that time when the process was stopped or the machine asleep does not count.
-        self._idle = 0.0 if moved else self._idle + min(elapsed, 2 * self._interval)
-        return moved
-
-    def _excused(self) -> bool:
-        return self._phase != "step" or self._steps_done < COMPILING
-
-    def _overdue(self) -> bool:
-        if not self._floor or self._excused():
-            return False
-        return self._idle > max(self._floor, FACTOR * (self._typical() or 0.0))
 
     def _withdraw(self) -> None:
         """Withdraw the alarm: this rank makes progress, and the others only wait for it."""
         log.warning("no hang: rank %d continues, in phase %s", self._ranks.rank, self._phase)
         self._hang.unlink(missing_ok=True)
-
-    def _forget(self) -> None:
-        """Reset the state after a false alarm."""
-        self._alarmed, self._idle = None, 0.0
-        for path in (self._stack(self._ranks.rank, "json"), self._stack(self._ranks.rank, "txt")):
-            path.unlink(missing_ok=True)
 
     def _report(self) -> None:
         """Write this rank's stacks, then its `RankReport`, which marks that both are complete."""
@@ -287,21 +271,8 @@ class Watchdog:
         )
         write_atomically(self._stack(rank, "json"), json.dumps(asdict(report)) + "\n")
 
-    def _silent(self) -> list[int]:
-        """Return the ranks without a report."""
-        return [rank for rank in range(self._ranks.size) if not self._stack(rank, "json").exists()]
-
-    def _rest_is_deaf(self) -> bool:
-        """Return True if no report can follow: all are here, or the rest are stopped on this node.
-
-        The kernel tells that of a process at once; a report of another node may still be on its way
-        through the file system.
-        """
-        here = socket.gethostname()
-        return all(
-            (place := self._where(rank))["node"] == here and launcher.stopped(place["pid"])
-            for rank in self._silent()
-        )
+    def _all_reported(self) -> bool:
+        return all(self._stack(rank, "json").exists() for rank in range(self._ranks.size))
 
     def _end(self) -> None:
         """End this process.
@@ -316,15 +287,15 @@ class Watchdog:
             reports = [
                 RankReport(*(one[name] for name in REPORT)) for one in records if one is not None
             ]
-            culprit, why = judge(reports, self._ranks.size, self._node)
+            nodes = {place["rank"]: str(place["node"]) for place in places(job, attempt)}
+            culprit, why = judge(reports, self._ranks.size, nodes)
             if len(reports) < self._ranks.size:
                 code = ExitCode.UNFIT  # a rank that is frozen or gone is lost, which is no bug
             seconds = max((report.seconds for report in reports), default=self._idle)
             reason = str(DttError(f"no progress for {seconds:.0f} s: {why}", where=self._stacks))
             print(Message(f"dtt: {reason}"), file=sys.stderr, flush=True)
-            self._job.end_attempt(
-                code, reason, culprit, attempt=self._attempt, node=self._node(culprit)
-            )
+            node = nodes.get(culprit, "unknown")
+            job.end_attempt(code, reason, culprit, attempt=attempt, node=node)
         else:
             deadline = time.monotonic() + self._patience
             while job.exit_record(attempt) is None and time.monotonic() < deadline:
@@ -334,53 +305,43 @@ class Watchdog:
             ending = job.exit_record(attempt)
             code = ExitCode.BUG if ending is None else ExitCode(ending["code"])
         # A save in progress needs every rank: without one it can only run into its time limit.
-        if not self._silent():
+        if self._all_reported():
             self.before_end()
         # Not sys.exit: the main thread is stuck, and this is another thread.
         os._exit(code)
-
-    def _node(self, rank: int) -> str:
-        return str(self._where(rank)["node"])
-
-    def _where(self, rank: int) -> dict[str, Any]:
-        place = read_record(self._place(rank), {"node": str, "pid": int})
-        return {"node": "unknown", "pid": 0} if place is None else place
-
-    def _place(self, rank: int) -> Path:
-        return self._places / f"{rank:05d}.json"
 
     def _stack(self, rank: int, suffix: str) -> Path:
         return self._stacks / f"rank-{rank:05d}.{suffix}"
 
 
-def judge(reports: Sequence[RankReport], size: int, node: Callable[[int], str]) -> tuple[int, str]:
+def judge(reports: Sequence[RankReport], size: int, nodes: Mapping[int, str]) -> tuple[int, str]:
     """Return the rank that caused a hang (the first of several), and a sentence that names all.
 
     Ranks without a report are frozen or gone, and are the cause. Otherwise the cause is the rank
     that does not wait for others; if there are several, those with the fewest steps.
     """
+
+    def named(ranks: Sequence[int], most: int = 8) -> str:
+        first = ", ".join(f"rank {rank} ({nodes.get(rank, 'unknown')})" for rank in ranks[:most])
+        return first + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+
     heard = {report.rank for report in reports}
     silent = [rank for rank in range(size) if rank not in heard]
     if silent:
-        return silent[0], f"{_named(silent, node)} is silent: frozen, or gone"
+        return silent[0], f"{named(silent)} is silent: frozen, or gone"
     suspects = [report for report in reports if not report.waiting] or list(reports)
     behind = min(report.step for report in suspects)
     culprits = sorted(
         (report for report in suspects if report.step == behind), key=lambda report: report.rank
     )
     first = culprits[0]
-    who = _named([report.rank for report in culprits], node)
+    who = named([report.rank for report in culprits])
     why = f"{who} is in {first.where} after step {behind}"
     if len(culprits) < size:
         why += ", and the others wait for it"
     elif first.waiting:
         why += ": all wait for each other"
     return first.rank, why
-
-
-def _named(ranks: Sequence[int], node: Callable[[int], str], most: int = 8) -> str:
-    named = ", ".join(f"rank {rank} ({node(rank)})" for rank in ranks[:most])
-    return named + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
 
 
 def _position(innermost: FrameType) -> tuple[str, bool]:

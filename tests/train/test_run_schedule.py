@@ -22,15 +22,17 @@ from support.running import in_this_process, wait_until
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import Preempted
 from dtt.checkpoint import store
+from dtt.config.evaluation import EvalConfig
 from dtt.config.load import load_job
+from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay
-from dtt.config.train import TrainConfig
+from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.jobs.clock import Clock
 from dtt.optim.lr_curves import WsdConfig
 from dtt.optim.schedule import resolve_schedule
 from dtt.track import jsonl
 from dtt.train import run as train
-from dtt.train.supervise.time_budget import SHORTEST, SPARE_SECONDS, TimeBudget
+from dtt.train.run_schedule import SHORTEST, SPARE_SECONDS, TimeBudget
 
 Settings = Callable[..., list[str]]
 LIMIT, EVALUATION, TASKS, SAVE, WHOLE_SAVE = 1000, 3.0, 4.0, 0.5, 2.0
@@ -82,10 +84,14 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clock]:
 
 
 def simulated(clock: Clock, seconds: Callable[[float], float], **changes: Any) -> Simulated:
-    timed = TrainConfig(budget=f"{LIMIT}s", eval_every=50)
+    cfg = RunConfig(
+        train=TrainConfig(budget=f"{LIMIT}s", eval_every=50),
+        eval=EvalConfig(every=80),
+        checkpoint=CheckpointConfig(every=100),
+    )
     schedule, limit = changes.get("schedule", WsdConfig(decay=0.2)), changes.get("limit", 10**6)
-    budget = TimeBudget(timed, schedule, 100, tokens_before, limit, clock, tasks_every=80)
-    budget.restore({"whole_save": WHOLE_SAVE})
+    budget = TimeBudget(cfg, schedule, tokens_before, limit, clock)
+    budget.measured["whole_save"] = WHOLE_SAVE
     run = Simulated(budget, seconds)
     run.run()
     return run
