@@ -20,7 +20,7 @@ from dtt.mesh.dist import World
 from dtt.mesh.sharding import from_local, local, local_shard
 from dtt.optim import built
 from dtt.optim.adamw import AdamWConfig
-from dtt.optim.adamw_optimizers import AdamWByParameter
+from dtt.optim.adamw_optimizers import ExactAdamW
 from dtt.optim.rounding import StochasticRounding
 
 SHAPES = ((16, 8), (7, 12), (5, 3))
@@ -78,7 +78,7 @@ def reference() -> list[Tensor]:
 def test_steps_equal_those_of_the_published_algorithm() -> None:
     params = weights()
     optimizer = make(params)
-    assert isinstance(optimizer, AdamWByParameter)
+    assert isinstance(optimizer, ExactAdamW)
     train(optimizer, params, range(STEPS))
     for p, expected in zip(params, reference(), strict=True):
         torch.testing.assert_close(p.double(), expected, atol=1e-5, rtol=1e-5)
@@ -92,7 +92,7 @@ def test_bf16_weights_decay_by_less_than_they_can_represent_in_one_step(
     """Decay and update are added in fp32: neither is rounded away on its own."""
     params = weights(torch.bfloat16)
     optimizer = make(params, rounding=rounding)
-    assert isinstance(optimizer, AdamWByParameter)
+    assert isinstance(optimizer, ExactAdamW)
     train(optimizer, params, range(STEPS))
     for p, expected in zip(params, reference(), strict=True):
         torch.testing.assert_close(p.double(), expected, atol=0.03, rtol=0.03)

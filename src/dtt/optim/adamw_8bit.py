@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from dtt.mesh.dtypes import wide, wide_dtype
 from dtt.mesh.sharding import local, local_shard, zeros_sharded_as
-from dtt.optim.adamw_optimizers import AdamWByParameter, fused_step
+from dtt.optim.adamw_optimizers import ExactAdamW, fused_step
 from dtt.optim.eight_bit import BLOCK, blocks_of
 from dtt.optim.rounding import StochasticRounding
 
@@ -95,7 +95,7 @@ def maxima(values: Tensor, column: int, blocks: int) -> Tensor:
     return pad(largest, (first, blocks - first - largest.shape[-1]))
 
 
-class AdamW8bit(AdamWByParameter):
+class AdamW8bit(ExactAdamW):
     """AdamW that keeps codes of its moments, and computes each step in fp32.
 
     The update has the moments before they are rounded; the weights are rounded stochastically if
@@ -116,11 +116,16 @@ class AdamW8bit(AdamWByParameter):
             state[moment + SCALE] = zeros_sharded_as(p, scales, dtype=wide_dtype(p))
         return state
 
-    def _update(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Update this rank's part of one parameter, some rows at a time.
+    def _update(self, held: Sequence[tuple[str, Tensor]], group: Mapping[str, Any]) -> None:
+        """Update this rank's part of some parameters.
 
         A collective of the ranks that share rows, as tensor parallelism cuts `o` and `down`.
         """
+        for name, p in held:
+            self._update_one(name, p, group)
+
+    def _update_one(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Update this rank's part of one parameter, some rows at a time."""
         if not self.state[p]:
             self.state[p].update(self.empty_state(p))
         assert p.grad is not None
@@ -154,7 +159,8 @@ class AdamW8bit(AdamWByParameter):
             self._quantiser(moment, weight).restore(codes, scale, column)
             for moment, codes, scale in zip(SIGNED, kept[::2], kept[1::2], strict=True)
         ]
-        fused_step(weight, wide(grad), moments[0], moments[1], step, group, found_inf)
+        first, second = moments
+        fused_step([weight], [wide(grad)], [first], [second], [step], group, found_inf)
         if weight is not target:
             if self._rounding is not None and self._rounding.weights:
                 self._rounding.write(target, weight, key)

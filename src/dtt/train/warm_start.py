@@ -72,8 +72,8 @@ def take_weights(
         else:
             part = local_shard(ours)
             rows, *others = part.box.slices
-            copied = theirs[(slice(rows.start, min(rows.stop, there)), *others)]
-            part.local[: len(copied)] = copied
+            common = theirs[(slice(rows.start, min(rows.stop, there)), *others)]
+            part.local[: len(common)] = common
             line = f"  {name}: {min(here, there)} rows copied, {here} here, {there} there"
             report.append(line + "; the others get their mean" * (by_token and here > there))
         if reset or (by_token and here > there):
