@@ -133,18 +133,20 @@ def test_another_architecture_is_refused_with_the_section_that_fits(
     begin(make(**section), released, tokens / "tokenizer.json")
 
 
-def test_multipliers_that_scaling_sets_are_refused(released: Path, tokens: Path) -> None:
-    model = make()
-    model.arch = replace(model.arch, logit_scale=0.5)
-    with pytest.raises(
-        ConfigError, match=r"the scaling multipliers differ\n.*scaling.type=standard"
-    ):
-        begin(model, released, tokens / "tokenizer.json")
-
-
-def test_another_rope_is_refused(released: Path, tokens: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rope_theta 10000.0 here, 500000.0 there"):
-        begin(make(rope_theta=1e4), released, tokens / "tokenizer.json")
+@pytest.mark.parametrize(
+    ("model", "arch", "message"),
+    [
+        ({}, {"logit_scale": 0.5}, r"the scaling multipliers differ\n.*scaling.type=standard"),
+        ({"rope_theta": 1e4}, {}, r"rope_theta 10000.0 here, 500000.0 there"),
+    ],
+)
+def test_multipliers_that_scaling_sets_and_another_rope_are_refused(
+    released: Path, tokens: Path, model: Any, arch: Any, message: str
+) -> None:
+    made = make(**model)
+    made.arch = replace(made.arch, **arch)
+    with pytest.raises(ConfigError, match=message):
+        begin(made, released, tokens / "tokenizer.json")
 
 
 def test_ids_that_decode_to_other_text_cause_a_warning(

@@ -1,19 +1,109 @@
-"""An out-of-memory error lists what to change; other errors are unchanged."""
+"""A model that cannot fit is refused before any of it exists; one that may fit never is.
+
+An out-of-memory error lists what to change; other errors are unchanged.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from dtt.artifacts.jobdir import JobDir
+from dtt.base import host_memory
 from dtt.base.errors import EnvironmentUnfit, ExitCode
 from dtt.base.ranks import Ranks
+from dtt.config.load import resolve
+from dtt.config.parallel import Sizes
 from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
-from dtt.mesh.dist import start
-from dtt.train.process_memory import exhaustion_explained, remedies
+from dtt.mesh.dist import World, start
+from dtt.model import count
+from dtt.model.scaling import scaled
+from dtt.train.precision import Precision
+from dtt.train.process_memory import check_memory, exhaustion_explained, remedies
+
+WHOLE = Sizes()
+ALONE = World(Ranks(), torch.device("cpu"), None)
+
+
+def check(
+    share: float,
+    *arguments: str,
+    world: World = ALONE,
+    sizes: Sizes = WHOLE,
+    precision: Precision = Precision.FP32,
+    copies: int = 2,
+) -> None:
+    """Check a model whose weights and gradients take a share of all memory."""
+    cfg = resolve(None, ["model.dim=1024", "optim.type=adamw", *arguments], env={}).config
+    arch = scaled(cfg, 64).arch
+    fixed = count.parameters(replace(arch, vocab_size=0))
+    weights = share * host_memory.total(swap=True) / (precision.weights.itemsize * copies)
+    rows = (weights - fixed) / (2 * arch.dim)
+    check_memory(cfg, replace(arch, vocab_size=int(rows)), sizes, precision, world)
+
+
+def test_the_limit_is_all_memory_of_the_machine() -> None:
+    check(0.99)
+    with pytest.raises(EnvironmentUnfit) as error:
+        check(1.01)
+    text = str(error.value)
+    assert "does not fit into the memory of this machine" in text
+    assert f"there are {host_memory.total(swap=True) / 1e9:,.0f} GB" in text
+    assert "model.dim, model.n_layers" in text
+
+
+def test_bf16_weights_are_half_as_large() -> None:
+    check(0.99, precision=Precision.PURE_BF16)
+    with pytest.raises(EnvironmentUnfit):
+        check(1.01, precision=Precision.PURE_BF16)
+
+
+def test_frozen_weights_have_no_gradients_and_no_state() -> None:
+    lora = ("adapter.type=lora", "adapter.rank=1", "init.from=jobs/base")
+    check(0.95, *lora, copies=1)
+    with pytest.raises(EnvironmentUnfit):
+        check(1.05, *lora, copies=1)
+
+
+def test_shards_are_counted_and_processes_of_a_machine_share_its_memory() -> None:
+    two = World(Ranks(size=2, local_size=2), torch.device("cpu"), None)
+    with pytest.raises(EnvironmentUnfit):
+        check(0.6, world=two, sizes=Sizes(replicate=2))
+    check(0.99, world=two, sizes=Sizes(shard=2))
+    check(0.99, world=two, sizes=Sizes(tensor=2))
+    apart = World(Ranks(size=8, local_size=1), torch.device("cpu"), None)
+    check(7.9, world=apart, sizes=Sizes(shard=8))
+    with pytest.raises(EnvironmentUnfit):
+        check(8.1, world=apart, sizes=Sizes(shard=8))
+
+
+def test_the_limits_of_all_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are those that Linux has in a job of Slurm, in a folder of their own."""
+    cgroup = tmp_path / "sys/fs/cgroup/job_7"
+    cgroup.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job_7/step_0\n")
+    everything = host_memory.total()
+    monkeypatch.setattr(host_memory, "Path", lambda name: tmp_path / name.lstrip("/"))
+    (cgroup / "memory.max").write_text("max\n")
+    assert host_memory.total() >= everything
+    (cgroup / "memory.max").write_text(f"{10**9}\n")
+    (cgroup / "memory.current").write_text(f"{4 * 10**8}\n")
+    assert host_memory.free() == 6 * 10**8
+    assert host_memory.total() == 10**9
+    inner = cgroup / "step_0"
+    inner.mkdir()
+    (inner / "memory.max").write_text(f"{5 * 10**8}\n")
+    (inner / "memory.current").write_text(f"{10**8}\n")
+    assert host_memory.free() == 4 * 10**8
+    assert host_memory.total() == 5 * 10**8
+
+
+# ---- when memory runs out ------------------------------------------------------------------------
 
 CFG = RunConfig(train=TrainConfig(micro_batch=6))
 

@@ -16,7 +16,6 @@ from dtt.checkpoint import tensors as files
 from dtt.config.model import ModelConfig
 from dtt.config.optim import Optimizer as OptimConfig
 from dtt.config.schedule import RunFacts
-from dtt.data.samples.shuffle import EMPTY_DATA_HASH
 from dtt.mesh.sharding import on_every_rank
 from dtt.model import families
 from dtt.model.decoder import Decoder, params_of
@@ -25,7 +24,6 @@ from dtt.optim import built
 from dtt.optim.adamw import AdamWConfig
 from dtt.optim.muon.variant import MuonConfig, MuonGroup
 from dtt.train.state import (
-    Position,
     load_optimizers,
     load_parameters,
     optimizer_tensors,
@@ -193,15 +191,6 @@ def test_the_weights_of_another_model_are_refused() -> None:
     for other, what in ((deeper, "layers.2.attn.k.weight"), (wider, "norm.weight")):
         with pytest.raises(ConfigError, match=f"{what} is"):
             load_parameters(table(parameters), other)
-
-
-def test_the_position_survives_json() -> None:
-    position = Position(
-        step=7, tokens=7 * 256, data_hash=b"\x01" * 16, previous_data_hash=b"\xfe" * 16
-    )
-    position.done, position.eval_loss = {"validate": 5, "log": 7, "save": 7}, 1.25
-    assert Position.from_json(position.to_json()) == position
-    assert Position().data_hash == Position().previous_data_hash == EMPTY_DATA_HASH
 
 
 def test_random_numbers_continue_where_they_were() -> None:

@@ -108,14 +108,6 @@ def stat_fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def stopped(pid: int) -> bool:
-    """Return True if a process of this node is stopped; False if the system does not tell."""
-    try:
-        return stat_fields(pid)[0] in "Tt"
-    except OSError:
-        return False
-
-
 def sibling_ended(ranks: Ranks) -> bool:
     """Return True if another rank of this node has ended, so that torchrun will end the others.
 

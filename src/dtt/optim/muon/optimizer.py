@@ -254,14 +254,10 @@ class Muon(torch.optim.Optimizer):
         gradients = torch.stack(batch.of(lambda p: p.grad))
         momenta = self._state(batch, "momentum")
         old = torch.stack(momenta)
-        if self._rounds(momentum):
+        if at_random := self._rounds(momentum):
             old, gradients = wide(old), wide(gradients)
         new = torch.lerp(old, gradients, _weight(1 - decay, old))
-        if self._rounds(momentum):
-            offsets = [shard.offset for shard in batch.shards]
-            self._round(batch, momenta, self._unless_skipped(old, new), offsets, " momentum")
-        else:
-            self._write(momenta, old, new)
+        self._store(batch, momenta, old, new, " momentum", at_random=at_random)
         # Nesterov: g + momentum * (m - g), in the memory of the gradients.
         return gradients.lerp_(new, _weight(decay, new))
 
@@ -332,7 +328,12 @@ class Muon(torch.optim.Optimizer):
             old = wide(old)  # in bf16, the factor of the weights would be 1
         update = update.to(old.dtype)
         if rows is not None:
-            self._write_row_moments(batch, rows[..., :1])
+            assert self._normuon_beta2 is not None
+            moments, new = self._state(batch, "row_moment"), rows[..., :1]
+            kept = torch.stack(moments)
+            if at_random := self._rounds(self._normuon_beta2):
+                kept, new = wide(kept), new.contiguous()
+            self._store(batch, moments, kept, new, " row_moment", at_random=at_random)
             update = update * rows[..., 1:]
         if factors is not None:
             new = update.mul_(factors[1]).addcmul_(old, factors[0])
@@ -346,43 +347,34 @@ class Muon(torch.optim.Optimizer):
             change = update.mul_(-lr * self._factor(*batch.shape))
             change.add_(decayed, alpha=-lr * group["weight_decay"])
             new = change.add_(old)
-        if not rounds:
-            self._write(weights, old, new)
-            return
         # Decided on the device before rounding: a skipped step keeps the bf16 weights bit for bit,
         # as they are exact in fp32.
-        offsets = [shard.offset for shard in batch.shards]
-        self._round(batch, weights, self._unless_skipped(old, new), offsets)
-
-    def _write_row_moments(self, batch: ShardBatch, new: Tensor) -> None:
-        """Write NorMuon's second moments of rows [N, r, 1]."""
-        moments, beta2 = self._state(batch, "row_moment"), self._normuon_beta2
-        assert beta2 is not None
-        old = torch.stack(moments)
-        if not self._rounds(beta2):
-            self._write(moments, old, new)
-            return
-        # Without the column: ranks that hold parts of one row have the same moment of it.
-        rows = [shard.offset[:-1] for shard in batch.shards]
-        new = self._unless_skipped(wide(old), new.contiguous())
-        self._round(batch, moments, new, rows, " row_moment")
+        self._store(batch, weights, old, new, at_random=rounds)
 
     def _rounds(self, decay: float) -> bool:
         """Return True if averages of this decay are in bf16 and must be rounded stochastically."""
         return self._rounding is not None and decay > SLOWEST_TO_NEAREST
 
-    def _round(
+    def _store(
         self,
         batch: ShardBatch,
         targets: list[Tensor],
+        old: Tensor,
         new: Tensor,
-        offsets: Sequence[tuple[int, ...]],
         state: str = "",
+        *,
+        at_random: bool,
     ) -> None:
-        """Round the slices of `new` stochastically into `targets`: weights, or a state of them."""
-        assert self._rounding is not None
-        for target, value, shard, at in zip(targets, new, batch.shards, offsets, strict=True):
-            self._rounding.write(target, value, f"{self._names[shard.parameter]}{at}{state}")
+        """Write weights, or a `state` of them, rounded `at_random`, unless the step is skipped."""
+        if self._rounding is None or not at_random:
+            self._write(targets, old, new)
+            return
+        new = self._unless_skipped(old, new)
+        # Without the column: ranks that hold parts of one row have the same moment of it.
+        last = -1 if state == " row_moment" else None
+        for target, value, shard in zip(targets, new, batch.shards, strict=True):
+            key = f"{self._names[shard.parameter]}{shard.offset[:last]}{state}"
+            self._rounding.write(target, value, key)
 
     def _state(self, batch: ShardBatch, name: str) -> list[Tensor]:
         """Return views of a state of the shards of a batch."""
