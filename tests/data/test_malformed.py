@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import tokenizing
 from support.malformed import FAULTS, GOOD, GOOD_FILES, LONG, Fault, parquet
 from support.running import ROOT, Dtt
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, DttError
-from dtt.config.data import DownloadConfig, GivenTokenizerConfig, TokenizeConfig
+from dtt.config.data import DownloadConfig, GivenTokenizerConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
@@ -27,8 +28,7 @@ from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.report import InspectOptions
 from dtt.data.samples.encoded_documents import CorpusDocuments
 from dtt.data.token_file import TokenFile
-from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.mesh.comm import Serial
+from dtt.data.tokenize.encode_corpus import Tokenized
 
 WISHES = InspectOptions(samples=0, everything=True, hashes=False, tokenizer=None, dtype="uint16")
 PAGE = ROOT / "docs/bad-input.md"
@@ -90,13 +90,9 @@ def run(tmp_path: Path, tokenizer: Path) -> Run:
     """Tokenizes the folder `corpus` in this process."""
 
     def run(on_bad_document: str) -> Tokenized:
-        result = tokenize(
-            TokenizeConfig(validation_fraction=0.0, on_bad_document=on_bad_document),
-            GivenTokenizerConfig(path=str(tokenizer)),
-            tmp_path / "corpus", tmp_path / on_bad_document, Serial(),
-        )  # fmt: skip
-        assert result is not None
-        return result
+        given = GivenTokenizerConfig(path=str(tokenizer))
+        options = {"validation_fraction": 0, "unit_bytes": None, "on_bad_document": on_bad_document}
+        return tokenizing.run(tmp_path / "corpus", tmp_path / on_bad_document, given, **options)
 
     return run
 

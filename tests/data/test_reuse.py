@@ -9,60 +9,40 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support.corpora import json_lines
+from support.tokenizing import ask, run
 
 from dtt.artifacts.manifests import TokenShard, TokensManifest
 from dtt.artifacts.shard_files import shard_stem
 from dtt.base.errors import ConfigError, InputError
-from dtt.config.data import TokenizeConfig, TokenizerConfig, TrainedTokenizerConfig
-from dtt.data.corpus.units import Corpus
-from dtt.data.text.unit_encoder import PlainText
-from dtt.data.tokenize import verification
-from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.data.tokenize.work_plan import Plan, make_plan
-from dtt.mesh.comm import Serial
-
-BPE = TrainedTokenizerConfig(vocab_size=300)
+from dtt.config.data import TrainedTokenizerConfig
+from dtt.data.tokenize import markers
 
 
 @pytest.fixture
-def corpus(corpora: Any) -> Corpus:
-    lines = [json.dumps({"text": f"{i} alpha beta {i * i} gamma"}) for i in range(2000)]
-    made: Corpus = corpora.make({"a.jsonl": "\n".join(lines).encode()})
+def corpus(corpora: Any) -> Path:
+    """Return the folder of a corpus."""
+    texts = [f"{i} alpha beta {i * i} gamma" for i in range(2000)]
+    made: Path = corpora.make({"a.jsonl": json_lines(texts)}).folder
     return made
-
-
-def config(**options: Any) -> TokenizeConfig:
-    return TokenizeConfig(**{"validation_fraction": 0.1, "unit_bytes": 20_000} | options)
-
-
-def run(corpus: Corpus, out: Path, **options: Any) -> Tokenized:
-    result = tokenize(config(**options), BPE, corpus.folder, out, Serial())
-    assert result is not None
-    return result
-
-
-def ask(corpus: Corpus, out: Path, tokenizer: TokenizerConfig = BPE, **options: Any) -> Plan:
-    cfg = config(**options)
-    kind = PlainText(cfg.engine)
-    return make_plan(cfg, tokenizer, corpus.folder, out, Serial(), kind)
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were read to be verified."""
     names: list[str] = []
-    sha256_file = verification.sha256_file
+    sha256_file = markers.sha256_file
 
     def noted(path: Path) -> str:
         names.append(path.name)
         return sha256_file(path)
 
-    monkeypatch.setattr(verification, "sha256_file", noted)
+    monkeypatch.setattr(markers, "sha256_file", noted)
     return names
 
 
 def test_only_files_modified_since_they_were_hashed_are_hashed_again(
-    corpus: Corpus, tmp_path: Path, hashed: list[str]
+    corpus: Path, tmp_path: Path, hashed: list[str]
 ) -> None:
     out = tmp_path / "out"
     run(corpus, out)
@@ -75,7 +55,7 @@ def test_only_files_modified_since_they_were_hashed_are_hashed_again(
 
 
 def test_markers_without_the_state_of_files_cost_only_time(
-    corpus: Corpus, tmp_path: Path, hashed: list[str]
+    corpus: Path, tmp_path: Path, hashed: list[str]
 ) -> None:
     """Those of earlier versions, which had a file of its own for it."""
     out = tmp_path / "out"
@@ -91,7 +71,7 @@ def test_markers_without_the_state_of_files_cost_only_time(
 
 
 def test_a_plan_has_the_units_that_are_damaged_or_lost_with_the_reasons(
-    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"
     assert set(ask(corpus, out).pending.values()) == {"not made yet"}
@@ -114,7 +94,7 @@ def test_a_plan_has_the_units_that_are_damaged_or_lost_with_the_reasons(
     assert damaged.read_bytes() == content
 
 
-def test_every_difference_is_refused_by_name(corpus: Corpus, corpora: Any, tmp_path: Path) -> None:
+def test_every_difference_is_refused_by_name(corpus: Path, corpora: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(corpus, out)
     differences = (
@@ -123,9 +103,9 @@ def test_every_difference_is_refused_by_name(corpus: Corpus, corpora: Any, tmp_p
     )
     other = TrainedTokenizerConfig(vocab_size=310)
     with pytest.raises(ConfigError, match=differences):
-        tokenize(config(validation_fraction=0.2), other, corpus.folder, out, Serial())
+        run(corpus, out, other, validation_fraction=0.2)
     corpora.folder = tmp_path / "another"
-    another = corpora.make({"a.jsonl": b'{"text": "x"}\n' * 2000})
+    another = corpora.make({"a.jsonl": b'{"text": "x"}\n' * 2000}).folder
     with pytest.raises(ConfigError, match=r"corpus\.sha256 is '"):
         ask(another, out)
 
@@ -133,7 +113,7 @@ def test_every_difference_is_refused_by_name(corpus: Corpus, corpora: Any, tmp_p
 @pytest.mark.parametrize("name", ["tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["{", None], ids=["damaged", "gone"])
 def test_a_lost_file_is_made_again_and_no_unit_is_encoded_again(
-    corpus: Corpus, tmp_path: Path, name: str, damage: str | None
+    corpus: Path, tmp_path: Path, name: str, damage: str | None
 ) -> None:
     run(corpus, tmp_path)
     content = (tmp_path / name).read_bytes()
@@ -146,9 +126,7 @@ def test_a_lost_file_is_made_again_and_no_unit_is_encoded_again(
 # ---- nodes' own disks ----------------------------------------------------------------------------
 
 
-def test_shards_stay_on_the_node_and_the_manifest_records_it(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_shards_stay_on_the_node_and_the_manifest_records_it(corpus: Path, tmp_path: Path) -> None:
     plain, out, local = tmp_path / "plain", tmp_path / "out", tmp_path / "nvme"
     run(corpus, plain)
     manifest = run(corpus, out, local=local).manifest
@@ -168,7 +146,7 @@ def test_shards_stay_on_the_node_and_the_manifest_records_it(
 
 
 def test_no_file_of_an_earlier_run_hides_a_new_one_on_the_nodes_disk(
-    corpus: Corpus, tmp_path: Path
+    corpus: Path, tmp_path: Path
 ) -> None:
     out, local = tmp_path / "out", tmp_path / "nvme"
     run(corpus, out)
@@ -179,7 +157,7 @@ def test_no_file_of_an_earlier_run_hides_a_new_one_on_the_nodes_disk(
     assert run(corpus, out, local=local).units == 0
 
 
-def test_copied_into_the_folder_they_are_found_there(corpus: Corpus, tmp_path: Path) -> None:
+def test_copied_into_the_folder_they_are_found_there(corpus: Path, tmp_path: Path) -> None:
     out, local = tmp_path / "out", tmp_path / "nvme"
     manifest = run(corpus, out, local=local).manifest
     for path in local.glob("out-*/[tv]*.*"):
@@ -189,7 +167,7 @@ def test_copied_into_the_folder_they_are_found_there(corpus: Corpus, tmp_path: P
 
 
 def test_shards_of_an_absent_node_are_encoded_again_and_reported_when_read(
-    corpus: Corpus, tmp_path: Path
+    corpus: Path, tmp_path: Path
 ) -> None:
     out, local = tmp_path / "out", tmp_path / "nvme"
     run(corpus, out, local=local)
@@ -211,7 +189,7 @@ def test_shards_of_an_absent_node_are_encoded_again_and_reported_when_read(
 
 @pytest.mark.parametrize("forged", [{"host": "n7; touch ran"}, {"path": "/x\nnext: touch ran"}])
 def test_text_that_would_enter_a_command_is_no_place_of_a_shard(
-    corpus: Corpus, tmp_path: Path, forged: dict[str, str]
+    corpus: Path, tmp_path: Path, forged: dict[str, str]
 ) -> None:
     out = tmp_path / "out"
     run(corpus, out, local=tmp_path / "nvme")
@@ -221,7 +199,7 @@ def test_text_that_would_enter_a_command_is_no_place_of_a_shard(
 
 
 def test_files_that_another_node_is_said_to_have_are_not_read_here(
-    corpus: Corpus, tmp_path: Path
+    corpus: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     run(corpus, out, local=tmp_path / "nvme")

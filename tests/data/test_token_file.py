@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -12,7 +13,14 @@ import pytest
 from support.ranks import on_ranks
 
 from dtt.base.errors import DamagedError, InputError
-from dtt.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_dtype
+from dtt.data.token_file import (
+    TokenFile,
+    TokenFileWriter,
+    bin_path,
+    idx_path,
+    map_file,
+    token_dtype,
+)
 from dtt.mesh.dist import World
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [1, 2, 3, 4, 0]]
@@ -153,3 +161,30 @@ def test_the_memory_of_a_writer_does_not_grow_with_its_sequences(tmp_path: Path)
     # In a process of its own: tracemalloc counts what all threads of a process allocate.
     [(few, many)] = on_ranks(1, peaks, tmp_path)
     assert many < 1.1 * few
+
+
+def test_a_mapped_array_is_the_file(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(10_001)
+    (tmp_path / "a").write_bytes(content)
+    array = map_file(tmp_path / "a")
+    assert array.tobytes() == content
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    (tmp_path / "empty").write_bytes(b"")
+    assert map_file(tmp_path / "empty").view("<i8").tolist() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_map_lives_as_long_as_its_views(tmp_path: Path) -> None:
+    path = tmp_path / "mapped-here"
+    path.write_bytes(np.arange(100, dtype="<u2").tobytes())
+
+    def mapped() -> bool:
+        return path.name in Path("/proc/self/maps").read_text()
+
+    part = map_file(path).view("<u2")[50:]
+    path.unlink()
+    assert mapped()
+    assert part.tolist() == list(range(50, 100))
+    del part
+    assert not mapped()

@@ -15,11 +15,11 @@ from pydantic import Field
 
 VARIANTS: Mapping[str, Mapping[str, str]] = {
     "data": {
-        "tokens": "dtt.data.samples.token_kinds:TokensDataConfig",
-        "text": "dtt.data.samples.text_kind:TextDataConfig",
-        "chat": "dtt.data.samples.token_kinds:ChatDataConfig",
-        "preference": "dtt.data.samples.token_kinds:PreferenceDataConfig",
-        "synthetic": "dtt.data.samples.synthetic_kind:SyntheticDataConfig",
+        "tokens": "dtt.data.samples.kinds:TokensDataConfig",
+        "text": "dtt.data.samples.kinds:TextDataConfig",
+        "chat": "dtt.data.samples.kinds:ChatDataConfig",
+        "preference": "dtt.data.samples.kinds:PreferenceDataConfig",
+        "synthetic": "dtt.data.samples.kinds:SyntheticDataConfig",
     },
     "objective": {
         "next_token": "dtt.train.objectives.next_token:NextTokenConfig",

@@ -13,6 +13,7 @@ Conversations also have a `.mask` file with one byte per token: 1 if the token i
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import struct
 from functools import cached_property
@@ -25,7 +26,6 @@ import numpy.typing as npt
 from dtt.artifacts.shard_files import index_bytes
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import named, sha256_file
-from dtt.data.memory_map import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -38,6 +38,7 @@ PIECE = 2**18
 
 TokenDtype = Literal["uint16", "int32"]
 Tokens = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
@@ -58,6 +59,27 @@ def idx_path(stem: Path) -> Path:
 def mask_path(stem: Path) -> Path:
     """Return the path of the loss mask, one byte per token: 1 if the token is a target."""
     return stem.with_name(stem.name + ".mask")
+
+
+def map_file(path: Path, *, random: bool = False) -> Bytes:
+    """Return all bytes of a file as a read-only array; `random` switches read-ahead off.
+
+    The file is unmapped when no array refers to its bytes any more. The map holds a file
+    descriptor, so keep few of them. Raises the errors of `open`, and OSError if the file cannot be
+    mapped.
+    """
+    with path.open("rb") as file:
+        # `mmap` refuses empty files.
+        if os.fstat(file.fileno()).st_size == 0:
+            return np.empty(0, dtype=np.uint8)
+        try:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    # Windows of a shuffled source are a few kB each; the kernel would read 128 kB around each.
+    if random and hasattr(mmap, "MADV_RANDOM"):
+        content.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(content, dtype=np.uint8)
 
 
 class TokenFile:

@@ -21,26 +21,23 @@ def write_once(place: Path, write: Callable[[Path], None]) -> None:
         return
     place.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(place.with_name(f"{place.name}.lock")):
-        # Again under the lock: another process may have finished meanwhile.
-        if not place.is_dir():
-            _write(place, write)
-
-
-def _write(place: Path, write: Callable[[Path], None]) -> None:
-    # On some file systems, locks work within one node only. Each node then writes its own copy, and
-    # the first rename wins.
-    aside = place.with_name(f".{place.name}.{socket.gethostname()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    write(aside)
-    # Flushed before the rename, or a power failure could leave a complete name with empty files.
-    for path in aside.iterdir():
-        fsync_file(path)
-    try:
-        aside.rename(place)
-    except OSError:
-        # Another node won. Its content is equal, as it depends on the name alone.
-        if not place.is_dir():
-            raise
-        shutil.rmtree(aside)
-    fsync_folder(place.parent)
+        if place.is_dir():  # another process has finished meanwhile
+            return
+        # On some file systems, locks work within one node only. Each node then writes its own copy,
+        # and the first rename wins.
+        aside = place.with_name(f".{place.name}.{socket.gethostname()}")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        write(aside)
+        # Flushed before the rename, or a power failure could leave a complete name with empty
+        # files.
+        for path in aside.iterdir():
+            fsync_file(path)
+        try:
+            aside.rename(place)
+        except OSError:
+            # Another node won. Its content is equal, as it depends on the name alone.
+            if not place.is_dir():
+                raise
+            shutil.rmtree(aside)
+        fsync_folder(place.parent)

@@ -9,7 +9,7 @@ from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.config.sources import Source
 from dtt.data.samples.dataset import open_dataset
-from dtt.data.samples.named_tokenizer import read_vocabulary
+from dtt.data.samples.protocol import Vocabulary
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import find_tokenizer
 
@@ -50,7 +50,7 @@ def vocabulary_and_steps(
 
 def _tokenizer_size(cfg: RunConfig) -> int:
     if isinstance(cfg.data, Source):
-        return read_vocabulary(cfg.data.tokenizer).size
+        return Vocabulary.read(cfg.data.tokenizer).size
     match cfg.tokenizer:
         case TrainedTokenizerConfig(vocab_size=size):
             return size

@@ -21,7 +21,7 @@ from dtt.config.load import resolve
 from dtt.config.own import trained_files
 from dtt.config.run import RunConfig
 from dtt.config.source import Leaf
-from dtt.data.samples import own_rows
+from dtt.data.samples import own_source
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.protocol import SOURCE_SHIFT
 from dtt.data.token_file import TokenFile
@@ -189,7 +189,7 @@ def test_rows_are_encoded_once_packed_whole_and_found_again(
     again = configured(rows(given), *keys, "train.steps=0", "train.epochs=2", **mine)
     longer = configured(rows(given), *keys, **mine, count=13)
     assert open_dataset(longer).manifest.key != dataset.manifest.key
-    monkeypatch.setattr(own_rows, "_write", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr(own_source, "_write", lambda *_: pytest.fail("encoded again"))
     other = open_dataset(again)
     assert other.manifest.key == dataset.manifest.key
     assert other.requested_steps == 2 * len(source) // 2

@@ -20,7 +20,7 @@ from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
 from dtt.config.sources import SourceConfig
-from dtt.data import write_once
+from dtt.data.samples import sample_layout
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.packed_conversations import TooLong
 from dtt.data.samples.packing import best_fit, least_slack
@@ -186,7 +186,7 @@ def test_the_packing_is_computed_once_and_again_for_other_masks(
     write(tmp_path, [[([1, 2, 3], [False, True, True])]])
     assert opened(tmp_path).counts(np.zeros(1, dtype=np.uint64)).targets == 2
     with monkeypatch.context() as patch:
-        patch.setattr(write_once, "_write", lambda *_: pytest.fail("packed again"))
+        patch.setattr(sample_layout, "pack_conversations", lambda *_: pytest.fail("packed again"))
         assert len(opened(tmp_path)) == 1
     write(tmp_path, [[([1, 2, 3], [False, False, True])]])
     assert opened(tmp_path).counts(np.zeros(1, dtype=np.uint64)).targets == 1

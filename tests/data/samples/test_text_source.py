@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.corpora import comma_separated as csv
 from support.corpora import json_lines, parquet
 from tokenizers import Tokenizer
 
@@ -31,10 +32,6 @@ TEXTS = [
 ]
 FRACTION = 0.1
 SEQ_LEN = 16
-
-
-def csv(texts: list[str]) -> bytes:
-    return b"text\n" + "".join(f'"{text}"\n' for text in texts).encode()
 
 
 FILES: dict[str, dict[str, bytes]] = {

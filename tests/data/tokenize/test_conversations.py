@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import tokenizing
 from support.conversation_files import conversation, jsonl, write_tokenizer
 from support.running import Dtt
 from support.token_files import sums
@@ -24,7 +25,6 @@ from dtt.config.data import (
     DownloadConfig,
     Engine,
     GivenTokenizerConfig,
-    TokenizeConfig,
     TrainedTokenizerConfig,
 )
 from dtt.data.conversations import row_encoder
@@ -35,8 +35,7 @@ from dtt.data.conversations.rows import TOO_DEEP
 from dtt.data.conversations.template import CHATML
 from dtt.data.corpus.download import download
 from dtt.data.token_file import TokenFile, mask_path
-from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.mesh.comm import Serial
+from dtt.data.tokenize.encode_corpus import Tokenized
 
 ROWS = [conversation(i) for i in range(300)]
 Sequence = tuple[list[int], list[bool]]
@@ -65,14 +64,9 @@ class Workshop:
         **cfg: Any,
     ) -> Tokenized:
         """Tokenize the corpus in this process."""
-        options = TokenizeConfig(**({"validation_fraction": 0.1, "unit_bytes": 20_000} | cfg))
         kind = Conversations(chat or ChatConfig(), engine=engine)
-        result = tokenize(
-            options, self.tokenizer, self.folder / "corpus", self.folder / out, Serial(),
-            kind=kind, overwrite=overwrite,
-        )  # fmt: skip
-        assert result is not None
-        return result
+        corpus, tokens = self.folder / "corpus", self.folder / out
+        return tokenizing.run(corpus, tokens, self.tokenizer, kind=kind, overwrite=overwrite, **cfg)
 
     def sequences(self, out: str = "out") -> dict[str, list[Sequence]]:
         """Return the ids and the mask of each sequence of each split, in order."""
@@ -250,12 +244,8 @@ def test_a_trained_tokenizer_is_refused_with_what_to_do(workshop: Workshop) -> N
 
 
 def test_text_and_conversations_are_not_confused(workshop: Workshop) -> None:
-    options = TokenizeConfig(validation_fraction=0)
     with pytest.raises(InputError, match="contains conversations, not text"):
-        tokenize(
-            options, TrainedTokenizerConfig(vocab_size=300), workshop.folder / "corpus",
-            workshop.folder / "out", Serial(),
-        )  # fmt: skip
+        tokenizing.run(workshop.folder / "corpus", workshop.folder / "out")
     (workshop.folder / "text.jsonl").write_text('{"text": "x"}\n')
     cfg = DownloadConfig(dataset=str(workshop.folder / "text.jsonl"))
     shutil.rmtree(workshop.folder / "corpus")

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from support.running import Done, Dtt
+from support.running import Dtt
 
 import dtt as dtt_package
 from dtt.config.load import resolve
@@ -18,35 +18,31 @@ from dtt.data.corpus import download
 from dtt.data.tokenize import run as tokenize
 
 
-def dtt(folder: Path, *arguments: str, code: int = 0) -> Done:
-    return Dtt(folder)(*arguments, expect=code)
-
-
-def test_a_corpus_becomes_token_files_with_a_report(tmp_path: Path) -> None:
+def test_a_corpus_becomes_token_files_with_a_report(dtt: Dtt) -> None:
     lines = [json.dumps({"text": f"document {i} of some"}) for i in range(200)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    dtt(tmp_path, "download", "-d", "a.jsonl")
+    (dtt.folder / "a.jsonl").write_text("\n".join(lines))
+    dtt("download", "-d", "a.jsonl")
     command = ("tokenize", "-d", "a.jsonl", "tokenizer.vocab_size=260")
     command += ("tokenize.validation_fraction=0.1",)
-    first = dtt(tmp_path, *command)
+    first = dtt(*command)
     assert "data/tokens/a-bpe260" in first.stdout
     assert "train" in first.stdout
     assert "validation" in first.stdout
     assert "MB/s" in first.stdout
-    second = dtt(tmp_path, *command, "--json")
+    second = dtt(*command, "--json")
     facts = json.loads(second.stdout)
     assert facts["already_done"]
     assert "already done" in second.stderr
     assert sum(split["documents"] for split in facts["splits"].values()) == 200
-    refused = dtt(tmp_path, *command, "tokenize.validation_fraction=0.2", code=2)
+    refused = dtt(*command, "tokenize.validation_fraction=0.2", expect=2)
     assert "--overwrite" in refused.stderr
     other = (*command, "tokenize.validation_fraction=0.2", "--overwrite")
-    again = dtt(tmp_path, *other, "--json")
+    again = dtt(*other, "--json")
     assert not json.loads(again.stdout)["already_done"]
 
 
-def test_a_missing_corpus_is_reported_with_the_command_that_creates_it(tmp_path: Path) -> None:
-    run = dtt(tmp_path, "tokenize", "-d", "a.jsonl", code=66)
+def test_a_missing_corpus_is_reported_with_the_command_that_creates_it(dtt: Dtt) -> None:
+    run = dtt("tokenize", "-d", "a.jsonl", expect=66)
     assert "dtt download" in run.stderr
     assert run.stdout == ""
 

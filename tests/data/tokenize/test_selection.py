@@ -5,10 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,34 +13,23 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import tokenizing
 from support.conversation_files import conversation, write_tokenizer
 from support.corpora import comma_separated, json_lines, parquet
-from support.running import TIMEOUT, Dtt
+from support.running import Dtt
 from support.selections import CLEAN, is_third, write_selection
 from support.token_files import sums
+from support.tokenizing import BPE, UNIT_BYTES, ask, documents
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.clean import CleanConfig
-from dtt.config.data import (
-    ChatConfig,
-    DownloadConfig,
-    GivenTokenizerConfig,
-    TokenizeConfig,
-    TokenizerConfig,
-    TrainedTokenizerConfig,
-)
+from dtt.config.data import ChatConfig, DownloadConfig, GivenTokenizerConfig, TokenizerConfig
 from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
-from dtt.data.text.unit_encoder import PlainText
-from dtt.data.token_file import TokenFile
-from dtt.data.tokenize.distributed import Tokenized, tokenize
-from dtt.data.tokenize.work_plan import Plan, make_plan
-from dtt.mesh.comm import Serial
+from dtt.data.tokenize.encode_corpus import Tokenized
 
-BPE = TrainedTokenizerConfig(vocab_size=300)
-UNIT_BYTES = 20_000
 WORDS = ["alpha", "beta", "gamma", "delta", "<|endoftext|>", "\xfcn\xefcode", "omega"]
 TEXTS = [
     "" if i % 50 == 7 else f"{i} " + " ".join(WORDS[(i * 31 + j * j) % 7] for j in range(i % 40))
@@ -70,33 +56,7 @@ def run(
     tokenizer: TokenizerConfig = BPE,
     **options: Any,
 ) -> Tokenized:
-    cfg = TokenizeConfig(**{"validation_fraction": 0.1, "unit_bytes": UNIT_BYTES} | options)
-    result = tokenize(cfg, tokenizer, corpus.folder, out, Serial(), clean=clean)
-    assert result is not None
-    return result
-
-
-def ask(
-    corpus: Corpus,
-    out: Path,
-    clean: CleanConfig | None,
-    tokenizer: TokenizerConfig,
-    unit_bytes: int | None = UNIT_BYTES,
-) -> Plan:
-    cfg = TokenizeConfig(validation_fraction=0.1, unit_bytes=unit_bytes)
-    return make_plan(
-        *(cfg, tokenizer, corpus.folder, out, Serial(), PlainText(cfg.engine)),
-        clean=clean,
-    )
-
-
-def documents(folder: Path) -> dict[str, list[list[int]]]:
-    """The ids of the documents of each split, in order."""
-    found: dict[str, list[list[int]]] = {"train": [], "validation": []}
-    for shard in TokensManifest.read(folder).shards:
-        file = TokenFile(folder / shard.stem)
-        found[shard.split] += [file[i].tolist() for i in range(len(file))]
-    return found
+    return tokenizing.run(corpus.folder, out, tokenizer, clean=clean, **options)
 
 
 def masks(folder: Path) -> dict[str, bytes]:
@@ -171,11 +131,8 @@ def test_removed_conversations_are_left_out(tmp_path: Path, name: str) -> None:
         clean = CLEAN if folder.name == "whole" else None
         if clean is not None:
             write_selection(folder / "corpus", is_removed, unit_bytes=UNIT_BYTES)
-        cfg = TokenizeConfig(validation_fraction=0.1, unit_bytes=UNIT_BYTES)
-        tokenize(
-            cfg, tokenizer, folder / "corpus", folder / "tokens", Serial(),
-            kind=Conversations(ChatConfig()), clean=clean,
-        )  # fmt: skip
+        kind = Conversations(ChatConfig())
+        tokenizing.run(folder / "corpus", folder / "tokens", tokenizer, kind=kind, clean=clean)
     assert documents(tmp_path / "whole/tokens") == documents(tmp_path / "deleted/tokens")
     assert masks(tmp_path / "whole/tokens") == masks(tmp_path / "deleted/tokens")
     assert len(documents(tmp_path / "whole/tokens")["train"]) > 100
@@ -282,7 +239,7 @@ def test_a_selection_of_other_units_encodes_all_of_them_again(
     run(corpus, tmp_path / "out", unit_bytes=UNIT_BYTES)
     with pytest.raises(ConfigError, match=r"tokenize\.unit_bytes is \d+ there, 30000 now"):
         run(corpus, tmp_path / "out", CLEAN, unit_bytes=30_000)
-    plan = ask(corpus, tmp_path / "out", CLEAN, BPE, unit_bytes=None)
+    plan = ask(corpus.folder, tmp_path / "out", BPE, CLEAN, unit_bytes=None)
     assert len(plan.pending) == len(plan.units)
     assert run(corpus, tmp_path / "out", CLEAN, unit_bytes=None).manifest == expected
     names = [
@@ -335,20 +292,15 @@ def test_the_command_says_what_was_removed_and_train_refuses_other_tokens(
     assert f"tokens is without {removed} documents: rules {removed}" in seen
 
 
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-
-
-def test_two_ranks_leave_out_the_same_documents(corpus: Corpus, tmp_path: Path) -> None:
-    assert MPIRUN is not None, "no mpirun: pip install -e '.[mpich]'"
+def test_two_ranks_leave_out_the_same_documents(
+    corpus: Corpus, tmp_path: Path, mpirun: Any
+) -> None:
     write_selection(corpus.folder, is_third, unit_bytes=UNIT_BYTES)
     run(corpus, tmp_path / "one", CLEAN)
-    done = subprocess.run(
-        [
-            MPIRUN, "-n", "2", sys.executable, "-m", "dtt.main", "tokenize", "clean.exact=true",
-            f"download.out={corpus.folder}", f"tokenize.out={tmp_path / 'two'}",
-            "tokenizer.vocab_size=300", "tokenize.validation_fraction=0.1",
-        ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT,
+    done = mpirun(
+        2, "-m", "dtt.main", "tokenize", "clean.exact=true", f"download.out={corpus.folder}",
+        f"tokenize.out={tmp_path / 'two'}", "tokenizer.vocab_size=300",
+        "tokenize.validation_fraction=0.1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sums(tmp_path / "one") == sums(tmp_path / "two")

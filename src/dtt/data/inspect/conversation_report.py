@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifests import ChatFacts, TokensManifest
 from dtt.data.inspect.report import Sample, spread
-from dtt.data.memory_map import map_file
 from dtt.data.samples.packed_conversations import read_mask
 from dtt.data.samples.token_shards import Shard, TokenFiles
+from dtt.data.token_file import map_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

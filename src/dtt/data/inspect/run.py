@@ -23,7 +23,7 @@ from dtt.data.inspect.mixture_folder import write_mixture
 from dtt.data.inspect.mixture_preview import mixture_table, preview_mixture
 from dtt.data.inspect.report import InspectOptions, Report, raise_if_damaged
 from dtt.data.samples.dataset import open_dataset
-from dtt.data.samples.own_rows import encoded
+from dtt.data.samples.own_source import encoded
 
 SHOWN_LINES = 6
 """Maximum number of lines of an inspected sample to show."""

@@ -6,31 +6,22 @@ checks before it submits a job.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from contextlib import suppress
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
-from dtt.artifacts.manifests import (
-    CHAT_TEMPLATE,
-    ChatFacts,
-    CheckpointManifest,
-    DataManifest,
-    TokensManifest,
-)
+from dtt.artifacts.manifests import CheckpointManifest, DataManifest, TokensManifest
 from dtt.artifacts.shard_files import files_of, shard_stem
 from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
-from dtt.base.reading import read_whole
 from dtt.base.safe_names import checked_file
 from dtt.config.merging import Resolved
 from dtt.config.parallel import Sizes
-from dtt.config.run import RunConfig
 from dtt.config.train import TrainConfig
-from dtt.data.samples.step_sizes import StepRange, step_sizes_of
+from dtt.data.samples.step_sizes import step_sizes_of
 
 
 def check_batches(train: TrainConfig, sizes: Sizes, done: int = 0) -> None:
@@ -59,17 +50,8 @@ def check_batches(train: TrainConfig, sizes: Sizes, done: int = 0) -> None:
                 why=f"train.batch_schedule begins {step.sequences * train.seq_len} tokens there",
                 next=f"batches that are multiples of {processes * train.seq_len} tokens",
             )
-    if sizes.pipeline > 1:
-        _check_micro_batches(train, steps, processes, sizes.pipeline)
-
-
-def _check_micro_batches(
-    train: TrainConfig, steps: Sequence[StepRange], processes: int, ranks: int
-) -> None:
-    """Raise ConfigError if batches do not make micro-batches for `ranks` of a pipeline.
-
-    `processes` read different samples in the `steps` that are left.
-    """
+    if (ranks := sizes.pipeline) == 1:
+        return
     own = [train.global_batch_tokens // train.seq_len, *(sizes.sequences for sizes in steps)]
     if uneven := [n // processes for n in own if n // processes % train.micro_batch]:
         raise ConfigError(
@@ -105,26 +87,21 @@ def check_data(
 
     Each element of `sources` is (name, key).
     """
-    if checkpoint.data_key != data_key(sources):
-        raise ConfigError(
-            f"{job.root} was trained on token files or text that have changed since",
-            why=_other_sources(job, {name for name, _ in sources})
-            or "their corpus, removed documents, tokenizer or options differ from those of the "
-            "checkpoint",
-            next="specify the previous ones with data.tokens=FOLDER (or data.sources, "
-            "download.out), "
-            "or start a new job with name=ANOTHER",
-        )
-
-
-def _other_sources(job: JobDir, now: set[str]) -> str:
-    """Return how the names of the sources differ from those that `job` has recorded, or ""."""
-    try:
+    if checkpoint.data_key == data_key(sources):
+        return
+    then = now = {name for name, _ in sources}
+    with suppress(DttError):  # a branch has no record of its own yet
         then = {source.name for source in DataManifest.read(job.root).sources}
-    except DttError:  # a branch has no record of its own yet
-        return ""
     parts = (("new", now - then), ("missing", then - now))
-    return "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in parts if names)
+    others = [f"{what}: {', '.join(sorted(names))}" for what, names in parts if names]
+    raise ConfigError(
+        f"{job.root} was trained on token files or text that have changed since",
+        why="; ".join(others)
+        or "their corpus, removed documents, tokenizer or options differ from those of the "
+        "checkpoint",
+        next="specify the previous ones with data.tokens=FOLDER (or data.sources, download.out), "
+        "or start a new job with name=ANOTHER",
+    )
 
 
 def data_key(sources: Iterable[tuple[str, str]]) -> str:
@@ -135,10 +112,7 @@ def data_key(sources: Iterable[tuple[str, str]]) -> str:
 def check_tokenizer(path: Path, sha256: str) -> None:
     """Raise InputError if the tokenizer `path` is missing, DamagedError if its sha256 differs."""
     if not path.is_file():
-        raise InputError(
-            "the tokenizer is missing",
-            where=path,
-        )
+        raise InputError("the tokenizer is missing", where=path)
     if sha256_file(path) != sha256:
         raise DamagedError(
             "the tokenizer is not the one the token files were made with",
@@ -184,22 +158,6 @@ def check_vocabulary(resolved: Resolved, job: JobDir, vocab_size: int | None = N
     )
 
 
-def one_beginning(sources: Sequence[tuple[str, int | None]]) -> int | None:
-    """Return the token before the documents of all sources of text, given by name; None if none.
-
-    Raises ConfigError if they differ: the model could be used with neither.
-    """
-    found = dict(sources)
-    if len({*found.values()}) > 1:
-        raise ConfigError(
-            "the documents of the sources begin differently",
-            where="data.sources",
-            why=", ".join(f"{name}: {begin or 'no'} token" for name, begin in found.items()),
-            next="create them again with one value of tokenizer.bos: dtt tokenize --overwrite",
-        )
-    return next(iter(found.values()), None)
-
-
 def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:
     """Raise ConfigError unless all sources have the same tokenizer.
 
@@ -213,95 +171,6 @@ def check_one_tokenizer(sources: Sequence[tuple[str, Path, str]]) -> None:
                 where=f"{path}, {its}",
                 why="the same ids would represent different text",
                 next=f"tokenize {other} again with tokenizer.type=file tokenizer.path={path}",
-            )
-
-
-def check_conversations(
-    name: str, where: Path, chat: ChatFacts | None, cfg: RunConfig, *, pairs: bool
-) -> None:
-    """Raise ConfigError if a source has conversations and the run is not for them, or vice versa.
-
-    `pairs` is True if they are preference pairs.
-
-    Attention, positions and packing must respect conversations; `data.type: tokens` can do so, too,
-    for mixtures of conversations and text.
-    """
-    data = cfg.data
-    if pairs != data.has_pairs:
-        held = "preference pairs" if pairs else "no preference pairs"
-        raise ConfigError(
-            f"the token files of {name} hold {held}, but data.type={data.type}",
-            where=where,
-            next="data.type=preference objective.type=dpo"
-            if pairs
-            else "create them from rows with chosen and rejected: "
-            "dtt tokenize data.type=preference",
-        )
-    if chat is None:
-        if data.has_conversations:
-            raise ConfigError(
-                f"the token files of {name} hold text, not conversations",
-                where=where,
-                why="they have no loss masks",
-                next="create them with dtt tokenize data.type=chat; or, to mix both: "
-                "data.type=tokens"
-                " data.packing=best-fit data.mask_documents=true",
-            )
-        return
-    if data.packing == "concat" or not data.mask_documents:
-        raise ConfigError(
-            f"{name} holds conversations, which data.type=tokens would cut or mix",
-            where=where,
-            why=f"data.packing is {data.packing}, data.mask_documents {data.mask_documents}",
-            next="data.type=chat; or, to mix them with text: data.packing=best-fit"
-            " data.mask_documents=true",
-        )
-    if cfg.train.context_schedule:
-        raise ConfigError(
-            "train.context_schedule would cut conversations",
-            where=where,
-            why="a shorter context divides samples, and packed conversations with them",
-            next="omit train.context_schedule",
-        )
-
-
-def read_template(path: Path, sha256: str) -> str:
-    """Return the text of the chat template at `path`.
-
-    Raises InputError if it is missing, DamagedError if it is not the one with this sha256.
-    """
-    try:
-        content = read_whole(path)
-    except FileNotFoundError:
-        raise InputError(
-            "the chat template is missing", where=path, next="run dtt tokenize again"
-        ) from None
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise DamagedError(
-            "the chat template is not the one that rendered the conversations",
-            where=path,
-            next="run dtt tokenize again: it restores the file",
-        )
-    return content.decode()
-
-
-def check_templates(sources: Sequence[tuple[str, Path, ChatFacts]]) -> None:
-    """Raise ConfigError unless all sources have the same chat template and stop tokens.
-
-    Each element of `sources` is (name, folder, facts).
-    """
-    for (name, path, chat), (other, its, facts) in pairwise(sources):
-        differing = [
-            key
-            for key in ("template_sha256", "stop_tokens")
-            if getattr(chat, key) != getattr(facts, key)
-        ]
-        if differing:
-            raise ConfigError(
-                f"{name} and {other} have different chat templates or stop tokens",
-                where=f"{path}, {its}",
-                why=f"{', '.join(differing)}: a model uses only one conversation format",
-                next=f"tokenize {other} again with chat.template={path / CHAT_TEMPLATE}",
             )
 
 

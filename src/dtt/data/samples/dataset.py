@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE, DataManifest, SourceFacts
 from dtt.artifacts.token_folders import MatchedSource, all_sources
-from dtt.base.errors import ConfigError
+from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.base.reading import read_whole
 from dtt.config.run import RunConfig
 from dtt.config.sources import AnySource
 from dtt.data.samples import compatibility
@@ -62,12 +65,24 @@ class Dataset:
     def chat_template(self) -> str | None:
         """The chat template of the conversations; None if there are none.
 
-        Raises DamagedError if it is not the one that rendered them.
+        Raises InputError if it is missing, DamagedError if it is not the one that rendered them.
         """
         if self.manifest.chat is None:
             return None
         path = self.tokenizer.with_name(CHAT_TEMPLATE)
-        return compatibility.read_template(path, self.manifest.chat.template_sha256)
+        try:
+            content = read_whole(path)
+        except FileNotFoundError:
+            raise InputError(
+                "the chat template is missing", where=path, next="run dtt tokenize again"
+            ) from None
+        if hashlib.sha256(content).hexdigest() != self.manifest.chat.template_sha256:
+            raise DamagedError(
+                "the chat template is not the one that rendered the conversations",
+                where=path,
+                next="run dtt tokenize again: it restores the file",
+            )
+        return content.decode()
 
     def left_out(self) -> list[str]:
         """Return a line for each reason why conversations of a source are not (entirely) used."""
@@ -227,15 +242,10 @@ def open_dataset(cfg: RunConfig) -> Dataset:
         data.on_exhausted,
         step_sizes.first_sample(train.steps),
     )
-    compatibility.check_templates(
-        [
-            (its.train.name, its.vocabulary.tokenizer, its.chat)
-            for its in opened
-            if its.chat is not None
-        ]
-    )
+    talks = [source for source in opened if source.chat is not None]
+    _check_templates(talks)
     # Beside that of conversations is their template.
-    described = next((source for source in opened if source.chat is not None), opened[0])
+    described = next(iter(talks), opened[0])
     return Dataset(
         sources=tuple(source.train for source in opened),
         validation=tuple(source.validation for source in opened),
@@ -245,6 +255,24 @@ def open_dataset(cfg: RunConfig) -> Dataset:
         tokenizer=described.vocabulary.tokenizer,
         manifest=_manifest(cfg, given, opened),
     )
+
+
+def _check_templates(talks: Sequence[OpenedSource]) -> None:
+    """Raise ConfigError unless all conversations have the same template and stop tokens."""
+    for one, other in pairwise(talks):
+        differing = [
+            key
+            for key in ("template_sha256", "stop_tokens")
+            if getattr(one.chat, key) != getattr(other.chat, key)
+        ]
+        if differing:
+            name, path = other.train.name, one.vocabulary.tokenizer
+            raise ConfigError(
+                f"{one.train.name} and {name} have different chat templates or stop tokens",
+                where=f"{path}, {other.vocabulary.tokenizer}",
+                why=f"{', '.join(differing)}: a model uses only one conversation format",
+                next=f"tokenize {name} again with chat.template={path / CHAT_TEMPLATE}",
+            )
 
 
 def _check_length(source: OpenedSource, seq_len: int) -> None:
@@ -296,14 +324,23 @@ def _manifest(
 def _begin_of_document(cfg: RunConfig, opened: Sequence[OpenedSource]) -> int | None:
     """Return the token before documents of text; None if they begin without one.
 
+    Raises ConfigError if those of two sources begin differently.
+
     In a run on conversations only, it is what the tokenizer adds: the base model was trained so,
     and plain text, as in benchmark tasks, must not change with the tuning.
     """
     # The samples of a class begin as they do.
     plain = [s for s in opened if s.chat is None and not isinstance(s.train, OwnSource)]
-    texts = [(s.train.name, s.vocabulary.begin_of_document) for s in plain]
-    if texts or getattr(cfg.tokenizer, "bos", "tokenizer") == "never":
-        return compatibility.one_beginning(texts)
+    found = {s.train.name: s.vocabulary.begin_of_document for s in plain}
+    if len({*found.values()}) > 1:  # the model could be used with neither
+        raise ConfigError(
+            "the documents of the sources begin differently",
+            where="data.sources",
+            why=", ".join(f"{name}: {begin or 'no'} token" for name, begin in found.items()),
+            next="create them again with one value of tokenizer.bos: dtt tokenize --overwrite",
+        )
+    if found or getattr(cfg.tokenizer, "bos", "tokenizer") == "never":
+        return next(iter(found.values()), None)
     path = opened[0].vocabulary.tokenizer
     try:
         return begin_of_document(open_tokenizer(path), path)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy.typing as npt
 import torch
@@ -18,17 +18,13 @@ from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
-from dtt.data.samples.protocol import SampleNumbers, SampleRows
+from dtt.data.samples.protocol import SampleNumbers, SampleSource
 from dtt.data.samples.shard_check import ShardCheck
 from dtt.data.samples.token_shards import Shard
 from dtt.data.samples.token_source import TokenSource
 
-
-class SampleReader(Protocol):
-    """A source, or a mixture of several."""
-
-    def read(self, samples: SampleNumbers) -> SampleRows:
-        """Return the samples, one per row; see `SampleSource.read`."""
+SampleReader = SampleSource | Dataset
+"""A source, or a mixture of several."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,11 @@ class BatchReader:
 
     def _parts(self, array: npt.NDArray[Any], seq_len: int, count: int) -> Sequence[Tensor]:
         """Return an array [N, S] on the device, in parts of `count` rows of `seq_len`."""
-        return torch.split(self._to_device(array.reshape(-1, seq_len)), count)
+        tensor = torch.from_numpy(array.reshape(-1, seq_len))
+        if self.device.type == "cuda":
+            # Pinned memory makes the copy asynchronous; the stream orders it before the step.
+            tensor = tensor.pin_memory().to(self.device, non_blocking=True)
+        return torch.split(tensor, count)
 
     def read_on_all(self, source: SampleReader, samples: SampleNumbers) -> list[MicroBatch]:
         """Read as `read` does, but return at least one micro-batch on every rank.
@@ -142,13 +142,6 @@ class BatchReader:
         # The tokens of another sample, not zeros: their number and documents have usual shapes.
         (other,) = replace(self, rank=0, size=1).read(source, samples[:1])
         return [replace(other, targets=torch.full_like(other.targets, IGNORE_INDEX))]
-
-    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cuda":
-            # Pinned memory makes the copy asynchronous; the stream orders it before the step.
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
 
 
 def _shards(source: SampleReader, samples: SampleNumbers) -> Iterator[Shard]:

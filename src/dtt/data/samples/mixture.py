@@ -29,6 +29,8 @@ Weights = tuple[Fraction, ...]
 
 LONGEST_PATTERN = 100_000
 """Maximum period of a pattern in samples; weights that need a longer one are rounded to it."""
+ENDLESS = 2**62
+"""Samples of a source that is never exhausted."""
 MOVED = Fraction(1, 100)
 """Relative change of a share through rounding above which dtt warns."""
 
@@ -153,20 +155,6 @@ class WeightsPhase:
         # At most one period is counted, so the cost does not grow with the position.
         part = np.bincount(order.first(slot)[0][:slot], minlength=len(self.consumed))
         return self.consumed + periods * order.counts + part
-
-    def after(self, source: int, count: int) -> int | None:
-        """Return the number of samples of the run after which `source` has had `count` of them.
-
-        `count` must exceed the samples of the source before the phase. The phase is assumed never
-        to end. Returns None if the source has no share in the phase.
-        """
-        order, share = self.pattern, self.shares[source]
-        if share == 0:
-            return None
-        periods, rank = divmod(count - int(self.consumed[source]) - 1, share)
-        deadline = -(-(rank + 1) * order.period // share)
-        slot = int(np.flatnonzero(order.first(deadline)[0] == source)[rank])
-        return self.first + periods * order.period + slot + 1
 
     def first_exhausted(self, sizes: Ints, stop: int) -> tuple[int, int] | None:
         """Return the source that first completes its epoch, and the position at which it does.
@@ -295,8 +283,12 @@ class Mixture:
         # The last phase that starts before the source has had all of its samples: earlier ones end
         # before, and their patterns need not be computed.
         before = bisect_left(self.phases, size, key=lambda phase: int(phase.consumed[source])) - 1
-        position = self.phases[before].after(source, size) if self.phases else None
-        return None if position is None or position > self.end else position
+        if not self.phases:
+            return None
+        sizes = np.full(len(self.sizes), ENDLESS)
+        sizes[source] = size
+        ended = self.phases[before].first_exhausted(sizes, self.end)
+        return None if ended is None else ended[1]
 
     def _phase(self, position: int) -> WeightsPhase:
         return self.phases[bisect_right(self._firsts, position) - 1]

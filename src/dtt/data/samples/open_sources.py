@@ -13,9 +13,7 @@ from dtt.config.run import RunConfig
 from dtt.config.sources import AnySource, OneSource, Rows, Source, SourceConfig
 from dtt.data.corpus.described import check_tokens
 from dtt.data.samples import compatibility
-from dtt.data.samples.named_tokenizer import read_vocabulary
-from dtt.data.samples.own_rows import encoded, row_numbers
-from dtt.data.samples.own_source import open_own
+from dtt.data.samples.own_source import encoded, open_own, row_numbers
 from dtt.data.samples.protocol import OpenedSource, SampleSource, Vocabulary
 from dtt.data.samples.token_source import TokenSource, open_tokens
 
@@ -27,7 +25,7 @@ def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[OpenedSou
     if isinstance(cfg.data, OneSource):
         return [cfg.data.open_samples(cfg)]
     path = cfg.data.tokenizer
-    given = None if path is None else read_vocabulary(path)
+    given = None if path is None else Vocabulary.read(path)
     opened = [_open_source(cfg, source, given) for source in sources]
     named = [] if given is None else [("data.tokenizer", given)]
     named += [(source.train.name, source.vocabulary) for source in opened]
@@ -86,15 +84,13 @@ def _open_token_files(
         "doc_ids": cfg.separates_documents,
         "eod_mask_loss": cfg.data.eod_mask_loss,
     }
-    found = TokensManifest.read(source.path) if TokensManifest.is_in(source.path) else None
-    if found is not None:
-        check_tokens(cfg, source.path, found)
-    chat, pairs = (None, False) if found is None else (found.chat, found.pairs)
+    if TokensManifest.is_in(source.path):
+        check_tokens(cfg, source.path, TokensManifest.read(source.path))
     train = open_tokens(source, "train", **options)
-    # After opening: missing files are another mistake.
-    compatibility.check_conversations(source.label, source.path, chat, cfg, pairs=pairs)
-    validation = open_tokens(source, "validation", **options)
     manifest, key = train.files.manifest, train.files.key
+    # After opening: missing files are another mistake.
+    _check_conversations(cfg, source, manifest)
+    validation = open_tokens(source, "validation", **options)
     if manifest is not None:
         vocabulary = Vocabulary(
             source.path / "tokenizer.json",
@@ -120,5 +116,52 @@ def _open_token_files(
         key,
         vocabulary,
         None if manifest is None else manifest.corpus,
-        chat,
+        None if manifest is None else manifest.chat,
     )
+
+
+def _check_conversations(
+    cfg: RunConfig, source: SourceConfig, manifest: TokensManifest | None
+) -> None:
+    """Raise ConfigError if a source has conversations and the run is not for them, or vice versa.
+
+    Attention, positions and packing must respect conversations; `data.type: tokens` can do so, too,
+    for mixtures of conversations and text.
+    """
+    data, name, where = cfg.data, source.label, source.path
+    pairs = manifest is not None and manifest.pairs
+    if pairs != data.has_pairs:
+        held = "preference pairs" if pairs else "no preference pairs"
+        raise ConfigError(
+            f"the token files of {name} hold {held}, but data.type={data.type}",
+            where=where,
+            next="data.type=preference objective.type=dpo"
+            if pairs
+            else "create them from rows with chosen and rejected: "
+            "dtt tokenize data.type=preference",
+        )
+    if manifest is None or manifest.chat is None:
+        if data.has_conversations:
+            raise ConfigError(
+                f"the token files of {name} hold text, not conversations",
+                where=where,
+                why="they have no loss masks",
+                next="create them with dtt tokenize data.type=chat; or, to mix both: "
+                "data.type=tokens data.packing=best-fit data.mask_documents=true",
+            )
+        return
+    if data.packing == "concat" or not data.mask_documents:
+        raise ConfigError(
+            f"{name} holds conversations, which data.type=tokens would cut or mix",
+            where=where,
+            why=f"data.packing is {data.packing}, data.mask_documents {data.mask_documents}",
+            next="data.type=chat; or, to mix them with text: data.packing=best-fit"
+            " data.mask_documents=true",
+        )
+    if cfg.train.context_schedule:
+        raise ConfigError(
+            "train.context_schedule would cut conversations",
+            where=where,
+            why="a shorter context divides samples, and packed conversations with them",
+            next="omit train.context_schedule",
+        )

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifest import Record
 from dtt.base.errors import ConfigError, DamagedError
-from dtt.data.memory_map import Bytes, map_file
-from dtt.data.samples.packing import Ints, Packed, Packing, alone, best_fit, grouped, least_slack
+from dtt.data.samples.packing import Ints, Packed, Packing, best_fit, grouped, least_slack
 from dtt.data.samples.token_shards import Shard, TokenFiles
+from dtt.data.token_file import Bytes, map_file
 
 LEAST_SLACK_CAPACITY = 4097
 """Largest sample, in tokens, that is filled by minimum bin slack. In larger ones, best fit leaves
@@ -76,7 +76,7 @@ class _Items(NamedTuple):
     """Conversations, or pairs of them, in the order of the token files."""
 
     start: Ints
-    """[items]: first token in the stream of all shards."""
+    """[items]: first token in the shard, or in the stream of all shards."""
     tokens: Ints
     """[items]: number of tokens in the file."""
     length: Ints
@@ -106,7 +106,7 @@ def pack_conversations(
     used = fits & every.has_targets
     whole = _Items(*(column[used] for column in every))  # type: ignore[arg-type]
     if how == "none":
-        bins = alone(whole.length)
+        bins = np.arange(len(whole.length))
     elif capacity <= LEAST_SLACK_CAPACITY:
         bins = least_slack(whole.length, capacity)
     else:
@@ -126,16 +126,12 @@ def pack_conversations(
         tokens=int(whole.length.sum()),
         targets=int(whole.targets.sum()),
     )
-    if files.are_pairs:
-        packed = _divided(packed, whole.chosen[order])
+    if files.are_pairs:  # attention keeps to a conversation, so each of a pair is a piece
+        chosen = whole.chosen[order]
+        start = np.stack([packed.start, packed.start + chosen], axis=1)
+        length = np.stack([chosen, packed.length - chosen], axis=1)
+        packed = Packed(2 * packed.first, start.reshape(-1), length.reshape(-1))
     return packed, targets, counts
-
-
-def _divided(pairs: Packed, chosen: Ints) -> Packed:
-    """Divide each packed pair into two pieces; `chosen` [pairs] is the length of the first."""
-    start = np.stack([pairs.start, pairs.start + chosen], axis=1)
-    length = np.stack([chosen, pairs.length - chosen], axis=1)
-    return Packed(2 * pairs.first, start.reshape(-1), length.reshape(-1))
 
 
 def _items(shard: Shard, capacity: int, too_long: TooLong, *, pairs: bool) -> _Items:
@@ -169,22 +165,14 @@ def _items(shard: Shard, capacity: int, too_long: TooLong, *, pairs: bool) -> _I
     length = tokens.copy()
     for i in long.tolist() if too_long == "whole_turns" else ():
         # One token more than fits, to see whether an answer ends exactly at the limit.
-        kept = _answers_that_fit(mask[start[i] : start[i] + capacity + 1], capacity)
-        if kept:
-            length[i] = kept
+        seen = mask[start[i] : start[i] + capacity + 1]
+        # Position j is an answer's last target if j + 1 is none.
+        ends = np.flatnonzero((seen[1:capacity] != 0) & (seen[2 : capacity + 1] == 0))
+        if len(ends):
+            length[i] = kept = int(ends[-1]) + 2
             # The first token is excluded here as well.
-            targets[i] = int(mask[start[i] + 1 : start[i] + kept].sum())
+            targets[i] = int(seen[1:kept].sum())
     return _Items(start, tokens, length, targets, has_targets, chosen)
-
-
-def _answers_that_fit(mask: Bytes, capacity: int) -> int:
-    """Return the number of tokens up to the end of the last answer within `capacity` tokens.
-
-    `mask` has one token more. The result is 0 if no answer ends within the capacity.
-    """
-    # Position i is an answer's last target if i + 1 is none.
-    ends = np.flatnonzero((mask[1:capacity] != 0) & (mask[2 : capacity + 1] == 0))
-    return int(ends[-1]) + 2 if len(ends) else 0
 
 
 def document_bounds(shard: Shard) -> Ints:
@@ -217,13 +205,3 @@ def read_mask(shard: Shard) -> Bytes:
             next="create it again: dtt tokenize",
         )
     return mask
-
-
-def loss_mask(mask: npt.NDArray[np.uint8], first: Ints) -> npt.NDArray[np.bool_]:
-    """Return the loss mask of targets, bool [N, S], from that of tokens, uint8 [N, S + 1].
-
-    `first` are the positions in the flattened `mask` where conversations start. Their first token
-    is never a target, as it would be predicted from another conversation.
-    """
-    mask.reshape(-1)[first] = 0
-    return mask[:, 1:].astype(np.bool_)

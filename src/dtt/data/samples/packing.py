@@ -48,11 +48,10 @@ def pack(bounds: Ints, capacity: int, how: Packing = "best-fit") -> Packed:
     if how == "none":
         several = length > 1  # one token alone has no target
         start, length = start[several], length[several]
-        bins = alone(length)
+        bins = np.arange(len(length))
     else:
         bins = best_fit(length, capacity)
-    packed, _ = grouped(start, length, bins)
-    return packed
+    return grouped(start, length, bins)[0]
 
 
 def grouped(start: Ints, length: Ints, bins: Ints) -> tuple[Packed, Ints]:
@@ -64,11 +63,6 @@ def grouped(start: Ints, length: Ints, bins: Ints) -> tuple[Packed, Ints]:
     order = np.argsort(bins, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(bins))]).astype(np.int64)
     return Packed(first, start[order], length[order]), order
-
-
-def alone(lengths: Ints) -> Ints:
-    """Return a bin of its own for each item; `lengths` is [items]."""
-    return np.arange(len(lengths), dtype=np.int64)
 
 
 def best_fit(lengths: Ints, capacity: int) -> Ints:
@@ -184,7 +178,13 @@ class _Bins:
         each = room // length
         wanted = -(-items // each)
         if fitting:
-            bins = self._of(room, wanted)
+            groups = self._rooms[room]
+            group = groups.pop()
+            bins = group[:wanted]
+            if len(group) > wanted:
+                groups.append(group[wanted:])
+            elif not groups:
+                self._there ^= 1 << room
         else:
             bins = np.arange(self._made, self._made + wanted)
             self._made += wanted
@@ -196,16 +196,6 @@ class _Bins:
         self._put(bins[:full], room - each * length)
         self._put(bins[full:], room - rest * length)
         return np.repeat(bins, each)[:items]
-
-    def _of(self, room: int, count: int) -> Ints:
-        """Remove at most `count` bins from those with this room; return them."""
-        groups = self._rooms[room]
-        group = groups.pop()
-        if len(group) > count:
-            groups.append(group[count:])
-        elif not groups:
-            self._there ^= 1 << room
-        return group[:count]
 
     def _put(self, bins: Ints, room: int) -> None:
         if room and len(bins):

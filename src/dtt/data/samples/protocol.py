@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.manifests import ChatFacts
+from dtt.base.errors import InputError
+from dtt.base.files import sha256_file
+from dtt.base.reading import read_whole
 from dtt.base.targets import IGNORE_INDEX
+from dtt.data.text.encoder import Encoder
 
 SampleNumbers = npt.NDArray[np.uint64]
 """Sample numbers. The number within a source is below 2**SOURCE_SHIFT.
@@ -155,6 +159,21 @@ class Vocabulary:
     """Id of the token after every document."""
     begin_of_document: int | None = None
     """Id of the token before every document; None if there is none, or it is not known."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the vocabulary of a tokenizer.json that the configuration names.
+
+        Raises InputError if the file does not exist, and ConfigError if it has no end-of-document
+        token.
+        """
+        try:
+            encoder = Encoder(read_whole(path), None, path)
+        except FileNotFoundError:
+            raise InputError(
+                "there is no tokenizer", where=path.absolute(), next="data.tokenizer=FILE"
+            ) from None
+        return cls(path, sha256_file(path), encoder.vocab_size, encoder.end_of_document)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,16 @@ def read_header(path: Path, raw_dtype: str) -> Header:
     if isinstance(known, str):
         raise refusal(path, known)
     if known is not None:
-        header = _llm_c(path, head, *known)
+        (known_version, ids), (magic, version, count) = known, struct.unpack_from("<3i", head)
+        if version != known_version:
+            raise InputError(
+                "an unknown version of llm.c's token files",
+                where=path,
+                why=f"version {version} after the magic number {magic}; "
+                f"only {known_version} is known",
+                next=CONVERT,
+            )
+        header = Header("llm.c", LLM_C_HEADER, ids, count)
     elif head.startswith(NUMPY_MAGIC):
         header = _numpy(path, head)
     else:
@@ -157,18 +166,6 @@ def _numpy(path: Path, head: bytes) -> Header:
             "not a one-dimensional array of token ids", where=path, why=f"it is {why}", next=wanted
         )
     return Header("numpy", offset, dtype.str, int(shape[0]))
-
-
-def _llm_c(path: Path, head: bytes, known: int, dtype: str) -> Header:
-    magic, version, tokens = struct.unpack_from("<3i", head)
-    if version != known:
-        raise InputError(
-            "an unknown version of llm.c's token files",
-            where=path,
-            why=f"version {version} after the magic number {magic}; only {known} is known",
-            next=CONVERT,
-        )
-    return Header("llm.c", LLM_C_HEADER, dtype, tokens)
 
 
 def _other(head: bytes, size: int, file: BinaryIO) -> str | None:

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from dtt.artifacts.manifest import FileRecord, Manifest
-from dtt.data.memory_map import map_file
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.protocol import SampleSource
 from dtt.data.samples.token_source import TokenSource
+from dtt.data.token_file import map_file
 
 DTYPE = np.dtype("<f4")
 NAME = "reference_logprobs"
@@ -55,15 +55,14 @@ def reference_files(dataset: Dataset) -> Iterator[tuple[str, SampleSource]]:
 
 def with_reference(dataset: Dataset, folder: Path) -> Dataset:
     """Return the dataset with the log-probabilities in `folder`, whose files must be complete."""
-    found = {name: _referenced(source, folder / name) for name, source in reference_files(dataset)}
+    found = dict[str, TokenSource]()
+    for name, source in reference_files(dataset):
+        assert isinstance(source, TokenSource), "only token files hold preference pairs"
+        values = map_file(folder / name).view(DTYPE).reshape(len(source), -1)
+        found[name] = source.with_extra(NAME, values)
     held_out = iter([source for name, source in found.items() if name.startswith("validation")])
     return replace(
         dataset,
         sources=tuple(source for name, source in found.items() if name.startswith("train")),
         validation=tuple(source and next(held_out) for source in dataset.validation),
     )
-
-
-def _referenced(source: SampleSource, path: Path) -> TokenSource:
-    assert isinstance(source, TokenSource), "only token files hold preference pairs"
-    return source.with_extra(NAME, map_file(path).view(DTYPE).reshape(len(source), -1))

@@ -71,20 +71,17 @@ class Order:
         while count:
             epoch, place = divmod(first, self._samples)
             block, offset = divmod(place, BLOCK)
-            part = self._block(epoch, block)[offset : offset + count]
+            of_epoch, of_block, samples = self._latest
+            if (of_epoch, of_block) != (epoch, block):
+                stop = min((block + 1) * BLOCK, self._samples)
+                index = np.arange(block * BLOCK, stop, dtype=np.uint64)
+                # The epoch is in the key, so each epoch has its own order without any state.
+                samples = permutation(index, self._samples, f"{self._key}/{epoch}".encode())
+                self._latest = epoch, block, samples
+            part = samples[offset : offset + count]
             parts.append(part)
             first, count = first + len(part), count - len(part)
         return np.concatenate(parts)
-
-    def _block(self, epoch: int, block: int) -> SampleNumbers:
-        of_epoch, of_block, samples = self._latest
-        if (of_epoch, of_block) != (epoch, block):
-            stop = min((block + 1) * BLOCK, self._samples)
-            index = np.arange(block * BLOCK, stop, dtype=np.uint64)
-            # The epoch is in the key, so each epoch has its own order without any state.
-            samples = permutation(index, self._samples, f"{self._key}/{epoch}".encode())
-            self._latest = epoch, block, samples
-        return samples
 
 
 def extend_data_hash(before: bytes, samples: SampleNumbers) -> bytes:

@@ -368,7 +368,14 @@ class TextSource(TextSamples):
             for unit_place in unit_places:
                 unit = units[int(index[unit_place])]
                 for part, row in enumerate(self._rows_of(unit, skip, bad), skip):
-                    self._check_number(sample + len(row), unit)
+                    if sample + len(row) > 1 << UNIT_SHIFT:
+                        raise InputError(
+                            "a file holds too much text to train from it directly",
+                            where=self._documents.corpus.path(unit.spans[0].file),
+                            why=f"more than {1 << UNIT_SHIFT} sequences, and it must be read from "
+                            "its start",
+                            next="create token files from it: dtt tokenize",
+                        )
                     if len(row):
                         begin = Cursor(place, epoch, unit_place, part, sample)
                         yield UnitPart(begin, (unit.index << UNIT_SHIFT) + sample, len(row)), row
@@ -405,15 +412,6 @@ class TextSource(TextSamples):
     def _encode(self, documents: list[Document]) -> EncodedDocuments:
         train = [d for d in documents if d.text and not held_out(d.text, self._fraction)]
         return EncodedDocuments(train, self._encoder, self._seq_len)
-
-    def _check_number(self, samples: int, unit: Unit) -> None:
-        if samples > 1 << UNIT_SHIFT:
-            raise InputError(
-                "a file holds too much text to train from it directly",
-                where=self._documents.corpus.path(unit.spans[0].file),
-                why=f"more than {1 << UNIT_SHIFT} sequences, and it must be read from its start",
-                next="create token files from it: dtt tokenize",
-            )
 
 
 def _size(document: Document) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import TokenShard, TokensManifest
 from dtt.artifacts.shard_files import shard_stem
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
-from dtt.data.memory_map import map_file
 from dtt.data.samples.raw_tokens import (
     HEAD_BYTES,
     Header,
@@ -38,7 +37,7 @@ from dtt.data.samples.raw_tokens import (
     read_header,
     refusal,
 )
-from dtt.data.token_file import TokenFile, Tokens, bin_path, idx_path, mask_path
+from dtt.data.token_file import TokenFile, Tokens, bin_path, idx_path, map_file, mask_path
 from dtt.data.tokenize.markers import Split, changed_files
 
 HELD_OUT = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
@@ -48,20 +47,44 @@ RAW = (".bin", ".npy")
 Format = Literal["dtt", "megatron", "datatrove"] | RawFormat
 
 
-class DocumentBounds(Protocol):
-    """Document boundaries of one token file. TokenFile implements this protocol."""
+@dataclass(frozen=True)
+class DocumentEnds:
+    """Document boundaries given by the end of each document (exclusive), in ascending order."""
+
+    ends: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
 
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the first tokens of documents first … stop - 1.
-
-        The document number one past the last represents the end of the file.
-        """
+        """See TokenFile."""
+        before = self.ends[max(0, first - 1) : max(0, stop - 1)].astype(np.int64)
+        # Document i starts where document i - 1 ends, so the ends are shifted by one.
+        # The first document starts at 0, where no other one ends.
+        return np.insert(before, 0, 0) if first == 0 else before
 
     def starting_after(self, token: int) -> int:
-        """Return the number of the first document whose first token comes after `token`."""
+        """See TokenFile."""
+        return int(self.ends.searchsorted(self.ends.dtype.type(token), side="right")) + 1
 
     def bounds(self) -> npt.NDArray[np.int64]:
-        """Return the first token of every document, then the number of tokens."""
+        """See TokenFile."""
+        return self.starts(0, len(self.ends) + 1)
+
+    @classmethod
+    def of(cls, ids: Path, header: Header, end_of_document: int | None) -> Self:
+        """Scan a file of ids for `end_of_document`; if it is None, the file is one document."""
+        tokens, dtype = header.tokens, np.dtype(header.dtype)
+        found = [np.array([tokens], dtype=np.int64)]  # the last document may lack its end token
+        # In parts: a file may be larger than the memory.
+        for start in range(0, tokens, SCAN_TOKENS) if end_of_document is not None else ():
+            offset = header.offset + start * dtype.itemsize
+            part = np.fromfile(ids, dtype, SCAN_TOKENS, offset=offset)
+            # A document ends behind its end token.
+            found.append(start + 1 + np.flatnonzero(part == end_of_document))
+        # The last token may be an end token, which gives its end twice.
+        return cls(np.unique(np.concatenate(found)))
+
+
+DocumentBounds = TokenFile | DocumentEnds
+"""The document boundaries of one token file."""
 
 
 def documents_in(documents: DocumentBounds, start: int, stop: int) -> tuple[int, Tokens]:
@@ -86,42 +109,6 @@ def spans_in(
         at = max(begin, start)
         if at < end:
             yield document, at - begin, place + at - start, place + end - start
-
-
-@dataclass(frozen=True)
-class DocumentEnds:
-    """Document boundaries given by the end of each document (exclusive), in ascending order."""
-
-    ends: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
-
-    def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """See DocumentBounds."""
-        before = self.ends[max(0, first - 1) : max(0, stop - 1)].astype(np.int64)
-        # Document i starts where document i - 1 ends, so the ends are shifted by one.
-        # The first document starts at 0, where no other one ends.
-        return np.insert(before, 0, 0) if first == 0 else before
-
-    def starting_after(self, token: int) -> int:
-        """See DocumentBounds."""
-        return int(self.ends.searchsorted(self.ends.dtype.type(token), side="right")) + 1
-
-    def bounds(self) -> npt.NDArray[np.int64]:
-        """See DocumentBounds."""
-        return self.starts(0, len(self.ends) + 1)
-
-    @classmethod
-    def of(cls, ids: Path, header: Header, end_of_document: int | None) -> Self:
-        """Scan a file of ids for `end_of_document`; if it is None, the file is one document."""
-        tokens, dtype = header.tokens, np.dtype(header.dtype)
-        found = [np.array([tokens], dtype=np.int64)]  # the last document may lack its end token
-        # In parts: a file may be larger than the memory.
-        for start in range(0, tokens, SCAN_TOKENS) if end_of_document is not None else ():
-            offset = header.offset + start * dtype.itemsize
-            part = np.fromfile(ids, dtype, SCAN_TOKENS, offset=offset)
-            # A document ends behind its end token.
-            found.append(start + 1 + np.flatnonzero(part == end_of_document))
-        # The last token may be an end token, which gives its end twice.
-        return cls(np.unique(np.concatenate(found)))
 
 
 # Compared by identity: caches of open shards look them up for every piece of a sample.
@@ -209,43 +196,38 @@ def open_files(
         found = [x for x in found if split in (None, _split(x))]
     elif split == "validation":
         found = []
-    openers: dict[str, Callable[[Path], Shard]] = {
-        "megatron": _megatron,
-        "datatrove": _datatrove,
-        "raw": lambda path: _raw(path, raw_dtype, end_of_document),
-    }
     shards = []
     for one in found:
         try:
-            shard = openers[format_](one)
-            check_first_ids(shard, vocab_size)
+            if format_ == "raw":
+                shard = _raw(one, raw_dtype, end_of_document)
+            else:
+                shard = _megatron(one) if format_ == "megatron" else _datatrove(one)
+            dtype = np.dtype(shard.dtype)
+            count = HEAD_BYTES // dtype.itemsize
+            ids = np.fromfile(shard.path, dtype, count, offset=shard.offset)
+            if shard.format == "raw":
+                check_width(shard.path, ids, vocab_size)
+            if vocab_size is not None:
+                check_vocabulary(shard.path, ids, vocab_size)
             shards.append(shard)
         except (ConfigError, DamagedError, InputError) as error:
             if broken is None:
                 raise
             broken[bin_path(one) if format_ == "megatron" else one] = error
-    # Names and sizes only: hashing terabytes at every start is not affordable. Files of dtt have
-    # hashes in their manifest.
-    content = [(s.path.name, s.tokens, s.dtype) for s in shards]
-    return TokenFiles(
-        path, _one_format(shards, format_), tuple(shards), fingerprint(content), None, None
-    )
-
-
-def _one_format(shards: list[Shard], otherwise: Format) -> Format:
-    """Return the common format of all shards, or `otherwise` if there are no shards.
-
-    Raises InputError if the shards have several formats.
-    """
     examples = {shard.format: shard.path.name for shard in shards}
     if len(examples) > 1:
         raise InputError(
             "a folder holds token files of several formats",
-            where=shards[0].path.parent,
+            where=path,
             why=", ".join(f"{name} is {format_}" for format_, name in examples.items()),
             next="move those of one format to a separate folder, and specify that",
         )
-    return next(iter(examples), otherwise)
+    # Names and sizes only: hashing terabytes at every start is not affordable. Files of dtt have
+    # hashes in their manifest.
+    content = [(s.path.name, s.tokens, s.dtype) for s in shards]
+    common: Format = next(iter(examples), format_)
+    return TokenFiles(path, common, tuple(shards), fingerprint(content), None, None)
 
 
 def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Path]]:
@@ -359,20 +341,6 @@ def _datatrove(path: Path) -> Shard:
         lambda: DocumentEnds(map_file(index).view("<u8")),
         format="datatrove",
     )
-
-
-def check_first_ids(shard: Shard, vocab_size: int | None) -> None:
-    """Check the first ids of a shard that dtt did not write.
-
-    Raises DamagedError if one is outside the vocabulary, and ConfigError if raw ids look like ids
-    of a wider dtype.
-    """
-    dtype = np.dtype(shard.dtype)
-    ids = np.fromfile(shard.path, dtype, HEAD_BYTES // dtype.itemsize, offset=shard.offset)
-    if shard.format == "raw":
-        check_width(shard.path, ids, vocab_size)
-    if vocab_size is not None:
-        check_vocabulary(shard.path, ids, vocab_size)
 
 
 def _raw(path: Path, dtype: str, end_of_document: int | None) -> Shard:

@@ -72,14 +72,9 @@ def _without_panics() -> Iterator[None]:
                 os.dup2(stderr, 2)
                 os.close(stderr)
                 with aside:
-                    _pass_on(aside)
-
-
-def _pass_on(aside: Any) -> None:
-    """Write the lines of `aside` to stderr, except those of panics."""
-    aside.seek(0)
-    panic = False
-    for line in aside:
-        panic = b"panicked at" in line or (panic and not line[:1].isdigit())
-        if not panic:
-            os.write(2, line)
+                    aside.seek(0)
+                    panic = False
+                    for line in aside:
+                        panic = b"panicked at" in line or (panic and not line[:1].isdigit())
+                        if not panic:
+                            os.write(2, line)

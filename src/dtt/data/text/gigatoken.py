@@ -162,29 +162,23 @@ class Gigatoken:
 
         This requires characters that are defined in Python's version of Unicode and, if the
         tokenizer normalises to NFC, text that is already NFC.
-        """
-        text = b"\n".join(one for one in documents if not one.isascii())
-        if not text:
-            return True
-        content = np.frombuffer(text, np.uint8)
-        if not self._knows(content[content >= 0x80].tobytes().decode()):
-            return False
-        return not self._composes or unicodedata.is_normalized("NFC", text.decode())
-
-    def _knows(self, characters: str) -> bool:
-        """Return True if Python's version of Unicode defines all `characters`.
 
         The NFC form of defined characters never changes
         (https://www.unicode.org/policies/stability_policy.html), and their categories hardly ever
         do; the tests compare them. At the time of writing the engines implement Unicode 16 and 17,
         Python 3.11 implements 14 and Python 3.14 implements 16.
         """
+        text = b"\n".join(one for one in documents if not one.isascii())
+        if not text:
+            return True
+        content = np.frombuffer(text, np.uint8)
+        characters = content[content >= 0x80].tobytes().decode()
         codes = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
         for code in set(codes[~self._known[codes]].tolist()):
             if unicodedata.category(chr(code)) == "Cn":
                 return False
             self._known[code] = True
-        return True
+        return not self._composes or unicodedata.is_normalized("NFC", text.decode())
 
 
 def _composes(normalizer: Any) -> bool:

@@ -59,7 +59,17 @@ class LostCharacters:
         if self._unknown is not None and not (ids == self._unknown).any():
             return found
         for text in decoded:
-            lost = self._vanished(text) if self._unknown is None else self._unknown_in(text)
+            if self._unknown is None:
+                characters = set(text)
+                for character in characters - self._lost.keys():
+                    self._lost[character] = self._vanishes(character)
+                # Most texts lose nothing: they are not gone through again.
+                vanished = {character for character in characters if self._lost[character]}
+                lost = [one for one in text if one in vanished] if vanished else []
+            else:
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+                places = np.flatnonzero(np.array(encoding.ids) == self._unknown).tolist()
+                lost = [text[slice(*encoding.offsets[place])] for place in places]
             found += LostText(
                 documents=bool(lost), characters=sum(map(len, lost)), such_as=(*lost[:EXAMPLES],)
             )
@@ -70,17 +80,6 @@ class LostCharacters:
         for token in self._special if self.possible else ():
             text = text.replace(token, "")
         return self.count([text.encode()], ids)
-
-    def _unknown_in(self, text: str) -> list[str]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        places = np.flatnonzero(np.array(encoding.ids) == self._unknown).tolist()
-        return [text[slice(*encoding.offsets[place])] for place in places]
-
-    def _vanished(self, text: str) -> list[str]:
-        for character in set(text) - self._lost.keys():
-            self._lost[character] = self._vanishes(character)
-        lost = {character for character in set(text) if self._lost[character]}
-        return [character for character in text if character in lost] if lost else []
 
     def _vanishes(self, character: str) -> bool:
         """Return True if a character has no token, or only some of its bytes have."""

@@ -1,14 +1,13 @@
 """The interface between the writer of shards and the kinds of documents: text or conversations.
 
 The units of work, their markers, the ranks and the manifest are the same for all kinds
-(dtt.data.tokenize.distributed). This module also has the kind for text; the one for conversations
+(dtt.data.tokenize.encode_corpus). This module also has the kind for text; the one for conversations
 is dtt.data.conversations.row_encoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -197,25 +196,19 @@ class TextUnitEncoder:
             ids, lengths = self._encoder.encode(documents)
         except Unencodable as error:
             if len(documents) == 1:
-                refused.add(partial(_shown, documents[0]), error.why)
+                start = documents[0].decode()[:40]
+                refused.add(lambda: f"a document that starts with {start!r}", error.why)
                 return self.encode([], refused)
             # Halved, until only the document in question is left.
             middle = len(documents) // 2
             halves = (documents[:middle], documents[middle:])
-            return _joined(*(self.encode(half, refused) for half in halves))
+            one, other = (self.encode(half, refused) for half in halves)
+            return EncodedPart(
+                np.concatenate([one.ids, other.ids]),
+                np.concatenate([one.lengths, other.lengths]),
+                None,
+                one.text_bytes + other.text_bytes,
+                one.lost and other.lost and one.lost + other.lost,
+            )
         lost = self._encoder.lost.count(documents, ids)
         return EncodedPart(ids, lengths, None, sum(map(len, documents)), lost)
-
-
-def _shown(document: bytes) -> str:
-    return f"a document that starts with {document.decode()[:40]!r}"
-
-
-def _joined(first: EncodedPart, second: EncodedPart) -> EncodedPart:
-    return EncodedPart(
-        np.concatenate([first.ids, second.ids]),
-        np.concatenate([first.lengths, second.lengths]),
-        None,
-        first.text_bytes + second.text_bytes,
-        first.lost and second.lost and first.lost + second.lost,
-    )

@@ -19,7 +19,7 @@ from dtt.mesh.comm import Comm, open_comm
 if TYPE_CHECKING:
     from dtt.artifacts.manifests import SplitCounts
     from dtt.data.text.unit_encoder import DocumentKind
-    from dtt.data.tokenize.distributed import Tokenized
+    from dtt.data.tokenize.encode_corpus import Tokenized
 
 NULLS = Message(
     """\
@@ -50,7 +50,7 @@ def run(cfg: RunConfig, *, overwrite: bool = False, as_json: bool = False) -> No
     for one in cfg.corpora:
         read_corpus(one)
     if cfg.download.datasets:
-        from dtt.data.tokenize.shared_tokenizer import share_tokenizer
+        from dtt.data.tokenize.work_plan import share_tokenizer
 
         share_tokenizer(cfg, comm, overwrite=overwrite)
     facts = []
@@ -68,7 +68,7 @@ def _tokenize(
     cfg: RunConfig, comm: Comm, *, overwrite: bool, as_json: bool
 ) -> dict[str, object] | str:
     """Write the token files of one corpus; rank 0 returns the report, and warns of losses."""
-    from dtt.data.tokenize.distributed import tokenize
+    from dtt.data.tokenize.encode_corpus import tokenize
 
     out = cfg.tokenize_dir
     result = tokenize(

@@ -1,9 +1,13 @@
-"""The plan of a tokenization run: the tokenizer, the units, and which of them are finished."""
+"""The plan of a tokenization run: the tokenizer, the units, and which of them are finished.
+
+Several corpora have one tokenizer, which is trained on all of them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -12,7 +16,7 @@ from typing import Any
 from dtt.artifacts.manifest import Record, fingerprint
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
 from dtt.base.errors import ConfigError, InputError
-from dtt.base.files import has_sha256, write_atomically
+from dtt.base.files import exclusive, has_sha256, patience_of_step, write_atomically
 from dtt.base.log import log, progress
 from dtt.base.reading import read_small
 from dtt.base.rendezvous import RENDEZVOUS
@@ -23,6 +27,7 @@ from dtt.config.data import (
     TokenizerConfig,
     TrainedTokenizerConfig,
 )
+from dtt.config.run import RunConfig
 from dtt.config.source import shown
 from dtt.data.corpus.document_sampling import HELD_OUT_BY, tokenizer_sample
 from dtt.data.corpus.selection import removals_key
@@ -30,11 +35,21 @@ from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.corpus.usable import check_usable
 from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind
-from dtt.data.tokenize.markers import SPLITS, WORK, marker_path, unit_stems
-from dtt.data.tokenize.verification import LOST_MARKER, NOT_MADE, find_pending, sound_manifest
+from dtt.data.tokenize.markers import (
+    LOST_MARKER,
+    NOT_MADE,
+    SPLITS,
+    WORK,
+    find_pending,
+    marker_path,
+    sound_manifest,
+    unit_stems,
+)
 from dtt.mesh.comm import Comm
 
 TOKENIZER = "tokenizer.json"
+SHARED = ".tokenizer"
+"""Subfolder with the record of what the tokenizer of several corpora was trained on."""
 KEY = "identity.json"
 """Name of the file, in the work folder, with the key of token files that are being made."""
 SPECIAL_TOKENS_IN_TEXT = "encoded as text"
@@ -102,7 +117,7 @@ def make_plan(
     and InputError if the corpus is empty.
     """
     found = None if overwrite else _shared(comm, read_key(out) if comm.rank == 0 else None)
-    corpus, units, unit_bytes = divide(cfg, clean, corpus_folder, comm, found)
+    corpus, units, unit_bytes = _divide(cfg, clean, corpus_folder, comm, found)
     if overwrite:
         clear(cfg, out)
         comm.barrier()
@@ -114,15 +129,15 @@ def make_plan(
         encoding = kind.key_parts(tokenizer, None if found is None else found.key_parts)
         key = _asked(cfg, tokenizer, corpus, unit_bytes, given, encoding)
         resizable = cfg.unit_bytes is None
-        if found and is_same(found, key, out, "token files", may_be_resized=resizable):
+        if found and _is_same(found, key, out, "token files", may_be_resized=resizable):
             key = found
         elif found:
             clear(cfg, out)
         if not has_sha256(out / TOKENIZER, key.tokenizer_sha256):
             if key is found:
                 log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
-            content = given or _trained(cfg, tokenizer, corpus, units)
-            key = write_tokenizer(out, content, key, WORK)
+            content = given or _trained(tokenizer, [(corpus, units)], cfg)
+            key = _write_tokenizer(out, content, key, WORK)
         for name, text in kind.files().items():
             if not has_sha256(out / name, hashlib.sha256(text.encode()).hexdigest()):
                 write_atomically(out / name, text)
@@ -144,7 +159,7 @@ def _asked(
     return TokensKey(
         key_parts={
             "corpus": {"sha256": corpus.manifest.content_key()},
-            "tokenizer": tokenizer_key(tokenizer, given),
+            "tokenizer": _tokenizer_key(tokenizer, given),
             "tokenize": {
                 "validation_fraction": cfg.validation_fraction,
                 "unit_bytes": unit_bytes,
@@ -154,7 +169,7 @@ def _asked(
             **encoding,
         },
         tokenizer_sha256="",  # not known before it is trained
-        removed=removed_key(corpus),
+        removed=_removed_key(corpus),
     )
 
 
@@ -178,7 +193,7 @@ def _checked(out: Path, corpus: Corpus, units: list[Unit], key: TokensKey, comm:
     return Plan(out, corpus, units, key, {} if complete else pending, complete)
 
 
-def divide(
+def _divide(
     cfg: TokenizeConfig,
     clean: CleanConfig | None,
     folder: Path,
@@ -211,7 +226,7 @@ def divide(
     return corpus, units, unit_bytes
 
 
-def removed_key(corpus: Corpus) -> str | None:
+def _removed_key(corpus: Corpus) -> str | None:
     """Return a hash of what the selection removes; None: nothing."""
     return None if corpus.selection is None else removals_key(corpus.selection.removals)
 
@@ -247,7 +262,7 @@ def _shard_files(folder: Path) -> Iterator[Path]:
             yield from folder.glob(f"{split}-*.{suffix}")
 
 
-def is_same(
+def _is_same(
     found: TokensKey, asked: TokensKey, out: Path, what: str, *, may_be_resized: bool = False
 ) -> bool:
     """Return True if the key `found` of `what` in `out` is the one asked for; log why it is not.
@@ -273,17 +288,7 @@ def is_same(
     return True
 
 
-def _trained(
-    cfg: TokenizeConfig, tokenizer: TokenizerConfig, corpus: Corpus, units: list[Unit]
-) -> bytes:
-    assert isinstance(tokenizer, TrainedTokenizerConfig)
-    check_usable(corpus, units, stop_at_bad=cfg.on_bad_document == "stop")
-    # On one rank: 100 MB take half a minute, once, and any number of ranks would need the same
-    # tokenizer.
-    return trained(tokenizer, [(corpus, units)], cfg.validation_fraction)
-
-
-def write_tokenizer(out: Path, content: bytes, asked: TokensKey, work: str) -> TokensKey:
+def _write_tokenizer(out: Path, content: bytes, asked: TokensKey, work: str) -> TokensKey:
     """Write a tokenizer, and then what it is for, into the folder `work` of `out`."""
     write_atomically(out / TOKENIZER, content)
     key = asked.model_copy(update={"tokenizer_sha256": hashlib.sha256(content).hexdigest()})
@@ -312,7 +317,7 @@ def _tidy(out: Path, pending: dict[int, str]) -> None:
         log.info("… and %d more", len(redone) - REDONE_SHOWN)
 
 
-def tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
+def _tokenizer_key(tokenizer: TokenizerConfig, given: bytes | None) -> dict[str, Any]:
     """Return the inputs that determine the tokenizer: its training options, or its sha256."""
     facts = tokenizer.model_dump(mode="json")
     if given is not None:
@@ -344,12 +349,18 @@ def _shared(comm: Comm, key: TokensKey | None) -> TokensKey | None:
     return None if facts is None else TokensKey.model_validate(facts)
 
 
-def trained(
-    tokenizer: TrainedTokenizerConfig,
+def _trained(
+    tokenizer: TokenizerConfig,
     corpora: Sequence[tuple[Corpus, list[Unit]]],
-    validation_fraction: float,
+    cfg: TokenizeConfig,
 ) -> bytes:
-    """Train a tokenizer on corpora, in proportion to their sizes; return its tokenizer.json."""
+    """Train a tokenizer on corpora, in proportion to their sizes; return its tokenizer.json.
+
+    One rank calls this: 100 MB take half a minute, once, and all would need the same tokenizer.
+    """
+    assert isinstance(tokenizer, TrainedTokenizerConfig)
+    for corpus, units in corpora:
+        check_usable(corpus, units, stop_at_bad=cfg.on_bad_document == "stop")
     sizes = [sum(unit.text_bytes for unit in units) for _, units in corpora]
     total = min(tokenizer.train_bytes, sum(sizes))
     log.info("training a tokenizer of %d entries on %.1f MB", tokenizer.vocab_size, total / 1e6)
@@ -360,7 +371,7 @@ def trained(
             for size in sizes
         ]
         samples = (
-            tokenizer_sample(corpus, units, part, validation_fraction, advance)
+            tokenizer_sample(corpus, units, part, cfg.validation_fraction, advance)
             for (corpus, units), part in zip(corpora, parts, strict=True)
         )
         return train_tokenizer(tokenizer, chain.from_iterable(samples)).encode()
@@ -382,3 +393,36 @@ def _flat(parts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def share_tokenizer(cfg: RunConfig, comm: Comm, *, overwrite: bool) -> None:
+    """Train the tokenizer of `download.datasets` into `tokenize.out`, unless it is there.
+
+    Collective. Does nothing for a given tokenizer. Raises InputError if a corpus has no documents,
+    and ConfigError if the tokenizer there was trained on other text or with other settings, and
+    `overwrite` is not given.
+    """
+    tokenizer, out = cfg.tokenizer, cfg.tokenize_dir
+    if not cfg.download.datasets or not isinstance(tokenizer, TrainedTokenizerConfig):
+        return
+    corpora = [_divide(c.tokenize, c.clean, c.corpus_dir, comm)[:2] for c in cfg.corpora]
+    with exclusive(out, "dtt tokenize", patience_of_step()) if comm.rank == 0 else nullcontext():
+        if comm.rank == 0:
+            asked = TokensKey(
+                key_parts={
+                    "corpora": {
+                        one.download.label: corpus.manifest.content_key()
+                        for one, (corpus, _) in zip(cfg.corpora, corpora, strict=True)
+                    },
+                    "tokenizer": _tokenizer_key(tokenizer, None),
+                    "tokenize": {"validation_fraction": cfg.tokenize.validation_fraction},
+                },
+                tokenizer_sha256="",
+                removed=removals_key(_removed_key(corpus) for corpus, _ in corpora),
+            )
+            found = None if overwrite else read_key(out, SHARED)
+            # It was trained on documents that `dtt clean` may have removed since.
+            kept = found is not None and _is_same(found, asked, out, "the tokenizer")
+            if found is None or not kept or not has_sha256(out / TOKENIZER, found.tokenizer_sha256):
+                _write_tokenizer(out, _trained(tokenizer, corpora, cfg.tokenize), asked, SHARED)
+        comm.barrier()

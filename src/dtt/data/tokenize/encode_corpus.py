@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dtt.base.files import check_space, exclusive, patience_of_step, write_atomi
 from dtt.base.log import log, progress
 from dtt.config.clean import CleanConfig
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
+from dtt.data.corpus.units import Unit
 from dtt.data.corpus.usable import nothing_usable
 from dtt.data.text.lost_characters import check_lost
 from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
@@ -83,7 +85,13 @@ def tokenize(
             cfg, tokenizer, corpus_folder, out, comm, kind, clean=clean, overwrite=overwrite
         )
         if plan.complete:
-            return _already_done(cfg, plan) if first else None
+            if not first:
+                return None
+            manifest = TokensManifest.read(out)
+            found = map(partial(_marker, plan), plan.units if manifest.left_out else ())
+            problems = tuple(problem for marker in found if marker for problem in marker.problems)
+            _check_left_out(cfg, manifest, problems)
+            return Tokenized(manifest, problems)
         encoder = kind.open(tokenizer, out / TOKENIZER, plan.key.key_parts)
         encoder.choose_engine(plan.corpus, plan.units, comm)
         one_core = encoder.engine == "gigatoken" or encoder.chat is not None
@@ -98,12 +106,14 @@ def tokenize(
             encoded = encode_units(plan, units, encoder, place, cfg, cores, advance)
         # A gather is also a barrier: all units have their markers after it.
         text_bytes = sum(comm.gather(encoded))
-        manifest, problems = _finish(cfg, plan, encoder) if first else (None, ())
+        done = None
+        if first:
+            manifest, problems = _finish(cfg, plan, encoder)
+            took = time.monotonic() - start
+            count, engine = len(plan.pending), encoder.engine
+            done = Tokenized(manifest, problems, count, text_bytes, engine, took)
         comm.barrier()  # MPI may end rank 0 in the middle of its manifest when others exit
-        if manifest is None:
-            return None
-        took = time.monotonic() - start
-        return Tokenized(manifest, problems, len(plan.pending), text_bytes, encoder.engine, took)
+        return done
 
 
 def _share_cores(comm: Comm) -> int:
@@ -141,7 +151,17 @@ def _finish(
     cfg: TokenizeConfig, plan: Plan, encoder: UnitEncoder[Any]
 ) -> tuple[TokensManifest, tuple[str, ...]]:
     """Write the manifest; return it and the locations of some unreadable documents."""
-    corpus, markers = plan.corpus, _all_markers(plan)
+    corpus, markers = plan.corpus, list[UnitMarker]()
+    for unit in plan.units:
+        marker = _marker(plan, unit)
+        if marker is None:
+            raise DamagedError(
+                "a finished unit is missing",
+                where=marker_path(plan.out, unit.index),
+                why="another process wrote to this folder or deleted from it",
+                next="run the same command again",
+            )
+        markers.append(marker)
     lost = [marker.lost for marker in markers if marker.lost is not None]
     problems = tuple(problem for marker in markers for problem in marker.problems)
     refused = sum((Counter(marker.refused) for marker in markers), Counter())
@@ -178,16 +198,6 @@ def _finish(
     return manifest, problems
 
 
-def _already_done(cfg: TokenizeConfig, plan: Plan) -> Tokenized:
-    manifest = TokensManifest.read(plan.out)
-    if not manifest.left_out:
-        return Tokenized(manifest)
-    markers = [read_marker(plan.out, unit.index, plan.key.fingerprint) for unit in plan.units]
-    problems = tuple(problem for marker in markers if marker for problem in marker.problems)
-    _check_left_out(cfg, manifest, problems)
-    return Tokenized(manifest, problems)
-
-
 def _check_left_out(
     cfg: TokenizeConfig, manifest: TokensManifest, problems: tuple[str, ...]
 ) -> None:
@@ -203,19 +213,8 @@ def _check_left_out(
         )
 
 
-def _all_markers(plan: Plan) -> list[UnitMarker]:
-    markers = []
-    for unit in plan.units:
-        marker = read_marker(plan.out, unit.index, plan.key.fingerprint)
-        if marker is None:
-            raise DamagedError(
-                "a finished unit is missing",
-                where=marker_path(plan.out, unit.index),
-                why="another process wrote to this folder or deleted from it",
-                next="run the same command again",
-            )
-        markers.append(marker)
-    return markers
+def _marker(plan: Plan, unit: Unit) -> UnitMarker | None:
+    return read_marker(plan.out, unit.index, plan.key.fingerprint)
 
 
 def _check_splits(

@@ -10,33 +10,31 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support import tokenizing
 from support.corpora import json_lines
 from support.running import TIMEOUT
 from support.token_files import sums
+from support.tokenizing import documents
 from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.config.data import (
-    GivenTokenizerConfig,
-    TokenizeConfig,
-    TokenizerConfig,
-    TrainedTokenizerConfig,
-)
+from dtt.config.data import GivenTokenizerConfig
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.streams import Span
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.token_file import TokenFile
-from dtt.data.tokenize.distributed import Tokenized, tokenize
+from dtt.data.tokenize.encode_corpus import Tokenized
+from dtt.data.tokenize.shards import BackgroundWriter, ahead
 from dtt.data.tokenize.work_plan import Plan, TokensKey
-from dtt.mesh.comm import Serial
 
-BPE = TrainedTokenizerConfig(vocab_size=300)
 WORDS = ["alpha", "beta", "gamma", "delta", "<|endoftext|>", "ünïcode", "字", "\n"]
 
 
@@ -47,24 +45,8 @@ def text(number: int) -> str:
 TEXTS = [f"{i} {text(i)}" for i in range(2000)]
 
 
-def run(
-    corpus: Corpus,
-    out: Path,
-    tokenizer: TokenizerConfig = BPE,
-    *,
-    overwrite: bool = False,
-    **cfg: Any,
-) -> Tokenized:
-    options = TokenizeConfig(**({"validation_fraction": 0.1, "unit_bytes": 20_000} | cfg))
-    result = tokenize(options, tokenizer, corpus.folder, out, Serial(), overwrite=overwrite)
-    assert result is not None
-    return result
-
-
-def documents(folder: Path, split: str) -> list[list[int]]:
-    shards = [s for s in TokensManifest.read(folder).shards if s.split == split]
-    files = [TokenFile(folder / shard.stem) for shard in shards]
-    return [file[i].tolist() for file in files for i in range(len(file))]
+def run(corpus: Corpus, *arguments: Any, **options: Any) -> Tokenized:
+    return tokenizing.run(corpus.folder, *arguments, **options)
 
 
 @pytest.fixture
@@ -78,7 +60,7 @@ def test_every_document_is_there_once_and_ends_with_the_end_of_document(
 ) -> None:
     manifest = run(corpus, tmp_path / "out").manifest
     tokenizer = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
-    splits = {split: documents(tmp_path / "out", split) for split in ("train", "validation")}
+    splits = documents(tmp_path / "out")
     texts = {
         split: [tokenizer.decode(ids[:-1], skip_special_tokens=False) for ids in found]
         for split, found in splits.items()
@@ -104,8 +86,8 @@ def test_validation_is_disjoint_and_stable_when_documents_are_added(
         run(corpus, out)
         decode = Tokenizer.from_file(str(out / "tokenizer.json")).decode
         train, validation = (
-            {decode(ids, skip_special_tokens=False) for ids in documents(out, split)}
-            for split in ("train", "validation")
+            {decode(ids, skip_special_tokens=False) for ids in found}
+            for found in documents(out).values()
         )
         assert not train & validation
         assert 0.05 * count < len(validation) < 0.15 * count
@@ -292,8 +274,87 @@ def test_gpt2_ids_are_those_of_tokenizers_on_real_text(
     texts = [json.loads(line)["text"] for line in content.splitlines()]
     assert sum("<|endoftext|>" in text for text in texts) == 0
     expected = [[*reference.encode(t, add_special_tokens=False).ids, 50256] for t in texts]
-    found = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "validation")
-    assert sorted(found) == sorted(expected)
+    found = documents(tmp_path / "out")
+    assert sorted(found["train"] + found["validation"]) == sorted(expected)
+
+
+# ---- threads beside the encoder ------------------------------------------------------------------
+
+
+def test_items_come_in_order_and_only_one_is_made_ahead() -> None:
+    made: list[int] = []
+
+    def items() -> Iterator[int]:
+        for i in range(20):
+            made.append(i)
+            yield i
+
+    with ThreadPoolExecutor(1) as reader:
+        for i, item in enumerate(ahead(items(), reader)):
+            assert item == i
+            assert len(made) <= i + 2
+    assert made == list(range(20))
+
+
+def test_an_error_of_the_reader_reaches_the_loop() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("a bad file")
+
+    with (
+        ThreadPoolExecutor(1) as reader,
+        pytest.raises(ValueError, match="a bad file"),
+    ):
+        assert list(ahead(items(), reader)) == [1]
+
+
+def test_no_more_actions_wait_than_allowed() -> None:
+    """With room for two beside the one being done, the fourth call returns when that is done."""
+    go, returned = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> None:
+        go.wait(TIMEOUT)
+
+    def caller() -> None:
+        with BackgroundWriter(2) as behind:
+            for _ in range(4):
+                behind.do(wait)
+                returned.release()
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    assert all(returned.acquire(timeout=TIMEOUT) for _ in range(3))
+    assert not returned.acquire(timeout=0.1)
+    go.set()
+    assert returned.acquire(timeout=TIMEOUT)
+    thread.join()
+
+
+def test_an_error_of_the_writer_is_raised_and_stops_further_actions() -> None:
+    go = threading.Event()
+    done: list[int] = []
+
+    def fail() -> None:
+        go.wait(TIMEOUT)
+        raise OSError("disk full")
+
+    def use() -> None:
+        with BackgroundWriter(5) as behind:
+            behind.do(fail)
+            for i in range(5):
+                behind.do(done.append, i)
+            go.set()
+            while True:
+                behind.do(done.append, 5)
+
+    with pytest.raises(OSError, match="disk full"):
+        use()
+    assert done == []
+
+
+def test_an_error_of_the_last_action_is_raised_on_exit() -> None:
+    with pytest.raises(OSError, match="disk full"), BackgroundWriter(5) as behind:
+        behind.do(lambda: (_ for _ in ()).throw(OSError("disk full")))
 
 
 # ---- real ranks ----------------------------------------------------------------------------------
