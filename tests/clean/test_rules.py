@@ -11,8 +11,7 @@ from support.running import Dtt
 from dtt.clean.filters import Removal
 from dtt.clean.rules import MEASURES, DocumentText, QualityRules
 from dtt.clean.unit_pass import make_filters
-from dtt.config.clean import CleanConfig
-from dtt.config.quality_limits import LIMITS
+from dtt.config.clean import LIMITS, CleanConfig
 from dtt.config.validation import validate
 
 

@@ -276,32 +276,16 @@ def test_pages_and_their_data_show_the_jobs_that_are_asked_for(pages: Site, clie
 
 
 @pytest.mark.parametrize(
-    ("path", "status"),
+    "path",
     [
-        ("report?job=jobs/unknown", 404),
-        ("report?job=/etc", 404),
-        ("report?job={job}/", 404),
-        ("report?job={job}/../a", 404),
-        ("report?job={job}%00", 404),
-        ("report?job=", 404),
-        ("report", 400),
-        ("report?jobs=a", 400),
-        ("report.json?job=/etc", 404),
-        ("report.json", 400),
-        ("other", 404),
-        ("report/", 404),
-        ("../report", 404),
-        ("/report", 404),
-        ("#report", 404),
+        "report?job=jobs/unknown", "report?job=/etc", "report?job={job}/", "report?job={job}/../a",
+        "report?job={job}%00", "report?job=", "report", "report?jobs=a", "report.json?job=/etc",
+        "report.json", "other", "report/", "../report", "/report", "#report",
     ],
-)
-def test_what_does_not_exist_is_an_error_in_plain_text(
-    unchanged: Client, path: str, status: int
-) -> None:
+)  # fmt: skip
+def test_what_does_not_exist_is_an_error_in_plain_text(unchanged: Client, path: str) -> None:
     response = unchanged.request(path.format(job=unchanged.pages.folder / "jobs/a"))
-    assert (response.status, response.headers["Content-Type"]) == (
-        status, "text/plain; charset=utf-8",
-    )  # fmt: skip
+    assert (response.status, response.headers["Content-Type"]) == (404, "text/plain; charset=utf-8")
     assert "next:" in response.body
 
 

@@ -1,4 +1,4 @@
-"""Published quality rules: Gopher's, C4's and FineWeb's, with the limits of `quality_limits`.
+"""Published quality rules: Gopher's, C4's and FineWeb's, with the limits of `dtt.config.clean`.
 
 A word is what white space separates, so that no model of a language is needed, and a line is one
 that is not blank, without the white space around it. datatrove cuts words with spaCy, which makes
@@ -23,7 +23,7 @@ import regex
 
 from dtt.clean.filters import Removal
 from dtt.clean.shingles import ngram_hashes
-from dtt.config.quality_limits import LIMITS, Limits
+from dtt.config.clean import LIMITS, Limits
 
 STOP_WORDS = frozenset(["the", "be", "to", "of", "and", "that", "have", "with"])
 """Gopher's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,7 @@ def must_be(pattern: str, what: str) -> AfterValidator:
 Unit = Literal["steps", "share", "tokens"]
 TOKENS = re.compile(r"(\d+(?:\.\d+)?) ?([kKMBT]?) ?tokens?")
 """Pattern of a number of tokens, such as `50M tokens` or `1.5 B tokens`."""
+SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -153,31 +155,23 @@ class Length:
 
     def __post_init__(self) -> None:
         """Measure what was written. Raise ValueError if it is no length."""
-        unit, amount = _measured(self.written)
+        length, unit, amount = self.written, "steps", Fraction(-1)
+        if isinstance(length, int) and not isinstance(length, bool):
+            amount = Fraction(length)
+        elif isinstance(length, float) and 0.0 <= length <= 1.0:
+            unit, amount = "share", Fraction(str(length))
+        elif isinstance(length, str) and (found := TOKENS.fullmatch(length)):
+            unit, amount = "tokens", Fraction(found[1]) * SUFFIXES[found[2]]
+        elif isinstance(length, str) and (found := SHARE.fullmatch(length)):
+            unit, amount = "share", Fraction(found[1]) / 100
+        if not 0 <= amount <= {"share": 1, "tokens": MAX_INT}.get(unit, math.inf):
+            raise ValueError(length)
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "amount", amount)
 
     def __str__(self) -> str:
         """Return the length as it was written."""
         return str(self.written)
-
-
-def _measured(length: int | float | str) -> tuple[Unit, Fraction]:
-    """Return the unit and the amount of a length; ValueError if it is none."""
-    if isinstance(length, int) and not isinstance(length, bool) and length >= 0:
-        return "steps", Fraction(length)
-    if isinstance(length, float) and 0.0 <= length <= 1.0:
-        return "share", Fraction(str(length))
-    if isinstance(length, str):
-        if found := TOKENS.fullmatch(length):
-            tokens = Fraction(found[1]) * SUFFIXES[found[2]]
-            if tokens <= MAX_INT:
-                return "tokens", tokens
-        if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", length):
-            share = Fraction(found[1]) / 100
-            if share <= 1:
-                return "share", share
-    raise ValueError(length)
 
 
 def _length(value: Any) -> Length:

@@ -22,8 +22,10 @@ from dtt.config import explain, source, stages
 from dtt.config.init import HF, MAY_DIFFER
 from dtt.config.key_types import STAGES
 from dtt.config.merging import (
+    STEPS,
     Resolved,
     extended_lists,
+    length_layer,
     merge,
     nested,
     origin_of,
@@ -33,7 +35,6 @@ from dtt.config.merging import (
 from dtt.config.own import run_config
 from dtt.config.removed import without_removed
 from dtt.config.run import RunConfig
-from dtt.config.run_length import STEPS, length_layer
 from dtt.config.shipped import find, is_job, shipped_configs, shipped_file
 from dtt.config.source import Layer, Leaf, shown
 from dtt.config.stages import INIT_FROM, Entry

@@ -23,10 +23,6 @@ from dtt.report.page import embedded, render, without_secrets
 Data = Callable[[Sequence[Status]], Mapping[str, Any]]
 
 
-class BadRequest(DttError):
-    """A request that names no jobs."""
-
-
 @dataclass(frozen=True)
 class Pages:
     """The content of the server."""
@@ -52,12 +48,10 @@ class Pages:
                     data = self.report(examine(self._open(_parse(query))))
             else:
                 raise InputError("there is no such page", next="open the list of jobs")
+        except InputError as error:
+            connection.send(HTTPStatus.NOT_FOUND, redacted(str(error)))
         except DttError as error:
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            if isinstance(error, BadRequest | InputError):
-                known = isinstance(error, BadRequest)
-                status = HTTPStatus.BAD_REQUEST if known else HTTPStatus.NOT_FOUND
-            connection.send(status, redacted(str(error)))
+            connection.send(HTTPStatus.INTERNAL_SERVER_ERROR, redacted(str(error)))
         except Exception:  # noqa: BLE001  a bug in one page must not end the others
             log.warning("a request to the report server failed", exc_info=True)
             text = "dtt cannot show this page: the log of dtt report --serve has the reason"
@@ -71,7 +65,7 @@ class Pages:
 
     def _open(self, names: Sequence[str]) -> list[JobDir]:
         if not names:
-            raise BadRequest("the address names no job", next="open a job from the list of jobs")
+            raise InputError("the address names no job", next="open a job from the list of jobs")
         # Names are looked up, so that no path of a request is ever opened.
         known = {str(job.root): job for job in self.find()}
         if unknown := [name for name in names if name not in known]:
@@ -84,5 +78,5 @@ def _parse(query: str) -> list[str]:
     # A file name that is not UTF-8 is percent-encoded bytes here, and surrogates in Python.
     fields = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
     if other := [name for name, _ in fields if name != "job"]:
-        raise BadRequest(f"unknown parameter {other[0]!r}", next="open a job from the list of jobs")
+        raise InputError(f"unknown parameter {other[0]!r}", next="open a job from the list of jobs")
     return [value for _, value in fields]

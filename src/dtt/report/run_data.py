@@ -145,27 +145,27 @@ def verdict(status: Status) -> dict[str, Any]:
 
 
 def _next_command(status: Status) -> str:
+    job = status.job
     if status.state is State.DONE:
-        cfg = configuration_of(status.job)
-        if cfg is not None and (folder := _export_folder(cfg, status.files.step)) is not None:
-            chats = status.job.chat_template.is_file()
-            return shlex.join(["dtt", *(["chat"] if chats else ["generate", "-p", "TEXT"]), folder])
-        command = ["export"]
+        command = ["export", str(job.root)]
+        try:
+            cfg = load_job(job.root)
+            folder = cfg.export.out or Path("exports") / cfg.name
+            exported = ExportManifest.read(folder)
+            if (exported.job, exported.step) == (cfg.name, status.files.step):
+                does = ["chat"] if job.chat_template.is_file() else ["generate", "-p", "TEXT"]
+                command = [*does, str(folder)]
+        except DttError:
+            pass  # there is no export, or the configuration cannot be read
     elif status.alive or status.queued:
-        command = ["job", "status"]
+        command = ["job", "status", str(job.root)]
     else:
-        command = ["job", "resume"]  # it prints the command, or submits the job again
-    return shlex.join(["dtt", *command, str(status.job.root)])
-
-
-def _export_folder(cfg: RunConfig, step: int | None) -> str | None:
-    """Return the folder to which `dtt export` wrote this step of a job, if it exists."""
-    folder = cfg.export.out or Path("exports") / cfg.name
-    try:
-        manifest = ExportManifest.read(folder)
-    except DttError:
-        return None
-    return str(folder) if (manifest.job, manifest.step) == (cfg.name, step) else None
+        command = [
+            "job",
+            "resume",
+            str(job.root),
+        ]  # it prints the command, or submits the job again
+    return shlex.join(["dtt", *command])
 
 
 def name_of(job: JobDir, cfg: RunConfig | None) -> str:

@@ -30,15 +30,8 @@ function grid(report, charts) {
     : null;
 }
 
-/** Sections that a live page draws again when such data of a run changes. */
-const LIVE_SECTIONS = {
-  time: "clock",
-  attempts: "clock",
-  samples: "samples",
-  mixture: "mixture",
-  checkpoints: "checkpoints",
-  anomalies: "guard",
-};
+/** Sections that a live page draws again when what they show has changed. */
+const LIVE_SECTIONS = ["time", "attempts", "samples", "mixture", "checkpoints", "anomalies"];
 
 class ReportPage {
   constructor(data) {
@@ -107,28 +100,29 @@ class ReportPage {
   /** Show newer data: what has not changed stays, so that the focus and a selection do. */
   take(data) {
     this.data = data;
-    const changed = new Set(this.runs.flatMap((run, i) => run.take(data.runs[i])));
-    if (!changed.size) return;
+    this.runs.forEach((run, i) => run.take(data.runs[i]));
     if (this.contents !== this.runs.map((run) => run.contents).join()) {
       this.draw(); // there is a metric, a task or a section that the page did not have
       return;
     }
-    const fresh = head(this.data, this.runs);
-    if (fresh.textContent !== this.head.textContent) {
-      this.head.replaceWith(fresh);
-      this.head = fresh;
-    }
+    this.head = renewed(this.head, head(this.data, this.runs));
     const sections = this.sections();
-    for (const [name, part] of Object.entries(LIVE_SECTIONS)) {
-      if (!this.drawn[name] || !changed.has(part)) continue;
-      const again = drawn(sections[name]);
-      if (!again) continue;
-      this.drawn[name].replaceWith(again);
-      this.drawn[name] = again;
+    for (const name of LIVE_SECTIONS) {
+      const [before, after] = [this.drawn[name], drawn(sections[name])];
+      if (before && after) this.drawn[name] = renewed(before, after);
     }
-    if (changed.has("tasks")) this.scores.replaceChildren(taskTable(this.runs));
+    const scores = taskTable(this.runs);
+    if (scores) renewed(this.scores.firstElementChild, scores);
     this.view.update();
   }
+}
+
+/** Replace an element by a newer one, if that differs; return the one that is shown. */
+function renewed(before, after) {
+  // The reader may have opened the end of the log.
+  if (before.outerHTML.replaceAll(' open=""', "") === after.outerHTML) return before;
+  before.replaceWith(after);
+  return after;
 }
 
 /** Return a section; null if its data is damaged, so that the others are shown. */

@@ -26,19 +26,14 @@ class Run {
     this.take(data);
   }
 
-  /** Take the data of the run; return the names of what is new. */
+  /** Take the data of the run, or newer ones. */
   take(data) {
-    const before = this.texts;
-    this.texts = Object.fromEntries(
-      Object.entries(data).map(([name, value]) => [name, JSON.stringify(value)]),
-    );
     Object.assign(this, data);
     this.label = data.label ?? data.name;
     this.curves = Object.fromEntries(
       Object.entries(data.curves).map(([name, curve]) => [name, new Curve(curve)]),
     );
     this.place();
-    return Object.keys(data).filter((name) => this.texts[name] !== before?.[name]);
   }
 
   /** Compute the tokens and the seconds of training at the end of each bucket. */
