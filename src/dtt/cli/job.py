@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from dtt.cli.app import cli
-from dtt.cli.options import Job, Json, argument, option
+from dtt.cli.options import Job, Json, Yes, argument, option
 
 job_cli = cli.group("job", "List, inspect and control jobs.")
 
@@ -105,7 +105,7 @@ def job_resume(job: Job) -> None:
 @job_cli.command("dtt job rm jobs/run -y")
 def job_rm(
     job: Job,
-    yes: Annotated[bool, option("--yes", "-y", "Do not ask for confirmation.")] = False,
+    yes: Yes = False,
 ) -> None:
     """Delete a job directory with all of its checkpoints.
 

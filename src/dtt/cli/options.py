@@ -67,6 +67,14 @@ After = Annotated[
 ]
 
 
+AllowChange = Annotated[
+    list[str] | None, option("On resume, allow this key to change what is trained; repeatable.")
+]
+
+
+Yes = Annotated[bool, option("--yes", "-y", "Do not ask for confirmation.")]
+
+
 Json = Annotated[bool, option("--json", "Print the result as JSON.")]
 
 

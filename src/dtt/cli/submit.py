@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from dtt.cli.app import cli
-from dtt.cli.options import After, Cluster, Config, Json, RedoFrom, argument, option
+from dtt.cli.options import (
+    After,
+    AllowChange,
+    Cluster,
+    Config,
+    Json,
+    RedoFrom,
+    Yes,
+    argument,
+    option,
+)
 
 
 @cli.command(
@@ -26,9 +36,7 @@ def submit(
     ] = None,
     config: Config = None,
     cluster: Cluster = None,
-    allow_change: Annotated[
-        list[str] | None, option("On resume, allow this key to change what is trained; repeatable.")
-    ] = None,
+    allow_change: AllowChange = None,
     redo_from: RedoFrom = None,
     after: After = None,
     in_one_job: Annotated[
@@ -41,7 +49,7 @@ def submit(
     no_submit: Annotated[
         bool, option("--no-submit", "Create the job directory, to be submitted with sbatch.")
     ] = False,
-    yes: Annotated[bool, option("--yes", "-y", "Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     json: Json = False,
     code_copy: Annotated[
         bool, option("--code-copy", "Copy dtt's code into the job and run the copy.")
@@ -53,38 +61,22 @@ def submit(
     jobs/<name>-<command>/) and submits its slurm.sh. `sbatch` with that file submits it again. A
     pipeline is one job per step, each of which waits for the one before.
     """
+    common: dict[str, Any] = {
+        "cluster": cluster, "dry_run": dry_run, "yes": yes, "as_json": json,
+        "code_copy": code_copy, "redo_from": redo_from, "after": after or [],
+    }  # fmt: skip
+    of_one_job = {
+        "no_submit": no_submit,
+        "print_script": print_script,
+        "allow_change": allow_change,
+    }
     if what == "pipeline" and not in_one_job:
         from dtt.launch import chain
 
-        given = {"--no-submit": no_submit, "--print-script": print_script}
-        given["--allow-change"] = bool(allow_change)
-        chain.run(
-            config,
-            job_or_overrides or [],
-            cluster=cluster,
-            dry_run=dry_run,
-            yes=yes,
-            as_json=json,
-            code_copy=code_copy,
-            redo_from=redo_from,
-            after=after or [],
-            of_one_job=[name for name, value in given.items() if value],
-        )
+        given = [f"--{name.replace('_', '-')}" for name, value in of_one_job.items() if value]
+        chain.run(config, job_or_overrides or [], of_one_job=given, **common)
         return
     from dtt.launch import submit
 
-    submit.run(
-        what,
-        config,
-        job_or_overrides or [],
-        cluster=cluster,
-        allow_change=allow_change or [],
-        dry_run=dry_run,
-        print_script=print_script,
-        no_submit=no_submit,
-        yes=yes,
-        as_json=json,
-        code_copy=code_copy,
-        redo_from=redo_from,
-        after=after or [],
-    )
+    common |= of_one_job | {"allow_change": allow_change or []}
+    submit.run(what, config, job_or_overrides or [], **common)

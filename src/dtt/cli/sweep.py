@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from dtt.cli.app import cli
-from dtt.cli.options import After, Cluster, Json, argument, option
+from dtt.cli.options import After, Cluster, Json, Yes, argument, option
 
 sweep_cli = cli.group("sweep", "Run and evaluate hyperparameter sweeps.")
 
@@ -36,7 +36,7 @@ def sweep_submit(
     local: Local = None,
     cluster: Cluster = None,
     after: After = None,
-    yes: Annotated[bool, option("--yes", "-y", "Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     dry_run: Annotated[bool, option("--dry-run", "Print the plan; start nothing.")] = False,
     json: Json = False,
 ) -> None:

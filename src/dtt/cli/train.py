@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Json, Quiet, Stage, Trust, argument, option
+from dtt.cli.options import AllowChange, Config, Json, Quiet, Stage, Trust, argument, option
 
 
 @cli.command(
@@ -21,9 +21,7 @@ def train(
         list[str] | None, argument("[JOB] [KEY=VALUE]…", "Job directory to resume; config keys.")
     ] = None,
     config: Config = None,
-    allow_change: Annotated[
-        list[str] | None, option("On resume, allow this key to change what is trained; repeatable.")
-    ] = None,
+    allow_change: AllowChange = None,
     from_step: Annotated[
         int | None,
         option("Resume from this checkpoint; newer ones are renamed, not deleted.", metavar="N"),

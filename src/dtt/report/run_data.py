@@ -160,11 +160,8 @@ def _next_command(status: Status) -> str:
     elif status.alive or status.queued:
         command = ["job", "status", str(job.root)]
     else:
-        command = [
-            "job",
-            "resume",
-            str(job.root),
-        ]  # it prints the command, or submits the job again
+        # It prints the command, or submits the job again.
+        command = ["job", "resume", str(job.root)]
     return shlex.join(["dtt", *command])
 
 
