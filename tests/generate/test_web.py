@@ -22,8 +22,8 @@ from support.running import TIMEOUT, Dtt
 from support.tiny_job import make_tokenizer, write_chat_job, write_checkpoint, write_job
 
 from dtt.data.text.continuation import Continuation
-from dtt.generate.api_request import Fields, Options, Refused
 from dtt.generate.run import Sampling
+from dtt.generate.web import Fields, Options, Refused
 
 TOKENIZER = make_tokenizer("<|im_start|>", "<|im_end|>")
 HOSTILE = "<img src=x onerror='window.pwned=1'>"

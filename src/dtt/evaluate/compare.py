@@ -14,7 +14,7 @@ from dtt.base.log import log
 from dtt.checkpoint import store
 from dtt.config.init import HF
 from dtt.evaluate.models import folder_model, folder_results
-from dtt.evaluate.tasks.paired import compare
+from dtt.evaluate.tasks.metrics import compare
 from dtt.evaluate.tasks.result_files import SealedResult, of_weights, read, read_sealed, weights_of
 from dtt.hf.model_source import job_of
 

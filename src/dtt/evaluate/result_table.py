@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
 from dtt.evaluate.models import EvaluatedModel
-from dtt.evaluate.tasks.metrics import TaskResult
-from dtt.evaluate.tasks.paired import noise
+from dtt.evaluate.tasks.metrics import TaskResult, noise
 from dtt.evaluate.tasks.result_files import ResultFile, of_weights, read_sealed, weights_of
 
 CHECKPOINTS = 5

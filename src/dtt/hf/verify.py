@@ -22,8 +22,8 @@ from torch import Tensor
 from dtt.base.errors import DamagedError, Diverged, EnvironmentUnfit, InputError
 from dtt.base.log import log
 from dtt.config.value_types import InitialStd
-from dtt.data.conversations.render_limits import memory_limit
 from dtt.data.conversations.rows import Conversation, RefusedRow
+from dtt.data.conversations.sandbox import memory_limit
 from dtt.hf import library_folder
 from dtt.hf.chat_format import ChatFormat, read_config
 from dtt.hf.model_source import on_device

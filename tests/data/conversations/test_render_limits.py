@@ -8,8 +8,8 @@ import pytest
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.dialects import parse_prompt
-from dtt.data.conversations.render_limits import MAX_STEPS, RenderSteps, TooCostly
 from dtt.data.conversations.rows import RefusedRow
+from dtt.data.conversations.sandbox import MAX_STEPS, RenderSteps, TooCostly
 from dtt.data.conversations.template import COSTLY_SHARE, ChatTemplate
 
 HELLO = parse_prompt({"prompt": "hello"})

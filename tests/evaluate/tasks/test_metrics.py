@@ -14,13 +14,13 @@ import pytest
 from dtt.evaluate.tasks.metrics import (
     AnswerRecord,
     TaskResult,
+    compare,
     count_words,
     estimates,
     has_tie,
     mean_stderr,
     task_result,
 )
-from dtt.evaluate.tasks.paired import compare
 
 SIMULATIONS, QUESTIONS = 2000, 200
 Draw = Callable[[np.random.Generator], list[AnswerRecord]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtt.evaluate.tasks.paired import compare, mcnemar, noise
+from dtt.evaluate.tasks.metrics import compare, mcnemar, noise
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from jinja2 import TemplateSyntaxError
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_small
-from dtt.data.conversations.render_limits import RenderSteps, TooCostly, memory_limit
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
-from dtt.data.conversations.sandbox import STEPS, Sandbox
+from dtt.data.conversations.sandbox import STEPS, RenderSteps, Sandbox, TooCostly, memory_limit
 from dtt.data.text.side_files import object_beside
 
 CHATML = """\
