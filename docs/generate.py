@@ -38,7 +38,7 @@ from dtt.config.load import Mistakes, resolve
 from dtt.config.parallel import mesh_sizes
 from dtt.config.sweep import SweepConfig
 from dtt.evaluate.tasks.definition import Task
-from dtt.jobs.sweep_trials import SweepManifest
+from dtt.jobs.sweeps import SweepManifest
 from dtt.main import commands
 from dtt.model.mesh_divisibility import check_layout
 from dtt.model.scaling import scaled

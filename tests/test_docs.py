@@ -28,7 +28,7 @@ from dtt.config.load import resolve, stage_names
 from dtt.config.run import RunConfig
 from dtt.config.sweep import KINDS, SweepConfig
 from dtt.evaluate.tasks.definition import load_tasks
-from dtt.jobs import sweep_trials as trials
+from dtt.jobs import sweeps as trials
 from dtt.main import commands
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -165,7 +165,7 @@ def test_every_sweep_shown_makes_trials_and_every_key_of_one_is_reported(
         Path(name).write_text(text)
         plan = trials.plan(Path(name))
         assert len(plan.trials) > 1
-        assert not [one.why for one in plan.dropped if not one.why.startswith("excluded")]
+        assert not [why for _, why in plan.dropped if not why.startswith("excluded")]
     page = TEXT[ROOT / "docs/sweep.md"]
     assert SweepConfig.model_fields.keys() <= field_docs(SweepConfig).keys()  # in docs/files.md
     for kind in KINDS[1:]:

@@ -13,9 +13,7 @@ import torch
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
-from dtt.jobs.clock import Clock
-from dtt.jobs.goodput import goodput
-from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.clock import Clock, PhaseTimer, goodput
 from dtt.mesh.dist import start
 from dtt.model import families
 from dtt.train.supervise.time_breakdown import TimeBreakdown
@@ -76,7 +74,7 @@ def test_a_job_without_clock_records_has_no_goodput(tmp_path: Path) -> None:
 def test_the_clock_writes_the_fields_that_are_set(tmp_path: Path) -> None:
     job = JobDir(tmp_path)
     clock = Clock(job, job.begin_attempt())
-    clock.set_fields(first=0, step=2, steps=2, parts={"forward_backward": 1.0})
+    clock.fields = {"first": 0, "step": 2, "steps": 2, "parts": {"forward_backward": 1.0}}
     clock.close()
     found = goodput(job)
     assert found is not None

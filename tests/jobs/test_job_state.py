@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_slurm import FORGOTTEN, NO_ACCOUNTING, NO_CONTROLLER, SACCT, SQUEUE, FakeSlurm
+from support.fake_slurm import (
+    FORGOTTEN,
+    NO_ACCOUNTING,
+    NO_CONTROLLER,
+    SACCT,
+    SQUEUE,
+    FakeSlurm,
+    write_heartbeat,
+)
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, InputError
@@ -67,13 +75,7 @@ class Written:
         )  # fmt: skip
 
     def beat(self, number: int = 1, *, ago: float = 2, **changes: Any) -> Written:
-        when = time.time() - ago
-        beat = {
-            "time": when, "progress": when, "attempt": number, "phase": "step",
-            "step": 8, "steps": 20, "seconds_per_step": 0.5, "world_size": 2, "node": "n1",
-            "pid": 1,
-        }  # fmt: skip
-        self._write("heartbeat.json", json.dumps(beat | changes))
+        write_heartbeat(self.job, time=time.time() - ago, attempt=number, **changes)
         return self
 
     def asked(self, what: str, by: str = "alice: dtt job stop") -> Written:

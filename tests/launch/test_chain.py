@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import write_commands
 from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode
 from dtt.jobs.clock import in_words
 from dtt.launch import chain, pipeline
+from dtt.launch.submit import SubmitOptions
 
 SBATCH = """\
 echo "sbatch $*" >>"$CALLS"
@@ -37,13 +38,8 @@ Fake = dict[str, str]
 @pytest.fixture
 def slurm(tmp_path: Path) -> Fake:
     """Environment with an sbatch that counts from 1 and may reject, and a squeue with $QUEUE."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, body in FAKES.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
+    path = write_commands(tmp_path / "bin", FAKES)
     (tmp_path / "books.txt").write_text("words " * 100)
-    path = f"{folder}:{os.environ['PATH']}"
     return {"PATH": path, "CALLS": str(tmp_path / "calls"), "QUEUE": "", "REJECTED": "nothing"}
 
 
@@ -233,10 +229,7 @@ def test_without_slurm_the_steps_run_here(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(pipeline, "run", run)
     monkeypatch.setenv("PATH", str(tmp_path))
-    chain.run(
-        "quickstart", ["name=n"], cluster=None, redo_from=None, after=(), of_one_job=(),
-        dry_run=False, yes=False, as_json=False, code_copy=False,
-    )  # fmt: skip
+    chain.run("quickstart", ["name=n"], SubmitOptions())
     assert ran == [("quickstart", ["name=n"])]
 
 

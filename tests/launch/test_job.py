@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_slurm import NO_CONTROLLER, SQUEUE, FakeSlurm
+from support.fake_slurm import NO_CONTROLLER, SQUEUE, FakeSlurm, write_heartbeat
 from support.running import TIMEOUT, Dtt, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode
-from dtt.jobs.sweep_trials import SweepManifest, TrialRecord
+from dtt.jobs.sweeps import SweepManifest, TrialRecord
 
 Settings = Callable[..., list[str]]
 ALONE = {"PATH": "/nonexistent"}
@@ -137,12 +137,7 @@ def test_ls_shows_the_progress_of_a_running_job_and_the_last_loss_of_an_ended_on
             {"kind": "perf", "step": 8, "tokens_per_second": 45_678.9},
         ]
         job.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-        beat = {
-            "time": time.time(), "progress": time.time(), "attempt": 1, "phase": "train",
-            "step": 8, "steps": 20, "seconds_per_step": 300.0, "world_size": 2, "node": "n1",
-            "pid": 1,
-        }  # fmt: skip
-        job.heartbeat.write_text(json.dumps(beat))
+        write_heartbeat(job, seconds_per_step=300.0)
         if code is not None:
             job.end_attempt(ExitCode(code), "stopped by a user", 0, attempt=1, asked_by="bob")
     header, *lines = dtt("job", "ls", **ALONE).stdout.splitlines()
@@ -226,14 +221,9 @@ def test_a_user_request_overrides_the_stop_of_the_time_limit(dtt: Dtt) -> None:
     (job / "attempts/1/ranks/00000.json").write_text("{}")
     (job / "control").mkdir()
     (job / "control/stop").write_text("slurm: time limit\n")
-    now = time.time()
-    answer = {"request": "stop", "by": "slurm: time limit", "step": 8, "time": now}
+    answer = {"request": "stop", "by": "slurm: time limit", "step": 8, "time": time.time()}
     (job / "control/acknowledged.json").write_text(json.dumps(answer))
-    beat = {
-        "time": now, "progress": now, "attempt": 1, "phase": "save", "step": 8, "steps": 20,
-        "seconds_per_step": 0.5, "world_size": 2, "node": "n1", "pid": 1,
-    }  # fmt: skip
-    (job / "heartbeat.json").write_text(json.dumps(beat))
+    write_heartbeat(JobDir(job), phase="save")
     first, second = dtt("job", "stop", "jobs/t", **ALONE).stdout.splitlines()
     assert first == "acknowledged at step 8: the job saves and stops"
     assert "slurm: time limit" in second

@@ -10,7 +10,7 @@ import pytest
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.data.corpus import download
-from dtt.launch.step_times import EXPORT, RATES, START, TEXT_IN_A_BYTE, expected_seconds
+from dtt.launch.chain import EXPORT, RATES, START, TEXT_IN_A_BYTE, expected_seconds
 
 
 def configured(folder: Path, *changes: str) -> RunConfig:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.fake_slurm import SQUEUE
+from support.fake_slurm import SQUEUE, write_commands
 from support.running import TIMEOUT, Dtt
 
 from dtt.artifacts.jobdir import JobDir
@@ -39,13 +39,8 @@ Settings = Callable[..., list[str]]
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """Environment with an sbatch that gives out id 17, and a squeue that knows $QUEUE."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
     fakes = {"sbatch": 'echo "$PWD $*" >>"$CALLS"; echo 17', "squeue": 'printf "%s" "$QUEUE"'}
-    for name, body in fakes.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
-    path = f"{folder}:{os.environ['PATH']}"
+    path = write_commands(tmp_path / "bin", fakes)
     return {"PATH": path, "CALLS": str(tmp_path / "calls"), "QUEUE": ""}
 
 

@@ -20,9 +20,9 @@ from support.report_jobs import (
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import ExportManifest
 from dtt.config.load import load_job
-from dtt.jobs.goodput import goodput
+from dtt.jobs.clock import goodput
 from dtt.jobs.job_state import examine
-from dtt.jobs.sweep_trials import find as find_sweep
+from dtt.jobs.sweeps import find as find_sweep
 from dtt.report.report_pages import _labels, differences, of_sweep
 from dtt.report.run import find_jobs
 from dtt.report.run_data import changed_keys, configuration_of, read_run, spread

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.fake_slurm import write_heartbeat
 from support.loopback_wandb import KEY, LoopbackWandb, Run
 from support.running import Dtt
 
@@ -346,12 +346,7 @@ def test_a_running_job_that_is_online_is_not_written_to_by_two(
 ) -> None:
     job = make_job(dtt, "one", {"type": "wandb"})
     job.begin_attempt()
-    now = time.time()
-    beat = {
-        "time": now, "progress": now, "attempt": 1, "phase": "train", "step": 20, "steps": 99,
-        "seconds_per_step": 0.5, "world_size": 1, "node": "n1", "pid": 1,
-    }  # fmt: skip
-    job.heartbeat.write_text(json.dumps(beat))
+    write_heartbeat(job)
     (job.root / "wandb/run-20260102_000000-id-one").mkdir(parents=True)
     refused = upload(dtt, server.url, "jobs/one", expect=2)
     assert "jobs/one is running and sends its metrics to me/dtt" in refused.stderr
@@ -364,7 +359,7 @@ def test_a_running_job_that_is_online_is_not_written_to_by_two(
 
 IMPATIENT = """
 from dtt.main import main
-from dtt.track.wandb_history import BOUNDS
+from dtt.report.wandb_upload import BOUNDS
 BOUNDS.update(x_file_stream_retry_max=1, x_graphql_retry_max=1)
 main()
 """

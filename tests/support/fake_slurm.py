@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from dtt.artifacts.jobdir import JobDir
 
 # Captured from Slurm 22.05; tests/slurm compares them with what a real one prints today.
 SQUEUE = {
@@ -60,3 +67,22 @@ class FakeSlurm:
         """The arguments of each call."""
         path = (self.folder / program).with_suffix(".asked")
         return path.read_text().splitlines() if path.exists() else []
+
+
+def write_commands(folder: Path, bodies: Mapping[str, str]) -> str:
+    """Write scripts of bash with these names and bodies; return a PATH that finds them first."""
+    folder.mkdir()
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def write_heartbeat(job: JobDir, **changes: Any) -> None:
+    """Write a fresh heartbeat of the first attempt of a job, at step 8 of 20."""
+    now = time.time()
+    beat = {
+        "time": now, "progress": now, "attempt": 1, "phase": "step", "step": 8, "steps": 20,
+        "seconds_per_step": 0.5, "world_size": 2, "node": "n1", "pid": 1,
+    }  # fmt: skip
+    job.heartbeat.write_text(json.dumps(beat | changes))

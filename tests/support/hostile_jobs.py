@@ -16,7 +16,7 @@ import yaml
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ExitCode
 from dtt.config.explain import show
-from dtt.jobs import sweep_trials as trials
+from dtt.jobs import sweeps as trials
 from support.report_jobs import (
     START,
     SyntheticRun,

@@ -28,7 +28,7 @@ from dtt.config.explain import show
 from dtt.config.load import resolve
 from dtt.config.merging import Resolved
 from dtt.config.source import Leaf
-from dtt.jobs import sweep_trials as trials
+from dtt.jobs import sweeps as trials
 from dtt.mesh.sharding import on_every_rank
 from dtt.track.base import Record
 from dtt.track.jsonl import JsonlTracker

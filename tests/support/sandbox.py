@@ -25,7 +25,7 @@ from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
-from dtt.jobs import sweep_trials as trials
+from dtt.jobs import sweeps as trials
 from support import warm_python
 from support.conversation_files import conversation, jsonl
 from support.forked import CONTEXT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dtt.track.summary import RunSummary, summarize
+from dtt.track.jsonl import RunSummary, summarize
 
 
 def test_first_last_and_median_are_taken(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtt.base.errors import EnvironmentUnfit
-from dtt.track.tensorboard import TensorBoardTracker
+from dtt.track.trackers import TensorBoardTracker
 
 
 def train(folder: Path, resume_step: int | None, steps: range, loss: float) -> None:

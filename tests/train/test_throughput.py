@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
-from dtt.jobs.clock import Clock
-from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.clock import Clock, PhaseTimer
 from dtt.mesh.dist import World, start
 from dtt.model import count, families
 from dtt.model.architecture import Architecture

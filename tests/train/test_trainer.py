@@ -19,7 +19,7 @@ from support.running import Dtt, kill_when, wait_until
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.checkpoint import store
-from dtt.jobs.goodput import goodput
+from dtt.jobs.clock import goodput
 
 Settings = Any
 

@@ -71,7 +71,7 @@ def job_save(job: Job, wait: Wait = 90.0) -> None:
     """
     from dtt.launch import job as body
 
-    body.save(job, wait=wait)
+    body.ask(job, "save", wait=wait)
 
 
 @job_cli.command("dtt job profile jobs/run")
@@ -88,7 +88,7 @@ def job_profile(
     """
     from dtt.launch import job as body
 
-    body.profile(job, kind=kind, wait=wait)
+    body.ask(job, "profile", wait=wait, more=kind or "")
 
 
 @job_cli.command("dtt job resume jobs/run")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from dtt.cli.app import cli
 from dtt.cli.options import (
@@ -61,22 +61,23 @@ def submit(
     jobs/<name>-<command>/) and submits its slurm.sh. `sbatch` with that file submits it again. A
     pipeline is one job per step, each of which waits for the one before.
     """
-    common: dict[str, Any] = {
-        "cluster": cluster, "dry_run": dry_run, "yes": yes, "as_json": json,
-        "code_copy": code_copy, "redo_from": redo_from, "after": after or [],
-    }  # fmt: skip
-    of_one_job = {
-        "no_submit": no_submit,
-        "print_script": print_script,
-        "allow_change": allow_change,
-    }
+    from dtt.launch import submit as launch
+
+    options = launch.SubmitOptions(
+        cluster=cluster,
+        allow_change=allow_change or (),
+        redo_from=redo_from,
+        after=after or (),
+        dry_run=dry_run,
+        print_script=print_script,
+        no_submit=no_submit,
+        yes=yes,
+        as_json=json,
+        code_copy=code_copy,
+    )
     if what == "pipeline" and not in_one_job:
-        from dtt.launch import chain
+        from dtt.launch import chain  # with all that a pipeline may need
 
-        given = [f"--{name.replace('_', '-')}" for name, value in of_one_job.items() if value]
-        chain.run(config, job_or_overrides or [], of_one_job=given, **common)
-        return
-    from dtt.launch import submit
-
-    common |= of_one_job | {"allow_change": allow_change or []}
-    submit.run(what, config, job_or_overrides or [], **common)
+        chain.run(config, job_or_overrides or [], options)
+    else:
+        launch.run(what, config, job_or_overrides or [], options)

@@ -13,9 +13,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -134,35 +132,23 @@ def _collectives(world: World, dtype: torch.dtype, size: int) -> Iterator[Collec
     sums = _ramp(ranks, period, stride).sum(0).to(dtype)
     sums = sums.repeat(math.ceil(len(positions) / len(period)))[: len(positions)]
 
+    everyone = range(world.size)
+    each_piece = _ramp(ranks, positions[:each]).to(dtype)
+    to_me = _ramp(ranks, positions[piece]).to(dtype)
+    from_first = _ramp(0, positions).to(dtype)[None]
     yield Collective("all_reduce", summand, dist.all_reduce, sums[None], [None])
     yield Collective(
-        "reduce_scatter",
-        zeros[:each],
-        lambda out: reduce_scatter_single(out, summand),
-        sums[None, piece],
-        [None],
+        "reduce_scatter", zeros[:each], lambda out: reduce_scatter_single(out, summand),
+        sums[None, piece], [None],
+    )  # fmt: skip
+    yield Collective(
+        "all_gather", zeros, lambda out: all_gather_single(out, mine[:each]), each_piece, everyone
     )
     yield Collective(
-        "all_gather",
-        zeros,
-        lambda out: all_gather_single(out, mine[:each]),
-        _ramp(ranks, positions[:each]).to(dtype),
-        range(world.size),
+        "all_to_all", zeros, lambda out: dist.all_to_all_single(out, mine), to_me, everyone
     )
-    yield Collective(
-        "all_to_all",
-        zeros,
-        lambda out: dist.all_to_all_single(out, mine),
-        _ramp(ranks, positions[piece]).to(dtype),
-        range(world.size),
-    )
-    yield Collective(
-        "broadcast",
-        mine if world.first else zeros,
-        lambda out: dist.broadcast(out, src=0),
-        _ramp(0, positions).to(dtype)[None],
-        [0],
-    )
+    before = mine if world.first else zeros
+    yield Collective("broadcast", before, lambda out: dist.broadcast(out, src=0), from_first, [0])
 
 
 def _neighbours(rank: int, size: int) -> list[int]:
@@ -181,20 +167,15 @@ def _neighbours(rank: int, size: int) -> list[int]:
 def _swap_with(world: World, partner: int, node: str, size: int) -> Collective:
     positions = torch.arange(size, device=world.device)
     mine = _ramp(world.rank, positions).float()
-    return Collective(
-        f"swap with rank {partner}, node {node},",
-        torch.zeros_like(mine),
-        partial(_swap, mine, partner),
-        _ramp(partner, positions).float()[None],
-        [partner],
-    )
 
+    def swap(theirs: Tensor) -> None:
+        # Both in one batch, as a pipeline does it: with NCCL, two sends would wait for each other.
+        both = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
 
-def _swap(mine: Tensor, partner: int, theirs: Tensor) -> None:
-    # Both in one batch, as a pipeline does it: with NCCL, two sends would wait for each other.
-    both = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
+    name, expected = f"swap with rank {partner}, node {node},", _ramp(partner, positions).float()
+    return Collective(name, torch.zeros_like(mine), swap, expected[None], [partner])
 
 
 def _ramp(rank: Tensor | int, positions: Tensor, stride: int = 1) -> Tensor:
@@ -212,7 +193,7 @@ def _try(world: World, one: Collective, calls: int, received: ReceivedTiming) ->
     largest = one.expected.numel() * (world.size if one.name == "reduce_scatter" else 1)
     what = f"{one.name} of {largest:,} {dtype}"
     seconds = []
-    with _answered(what, world.rank, received.node):
+    try:
         for _ in range(WARM_UP + calls):
             out.copy_(one.before)
             wait(world.device)
@@ -221,6 +202,12 @@ def _try(world: World, one: Collective, calls: int, received: ReceivedTiming) ->
             wait(world.device)
             seconds.append(time.perf_counter() - started)
             wrong |= (rows != one.expected).any(1)
+    except RuntimeError as error:
+        raise EnvironmentUnfit(
+            f"{what} failed on rank {world.rank}, node {received.node}",
+            why=str(error).splitlines()[0],
+            next="every rank that waited reports this; check the node of a rank that does not",
+        ) from None
     ordered = sorted(seconds[WARM_UP:])
     p50, p99 = (ordered[math.ceil(share * calls) - 1] for share in (0.50, 0.99))
     for source, is_wrong in zip(one.sources, wrong.tolist(), strict=True):
@@ -231,41 +218,23 @@ def _try(world: World, one: Collective, calls: int, received: ReceivedTiming) ->
     return Timing(one.name, dtype, largest * out.element_size(), ordered[0], p50, p99)
 
 
-@contextmanager
-def _answered(what: str, rank: int, node: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise EnvironmentUnfit(
-            f"{what} failed on rank {rank}, node {node}",
-            why=str(error).splitlines()[0],
-            next="every rank that waited reports this; check the node of a rank that does not",
-        ) from None
-
-
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
 def _slowest(results: Sequence[ReceivedTiming]) -> list[Timing]:
     """Return the times of each collective on the rank where it was slowest, then of the swaps."""
-    calls = defaultdict[tuple[str, str, int], list[Timing]](list)
-    for received in results:
-        for one in received.timings:
-            calls[one.collective, one.dtype, one.bytes].append(one)
+    named = [(one.collective, one) for received in results for one in received.timings]
     for rank, received in enumerate(results):
         for partner, swaps in received.swaps.items():
-            name = f"swap {_kind(results, rank, partner)}"
-            for one in swaps:
-                calls[name, one.dtype, one.bytes].append(one)
-    return [
-        Timing(
-            *call,
-            max(one.least for one in ours),
-            max(one.p50 for one in ours),
-            max(one.p99 for one in ours),
-        )
-        for call, ours in calls.items()
-    ]
+            named += [(f"swap {_kind(results, rank, partner)}", one) for one in swaps]
+    calls = defaultdict[tuple[str, str, int], list[Timing]](list)
+    for name, one in named:
+        calls[name, one.dtype, one.bytes].append(one)
+    slowest = []
+    for call, ours in calls.items():
+        least, p50, p99 = map(max, zip(*((t.least, t.p50, t.p99) for t in ours), strict=True))
+        slowest.append(Timing(*call, least, p50, p99))
+    return slowest
 
 
 def _wrong(results: Sequence[ReceivedTiming]) -> Iterator[EnvironmentUnfit]:
@@ -304,29 +273,27 @@ def _slow(results: Sequence[ReceivedTiming]) -> Iterator[EnvironmentUnfit]:
     not slow, so it is not named. A node is judged by its links to other nodes alone, so its own
     network is found even if each of its ranks has a fast neighbour beside it.
     """
-    kinds = defaultdict[str, list[float]](list)
     links = []
+    kinds = defaultdict[str, list[float]](list)
     for rank, received in enumerate(results):
         for partner, swaps in received.swaps.items():
             # The larger size: a latency depends on the load of the cores more than on the link. The
             # faster of the two ends: the other one may have waited for its start.
-            both = (swaps[-1].least, results[partner].swaps[rank][-1].least)
+            seconds = min(swaps[-1].least, results[partner].swaps[rank][-1].least)
             kind = _kind(results, rank, partner)
-            kinds[kind].append(min(both))
-            links.append((rank, kind, min(both)))
-    ranks = defaultdict[tuple[str, str], list[float]](list)
-    nodes = defaultdict[tuple[str, str], list[float]](list)
+            kinds[kind].append(seconds)
+            links.append((rank, kind, seconds))
+    ratios = defaultdict[tuple[str, str], list[float]](list)
     for rank, kind, seconds in links:
         node, ratio = results[rank].node, seconds / median_low(kinds[kind])
-        ranks[f"rank {rank}", node].append(ratio)
+        ratios[f"rank {rank}", node].append(ratio)
         if kind == BETWEEN:
-            nodes[f"node {node}", node].append(ratio)
-    slow = {key: min(ratios) for key, ratios in ranks.items() if min(ratios) > SLOW}
-    named = {node for _, node in slow}  # by its rank, which says more
-    for key, ratios in nodes.items():
-        if key[1] not in named and min(ratios) > SLOW:
-            slow[key] = min(ratios)
+            ratios[f"node {node}", node].append(ratio)
+    slow = {key: min(found) for key, found in ratios.items() if min(found) > SLOW}
+    by_rank = {node for owner, node in slow if owner.startswith("rank")}
     for (owner, node), ratio in slow.items():
+        if owner.startswith("node") and node in by_rank:
+            continue  # its rank says more
         yield EnvironmentUnfit(
             f"{owner} communicates slowly",
             where=f"node {node}",

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 BLOCK, BLOCKS = 2**20, 64
 """Block size in bytes, and number of blocks."""
-NETWORK = frozenset(
-    "9p afs beegfs ceph cifs daos gpfs lustre nfs nfs4 orangefs panfs smb3 wekafs".split()  # noqa: SIM905
-)
-NETWORK_FUSE = ("fuse.ceph", "fuse.daos", "fuse.gluster", "fuse.juicefs", "fuse.sshfs")
 
 
 @dataclass(frozen=True)
@@ -39,8 +35,6 @@ class Disk:
     """The folder, or its nearest existing parent."""
     kind: str
     """Type of the file system, such as `ext4`; `unknown` if the system does not report it."""
-    network: bool
-    """True if it is a network file system, which other machines can see."""
     free: int
     """Free bytes."""
     write_mb_s: float
@@ -96,7 +90,6 @@ def examine(folder: Path) -> Disk:
     return Disk(
         path=str(place),
         kind=kind,
-        network=kind in NETWORK or kind.startswith(NETWORK_FUSE),
         free=shutil.disk_usage(place).free,
         write_mb_s=megabytes / (written - started),
         read_mb_s=megabytes / (read - reading),

@@ -65,8 +65,18 @@ def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> N
         raise ConfigError(f"--device {device} is not one of {', '.join(DEVICES)}")
     ranks = Ranks.detect()
     if processes is not None:
+        if ranks.size > 1:
+            raise ConfigError(
+                f"{ranks.launcher} has already started {ranks.size} processes",
+                next="omit --processes",
+            )
         options = ["--path", str(folder), "--device", device, *(["--json"] if as_json else [])]
-        _run_under_torchrun(processes, options, ranks)
+        # torchrun exits with 1 for every failure, so the exit code of the ranks is lost.
+        if local.run(local.torchrun_argv(processes, ["doctor", *options])):
+            raise EnvironmentUnfit(
+                "this machine is not fit for training, or the checks did not finish",
+                next="see the messages above those of torchrun",
+            )
         return
     findings = Findings(ranks, socket.gethostname(), environment.facts())
     if ranks.local_rank == 0:
@@ -75,32 +85,28 @@ def run(folder: Path, *, device: str, processes: int | None, as_json: bool) -> N
             findings.disk = disk.examine(folder)
     try:
         findings.environment |= environment.torch_facts()
-        world = _join(ranks, device)
+        from torch.distributed import DistError
+
+        from dtt.mesh import dist
+
+        # Without it NCCL aborts the process after a timeout, and no error names the collective.
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        try:
+            world = dist.start(ranks, device, JOIN_TIMEOUT)
+        except DistError as error:
+            raise EnvironmentUnfit(
+                f"{ranks.size} processes could not form a process group",
+                where=f"rank {ranks.rank} on node {socket.gethostname()}",
+                why=str(error).splitlines()[0],
+                next="check that every node reaches MASTER_ADDR, and which ranks have no output "
+                "here",
+            ) from None
     except EnvironmentUnfit as problem:
         if not ranks.first:
             raise
         _print_findings([findings], [], [*findings.problems, problem], as_json=as_json)
     else:
         _check_together(findings, world, folder, device, as_json=as_json)
-
-
-def _join(ranks: Ranks, device: str) -> World:
-    """Start the process group; raise EnvironmentUnfit if not all ranks join in time."""
-    from torch.distributed import DistError
-
-    from dtt.mesh import dist
-
-    # Without it NCCL aborts the process after a timeout, and no error names the collective.
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    try:
-        return dist.start(ranks, device, JOIN_TIMEOUT)
-    except DistError as error:
-        raise EnvironmentUnfit(
-            f"{ranks.size} processes could not form a process group",
-            where=f"rank {ranks.rank} on node {socket.gethostname()}",
-            why=str(error).splitlines()[0],
-            next="check that every node reaches MASTER_ADDR, and which ranks have no output here",
-        ) from None
 
 
 def _check_together(
@@ -134,23 +140,6 @@ def _check_together(
         dist.stop()
     if world.first:
         _print_findings(everyone, timings, [*problems, *wrong], as_json=as_json)
-
-
-def _run_under_torchrun(processes: int, options: Sequence[str], ranks: Ranks) -> None:
-    """Run the checks in `processes` ranks of torchrun; raise EnvironmentUnfit if they fail.
-
-    torchrun exits with 1 for every failure, so the exit code of the ranks is lost.
-    """
-    if ranks.size > 1:
-        raise ConfigError(
-            f"{ranks.launcher} has already started {ranks.size} processes",
-            next="omit --processes",
-        )
-    if local.run(local.torchrun_argv(processes, ["doctor", *options])):
-        raise EnvironmentUnfit(
-            "this machine is not fit for training, or the checks did not finish",
-            next="see the messages above those of torchrun",
-        )
 
 
 def _print_findings(
@@ -221,7 +210,7 @@ def _device_lines(node: str, findings: Sequence[Findings]) -> Iterator[str]:
 def _disk_lines(node: str, findings: Sequence[Findings]) -> Iterator[str]:
     for disk_ in (one.disk for one in findings if one.disk is not None):
         yield (
-            f"  {node}: {disk_.path}, {disk_.kind}{', a network file system' * disk_.network}, "
+            f"  {node}: {disk_.path}, {disk_.kind}, "
             f"{disk_.free / 1e9:.1f} GB free, write {disk_.write_mb_s:.0f} MB/s, "
             f"read {disk_.read_mb_s:.0f} MB/s, fsync of a rename {disk_.fsync_ms:.1f} ms"
         )

@@ -41,9 +41,7 @@ from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.rendezvous import launch_name
 from dtt.base.secrets import redacted
-from dtt.jobs.clock import Clock
-from dtt.jobs.goodput import goodput
-from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.clock import Clock, PhaseTimer, goodput
 from dtt.jobs.stop import Requests
 from dtt.mesh.process import in_words
 
@@ -163,14 +161,17 @@ def recorded_attempt(
 def _ending_recorded(attempt: Attempt, ranks: Ranks) -> Iterator[None]:
     """Write `attempt.json` when the body ends, with or without an error."""
     job = attempt.job
-    # Assumed until proven otherwise: an exception that no clause names is a bug.
-    code, reason, (rank, node) = ExitCode.BUG, "", _culprit(None, ranks)
+    # Assumed until proven otherwise: an exception that no clause names is a bug. A node of None is
+    # that of this rank.
+    code, reason, rank, node = ExitCode.BUG, "", ranks.rank, None
     try:
         yield
         code, reason = ExitCode.DONE, "done"
     except (DttError, OSError) as error:
         reported = in_words(error) if isinstance(error, OSError) else error
-        code, reason, (rank, node) = reported.exit_code, str(reported), _culprit(reported, ranks)
+        code, reason = reported.exit_code, str(reported)
+        if isinstance(reported, PeerLost) and reported.node is not None:
+            rank, node = ranks.rank if reported.rank is None else reported.rank, reported.node
         raise
     except KeyboardInterrupt:
         code, reason = ExitCode.INTERRUPTED, "interrupted"
@@ -204,10 +205,3 @@ def _ending_recorded(attempt: Attempt, ranks: Ranks) -> Iterator[None]:
             attempt.clock.close()
             if together and (spent := goodput(job)) is not None and spent.useful:
                 log.info("goodput: %s", spent.describe())
-
-
-def _culprit(error: DttError | None, ranks: Ranks) -> tuple[int, str | None]:
-    """Return the rank that ended the run, and its node; None means this rank's node."""
-    if isinstance(error, PeerLost) and error.node is not None:
-        return ranks.rank if error.rank is None else error.rank, error.node
-    return ranks.rank, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,30 +38,22 @@ class LinkedStep:
     """None if it was done before the chain was submitted."""
 
 
-class Submitted:
-    """The Slurm ids for which the next step waits, while the steps of a chain are submitted."""
+def dependencies(
+    title: str, queued: Mapping[str, str], after: Sequence[str] = ()
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the jobs that must have succeeded before a step, and those that must have started.
 
-    def __init__(self, after: Sequence[str]) -> None:
-        self._last, self._before_training = list(after), list(after)
-        self._training: list[str] = []
-
-    def dependencies(self, title: str) -> tuple[list[str], list[str]]:
-        """Return the jobs that must have succeeded before a step, and those that must have started.
-
-        The evaluation also waits for what the training waits for: Slurm takes a job that it has
-        cancelled for one that has started.
-        """
-        if title != EVAL:
-            return self._last, []
-        return self._before_training, self._training
-
-    def add(self, title: str, id: str) -> None:
-        """Note that a step is in the queue."""
-        if title == EVAL:
-            return
-        if title == "train":
-            self._before_training, self._training = self._last, [id]
-        self._last = [id]
+    `queued` are the Slurm ids of the steps that are in the queue so far, by title and in order;
+    the first of them waits for the jobs `after`. The evaluation waits for the start of the training
+    and for what that waits for: Slurm takes a job that it has cancelled for one that has started.
+    """
+    ids = {other: id for other, id in queued.items() if other != EVAL}
+    if title != EVAL:
+        return list(ids.values())[-1:] or after, []
+    if "train" not in ids:
+        return after, []
+    before = list(ids.values())[: list(ids).index("train")]
+    return before[-1:] or after, [ids["train"]]
 
 
 def write(folder: Path, steps: Sequence[LinkedStep]) -> None:
@@ -79,49 +71,56 @@ def read(folder: Path) -> list[LinkedStep]:
     if not (folder / FILE).exists():
         return []
     rows = (read_record(folder / FILE, {"steps": list}) or {"steps": []})["steps"]
-    jobs = [row["job"] and JobDir(_beside(folder, row["job"])) for row in rows if fits(row, ROW)]
-    return [LinkedStep(row["step"], job) for row, job in zip(rows, jobs, strict=True)]
+    return [
+        LinkedStep(row["step"], row["job"] and JobDir(Path(os.path.normpath(folder / row["job"]))))
+        for row in rows
+        if fits(row, ROW)
+    ]
 
 
-def _beside(folder: Path, relative: str) -> Path:
-    return Path(os.path.normpath(folder / relative))
+@dataclass(frozen=True)
+class ExaminedStep:
+    """A step of a chain that has a job, with its state."""
+
+    title: str
+    job: JobDir
+    status: Status
+    done: bool
+    """True if it need not run again. An evaluation that ended before the training did has not seen
+    its last checkpoint."""
+
+    @property
+    def slurm_id(self) -> str | None:
+        """The id of its Slurm job if that is queued or runs."""
+        whole = self.status
+        if whole.job != self.job:  # the state is that of a stage
+            [whole] = job_state.examine([self.job])
+        return whole.slurm.id if whole.slurm is not None and whole.slurm.live else None
 
 
-def examine(steps: Sequence[LinkedStep]) -> list[Status | None]:
-    """Return the state of each step; None for a step that was done before.
+def examine(steps: Sequence[LinkedStep]) -> list[ExaminedStep]:
+    """Return the steps with their states, without those that were done before the submission.
 
     A training of several stages is done when all of them are. Before that, its state is that of the
     stage that is next, which its Slurm job trains.
     """
-    groups = [
-        [one.job, *job_state.stages(one.job.root)] if one.job is not None else [] for one in steps
-    ]
+    named = [(one.title, one.job) for one in steps if one.job is not None]
+    groups = [[job, *job_state.stages(job.root)] for _, job in named]
     found = iter(job_state.examine([job for group in groups for job in group]))
-    return [_of_step([next(found) for _ in group]) for group in groups]
-
-
-def _of_step(statuses: Sequence[Status]) -> Status | None:
-    if len(statuses) < 2:
-        return statuses[0] if statuses else None
-    whole, *stages = statuses
-    current = next((one for one in stages if one.state is not State.DONE), stages[-1])
-    return whole if current.state is State.NEW else current
-
-
-def is_done(
-    one: LinkedStep, status: Status | None, steps: Sequence[tuple[LinkedStep, Status | None]]
-) -> bool:
-    """Return True if a step need not run again; `steps` are those of its chain, with their states.
-
-    An evaluation that ended before the training did has not seen its last checkpoint.
-    """
-    if status is None or one.title != EVAL:
-        return status is None or status.state is State.DONE
-    trained = next((status for step, status in steps if step.title == "train"), None)
-    complete = trained is None or (
-        trained.state is State.DONE and trained.files.ended <= status.files.ended
-    )
-    return status.state is State.DONE and complete
+    examined: list[ExaminedStep] = []
+    trained: Status | None = None
+    for (title, job), group in zip(named, groups, strict=True):
+        status, *stages = [next(found) for _ in group]
+        if stages:
+            current = next((one for one in stages if one.state is not State.DONE), stages[-1])
+            status = status if current.state is State.NEW else current
+        done = status.state is State.DONE
+        if title == EVAL and trained is not None:
+            complete = trained.files.ended <= status.files.ended
+            done = done and trained.state is State.DONE and complete
+        trained = status if title == "train" else trained
+        examined.append(ExaminedStep(title, job, status, done))
+    return examined
 
 
 def is_evaluated(job: JobDir, trained: JobDir, tasks: Sequence[str]) -> bool:
@@ -132,41 +131,40 @@ def is_evaluated(job: JobDir, trained: JobDir, tasks: Sequence[str]) -> bool:
     return bool(ending["ended"] >= end["ended"] and load_job(job.root).eval.tasks == tuple(tasks))
 
 
-def slurm_id(job: JobDir, status: Status) -> str | None:
-    """Return the id of the Slurm job of a step that is queued or runs; None of any other."""
-    [whole] = job_state.examine([job]) if status.job != job else [status]
-    return whole.slurm.id if whole.slurm is not None and whole.slurm.live else None
+def ids_to_wait_for(after: Sequence[str]) -> list[str]:
+    """Return the Slurm ids of what `--after` names: ids, jobs, stages or chains.
 
-
-def ids_to_wait_for(named: str) -> list[str]:
-    """Return the Slurm ids of what `--after` names: an id, a job, stages or a chain.
-
-    Empty if that is done. Raises ConfigError if it has ended otherwise, or is not submitted.
+    Leaves out what is done. Raises ConfigError for what has ended otherwise, or is not submitted.
     """
-    if re.fullmatch(r"[0-9]+(_[0-9]+)?", named):
-        return _of_slurm(named)
-    folder = Path(named)
-    steps = read(folder)
-    if not steps:
-        several = job_state.stages(folder)
-        steps = [LinkedStep("", JobDir(folder) if several else job_state.open_job(folder))]
-    pairs = list(zip(steps, examine(steps), strict=True))
     ids: list[str] = []
-    for one, status in pairs:
-        if one is not steps[-1] and one.title != EVAL:
-            continue  # the last step waits for its success
-        if one.job is None or status is None or is_done(one, status, pairs):
+    for named in after:
+        if re.fullmatch(r"[0-9]+(_[0-9]+)?", named):
+            ids += _of_slurm(named)
             continue
-        id = slurm_id(one.job, status)
-        if id is None:
-            raise ConfigError(
-                f"--after {named}: {one.title or 'it'} is {status.state}, so its success cannot be "
-                "waited for",
-                why=status.detail or None,
-                next=f"dtt job resume {named}, or omit --after",
-            )
-        check_keeps_id(one.job, named)
-        ids.append(id)
+        folder = Path(named)
+        steps = read(folder)
+        if not steps:
+            several = job_state.stages(folder)
+            steps = [LinkedStep("", JobDir(folder) if several else job_state.open_job(folder))]
+        for one in examine(steps):
+            if one.done or (one.title not in (steps[-1].title, EVAL)):
+                continue  # the last step waits for the success of the others
+            id = one.slurm_id
+            if id is None:
+                raise ConfigError(
+                    f"--after {named}: {one.title or 'it'} is {one.status.state}, so its success "
+                    "cannot be waited for",
+                    why=one.status.detail or None,
+                    next=f"dtt job resume {named}, or omit --after",
+                )
+            if "--continuation=singleton" in (read_text(one.job.script) or ""):
+                raise ConfigError(
+                    f"no job can wait for {named}",
+                    where=one.job.script,
+                    why="with launch.continuation=singleton, it continues as another Slurm job",
+                    next="launch.continuation=requeue, or submit when it is done",
+                )
+            ids.append(id)
     return ids
 
 
@@ -183,14 +181,3 @@ def _of_slurm(id: str) -> list[str]:
         return []
     known = f"it is {jobs[0].state}" if jobs else "Slurm does not know it"
     raise ConfigError(f"no job can wait for Slurm job {id}", why=known, next="omit --after")
-
-
-def check_keeps_id(job: JobDir, named: str) -> None:
-    """Raise ConfigError if a job continues under other ids, on which no job can depend."""
-    if "--continuation=singleton" in (read_text(job.script) or ""):
-        raise ConfigError(
-            f"no job can wait for {named}",
-            where=job.script,
-            why="with launch.continuation=singleton, it continues as another Slurm job",
-            next="launch.continuation=requeue, or submit when it is done",
-        )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,10 @@ from typing import Any
 import psutil
 
 from dtt.artifacts.jobdir import ANSWER, HEARTBEAT, TAIL, JobDir, ending_of
-from dtt.base.errors import ExitCode
-from dtt.base.reading import Kind, is_kind, read_record, read_records, read_small
+from dtt.base.reading import is_kind, read_record, read_records, read_small
 
 SILENT_SECONDS = 60
 """Age in seconds above which a heartbeat is stale; a live process rewrites it every few seconds."""
-GAVE_UP = re.compile(r"over: .*?\b([0-9]{1,9}) consecutive attempts\b")
-"""The decision of a supervisor that has used all attempts allowed without a new checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -50,29 +45,21 @@ class JobFiles:
         """Read the files of a job."""
         number, now = job.attempt(), time.time()
         record = job.attempt_record(number) or {}
-        ending = ending_of(record)
-        beat = read_record(job.heartbeat, HEARTBEAT)
+        ending, beat = ending_of(record), read_record(job.heartbeat, HEARTBEAT)
+        steps = beat["steps"] if beat is not None else None
+        # Heartbeat and acknowledgement outlive an attempt, and a new one may not have its own yet.
+        if beat is not None and beat["attempt"] != number:
+            beat = None
         answered = read_record(job.acknowledged, ANSWER)
-        # The heartbeat file outlives an attempt, and a new one may not have written its own yet.
-        latest_heartbeat = beat if beat is not None and beat["attempt"] == number else None
-        return cls(
-            job=job,
-            submission=job.submission_record() or {},
-            attempt=number,
-            record=record,
-            ending=ending,
-            heartbeat=latest_heartbeat,
-            steps=beat["steps"] if beat is not None else None,
-            # The same for an acknowledgement.
-            acknowledged=answered
-            if answered and answered["time"] >= record.get("started", 0.0)
-            else None,
-            alive=latest_heartbeat is not None
-            and ending is None
-            # A fresh heartbeat is not enough: the process may have recorded its end since.
-            and _is_fresh(latest_heartbeat, now),
-            now=now,
-        )
+        if answered is not None and answered["time"] < record.get("started", 0.0):
+            answered = None
+        # A fresh heartbeat is not enough: the process may have recorded its end since, or have died
+        # without that. On another node its pid means another process.
+        alive = beat is not None and ending is None and now - beat["time"] <= SILENT_SECONDS
+        if alive and beat is not None and beat["node"] == socket.gethostname():
+            alive = psutil.pid_exists(beat["pid"])
+        submission = job.submission_record() or {}
+        return cls(job, submission, number, record, ending, beat, steps, answered, alive, now)
 
     @property
     def started(self) -> float:
@@ -90,39 +77,22 @@ class JobFiles:
         return float(self.submission.get("time", 0.0))
 
     @property
-    def slurm_id(self) -> str | None:
-        """Slurm's id of the newest attempt; None outside Slurm."""
-        return self.record.get("slurm")
-
-    @property
-    def successor(self) -> str | None:
-        """Slurm's id of the job that the supervisor of the newest attempt has submitted."""
-        id = self.record.get("successor")
-        return id if is_kind(id, str) else None
-
-    @property
     def slurm_ids(self) -> list[str]:
         """Slurm's ids of the newest attempt, its successor and the newest submission, newest last.
 
         Others are over: a job is submitted again only when nothing of it is in the queue. The
         supervisor records those that train several stages in turn with their submission.
         """
-        given = (self.submission.get(key) for key in ("job_id", "slurm", "successor"))
-        submitted = [id if is_kind(id, str) else None for id in given]
-        chain = [self.slurm_id, self.successor]
+        submitted = [self.submission.get(key) for key in ("job_id", "slurm", "successor")]
+        chain = [self.record.get("slurm"), self.record.get("successor")]
         ids = chain + submitted if self.submitted > self.started else submitted + chain
-        return list(dict.fromkeys(id for id in ids if id is not None))
-
-    @property
-    def unsent(self) -> bool:
-        """True if `dtt submit --no-submit` wrote the newest submission, for a later sbatch."""
-        return self.submission.get("sent") is False
+        return list(dict.fromkeys(str(id) for id in ids if is_kind(id, str)))
 
     @property
     def unanswered(self) -> bool:
         """True if sbatch did not answer the newest submission and no attempt has started since."""
-        silent = bool(self.submission) and self.submission["job_id"] is None and not self.unsent
-        return silent and self.submitted > self.started
+        asked = bool(self.submission) and self.submission.get("sent") is not False
+        return asked and self.submission["job_id"] is None and self.submitted > self.started
 
     @property
     def decision(self) -> str:
@@ -131,10 +101,14 @@ class JobFiles:
         Empty without one, and if the job was submitted again since.
         """
         decision, decided = self.record.get("decision"), self.record.get("decided")
-        if not (is_kind(decision, str) and is_kind(decided, float)):
+        if not (is_kind(decision, str) and is_kind(decided, float)) or decided is None:
             return ""
-        since = max(self.started, self.submitted)
-        return str(decision) if decided is not None and decided > since else ""
+        return str(decision) if decided > max(self.started, self.submitted) else ""
+
+    @property
+    def decided_to_end(self) -> bool:
+        """True if the job script decided that the job does not continue."""
+        return self.decision.startswith("over:")
 
     @property
     def heartbeat_age(self) -> float:
@@ -142,19 +116,9 @@ class JobFiles:
         return self.now - max(self.started, self.heartbeat["time"] if self.heartbeat else 0.0)
 
     @property
-    def saved(self) -> bool:
-        """True if the newest attempt ended on request, with all of its work saved."""
-        return self.ending is not None and self.ending["code"] == ExitCode.PREEMPTED
-
-    @property
     def reason(self) -> str:
         """The reason why the newest attempt ended, in one line."""
         return first_line(self.ending["reason"]) if self.ending else "no reason was recorded"
-
-    @property
-    def asked_by(self) -> str:
-        """The origin of the stop request that ended the newest attempt; empty if unknown."""
-        return str(self.ending["asked_by"]) if self.ending else ""
 
     @property
     def step(self) -> int | None:
@@ -164,34 +128,14 @@ class JobFiles:
         return max((s for s in (self.job.last_step(), beat) if s is not None), default=None)
 
     @property
-    def checkpoint(self) -> str | None:
-        """Name of the newest checkpoint; None if there is none."""
-        return self.job.newest_checkpoint_name()
-
-    @property
-    def trains(self) -> bool:
-        """True if the job runs `dtt train`; other commands run only under Slurm."""
-        return job_argv(self.job)[0] == "train"
-
-    @property
     def is_stage(self) -> bool:
         """True if the job is one of several stages, which may share a Slurm job."""
         return self.job.stage_record() is not None
 
-    @property
-    def request(self) -> tuple[str, str] | None:
-        """The pending request, `stop` or else `save`, and who made it; None without one."""
-        triggers = (self.job.stop, self.job.save)
-        return next(((path.name, requester(path)) for path in triggers if path.exists()), None)
-
-    @property
-    def decided_to_end(self) -> bool:
-        """True if the job script decided that the job does not continue."""
-        return self.decision.startswith("over:")
-
     def measured(self) -> dict[str, float | None]:
         """Return the newest loss, number of tokens, tokens per second and validation loss."""
-        newest = {record["kind"]: record for record in tail(self.job.metrics, {"kind": str})}
+        records = read_records(self.job.metrics, {"kind": str}, last=TAIL)
+        newest = {record["kind"]: record for record in records}
 
         def number(kind: str, name: str) -> float | None:
             value = newest.get(kind, {}).get(name)
@@ -204,20 +148,6 @@ class JobFiles:
             "eval_loss": number("eval", "loss"),
         }
 
-    @property
-    def stalled(self) -> int:
-        """Number of attempts without a new checkpoint after which the job script gave up; else 0.
-
-        Its decision has it: only the job script counts, also attempts whose node died.
-        """
-        found = GAVE_UP.match(self.decision)
-        return int(found[1]) if found else 0
-
-    def log_tail(self, lines: int) -> list[str]:
-        """Return the last non-empty lines of the log that best explains how the job ended."""
-        log = newest_log(self.job) if self.attempt else newest_log(self.job, "slurm")
-        return last_lines(log, lines) if log else []
-
 
 def newest_log(job: JobDir, node: str | None = None) -> Path | None:
     """Return the newest attempt's log, of its first node or of `node`; None if there is none.
@@ -229,7 +159,8 @@ def newest_log(job: JobDir, node: str | None = None) -> Path | None:
     if latest.is_file():
         return latest
     others = job.logs.glob("*.log" if node in (None, "slurm") else f"*-{node}.log")
-    return max((path for path in others if path.is_file()), key=_modified, default=None)
+    modified = {p.stat().st_mtime: p for p in others if p.is_file()}  # not a link to nothing
+    return modified[max(modified)] if modified else None
 
 
 def last_lines(log: Path, lines: int) -> list[str]:
@@ -245,13 +176,17 @@ def first_line(text: str) -> str:
     return text.splitlines()[0] if text else ""
 
 
-def requester(trigger: Path) -> str:
-    """Return the first line of a trigger file, which contains who made the request, and why."""
+def trigger_lines(trigger: Path) -> list[str]:
+    """Return the lines of a trigger file: who asked and why, then details such as a profile kind.
+
+    An empty or missing file counts as one with its own name, `control/NAME`, in its first line.
+    """
     try:
-        name = first_line(read_small(trigger).decode(errors="replace"))
+        text = read_small(trigger).decode(errors="replace")
     except (OSError, ValueError):
-        name = ""
-    return name or f"control/{trigger.name}"
+        text = ""
+    first, *others = text.splitlines() or [""]
+    return [first if first.strip() else f"control/{trigger.name}", *others]
 
 
 def job_argv(job: JobDir) -> list[str]:
@@ -259,24 +194,3 @@ def job_argv(job: JobDir) -> list[str]:
     # Without a submission, it was only trained without Slurm.
     submission = job.submission_record() or {"argv": ["train", str(job.root)]}
     return [str(argument) for argument in submission["argv"]] or ["train", str(job.root)]
-
-
-def _is_fresh(beat: dict[str, Any], now: float) -> bool:
-    """Return True if a heartbeat is recent and its process, if on this node, still exists."""
-    if now - beat["time"] > SILENT_SECONDS:
-        return False
-    # On another node the pid means another process.
-    return beat["node"] != socket.gethostname() or psutil.pid_exists(beat["pid"])
-
-
-def tail(path: Path, fields: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
-    """Yield the records with these fields at the end of a JSON-lines file."""
-    return read_records(path, fields, last=TAIL)
-
-
-def _modified(path: Path) -> float:
-    """Return the Unix time at which a file was last modified; 0 if it does not exist."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

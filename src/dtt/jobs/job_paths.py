@@ -14,7 +14,6 @@ from dtt.base.log import log
 from dtt.config import explain
 from dtt.config.evaluation import EvalConfig
 from dtt.config.load import load_job
-from dtt.config.run import RunConfig
 
 
 def home(job: Path) -> Path:
@@ -34,7 +33,11 @@ def home(job: Path) -> Path:
     ]
     at_home = cfg.job_dir.exists() and cfg.job_dir.samefile(job)
     candidates.insert(0 if at_home else len(candidates), Path())
-    return next((folder for folder in candidates if _has_data(folder, cfg)), candidates[0])
+    for folder in candidates:
+        paths = [folder / path for path in cfg.data.input_paths(cfg)]
+        if all(path.exists() or path.with_name(f"{path.name}.idx").exists() for path in paths):
+            return folder
+    return candidates[0]
 
 
 def enter(job: Path, arguments: Sequence[str] = ()) -> tuple[Path, list[str]]:
@@ -53,7 +56,12 @@ def enter(job: Path, arguments: Sequence[str] = ()) -> tuple[Path, list[str]]:
     path = cleaned if cleaned.exists() and cleaned.samefile(job) else here / job
     log.info("relative paths of %s start from %s", job, folder)
     os.chdir(folder)
-    return path, [_absolute(here, argument) for argument in arguments]
+    absolute = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        named = key in _path_keys() and value not in ("", "null", "~")
+        absolute.append(f"{key}={here / value}" if named else argument)
+    return path, absolute
 
 
 def evaluation(job: Path) -> EvalConfig:
@@ -65,19 +73,6 @@ def evaluation(job: Path) -> EvalConfig:
 
     files = {"data": start / cfg.data, "tasks": tuple(map(path, cfg.tasks))}
     return cfg.model_copy(update=files)
-
-
-def _has_data(folder: Path, cfg: RunConfig) -> bool:
-    paths = [folder / path for path in cfg.data.input_paths(cfg)]
-    return all(path.exists() or path.with_name(f"{path.name}.idx").exists() for path in paths)
-
-
-def _absolute(here: Path, argument: str) -> str:
-    """Make the value of a `key=value` argument absolute if the key holds a path."""
-    key, _, value = argument.partition("=")
-    if key not in _path_keys() or value in ("", "null", "~"):
-        return argument
-    return f"{key}={here / value}"
 
 
 @cache

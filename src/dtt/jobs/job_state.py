@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode, InputError
-from dtt.jobs.job_files import SILENT_SECONDS, JobFiles
+from dtt.jobs.job_files import (
+    SILENT_SECONDS,
+    JobFiles,
+    job_argv,
+    last_lines,
+    newest_log,
+    trigger_lines,
+)
 from dtt.jobs.slurm import squeue, submissions
 from dtt.jobs.slurm.squeue import QueueReply, SlurmJob
 
@@ -23,6 +32,12 @@ FINAL = (
 )
 """Exit codes after which the job script does not retry."""
 LOG_LINES = 5
+GAVE_UP = re.compile(r"over: .*?\b([0-9]{1,9}) consecutive attempts\b")
+"""The decision of a supervisor that has used all attempts allowed without a new checkpoint."""
+
+
+Verdict = tuple["State", str]
+"""A state of a job, and the most relevant detail in one line, which may be empty."""
 
 
 class State(StrEnum):
@@ -116,7 +131,11 @@ class Status:
     @property
     def log_tail(self) -> list[str]:
         """The last lines of the log of a failed job; empty for any other job."""
-        return self.files.log_tail(LOG_LINES) if self.state in FAILURES else []
+        if self.state not in FAILURES:
+            return []
+        # Before an attempt, only the job script has a log.
+        log = newest_log(self.job, None if self.files.attempt else "slurm")
+        return last_lines(log, LOG_LINES) if log else []
 
 
 def examine(jobs: Sequence[JobDir]) -> list[Status]:
@@ -171,220 +190,174 @@ def _is_job(path: Path) -> bool:
 def _status(files: JobFiles, ids: Sequence[str], answer: QueueReply) -> Status:
     if not ids:  # Slurm was asked about other jobs only, so a failure to answer is irrelevant here
         answer = QueueReply({})
-    slurm = squeue.current([id for id in ids if not _withdrawn(files, answer.jobs.get(id))], answer)
-    state, detail = _Derivation(files, ids, slurm, answer).verdict()
+    successor = answer.jobs.get(str(files.record.get("successor")))
+    if successor is not None and successor.withdrawn and files.decided_to_end:
+        # The job script cancelled it when it decided to end the job.
+        ids = [id for id in ids if id != successor.id]
+    slurm = squeue.current(ids, answer)
+    state, detail = _verdict(files, ids, slurm, answer)
     return Status(state, detail, files, slurm, answer.error)
 
 
-def _withdrawn(files: JobFiles, slurm: SlurmJob | None) -> bool:
-    """Return True for a successor that the job script cancelled when it decided to end the job."""
-    successor = slurm is not None and slurm.id == files.successor
-    return successor and files.decided_to_end and slurm is not None and slurm.withdrawn
+def _verdict(
+    files: JobFiles, ids: Sequence[str], slurm: SlurmJob | None, answer: QueueReply
+) -> Verdict:
+    """Return the state and its detail; the first case that applies decides."""
+    code = files.ending["code"] if files.ending is not None else None
+    # Before the heartbeat, which is old: stopped processes write none.
+    if slurm is not None and slurm.suspended:
+        return State.SUSPENDED, f"on {slurm.nodes}, until Slurm resumes it"
+    # Files first: they are newer than Slurm's view, and present without Slurm. But if Slurm no
+    # longer runs the job, this is the last heartbeat before its processes died.
+    own = answer.jobs.get(files.record.get("slurm") or "")
+    if files.alive and (own is None or own.running):
+        return _running(files)
+    # Slurm says it is alive, and the files do not say that it is over.
+    if slurm is not None and slurm.live and _may_continue(files, slurm):
+        return _queued(files, slurm, own) if slurm.queued else _without_heartbeat(files, slurm)
+    # A final exit code outranks how Slurm ended the batch script afterwards. An older job's end
+    # says nothing about an attempt that started later; only training records its start.
+    if slurm is not None and slurm.state in ENDED_BY_SLURM and code not in FINAL:
+        current = files.record.get("slurm") == slurm.id or slurm.since >= files.started
+        if current or job_argv(files.job)[0] != "train":
+            return ENDED_BY_SLURM[slurm.state], _saved_work(files, slurm)
+    # No answer is not `gone`: a job that may still be queued must not be started twice, unless its
+    # own files prove that it has ended.
+    settled = files.decided_to_end or (code in FINAL and files.ended > files.submitted)
+    if files.unanswered and not settled:
+        error = answer.error or "squeue does not list it yet"
+        return State.UNKNOWN, f"sbatch did not report whether Slurm accepted it; {error}"
+    if answer.error and not settled:
+        how = f"; attempt {files.attempt} ended: {files.reason}" if code is not None else ""
+        return State.UNKNOWN, f"submitted as {ids[-1]}; {answer.error}{how}"
+    return _ended(files, files.ending) if files.ending else _ended_unrecorded(files, ids, slurm)
 
 
-Verdict = tuple[State, str]
+def _may_continue(files: JobFiles, slurm: SlurmJob) -> bool:
+    """Return True unless the newest attempt had a final ending after `slurm` last changed.
 
-
-@dataclass(frozen=True)
-class _Derivation:
-    """The derivation of a job's state: a pure function of its files and Slurm's answer.
-
-    `verdict` tests the cases in order of precedence; most other methods handle one of them.
+    The job script still runs when it has decided that the job does not continue, and writes the
+    report. Slurm may then requeue the job all the same, such as after a failed node.
     """
+    if files.decided_to_end and not slurm.queued:
+        return False
+    if files.ending is None or files.ending["code"] not in FINAL:
+        return True
+    # The Slurm job of several stages lives on after one is done, for the next.
+    done = files.ending["code"] == ExitCode.DONE and files.is_stage
+    return not done and slurm.since > files.ended
 
-    files: JobFiles
-    ids: Sequence[str]
-    slurm: SlurmJob | None
-    answer: QueueReply
 
-    def verdict(self) -> Verdict:
-        """Return the state and its detail; the first case that applies decides."""
-        files, slurm = self.files, self.slurm
-        # Before the heartbeat, which is old: stopped processes write none.
-        if slurm is not None and slurm.suspended:
-            return State.SUSPENDED, f"on {slurm.nodes}, until Slurm resumes it"
-        slurm_job = self.answer.jobs.get(files.slurm_id or "")
-        # If Slurm no longer runs the job, this is the last heartbeat before its processes died.
-        # Files first. They are newer than Slurm's view, and present without Slurm.
-        if files.alive and (slurm_job is None or slurm_job.running):
-            return self.running()
-        # Slurm says it is alive, and the files do not say that it is over.
-        if slurm is not None and slurm.live and self.may_continue(slurm):
-            return self.in_queue(slurm) if slurm.queued else self.without_heartbeat(slurm)
-        if slurm is not None and self.ended_by_slurm(slurm):
-            return ENDED_BY_SLURM[slurm.state], self.saved_work()
-        # No answer is not `gone`: a job that may still be queued must not be started twice.
-        if (self.answer.error or files.unanswered) and not self.settled():
-            return self.unknown()
-        if files.ending is not None:
-            return self.ended(files.ending["code"])
-        return self.ended_unrecorded() if files.attempt else self.never_started()
+def _running(files: JobFiles) -> Verdict:
+    """Return the state of a job with a fresh heartbeat."""
+    answer = files.acknowledged
+    if answer is not None and answer["request"] == "stop":
+        at = f"acknowledged at step {answer['step']}"
+        return State.STOPPING, f"requested by {answer['by']}, {at}"
+    if files.job.stop.exists():
+        by = trigger_lines(files.job.stop)[0]
+        return State.STOPPING, f"requested by {by}, not yet acknowledged"
+    if files.job.save.exists():
+        by = trigger_lines(files.job.save)[0]
+        return State.RUNNING, f"save requested by {by}, not yet acknowledged"
+    phase = files.heartbeat["phase"] if files.heartbeat else "start"
+    return State.RUNNING, "" if phase == "step" else f"in phase {phase}"
 
-    def settled(self) -> bool:
-        """Return True if the job's own files prove that it has ended; Slurm's answer is ignored."""
-        files = self.files
-        final = files.ending is not None and files.ending["code"] in FINAL
-        return files.decided_to_end or (final and files.ended > files.submitted)
 
-    def may_continue(self, slurm: SlurmJob) -> bool:
-        """Return True unless the newest attempt had a final ending after `slurm` last changed.
-
-        The job script still runs when it has decided that the job does not continue, and writes the
-        report. Slurm may then requeue the job all the same, such as after a failed node.
-        """
-        files = self.files
-        if files.decided_to_end and not slurm.queued:
-            return False
-        # The Slurm job of a pipeline trains all stages, so it lives on after one is done.
-        done = files.ending is not None and files.ending["code"] == ExitCode.DONE
-        if done and files.is_stage:
-            return False  # its Slurm job continues with the next stage
-        return (
-            files.ending is None or files.ending["code"] not in FINAL or slurm.since > files.ended
-        )
-
-    def ended_by_slurm(self, slurm: SlurmJob) -> bool:
-        """Return True if Slurm ended the newest attempt, or the job before its first attempt."""
-        files = self.files
-        if slurm.state not in ENDED_BY_SLURM or (files.ending and files.ending["code"] in FINAL):
-            # A final exit code outranks how Slurm ended the batch script afterwards.
-            return False
-        if not files.trains:
-            return True
-        # An older job's end says nothing about an attempt that started later.
-        return files.slurm_id == slurm.id or slurm.since >= files.started
-
-    def running(self) -> Verdict:
-        """Return the state of a job with a fresh heartbeat."""
-        files = self.files
-        if files.acknowledged is not None and files.acknowledged["request"] == "stop":
-            answer = files.acknowledged
-            return (
-                State.STOPPING,
-                f"requested by {answer['by']}, acknowledged at step {answer['step']}",
-            )
-        match files.request:
-            case "stop", by:
-                return State.STOPPING, f"requested by {by}, not yet acknowledged"
-            case "save", by:
-                return State.RUNNING, f"save requested by {by}, not yet acknowledged"
-        phase = files.heartbeat["phase"] if files.heartbeat else "start"
-        return State.RUNNING, "" if phase == "step" else f"in phase {phase}"
-
-    def in_queue(self, slurm: SlurmJob) -> Verdict:
-        """Return the state of a job in Slurm's queue."""
-        files, why = self.files, f"waiting in the queue ({slurm.reason or 'no reason given'})"
-        if not files.attempt:
-            return State.QUEUED, why
-        previous = self.previous_ending(slurm)
-        if previous == "PREEMPTED":
-            return State.PREEMPTED, f"{why}; {files.reason}"
-        how = f", {previous}" if previous in ENDED_BY_SLURM else ""
-        return State.QUEUED, f"{why}; attempt {files.attempt}{how}: {files.reason}"
-
-    def previous_ending(self, slurm: SlurmJob) -> str:
-        """Return, in Slurm's terms, how the run that `slurm` continues ended; empty if unknown.
-
-        A job that a user submitted again does not continue a run.
-        """
-        files = self.files
-        # Only a requeue or a successor continues a run.
-        if slurm.id not in (files.slurm_id, files.successor):
-            return ""
-        # Slurm's records show a preemption as a requeue or a failure; the job script knows better.
+def _queued(files: JobFiles, slurm: SlurmJob, own: SlurmJob | None) -> Verdict:
+    """Return the state of a job in Slurm's queue; `own` is the Slurm job of its newest attempt."""
+    why = f"waiting in the queue ({slurm.reason or 'no reason given'})"
+    if not files.attempt:
+        return State.QUEUED, why
+    previous = ""
+    # Only a requeue or a successor continues a run, not a job that a user submitted again.
+    if slurm.id in (files.record.get("slurm"), files.record.get("successor")):
+        previous = slurm.before if own is None or own.live else own.state
+        # Slurm records a preemption as a requeue or a failure; the job script knows better.
         if files.decision.startswith("again: preempted"):
-            return "PREEMPTED"
-        slurm_job = self.answer.jobs.get(files.slurm_id or "")
-        return slurm.before if slurm_job is None or slurm_job.live else slurm_job.state
+            previous = "PREEMPTED"
+    if previous == "PREEMPTED":
+        return State.PREEMPTED, f"{why}; {files.reason}"
+    how = f", {previous}" if previous in ENDED_BY_SLURM else ""
+    return State.QUEUED, f"{why}; attempt {files.attempt}{how}: {files.reason}"
 
-    def without_heartbeat(self, slurm: SlurmJob) -> Verdict:
-        """Return the state of a job that Slurm runs without a fresh heartbeat.
 
-        It is starting, ending, or its processes are lost.
-        """
-        files, where = self.files, f"Slurm job on {slurm.nodes or 'its nodes'}"
-        if slurm.since > files.started:  # the newest attempt belongs to an earlier run
-            return State.RUNNING, f"starting: {where}"
-        if files.saved:
-            return State.STOPPING, files.reason
-        if files.ending is not None:
-            return State.RUNNING, f"attempt {files.attempt} ended: {files.reason}"
-        if files.heartbeat is None:  # not every command writes heartbeats
-            return State.RUNNING, where
-        if files.heartbeat_age <= SILENT_SECONDS:
-            return State.RUNNING, f"starting: {where}"
-        return State.LOST, f"{where}, no heartbeat for {files.heartbeat_age:.0f} s"
+def _without_heartbeat(files: JobFiles, slurm: SlurmJob) -> Verdict:
+    """Return the state of a job that Slurm runs without a fresh heartbeat.
 
-    def saved_work(self) -> str:
-        """Return a description of the work that an attempt ended by Slurm has saved."""
-        files = self.files
-        if self.slurm is not None and self.slurm.reason == "DependencyNeverSatisfied":
-            return "the job that it waited for did not succeed"
-        if not files.attempt:
-            return "before it started"
-        if files.saved:
-            return files.reason
-        checkpoint = files.checkpoint
-        return f"{checkpoint} is the newest checkpoint" if checkpoint else "nothing was saved"
+    It is starting, ending, or its processes are lost.
+    """
+    where = f"Slurm job on {slurm.nodes or 'its nodes'}"
+    if slurm.since > files.started:  # the newest attempt belongs to an earlier run
+        return State.RUNNING, f"starting: {where}"
+    if files.ending is not None and files.ending["code"] == ExitCode.PREEMPTED:
+        return State.STOPPING, files.reason
+    if files.ending is not None:
+        return State.RUNNING, f"attempt {files.attempt} ended: {files.reason}"
+    if files.heartbeat is None:  # not every command writes heartbeats
+        return State.RUNNING, where
+    if files.heartbeat_age <= SILENT_SECONDS:
+        return State.RUNNING, f"starting: {where}"
+    return State.LOST, f"{where}, no heartbeat for {files.heartbeat_age:.0f} s"
 
-    def ended(self, code: int) -> Verdict:
-        """Return the state of a job whose newest attempt recorded its end with this exit code."""
-        files = self.files
-        match code:
-            case ExitCode.DONE:
-                return State.DONE, ""
-            case ExitCode.DIVERGED:
-                return State.DIVERGED, files.reason
-            case ExitCode.PREEMPTED:
-                requested = f"; requested by {files.asked_by}" if files.asked_by else ""
-                return State.STOPPED, f"{files.reason}{requested}"
-        ending = files.ending or {}
-        detail = f"{files.reason} (exit code {code}, rank {ending['rank']} on {ending['node']})"
-        if code not in FINAL and files.stalled:
-            return (
-                State.OUT_OF_ATTEMPTS,
-                f"{files.stalled} attempts without a new checkpoint; {detail}",
-            )
-        return State.FAILED, detail
 
-    def ended_unrecorded(self) -> Verdict:
-        """Return the state of a job whose newest attempt recorded no end."""
-        files, slurm = self.files, self.slurm
-        ended = slurm if slurm is not None and slurm.since >= files.started else None
-        # A new attempt writes its first heartbeat after the imports.
-        if files.heartbeat is None and ended is None and files.heartbeat_age <= SILENT_SECONDS:
-            return State.RUNNING, "starting"
-        if files.stalled:
-            return (
-                State.OUT_OF_ATTEMPTS,
-                f"{files.stalled} attempts without a new checkpoint; {files.reason}",
-            )
-        if ended is not None:
-            return State.FAILED, f"Slurm state {ended.state}; {self.saved_work()}"
-        where = f" on {files.heartbeat['node']}" if files.heartbeat else ""
-        return (
-            State.LOST,
-            f"last heartbeat of attempt {files.attempt}{where} {files.heartbeat_age:.0f} s ago",
-        )
+def _saved_work(files: JobFiles, slurm: SlurmJob) -> str:
+    """Return what an attempt that Slurm ended has saved."""
+    if slurm.reason == "DependencyNeverSatisfied":
+        return "the job that it waited for did not succeed"
+    if not files.attempt:
+        return "before it started"
+    if files.ending is not None and files.ending["code"] == ExitCode.PREEMPTED:
+        return files.reason
+    checkpoint = files.job.newest_checkpoint_name()
+    return f"{checkpoint} is the newest checkpoint" if checkpoint else "nothing was saved"
 
-    def never_started(self) -> Verdict:
-        """Return the state of a job without any attempt, which is not in Slurm's queue."""
-        if self.slurm is not None:  # the set-up of its node did not finish
-            return State.FAILED, f"Slurm state {self.slurm.state}"
-        if not self.ids and self.files.unsent:
-            return State.UNSENT, f"run sbatch {self.files.job.script}"
-        if not self.ids:
-            return State.NEW, ""
-        return State.LOST, f"never started, and Slurm no longer knows job {self.ids[-1]}"
 
-    def unknown(self) -> Verdict:
-        """Return the state of a job that may be queued or running, because Slurm did not
-        respond."""
-        files, error = self.files, self.answer.error
-        if files.unanswered:
-            error = error or "squeue does not list it yet"
-            return State.UNKNOWN, f"sbatch did not report whether Slurm accepted it; {error}"
-        ended = (
-            f"; attempt {files.attempt} ended: {files.reason}" if files.ending is not None else ""
-        )
-        return State.UNKNOWN, f"submitted as {self.ids[-1]}; {error}{ended}"
+def _ended(files: JobFiles, ending: dict[str, Any]) -> Verdict:
+    """Return the state of a job whose newest attempt recorded its end."""
+    match code := ending["code"]:
+        case ExitCode.DONE:
+            return State.DONE, ""
+        case ExitCode.DIVERGED:
+            return State.DIVERGED, files.reason
+        case ExitCode.PREEMPTED:
+            by = ending["asked_by"]
+            return State.STOPPED, files.reason + (f"; requested by {by}" if by else "")
+    detail = f"{files.reason} (exit code {code}, rank {ending['rank']} on {ending['node']})"
+    gave_up = None if code in FINAL else _gave_up(files, detail)
+    return gave_up or (State.FAILED, detail)
+
+
+def _gave_up(files: JobFiles, detail: str) -> Verdict | None:
+    """Return the state of a job without a new checkpoint in all attempts; None of another one.
+
+    The decision has their number: only the job script counts attempts whose node died, too.
+    """
+    found = GAVE_UP.match(files.decision)
+    attempts = int(found[1]) if found else 0
+    if not attempts:
+        return None
+    return State.OUT_OF_ATTEMPTS, f"{attempts} attempts without a new checkpoint; {detail}"
+
+
+def _ended_unrecorded(files: JobFiles, ids: Sequence[str], slurm: SlurmJob | None) -> Verdict:
+    """Return the state of a job that has recorded no end and is not in the queue."""
+    if not files.attempt:
+        if slurm is not None:  # the set-up of its node did not finish
+            return State.FAILED, f"Slurm state {slurm.state}"
+        if ids:
+            return State.LOST, f"never started, and Slurm no longer knows job {ids[-1]}"
+        if files.submission.get("sent") is False:  # for a later sbatch by the user
+            return State.UNSENT, f"run sbatch {files.job.script}"
+        return State.NEW, ""
+    ended = slurm if slurm is not None and slurm.since >= files.started else None
+    # A new attempt writes its first heartbeat after the imports.
+    if files.heartbeat is None and ended is None and files.heartbeat_age <= SILENT_SECONDS:
+        return State.RUNNING, "starting"
+    if (gave_up := _gave_up(files, files.reason)) is not None:
+        return gave_up
+    if ended is not None:
+        return State.FAILED, f"Slurm state {ended.state}; {_saved_work(files, ended)}"
+    where = f" on {files.heartbeat['node']}" if files.heartbeat else ""
+    age = f"{files.heartbeat_age:.0f} s ago"
+    return State.LOST, f"last heartbeat of attempt {files.attempt}{where} {age}"

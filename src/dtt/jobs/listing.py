@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from dtt.base.reading import fits, read_record
 from dtt.base.terminal import one_line
 from dtt.jobs import chain_steps, job_state
 from dtt.jobs.chain_steps import LinkedStep
-from dtt.jobs.clock import in_words
-from dtt.jobs.goodput import goodput
+from dtt.jobs.clock import goodput, in_words
 from dtt.jobs.job_state import State, Status
 from dtt.track import jsonl
 
@@ -69,18 +68,17 @@ def _print_stages(folder: Path, jobs: Sequence[JobDir], *, as_json: bool) -> Non
 
 def _print_chain(folder: Path, steps: Sequence[LinkedStep], *, as_json: bool) -> None:
     """Print the state of each step of a chain; steps that were done before have no job."""
-    pairs = list(zip(steps, chain_steps.examine(steps), strict=True))
+    examined = chain_steps.examine(steps)
     if as_json:
-        facts = [
-            {"step": one.title} | (_facts(status) if status else {"job": None, "state": "done"})
-            for one, status in pairs
-        ]
+        known = {one.title: _facts(one.status) for one in examined}
+        done = {"job": None, "state": "done"}
+        facts = [{"step": one.title} | known.get(one.title, done) for one in steps]
         print(json.dumps({"job": str(folder), "steps": facts}))
         return
-    for one, status in pairs:
-        if status is None:
+    for one in steps:
+        if one.job is None:
             print(f"{one.title}: done before this chain was submitted")
-    _print_table([(one.title, status) for one, status in pairs if status is not None])
+    _print_table([(one.title, one.status) for one in examined])
 
 
 def _print_table(jobs: Sequence[tuple[str, Status]]) -> None:
@@ -88,18 +86,30 @@ def _print_table(jobs: Sequence[tuple[str, Status]]) -> None:
 
     The columns of numbers are aligned to the right. The detail, which may be long, comes last.
     """
-    rows = [COLUMNS, *(_cells(label, status) for label, status in jobs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
-    for label, state, *numbers, detail in rows if jobs else ():
-        cells = [label.ljust(widths[0]), state.ljust(widths[1])]
-        cells += map(str.rjust, numbers, widths[2:])
-        print("  ".join([*cells, detail]).rstrip())
+    if jobs:
+        rows = [COLUMNS, *(_cells(label, status) for label, status in jobs)]
+        print("\n".join(columns(rows, right=range(2, len(COLUMNS) - 1))))
+
+
+def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Format rows as lines of aligned columns, of which those with the numbers `right` end alike.
+
+    A row may have fewer cells than the first one.
+    """
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
+    widths[-1] = 0  # the last column is not padded
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _cells(label: str, status: Status) -> tuple[str, ...]:
     """Return the cells of a job in the table; unknown numbers are `-`."""
     measured, left = status.files.measured(), status.seconds_left
     loss, tokens, rate = (measured[name] for name in ("loss", "tokens", "tokens_per_second"))
+    detail = one_line(status.detail)
     return (
         one_line(label),
         status.state.value,
@@ -108,7 +118,7 @@ def _cells(label: str, status: Status) -> tuple[str, ...]:
         "-" if tokens is None else _scaled(tokens),
         "-" if rate is None else _scaled(rate),
         "-" if left is None else in_words(left),
-        _short(one_line(status.detail)),
+        detail if len(detail) <= 100 else detail[:99] + "…",
     )
 
 
@@ -136,10 +146,6 @@ def _tree(statuses: Sequence[Status]) -> Iterator[tuple[int, Status]]:
             yield from walk(status.job.root.resolve(), depth + 1)
 
     return walk(None, 0)
-
-
-def _short(detail: str) -> str:
-    return detail if len(detail) <= 100 else detail[:99] + "…"
 
 
 def status(path: Path, *, as_json: bool) -> None:
@@ -197,8 +203,7 @@ def _report(status: Status) -> Iterator[str]:
     yield f"job         {status.job.root}"
     yield f"state       {status.state}{': ' if status.detail else ''}{status.detail}"
     if files.step is not None:
-        yield f"step        {_step(status)}{_speed(status)}"
-        yield from _losses(files.measured())
+        yield from _progress(status)
     if files.heartbeat is not None and files.alive:
         beat = files.heartbeat
         age = f"{max(0.0, files.now - beat['time']):.0f} s ago"
@@ -247,15 +252,14 @@ def _step(status: Status) -> str:
     return f"{files.step} of {files.steps}" if files.steps else str(files.step)
 
 
-def _speed(status: Status) -> str:
-    rate, left = status.files.measured()["tokens_per_second"], status.seconds_left
-    fast = f", {rate:,.0f} tokens/s" if rate is not None else ""
-    return fast + (f", {in_words(left)} left" if left is not None else "")
-
-
-def _losses(measured: dict[str, float | None]) -> Iterator[str]:
-    """Yield lines with the newest losses and the number of tokens trained on, if recorded."""
+def _progress(status: Status) -> Iterator[str]:
+    """Yield the step, speed and time left, the newest losses and the tokens trained on."""
+    measured, left = status.files.measured(), status.seconds_left
     loss, validation, tokens = (measured[name] for name in ("loss", "eval_loss", "tokens"))
+    rate = measured["tokens_per_second"]
+    speed = f", {rate:,.0f} tokens/s" if rate is not None else ""
+    speed += f", {in_words(left)} left" if left is not None else ""
+    yield f"step        {_step(status)}{speed}"
     if loss is not None and tokens is not None:
         yield f"loss        {loss:.4f} after {tokens:,} tokens"
     if validation is not None:

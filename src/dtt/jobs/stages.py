@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
+from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest, DataManifest, TokensManifest
@@ -102,6 +102,12 @@ class Stage:
         """True if the job has a checkpoint."""
         return bool(store.steps(self.job.checkpoints))
 
+    @property
+    def _origin(self) -> dict[str, Any] | None:
+        """The record of the checkpoint that the stage started from; None if there is none."""
+        record = (self.job.stage_record() or {}).get("predecessor")
+        return record if fits(record, PREDECESSOR) else None
+
     def create(self) -> None:
         """Write the record of a stage that has not started, so that its job can start alone."""
         if not self.started:
@@ -152,34 +158,28 @@ class Stage:
             )
         if not self.started:
             return
-        if self.predecessor is not None and final is None and not self._starts_from_newest():
-            raise ConfigError(
-                f"{self.job.root} was trained from {self.predecessor.root}, which is not done now",
-                why="its final checkpoint is gone, or it is being trained again",
-                next=f"{remedy(self.name)}; dtt train {self.job.root} resumes it alone",
-            )
+        if self.predecessor is not None and final is None:
+            record, steps = self._origin, store.steps(self.predecessor.checkpoints)
+            path = store.folder_of(self.predecessor.checkpoints, max(steps, default=0))
+            manifest = path / CheckpointManifest.filename
+            recorded = record["checkpoint_sha256"] if record else None
+            known = manifest.is_file() and sha256_file(manifest) == recorded
+            # If the newest checkpoint is the recorded one, an attempt at the previous stage was
+            # killed after its last step. It will finish again, or train longer; the next start of
+            # this stage compares the checkpoints.
+            if not known:
+                raise ConfigError(
+                    f"{self.job.root} was trained from {self.predecessor.root}, which is not done "
+                    "now",
+                    why="its final checkpoint is gone, or it is being trained again",
+                    next=f"{remedy(self.name)}; dtt train {self.job.root} resumes it alone",
+                )
         if final is not None:
             self._check_origin(final)
         self._check_data()
 
-    def _starts_from_newest(self) -> bool:
-        """Return True if the newest checkpoint of the previous stage is the recorded one.
-
-        Then an attempt at the previous stage was killed after its last step. It will finish again,
-        or train longer; the next start of this stage compares the checkpoints.
-        """
-        assert self.predecessor is not None
-        record = (self.job.stage_record() or {}).get("predecessor")
-        steps = store.steps(self.predecessor.checkpoints)
-        if not steps or not fits(record, PREDECESSOR) or record is None:
-            return False
-        path = store.folder_of(self.predecessor.checkpoints, steps[-1])
-        manifest = path / CheckpointManifest.filename
-        return manifest.is_file() and sha256_file(manifest) == record["checkpoint_sha256"]
-
     def _check_origin(self, final: FinalCheckpoint) -> None:
-        record = (self.job.stage_record() or {}).get("predecessor")
-        known = record if fits(record, PREDECESSOR) else None
+        known = self._origin
         if known is None or known["checkpoint_sha256"] != final.sha256:
             step = "" if known is None else f" of step {known['step']}"
             raise ConfigError(
@@ -246,14 +246,10 @@ def rename_jobs(jobs: Sequence[JobDir]) -> None:
         status.check_idle()
     for job in reversed(there):
         with exclusive(job.root, "dtt train", patience=10):
-            aside = _free_name(job.root)
+            names = (f"{job.root.name}-superseded-{number}" for number in count(1))
+            aside = next(path for path in map(job.root.with_name, names) if not path.exists())
             job.root.rename(aside)
         log.info("renamed %s to %s", job.root, aside)
-
-
-def _free_name(root: Path) -> Path:
-    paths = (root.with_name(f"{root.name}-superseded-{number}") for number in count(1))
-    return next(path for path in paths if not path.exists())
 
 
 def report_shadowed(stages: Sequence[Stage], arguments: Sequence[str]) -> None:

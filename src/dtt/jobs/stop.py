@@ -21,7 +21,8 @@ from dtt.base.files import remove, write_atomically
 from dtt.base.interrupts import STOP_SIGNALS
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.base.reading import read_small, retrying, waiting_for_space
+from dtt.base.reading import retrying, waiting_for_space
+from dtt.jobs.job_files import trigger_lines
 
 if TYPE_CHECKING:  # torch is slow to import, and signals must be handled before
     from dtt.mesh.dist import World
@@ -164,7 +165,8 @@ class Requests:
                 self.reason, world.maximum(world.rank if self.reason else 0)
             )
         if request is Request.PROFILE:
-            profile_kind = world.from_first(_lines(self.job, "profile")[1:] or [""])[0]
+            named = trigger_lines(self.job.profile)[1:] if self.job is not None else []
+            profile_kind = world.from_first(named or [""])[0]
         if world.first and request in (Request.PROFILE, Request.SAVE, Request.STOP):
             self._acknowledge(request, step)
         return AgreedRequest(request, end, bool(any_uncompiled), profile_kind)
@@ -196,7 +198,7 @@ class Requests:
         self._checked = now
         # The most urgent trigger first.
         if self.job.stop.exists():
-            self.reason = _lines(self.job, "stop")[0]
+            self.reason = trigger_lines(self.job.stop)[0]
             return Request.STOP
         if self.job.save.exists():
             return Request.SAVE
@@ -207,7 +209,7 @@ class Requests:
         if self.job is None:
             return
         name = request.name.lower()
-        by = self.reason or _lines(self.job, name)[0]
+        by = self.reason or trigger_lines(self.job.root / "control" / name)[0]
         log.info("asked to %s by %s, after step %d", name, by, step)
         record = {"request": name, "by": by, "step": step, "time": time.time()}
         try:
@@ -229,7 +231,7 @@ class Requests:
         """
         if world.first and self.job is not None:
             if self.reason and self.job.stop.exists():
-                self.reason = _lines(self.job, "stop")[0]
+                self.reason = trigger_lines(self.job.stop)[0]
             for trigger in (self.job.stop, self.job.save, self.job.profile):
                 _remove_trigger(trigger)
 
@@ -260,18 +262,3 @@ def _ended_early(name: str, ranks: Ranks) -> DttError:
         why=name,
         next="run the same command again",
     )
-
-
-def _lines(job: JobDir | None, name: str) -> list[str]:
-    """Return the lines of a trigger file: who asked and why, then details such as a profile kind.
-
-    An empty or missing file counts as one with its own name, `control/NAME`, in its first line.
-    """
-    if job is None:
-        return [f"control/{name}"]
-    try:
-        text = read_small(job.root / "control" / name).decode(errors="replace")
-    except (OSError, ValueError):
-        text = ""
-    first, *others = text.splitlines() or [""]
-    return [first if first.strip() else f"control/{name}", *others]

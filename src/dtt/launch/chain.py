@@ -10,86 +10,83 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import exclusive
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import stage_names
 from dtt.config.run import RunConfig
+from dtt.data.corpus.file_choice import FilePatterns
+from dtt.data.corpus.local_files import local_files
 from dtt.jobs import chain_steps, job_state
-from dtt.jobs.chain_steps import LinkedStep
+from dtt.jobs.chain_steps import EVAL, LinkedStep
 from dtt.jobs.clock import in_words
-from dtt.jobs.slurm import job_script, squeue
+from dtt.jobs.listing import columns
+from dtt.jobs.slurm import squeue, submissions
 from dtt.jobs.slurm.job_script import Script
-from dtt.launch import checks, pipeline, step_times, submit
-from dtt.launch.pipeline import PipelineRun, PipelineStep
+from dtt.launch import checks, pipeline, submit
+from dtt.launch.pipeline import PipelineRun
 from dtt.launch.submission import Submission, amounts
+from dtt.launch.submit import SubmitOptions
+from dtt.model import count
+from dtt.model.scaling import scaled
+
+START = 10.0
+"""Seconds until a process has imported torch from the file system of a cluster."""
+RATES = {"download": 500e6, "clean": 50e6, "tokenize": 50e6}
+"""Bytes a second that a process hashes, cleans or tokenizes: about half of what benchmarks/log.md
+has for long documents, because those of the Web are shorter, and nodes are shared."""
+TEXT_IN_A_BYTE = {".parquet": 2.5, ".gz": 3.0, ".zst": 3.0}
+"""Bytes of text in a byte of a file; other files are text."""
+EXPORT = 5e-8
+"""Seconds a parameter, which is read, written, and computed twice in fp32 on the CPU: 308M take two
+slow cores 22 s."""
+
+Link = tuple[str, Submission | None]
+"""Title of a step of a chain, and what submits it; None if the step is done."""
 
 
-@dataclass(frozen=True)
-class ChainLink:
-    """A step of a chain with what submits it."""
-
-    title: str
-    submission: Submission | None
-    """None if the step is done."""
-
-    @property
-    def job(self) -> JobDir | None:
-        """The directory of the job that is to be submitted."""
-        return None if self.submission is None else self.submission.job
-
-
-def run(
-    config: str | None,
-    arguments: Sequence[str],
-    *,
-    cluster: str | None,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-    code_copy: bool,
-    redo_from: str | None,
-    after: Sequence[str],
-    of_one_job: Sequence[str],
-) -> None:
+def run(config: str | None, arguments: Sequence[str], options: SubmitOptions) -> None:
     """Check the steps of a pipeline, show them, ask for confirmation, and submit each as a job.
 
-    Without Slurm, runs them here, as `dtt pipeline` does. Raises ConfigError for options
-    `of_one_job`.
+    Without Slurm, runs them here, as `dtt pipeline` does. Raises ConfigError for options that
+    concern one job.
     """
-    if of_one_job:
+    given = {"--no-submit": options.no_submit, "--print-script": options.print_script}
+    given["--allow-change"] = bool(options.allow_change)
+    if of_one_job := [name for name, value in given.items() if value]:
         raise ConfigError(
             f"a pipeline is a Slurm job per step, and {of_one_job[0]} concerns one job",
             next="--in-one-job, or submit the steps one by one",
         )
+    dry_run, as_json = options.dry_run, options.as_json
     if shutil.which("sbatch") is None and not dry_run:
-        if after:
+        if options.after:
             checks.raise_all(list(checks.sbatch_problems()))
         print("no Slurm on this machine: the steps run here, in turn", file=sys.stderr)
-        pipeline.run(config, arguments, None, redo_from=redo_from, as_json=as_json)
+        pipeline.run(config, arguments, None, redo_from=options.redo_from, as_json=as_json)
         return
-    folder, links = prepare(config, arguments, cluster, redo_from, code_copy=code_copy)
-    waiting = [one.submission for one in links if one.submission is not None]
+    folder, links = prepare(config, arguments, options)
+    waiting = [one for _, one in links if one is not None]
     if not waiting:
         raise ConfigError(f"all steps of {folder} are done", next="set name=ANOTHER, or train more")
-    ids = [id for name in after for id in chain_steps.ids_to_wait_for(name)]
+    ids = chain_steps.ids_to_wait_for(options.after)
     known = [one.job.submission_record() for one in waiting]
-    checks.raise_all(list(problems(folder, links, dry_run=dry_run)))
+    checks.raise_all(list(problems(folder, waiting, dry_run=dry_run)))
     out = sys.stderr if as_json else sys.stdout
     print("\n".join(plan(folder, links, dry_run=dry_run)), file=out, flush=True)
     submitted: list[str] = []
-    if not dry_run and (yes or submit.confirmed("submit?")):
-        submitted = _submit(folder, links, known, ids, code_copy=code_copy)
+    if not dry_run and (options.yes or submit.confirmed("submit?")):
+        submitted = _submit(folder, links, known, ids, code_copy=options.code_copy)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
-        given: list[str | None] = [*submitted] or [None] * len(waiting)
-        pairs = zip(waiting, given, strict=True)
+        job_ids: list[str | None] = [*submitted] or [None] * len(waiting)
+        pairs = zip(waiting, job_ids, strict=True)
         steps = [{"job_id": id, "job_dir": str(one.job.root)} for one, id in pairs]
         print(json.dumps({"job_dir": str(folder), "steps": steps}))
     elif submitted:
@@ -98,7 +95,7 @@ def run(
 
 def _submit(
     folder: Path,
-    links: Sequence[ChainLink],
+    links: Sequence[Link],
     known: Sequence[dict[str, Any] | None],
     after: Sequence[str],
     *,
@@ -109,121 +106,110 @@ def _submit(
     `known` are the newest records of their submissions, as they were before the checks. If Slurm
     rejects one, cancels those before it, and leaves the chain as it was.
     """
-    waiting = [one for one in links if one.submission is not None]
-    steps = [LinkedStep(one.title, one.job) for one in links]
-    queued = chain_steps.Submitted(after)
-    ids: list[str] = []
+    queued, records = dict[str, str](), iter(known)
     with exclusive(folder, "dtt submit"):
         recorded = chain_steps.read(folder)
-        chain_steps.write(folder, steps)
+        chain_steps.write(
+            folder, [LinkedStep(title, one.job if one else None) for title, one in links]
+        )
         try:
-            for one, record in zip(waiting, known, strict=True):
-                assert one.submission is not None
-                before, beside = queued.dependencies(one.title)
+            for title, one in links:
+                if one is None:
+                    continue
+                before, beside = chain_steps.dependencies(title, queued, after)
                 id = submit.submit(
-                    one.submission, record, copy_code=code_copy, after=before, beside=beside
+                    one, next(records), copy_code=code_copy, after=before, beside=beside
                 )
                 assert id is not None, "it was sent"
-                queued.add(one.title, id)
-                ids.append(id)
+                queued[title] = id
         except DttError:
-            for id in ids:
+            for id in queued.values():
                 squeue.cancel(id)
             if recorded:
                 chain_steps.write(folder, recorded)
             else:
                 shutil.rmtree(folder)
             raise
-    return ids
+    return list(queued.values())
 
 
 def prepare(
-    config: str | None,
-    arguments: Sequence[str],
-    cluster: str | None,
-    redo_from: str | None,
-    *,
-    code_copy: bool,
-) -> tuple[Path, list[ChainLink]]:
+    config: str | None, arguments: Sequence[str], options: SubmitOptions
+) -> tuple[Path, list[Link]]:
     """Return the folder of the chain and its steps, in order."""
     submit.refuse_folders("pipeline", [one for one in arguments if "=" not in one])
-    base = submit.with_profile(config, cluster)
+    base = submit.with_profile(config, options.cluster)
     staged = bool(stage_names(base, arguments))
+    redo_from = options.redo_from
     if redo_from is not None and not staged:
         raise ConfigError(f"--redo-from {redo_from}: the configuration defines no stages")
     runs, waiting = pipeline.find_runs(base, arguments, (), redo_from)
     trained = runs[-1].job
     whole = JobDir(trained.root.parent) if staged else trained
-    links: list[ChainLink] = []
+    links: list[Link] = []
     finished = True  # a step after one that is not done runs again, and looks at its files
     for step in pipeline.steps(runs, waiting):
-        if step.command == "export":
-            links += _evaluation(runs, whole, done=finished, code_copy=code_copy)
+        command, cfg = step.command, step.run.cfg
+        if command == "export":
+            evaluation = _evaluation(runs, whole, done=finished, code_copy=options.code_copy)
+            links += [(EVAL, evaluation[0])] if evaluation else []
         finished = finished and step.has_output()
-        if step.command == "train":
-            if not any(link.title == "train" for link in links):
-                made = None
-                if not finished:  # one Slurm job trains all stages
-                    made = submit.prepare(
-                        "train", config, arguments, cluster, (), code_copy=code_copy
-                    )
-                links.append(ChainLink("train", made))
-            continue
-        made = None if finished else _of_step(step, whole, code_copy)
-        links.append(ChainLink(step.title, made))
+        made = None
+        if command == "train":
+            if "train" in dict(links):
+                continue
+            if not finished:  # one Slurm job trains all stages
+                one = SubmitOptions(cluster=options.cluster, code_copy=options.code_copy)
+                made = submit.prepare("train", config, arguments, one)
+        elif not finished:
+            name = "-".join([whole.root.name, *step.title.split()])
+            job = JobDir(whole.root.with_name(name))
+            argv = [command, "-c", str(job.config)]
+            if command == "export":
+                argv = [command, str(step.run.job.root)]
+            launch = cfg.launch.of_step(command, tasks=cfg.pipeline.tokenize_processes)
+            script = submit.make_script(
+                command, job, argv, _with_launch(cfg, launch), code_copy=options.code_copy
+            )
+            made = Submission(command, step.run.resolved, job, step.run.job, script)
+        links.append((step.title if command != "train" else command, made))
     return whole.root.with_name(f"{whole.root.name}-pipeline"), links
-
-
-def _of_step(step: PipelineStep, whole: JobDir, code_copy: bool) -> Submission:
-    """Return the submission of a step other than the training."""
-    run, command = step.run, step.command
-    name = "-".join([whole.root.name, *step.title.split()])
-    job = JobDir(whole.root.with_name(name))
-    argv = [command, "-c", str(job.config)]
-    if command == "export":
-        argv = [command, str(run.job.root)]
-    launch = run.cfg.launch.of_step(command, tasks=run.cfg.pipeline.tokenize_processes)
-    cfg = _with_launch(run.cfg, launch)
-    script = submit.make_script(command, job, argv, cfg, code_copy=code_copy)
-    return Submission(command, run.resolved, job, run.job, script)
 
 
 def _evaluation(
     runs: Sequence[PipelineRun], whole: JobDir, *, done: bool, code_copy: bool
-) -> Iterator[ChainLink]:
-    """Yield the evaluation beside a training, which may be done, if the configuration asks for it.
+) -> list[Submission | None]:
+    """Return the evaluation beside a training, which may be done, if the configuration asks for it.
 
     It watches the job, or the jobs of all stages in turn.
     """
     evaluated = [run for run in runs if run.cfg.eval.tasks]
     if not evaluated:
-        return
+        return []
     last = evaluated[-1]
-    job = JobDir(whole.root.with_name(f"{whole.root.name}-{chain_steps.EVAL}"))
+    job = JobDir(whole.root.with_name(f"{whole.root.name}-{EVAL}"))
     if done and chain_steps.is_evaluated(job, last.job, last.cfg.eval.tasks):
-        yield ChainLink(chain_steps.EVAL, None)
-        return
+        return [None]
     argv = ["eval", str(whole.root), "--watch"]
     if done and last.stage is None:
         argv += submit.changed_keys("eval", last.job, last.resolved)
     cfg = _with_launch(last.cfg, last.cfg.launch.of_step("eval"))
     script = submit.make_script("eval", job, argv, cfg, code_copy=code_copy)
-    yield ChainLink(chain_steps.EVAL, Submission("eval", last.resolved, job, last.job, script))
+    return [Submission("eval", last.resolved, job, last.job, script)]
 
 
 def _with_launch(cfg: RunConfig, launch: LaunchConfig) -> RunConfig:
     return cfg.model_copy(update={"launch": launch})
 
 
-def problems(folder: Path, links: Sequence[ChainLink], *, dry_run: bool) -> Iterator[DttError]:
+def problems(folder: Path, waiting: Sequence[Submission], *, dry_run: bool) -> Iterator[DttError]:
     """Yield every error that would make a step fail, as far as its inputs are known now."""
     if JobDir(folder).config.is_file():
         yield ConfigError(
             f"{folder} is the directory of a pipeline in one job",
             next=f"dtt job rm {folder}, or --in-one-job",
         )
-    before: list[str] = []
-    for submission in (link.submission for link in links if link.submission is not None):
+    for number, submission in enumerate(waiting):
         command, cfg, script = submission.command, submission.config, submission.script
         if script.launch.continuation == "singleton":
             yield ConfigError(
@@ -231,21 +217,22 @@ def problems(folder: Path, links: Sequence[ChainLink], *, dry_run: bool) -> Iter
                 why="it continues as another Slurm job",
                 next="launch.continuation=requeue, or --in-one-job",
             )
-        if command == "train" and before:
+        if command == "train" and number:
             yield from submit.known_problems(submission)
         elif command == "train":
             yield from submit.problems(submission, dry_run=True)
-        elif not before:
+        elif not number:
             yield from checks.problems(command, cfg, submission.trained)
         if command != "train":
-            yield from checks.launch_problems(command, _with_launch(cfg, script.launch))
+            yield from checks.launch_problems(
+                command, _with_launch(cfg, script.launch), submission.trained
+            )
         if not dry_run:
             [status] = job_state.examine([submission.job])
             yield from checks.caught(status.check_idle)
-        before.append(command)
 
 
-def plan(folder: Path, links: Sequence[ChainLink], *, dry_run: bool) -> Iterator[str]:
+def plan(folder: Path, links: Sequence[Link], *, dry_run: bool) -> Iterator[str]:
     """Yield a line for each step with its resources, limit and largest cost.
 
     For a dry run, also how long each is expected to take, and when it could start alone.
@@ -253,27 +240,23 @@ def plan(folder: Path, links: Sequence[ChainLink], *, dry_run: bool) -> Iterator
     header = ["step", "nodes", "tasks", "GPUs", "time limit", "at most", "partition"]
     rows = [header + ["expected", "earliest start alone"] * dry_run]
     trained: list[str] = []
-    for link in links:
-        if link.submission is None:
-            rows.append([link.title, "done"])
+    for title, submission in links:
+        if submission is None:
+            rows.append([title, "done"])
             continue
-        script, launch = link.submission.script, link.submission.script.launch
+        script, launch = submission.script, submission.script.launch
         limit = "the partition's" if launch.time is None else str(launch.time)
         cost = "unknown" if launch.time_limit is None else _cost(script, launch.time_limit)
         each = launch.processes if script.kind == "train" else script.tasks_per_node
-        cells = [link.title, str(script.nodes), str(each), str(launch.gpus), limit, cost]
+        cells = [title, str(script.nodes), str(each), str(launch.gpus), limit, cost]
         cells.append(launch.partition or "the default")
         if dry_run:
-            cells += [_expected(link.submission), job_script.earliest_start(script)]
+            cells += [_expected(submission), submissions.earliest_start(script)]
         rows.append(cells)
-        trained += [f"train      {line}" for line in amounts(link.submission)]
-    beside = any(link.title == chain_steps.EVAL for link in links)
-    yield f"chain      {folder}: each step waits for the success of the one before" + (
-        ", eval runs beside train" if beside else ""
-    )
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+        trained += [f"train      {line}" for line in amounts(submission)]
+    beside = ", eval runs beside train" if EVAL in dict(links) else ""
+    yield f"chain      {folder}: each step waits for the success of the one before{beside}"
+    yield from columns(rows)
     if dry_run:
         yield "alone      Slurm was asked for each step as if it waited for no other"
     yield from trained
@@ -286,24 +269,51 @@ def _cost(script: Script, seconds: float) -> str:
 
 def _expected(submission: Submission) -> str:
     """Return the expected duration and cost of a step, that of a training as of `dtt plan`."""
-    if submission.command == chain_steps.EVAL:
+    command, script = submission.command, submission.script
+    if command == EVAL:
         return "as train"
-    if submission.command == "train":
-        seconds = _training_seconds(submission)
+    if command == "train":
+        from dtt.estimate import plan as estimate  # it loads torch
+
+        try:
+            stages = [stage.config for stage in submission.stages] or [submission.config]
+            seconds = estimate.expected_seconds(stages)
+        except DttError:  # the number of epochs says nothing before there are token files
+            seconds = None
     else:
-        script = submission.script
         processes = script.nodes * script.tasks_per_node
-        seconds = step_times.expected_seconds(submission.command, submission.config, processes)
-    if seconds is None:
-        return "unknown"
-    return f"≈ {in_words(seconds)}, {_cost(submission.script, seconds)}"
+        seconds = expected_seconds(command, submission.config, processes)
+    return "unknown" if seconds is None else f"≈ {in_words(seconds)}, {_cost(script, seconds)}"
 
 
-def _training_seconds(submission: Submission) -> float | None:
-    from dtt.estimate import plan as estimate  # it loads torch
+def expected_seconds(command: str, cfg: RunConfig, processes: int) -> float | None:
+    """Return the duration of a step other than a training; None if too little is known.
 
+    Of a corpus of the Hub or of a bucket that is not here yet, neither the size nor the speed of
+    the network is known.
+    """
+    files: list[tuple[Path, int]] = []
     try:
-        stages = [stage.config for stage in submission.stages] or [submission.config]
-        return estimate.expected_seconds(stages)
-    except DttError:  # the number of epochs says nothing before there are token files
+        if command == "export":
+            from dtt.estimate.vocabulary import vocabulary_and_steps  # it loads torch
+
+            # The vocabulary is known where the number of steps, which no export needs, is not.
+            cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 1})})
+            size, _, cfg = vocabulary_and_steps(cfg)
+            return START + EXPORT * count.parameters(scaled(cfg, size).arch)
+        for one in cfg.corpora:
+            folder = Path(str(one.download.dataset)).expanduser()
+            if CorpusManifest.exists(one.corpus_dir):
+                manifest = CorpusManifest.read(one.corpus_dir)
+                files += [(Path(file.path), file.bytes) for file in manifest.files]
+            elif folder.exists():  # it comes from this machine
+                chosen = local_files(folder, one.download.split, FilePatterns(one.download))
+                files += [(p, p.stat().st_size) for p in chosen[: one.download.max_files]]
+    except DttError:
         return None
+    if not files or command not in RATES:
+        return None
+    if command == "download":  # of local files: one process hashes them as they are
+        return START + sum(size for _, size in files) / RATES[command]
+    text = sum(size * TEXT_IN_A_BYTE.get(path.suffix, 1) for path, size in files)
+    return START + text / (RATES[command] * processes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from dtt.config.init import HF
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 from dtt.config.parallel import mesh_sizes
 from dtt.config.run import RunConfig
-from dtt.config.train import CheckpointConfig, TrainConfig
 from dtt.data.corpus.described import check_tokens, read_corpus
 from dtt.data.samples import compatibility
 from dtt.model import count
@@ -126,12 +125,17 @@ def _train_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     if found:
         named = [(s.label, s.path / "tokenizer.json", t.tokenizer_sha256) for s, t in found]
         yield from caught(lambda: compatibility.check_one_tokenizer(named))
-        vocab_size = found[0][1].vocab_size
-        yield from caught(lambda: _check_model(cfg, vocab_size, job))
-        yield from caught(lambda: _check_mesh(cfg, vocab_size))
+        yield from _model_problems(cfg, found[0][1].vocab_size, job)
     if len(found) == len(sources) and len(cfg.token_sources) == len(cfg.sources):
         keys = [(source.label, tokens.key) for source, tokens in found]
-        yield from caught(lambda: _check_same_data(keys, job))
+        for step in reversed(store.steps(job.checkpoints)):
+            try:
+                newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))
+            except DttError:  # training skips a damaged checkpoint, too
+                continue
+            # The job must have been trained on the same token files or text.
+            yield from caught(partial(compatibility.check_data, newest, keys, job))
+            break
 
 
 def _init_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
@@ -146,8 +150,7 @@ def problems_before_data(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     yield from _init_problems(cfg, job)
     if isinstance(cfg.tokenizer, TrainedTokenizerConfig):
         size = cfg.tokenizer.vocab_size
-        yield from caught(lambda: _check_model(cfg, size, job))
-        yield from caught(lambda: _check_mesh(cfg, size))
+        yield from _model_problems(cfg, size, job)
     elif cfg.reads_corpus:
         from dtt.data.text.tokenizer import find_tokenizer, is_hub_id  # training needs none
 
@@ -173,76 +176,41 @@ def _tokenizer_problems(cfg: RunConfig, folder: Path, tokens: TokensManifest) ->
             )
 
 
-def _check_model(cfg: RunConfig, vocab_size: int, job: JobDir) -> None:
-    """Raise ConfigError if vocabulary or context do not fit, DiskFull if checkpoints will not."""
-    arch = scaled(cfg, vocab_size).arch
-    more = max(1, _max_checkpoints(cfg.checkpoint, cfg.train) - len(store.steps(job.checkpoints)))
-    needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
-    check_space(job.checkpoints, needed, f"{more} checkpoints")
-
-
-def _check_mesh(cfg: RunConfig, vocab_size: int) -> None:
-    """Raise ConfigError if sizes of the model are not divisible by the mesh."""
+def _model_problems(cfg: RunConfig, vocab_size: int, job: JobDir) -> Iterator[DttError]:
+    """Yield a problem if vocabulary or context do not fit, or checkpoints or the mesh will not."""
     try:
-        sizes = mesh_sizes(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
         arch = scaled(cfg, vocab_size).arch
-    except ConfigError:  # `batch_problems` and `_check_model` report it
+    except DttError as error:
+        yield error
         return
-    check_layout(cfg, sizes, arch)
-
-
-def _max_checkpoints(checkpoint: CheckpointConfig, train: TrainConfig) -> int:
-    """Return the maximum number of checkpoints on disk; one is written before one is deleted.
-
-    Checkpoints kept permanently are not counted if the end of the run is determined by time, which
-    may be long before `train.steps`.
-    """
+    checkpoint, train = cfg.checkpoint, cfg.train
+    # Those kept for ever do not count if time ends the run, which may be long before `train.steps`.
     permanent = 0
     if checkpoint.keep_every and not train.timed:
         permanent = train.steps // math.lcm(checkpoint.every, checkpoint.keep_every)
     saved = math.ceil(train.steps / checkpoint.every)
-    return min(checkpoint.keep_last + permanent + checkpoint.keep_best, saved) + 1
-
-
-def _check_same_data(keys: Sequence[tuple[str, str]], job: JobDir) -> None:
-    """Raise ConfigError if the job was trained on other token files or text."""
-    for step in reversed(store.steps(job.checkpoints)):
-        try:
-            newest = CheckpointManifest.read(store.folder_of(job.checkpoints, step))
-        except DttError:  # training skips a damaged checkpoint, too
-            continue
-        compatibility.check_data(newest, keys, job)
+    # One is written before one is deleted.
+    most = min(checkpoint.keep_last + permanent + checkpoint.keep_best, saved) + 1
+    more = max(1, most - len(store.steps(job.checkpoints)))
+    needed = more * BYTES_PER_PARAMETER * count.parameters(arch)
+    yield from caught(lambda: check_space(job.checkpoints, needed, f"{more} checkpoints"))
+    try:
+        sizes = mesh_sizes(cfg.parallel, cfg.launch.nodes * cfg.launch.processes)
+    except ConfigError:  # `batch_problems` reports it
         return
+    yield from caught(lambda: check_layout(cfg, sizes, arch))
 
 
-def launch_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
-    """Yield every conflict between `launch` and what Slurm or its nodes can do."""
-    if command in ("train", "pipeline"):
-        yield from _process_problems(command, cfg)
+def launch_problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
+    """Yield every conflict between `launch` and what Slurm or its nodes can do.
+
+    `job` is that of the training, which has measured how long it takes to save.
+    """
     yield from _setup_problems(cfg.launch)
-
-
-def batch_problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
-    """Yield a problem if the training processes cannot divide a batch that is left to train."""
-    each, nodes = _processes_per_node(command, cfg), cfg.launch.nodes
-    processes = each if command == "pipeline" else each * nodes
-    done = max(store.steps(job.checkpoints), default=0)
-    yield from caught(
-        lambda: compatibility.check_batches(cfg.train, mesh_sizes(cfg.parallel, processes), done)
-    )
-
-
-def _processes_per_node(command: str, cfg: RunConfig) -> int:
-    """Return the number of training processes per node; `dtt pipeline` uses one node."""
-    if command != "pipeline":
-        return cfg.launch.processes
-    return (
-        cfg.pipeline.train_processes or (cfg.launch.gpus if cfg.train.device != "cpu" else 1) or 1
-    )
-
-
-def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
-    """Yield a problem if training processes lack a GPU each."""
+    if command not in ("train", "pipeline"):
+        return
+    yield from _time_problems(job, cfg.launch)
+    # Training processes need a GPU each.
     launch, device = cfg.launch, cfg.train.device
     gpus = launch.gpus if device != "cpu" else 0
     of_pipeline = command == "pipeline"
@@ -263,7 +231,7 @@ def _process_problems(command: str, cfg: RunConfig) -> Iterator[DttError]:
         )
 
 
-def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
+def _time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
     """Yield a problem if the time limit is too short to save."""
     limit = launch.time_limit
     measured = (read_text(job.lead) or "").strip()
@@ -278,6 +246,25 @@ def time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
             "cannot start to stop before half of the time limit",
             next=f"set launch.time={math.ceil(2 * needed / 60)} or more",
         )
+
+
+def batch_problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
+    """Yield a problem if the training processes cannot divide a batch that is left to train."""
+    each, nodes = _processes_per_node(command, cfg), cfg.launch.nodes
+    processes = each if command == "pipeline" else each * nodes
+    done = max(store.steps(job.checkpoints), default=0)
+    yield from caught(
+        lambda: compatibility.check_batches(cfg.train, mesh_sizes(cfg.parallel, processes), done)
+    )
+
+
+def _processes_per_node(command: str, cfg: RunConfig) -> int:
+    """Return the number of training processes per node; `dtt pipeline` uses one node."""
+    if command != "pipeline":
+        return cfg.launch.processes
+    return (
+        cfg.pipeline.train_processes or (cfg.launch.gpus if cfg.train.device != "cpu" else 1) or 1
+    )
 
 
 def _setup_problems(launch: LaunchConfig) -> Iterator[DttError]:

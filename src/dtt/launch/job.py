@@ -9,9 +9,9 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dtt.artifacts.jobdir import ANSWER, JobDir
 from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit, InputError
@@ -19,13 +19,12 @@ from dtt.base.files import exclusive, in_size, remove, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_record
 from dtt.base.terminal import Message
-from dtt.config.train import ProfileKind
 from dtt.jobs import chain_steps, job_state
 from dtt.jobs.chain_steps import LinkedStep
-from dtt.jobs.job_files import job_argv, newest_log, requester
+from dtt.jobs.job_files import job_argv, newest_log, trigger_lines
 from dtt.jobs.job_state import State, Status
 from dtt.jobs.slurm import squeue, submissions
-from dtt.jobs.sweep_trials import SweepManifest
+from dtt.jobs.sweeps import SweepManifest
 from dtt.launch.checks import raise_all, sbatch_problems
 from dtt.launch.submit import confirmed
 
@@ -78,18 +77,13 @@ def stop(path: Path, *, yes: bool, wait: float) -> None:
 
 def _stop_chain(steps: Sequence[LinkedStep], wait: float) -> None:
     """Cancel the steps that wait, the last one first, and stop the one that runs."""
-    pairs = [
-        (one, status)
-        for one, status in zip(steps, chain_steps.examine(steps), strict=True)
-        if status is not None and one.job is not None
-    ]
-    for one, status in reversed(pairs):
-        assert one.job is not None
-        if status.alive:
-            stop(status.job.root, yes=True, wait=wait)
-        elif (id := chain_steps.slurm_id(one.job, status)) is not None:
-            _cancel(status, id, yes=True)
-    if not any(status.alive or status.queued for _, status in pairs):
+    examined = chain_steps.examine(steps)
+    for one in reversed(examined):
+        if one.status.alive:
+            stop(one.status.job.root, yes=True, wait=wait)
+        elif (id := one.slurm_id) is not None:
+            _cancel(one.status, id, yes=True)
+    if not any(one.status.alive or one.status.queued for one in examined):
         print("nothing to stop: no step runs or waits")
 
 
@@ -104,21 +98,12 @@ def _cancel(status: Status, id: str, *, yes: bool) -> None:
     print(f"cancelled Slurm job {id}")
 
 
-def save(path: Path, *, wait: float) -> None:
-    """Ask a running training job for a checkpoint; raise ConfigError if it does not run."""
-    _ask(_training(path, "save"), "save", wait)
+def ask(path: Path, what: Literal["save", "profile"], *, wait: float, more: str = "") -> None:
+    """Ask a running training job to save, or to profile its next steps.
 
-
-def profile(path: Path, *, kind: ProfileKind | None, wait: float) -> None:
-    """Ask a running training job to profile its next steps.
-
-    Raises ConfigError if it does not run. `kind` is the profiler; None: as configured.
+    Raises ConfigError if it does not train now. `more` is the second line of the trigger file: the
+    profiler, empty for the configured one.
     """
-    _ask(_training(path, "profile"), "profile", wait, kind or "")
-
-
-def _training(path: Path, what: str) -> Status:
-    """Return the state of a running training job; raise ConfigError if it does not train now."""
     job = job_state.open_job(path)
     (status,) = job_state.examine([job])
     if not status.alive:
@@ -127,7 +112,7 @@ def _training(path: Path, what: str) -> Status:
         )
     if (command := job_argv(job)[0]) != "train":
         raise ConfigError(f"cannot {what} {job.root}: it runs dtt {command}")
-    return status
+    _ask(status, what, wait, more)
 
 
 def _ask(
@@ -135,19 +120,16 @@ def _ask(
 ) -> None:
     """Write the trigger file of a request, and wait until the job acknowledges it or ends.
 
-    `more` is the second line of the trigger file. Raises DttError if there is no answer within
-    `wait` seconds.
+    Raises DttError if there is no answer within `wait` seconds.
     """
-    job, before = status.job, _answer(status.job)
+    job = status.job
+    before = read_record(job.acknowledged, ANSWER)
     trigger = _request(status, what, more)
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
-        answer = _answer(job)
-        if (
-            answer is not None
-            and answer["request"] == what
-            and (answer != before or status.state is State.STOPPING)
-        ):
+        answer = read_record(job.acknowledged, ANSWER)
+        new = answer != before or status.state is State.STOPPING
+        if answer is not None and answer["request"] == what and new:
             print(f"acknowledged at step {answer['step']}: {ACKNOWLEDGED[what]}")
             if what == "stop" and answer["by"].startswith("slurm:"):
                 print(f"it was already stopping ({answer['by']}); now it will not resume by itself")
@@ -157,12 +139,15 @@ def _ask(
             print(f"{job.root} has ended: it is {ended.state}. {ended.detail}".rstrip())
             return
         time.sleep(POLL_SECONDS)
+    hint = f"dtt job status {job.root} shows whether it is running"
+    if status.slurm is not None:
+        hint += f"; scancel {status.slurm.id} ends it after SIGTERM, on which it may still save"
     raise DttError(
         f"{job.root} did not acknowledge the request within {wait:.0f} s",
         where=trigger,
         why=f"it was {status.state}{', ' if status.detail else ''}{status.detail}; "
         "the request remains: the job reads it after its start, evaluation or current step",
-        next=_unacknowledged_hint(status),
+        next=hint,
     )
 
 
@@ -172,7 +157,7 @@ def _request(status: Status, what: Literal["stop", "save", "profile"], more: str
     trigger = {"stop": job.stop, "save": job.save, "profile": job.profile}[what]
     # Keep the name of the first requester. A request from Slurm is replaced, because a job that
     # stops for Slurm is submitted again and resumes, which a user's request must prevent.
-    if not trigger.exists() or requester(trigger).startswith("slurm:"):
+    if not trigger.exists() or trigger_lines(trigger)[0].startswith("slurm:"):
         try:
             write_atomically(trigger, f"{getpass.getuser()}: dtt job {what}\n{more}")
         except PermissionError:
@@ -185,19 +170,6 @@ def _request(status: Status, what: Literal["stop", "save", "profile"], more: str
                 f"for new jobs: chmod g+ws {job.root.parent}",
             ) from None
     return trigger
-
-
-def _answer(job: JobDir) -> dict[str, Any] | None:
-    return read_record(job.acknowledged, ANSWER)
-
-
-def _unacknowledged_hint(status: Status) -> str:
-    hint = f"dtt job status {status.job.root} shows whether it is running"
-    if status.slurm is not None:
-        return (
-            f"{hint}; scancel {status.slurm.id} ends it after SIGTERM, on which it may still save"
-        )
-    return hint
 
 
 def rm(path: Path, *, yes: bool) -> None:
@@ -239,16 +211,15 @@ def rm(path: Path, *, yes: bool) -> None:
 
 def _confirm_deletion(what: str, path: Path, *, yes: bool) -> None:
     """Raise ConfigError unless the user agrees, or has said so before."""
-    asks = sys.stdin.isatty() and sys.stderr.isatty()  # without one, `confirmed` returns True
+    asks = sys.stdin.isatty() and sys.stderr.isatty()  # else `confirmed` returns True
     if not yes and not (asks and confirmed(f"delete {what}?")):
         raise ConfigError(f"not deleted: {what}", next=f"dtt job rm {path} -y")
 
 
 def _rm_chain(path: Path, steps: Sequence[LinkedStep], *, yes: bool) -> None:
     """Delete the folder of a chain and those of its steps, whose results are elsewhere."""
-    for status in chain_steps.examine(steps):
-        if status is not None:
-            status.check_idle()
+    for one in chain_steps.examine(steps):
+        one.status.check_idle()
     others = [one.job for one in steps if one.job is not None and one.title != "train"]
     folders = [job.root for job in others if job.root.exists()]
     _confirm_deletion(f"{path} and its {len(folders)} steps, not the training", path, yes=yes)
@@ -262,25 +233,24 @@ def _resume_chain(path: Path, steps: Sequence[LinkedStep]) -> None:
     """Submit the steps again that are neither done nor in the queue."""
     raise_all(list(sbatch_problems()))
     with exclusive(path, "dtt submit"):
-        pairs = list(zip(steps, chain_steps.examine(steps), strict=True))
-        queued = chain_steps.Submitted([])
-        waiting = submitted = False
-        for one, status in pairs:
-            if one.job is None or status is None or chain_steps.is_done(one, status, pairs):
+        queued, submitted = dict[str, str](), False
+        for one in chain_steps.examine(steps):
+            if one.done:
                 continue
-            if status.state is State.UNKNOWN:
-                raise EnvironmentUnfit(f"the state of {one.job.root} is unknown", why=status.detail)
-            id = chain_steps.slurm_id(one.job, status)
-            if id is not None and status.state not in CONTINUES:
-                status.check_idle()  # it is ending, and nothing can wait for its success
+            state, why = one.status.state, one.status.detail
+            if state is State.UNKNOWN:
+                raise EnvironmentUnfit(f"the state of {one.job.root} is unknown", why=why)
+            id = one.slurm_id
+            if id is not None and state not in CONTINUES:
+                one.status.check_idle()  # it is ending, and nothing can wait for its success
             if id is None:
-                id = submissions.submit_again(one.job, *queued.dependencies(one.title))
+                waits = chain_steps.dependencies(one.title, queued)
+                id = submissions.submit_again(one.job, *waits)
                 submitted = True
                 print(f"submitted  {one.title}: {id}")
-            queued.add(one.title, id)
-            waiting = True
+            queued[one.title] = id
     if not submitted:
-        what = "its steps are in the queue" if waiting else "it is done"
+        what = "its steps are in the queue" if queued else "it is done"
         raise ConfigError(f"nothing to resume in {path}: {what}")
 
 
@@ -320,8 +290,13 @@ def resume(path: Path) -> None:
 
 def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
     """Print the last `lines` lines of the newest attempt's log; with `follow`, also new lines."""
-    steps = chain_steps.read(path)
-    job = _step_to_read(steps) if steps else job_state.open_job(path)
+    if steps := chain_steps.read(path):
+        # The last step that has started, but not the evaluation, which runs beside the training.
+        steps = [one for one in steps if one.title != chain_steps.EVAL]
+        jobs = [one.status.job for one in chain_steps.examine(steps)]
+        job = next((job for job in reversed(jobs) if job.attempt()), jobs[0])
+    else:
+        job = job_state.open_job(path)
     newest = newest_log(job, node)
     if newest is None:
         there = sorted(p.name[7:-4] for p in job.logs.glob("latest-*.log"))
@@ -331,32 +306,14 @@ def logs(path: Path, *, follow: bool, node: str | None, lines: int) -> None:
             if there
             else "only Slurm jobs and sweeps have logs",
         )
-    log.info("%s", newest.resolve())
-    _print_log(newest, lines, lambda: newest_log(job, node), follow=follow)
-
-
-def _step_to_read(steps: Sequence[LinkedStep]) -> JobDir:
-    """Return the job of the last step of a chain that has started; the first one before that.
-
-    Not that of the evaluation, which runs beside the training.
-    """
-    steps = [one for one in steps if one.title != chain_steps.EVAL]
-    jobs = [status.job for status in chain_steps.examine(steps) if status is not None]
-    return next((job for job in reversed(jobs) if job.attempt()), jobs[0])
-
-
-def _print_log(path: Path, lines: int, newest: Callable[[], Path | None], *, follow: bool) -> None:
-    """Print the last lines of a log; with `follow`, print new lines until interrupted.
-
-    When `newest` returns another file, because a new attempt started, continues with that one.
-    """
-    file = path.open(encoding="utf-8", errors="replace")
+    shown = newest.resolve()
+    log.info("%s", shown)
+    file = newest.open(encoding="utf-8", errors="replace")
     try:
         print(Message("".join(deque(file, maxlen=lines))), end="", flush=True)
-        shown = path.resolve()
         while follow:
             print(Message(file.read()), end="", flush=True)
-            now = newest()
+            now = newest_log(job, node)
             if now is not None and now.resolve() != shown:  # another attempt has started
                 print(Message(file.read()), end="")
                 file.close()

@@ -60,12 +60,7 @@ def start_evaluation() -> None:
 
     Returns in a process of a launcher or of a Slurm job, and with one GPU.
     """
-    if not _alone_with_gpus():
-        return
-    import torch
-
-    processes = torch.cuda.device_count()
-    if processes > 1:
+    if (processes := _gpus()) > 1:
         # torchrun exits with 1 for every failure; its cause is in the lines above.
         sys.exit(_run(processes, "CUDA_VISIBLE_DEVICES takes fewer"))
 
@@ -76,13 +71,10 @@ def start_generation(source: str) -> None:
     Returns in a process of a launcher or of a Slurm job, with one GPU, and if one GPU holds the
     weights that `source` names: a model that is divided generates more slowly.
     """
-    if not _alone_with_gpus():
+    if (processes := _gpus()) < 2:
         return
     import torch
 
-    processes = torch.cuda.device_count()
-    if processes < 2:
-        return
     from dtt.hf.model_source import weight_bytes
 
     try:
@@ -101,6 +93,15 @@ def _run(processes: int, fewer: str) -> int:
     shown = local.shell_command(argv)
     log.info("starting a process on each of %d GPUs (%s): %s", processes, fewer, shown)
     return local.run(argv)
+
+
+def _gpus() -> int:
+    """Return the number of GPUs of this machine; 0 under a launcher and in a Slurm job."""
+    if not _alone_with_gpus():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _alone_with_gpus() -> bool:

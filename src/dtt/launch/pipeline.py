@@ -16,8 +16,9 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, assert_never
+from typing import Any, Literal, assert_never
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
@@ -25,7 +26,7 @@ from dtt.artifacts.manifests import ExportManifest, TokensManifest
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.artifacts.token_folders import token_sources
 from dtt.base import local
-from dtt.base.errors import ConfigError, DttError, ExitCode
+from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.log import log
 from dtt.config import source
 from dtt.config.clean import CleanConfig
@@ -36,8 +37,9 @@ from dtt.config.train import SAMPLE_TEMPERATURE
 from dtt.data.corpus.described import check_tokens, read_corpus
 from dtt.data.corpus.selection import selection_folder
 from dtt.jobs.stages import FinalCheckpoint, done, report_shadowed
+from dtt.launch.checks import caught
 from dtt.report import run as report
-from dtt.track.summary import RunSummary, summarize
+from dtt.track.jsonl import RunSummary, summarize
 from dtt.train.find_job import find_job, find_stages
 
 MAX_TOKENIZE_PROCESSES = 8
@@ -78,11 +80,15 @@ class PipelineStep:
         cfg = self.run.cfg
         match self.command:
             case "download":
-                return all(map(_is_downloaded, cfg.corpora))
+                found = (
+                    error for one in cfg.corpora for error in caught(partial(read_corpus, one))
+                )
+                return next(found, None) is None
             case "clean":
-                return all(map(is_cleaned, cfg.corpora))
+                return all(map(_is_cleaned, cfg.corpora))
             case "tokenize":
-                return all(map(_is_tokenized, cfg.corpora))
+                found = (e for one in cfg.corpora for e in caught(partial(_check_tokenized, one)))
+                return next(found, None) is None
             case "train":
                 final = FinalCheckpoint.of(self.run.job)
                 return final is not None and final.step >= cfg.train.steps > 0
@@ -94,17 +100,25 @@ class PipelineStep:
                 assert_never(self.command)
 
     def argv(self) -> list[str]:
-        """Return its command line. Call it when the step is next: it checks the disk."""
-        cfg, options = self.run.cfg, self.run.options
+        """Return its command line. Call it when the step is next: it checks the disk.
+
+        `clean` and `tokenize` run under mpirun if that is available and there is work for several
+        processes, `train` under torchrun for more than one process.
+        """
+        cfg, arguments = self.run.cfg, [self.command, *self.run.options]
+        alone = local.dtt_argv(*arguments)
         match self.command:
             case "download":
-                return local.dtt_argv("download", *options)
-            case "clean":
-                return on_cores(cfg, ["clean", *options], is_done=self.has_output())
-            case "tokenize":
-                return on_cores(cfg, ["tokenize", *options], is_done=self.has_output())
+                return alone
+            case "clean" | "tokenize":
+                most = min(local.cores(), MAX_TOKENIZE_PROCESSES)
+                processes = cfg.pipeline.tokenize_processes or most
+                if processes == 1 or self.has_output():
+                    return alone
+                return local.mpi_argv(processes, alone) or alone
             case "train":
-                return train_argv(cfg, options)
+                processes = train_processes(cfg)
+                return alone if processes == 1 else local.torchrun_argv(processes, arguments)
             case "export":
                 return local.dtt_argv("export", str(cfg.job_dir))
             case _:
@@ -143,7 +157,19 @@ def run(
     page = report.write_at_end([one.job for one in runs], folder)
     found = summarize(last.metrics)
     if as_json:
-        print(json.dumps(facts(runs, seconds, page) | found.facts()))
+        cfg = runs[-1].cfg
+        facts: dict[str, Any] = {
+            "name": cfg.name,
+            "seconds": round(seconds, 3),
+            "corpus": ", ".join(str(one.corpus_dir) for one in cfg.corpora),
+            "tokens_folders": [str(source.path) for source in token_sources(cfg)],
+            "job": str(cfg.job_dir),
+            "report": page and str(page),
+            "model": str(_export_folder(cfg)),
+        }
+        if stages := [{"name": one.stage, "job": str(one.job.root)} for one in runs if one.stage]:
+            facts["stages"] = stages
+        print(json.dumps(facts | found.facts()))
     else:
         print(closing_summary(runs, found, seconds, config, page))
 
@@ -206,95 +232,47 @@ def steps(runs: Sequence[PipelineRun], waiting: Sequence[PipelineRun]) -> Iterat
 
 
 def run_steps(todo: Sequence[PipelineStep], *, as_json: bool, redo: str | None) -> None:
-    """Run each step as a process; exit with the code of the first that fails."""
+    """Run each step as a process; exit with the code of the first that fails, and say so."""
     quiet = not log.isEnabledFor(logging.INFO)
     stdout = None if not as_json else subprocess.DEVNULL if quiet else sys.stderr
     for number, step in enumerate(todo, start=1):
         job = step.run.job
-        before = job.attempt()
-        code = run_step(step, f"{number}/{len(todo)}", stdout=stdout)
-        if code != ExitCode.DONE:
-            sys.exit(report_stop(step.title, code, job, started=job.attempt() > before, redo=redo))
-
-
-def run_step(step: PipelineStep, place: str, *, stdout: IO[str] | int | None = None) -> int:
-    """Print the command of a step and run it as a process; return its exit code.
-
-    `place` is the position of the step among all steps, such as `2/4`.
-    """
-    argv = step.argv()
-    if log.isEnabledFor(logging.INFO):
-        line = f"\n[{place}] {step.title}: {local.shell_command(argv)}"
-        print(line, file=sys.stderr, flush=True)
-    env = local.without_slurm() if step.command in ("clean", "tokenize") else None
-    if step.command == "export" and step.run.stage is not None:
-        # The job has all keys; those in the environment set the common part, not this stage.
-        env = {k: v for k, v in os.environ.items() if not source.is_key(k)}
-    return local.run(argv, env, stdout=stdout)
-
-
-def facts(runs: Sequence[PipelineRun], seconds: float, page: Path | None) -> dict[str, Any]:
-    """Return the paths of all artifacts and the duration, for `--json`."""
-    cfg = runs[-1].cfg
-    stages = [{"name": one.stage, "job": str(one.job.root)} for one in runs if one.stage]
-    return {
-        "name": cfg.name,
-        "seconds": round(seconds, 3),
-        "corpus": ", ".join(str(one.corpus_dir) for one in cfg.corpora),
-        "tokens_folders": [str(source.path) for source in token_sources(cfg)],
-        "job": str(cfg.job_dir),
-        "report": page and str(page),
-        "model": str(_export_folder(cfg)),
-    } | ({"stages": stages} if stages else {})
+        before, argv, env = job.attempt(), step.argv(), None
+        if not quiet:
+            line = f"\n[{number}/{len(todo)}] {step.title}: {local.shell_command(argv)}"
+            print(line, file=sys.stderr, flush=True)
+        if step.command in ("clean", "tokenize"):
+            env = local.without_slurm()
+        if step.command == "export" and step.run.stage is not None:
+            # The job has all keys; those in the environment set the common part, not this stage.
+            env = {k: v for k, v in os.environ.items() if not source.is_key(k)}
+        code = local.run(argv, env, stdout=stdout)
+        if code == ExitCode.DONE:
+            continue
+        code, reason = reported_code(code, job, started=job.attempt() > before)
+        reason = reason and f"\n{reason}"
+        print(f"\nthe pipeline stopped in {step.title}, exit code {code}{reason}", file=sys.stderr)
+        resume = f"run the same command{' without --redo-from' if redo else ''} to resume"
+        if code == ExitCode.DIVERGED:
+            resume = "the same command would diverge again, so change its settings"
+        print(f"finished work is kept; {resume}", file=sys.stderr)
+        sys.exit(code)
 
 
 def _export_folder(cfg: RunConfig) -> Path:
     return cfg.export.out or Path("exports") / cfg.name
 
 
-def _is_downloaded(cfg: RunConfig) -> bool:
-    try:
-        read_corpus(cfg)
-    except DttError:
-        return False
-    return True
+def _check_tokenized(cfg: RunConfig) -> None:
+    check_tokens(cfg, cfg.tokenize_dir, TokensManifest.read(cfg.tokenize_dir))
 
 
-def _is_tokenized(cfg: RunConfig) -> bool:
-    try:
-        check_tokens(cfg, cfg.tokenize_dir, TokensManifest.read(cfg.tokenize_dir))
-    except DttError:
-        return False
-    return True
-
-
-def is_cleaned(cfg: RunConfig) -> bool:
+def _is_cleaned(cfg: RunConfig) -> bool:
     """Return True if the corpus has the selection that the section `clean` describes."""
     if cfg.clean is None or not CorpusManifest.exists(cfg.corpus_dir):
         return cfg.clean is None
     folder = selection_folder(cfg.clean, CorpusManifest.read(cfg.corpus_dir), cfg.corpus_dir)
     return SelectionManifest.exists(folder)
-
-
-def on_cores(cfg: RunConfig, arguments: Sequence[str], *, is_done: bool) -> list[str]:
-    """Return the command line of `clean` or `tokenize`.
-
-    It starts mpirun if that is available, more than one process is wanted, and there is work to do.
-    """
-    argv = local.dtt_argv(*arguments)
-    processes = cfg.pipeline.tokenize_processes or min(local.cores(), MAX_TOKENIZE_PROCESSES)
-    if processes == 1 or is_done:
-        return argv
-    return local.mpi_argv(processes, argv) or argv
-
-
-def train_argv(cfg: RunConfig, options: Sequence[str]) -> list[str]:
-    """Return the command line of `train`, under torchrun for more than one process."""
-    processes = train_processes(cfg)
-    arguments = ["train", *options]
-    if processes == 1:
-        return local.dtt_argv(*arguments)
-    return local.torchrun_argv(processes, arguments)
 
 
 def train_processes(cfg: RunConfig) -> int:
@@ -321,29 +299,6 @@ def reported_code(code: int, job: JobDir, *, started: bool) -> tuple[int, str]:
     if started and code == ExitCode.BUG and record is not None:
         return record["code"], record["reason"]
     return code, ""
-
-
-def report_stop(
-    step: str,
-    code: int,
-    job: JobDir,
-    *,
-    started: bool,
-    redo: str | None = None,
-) -> int:
-    """Print where the pipeline stopped; return the exit code.
-
-    `started` says that the step has started an attempt.
-    """
-    code, reason = reported_code(code, job, started=started)
-    reason = reason and f"\n{reason}"
-    print(f"\nthe pipeline stopped in {step}, exit code {code}{reason}", file=sys.stderr)
-    without = " without --redo-from" if redo else ""
-    resume = f"run the same command{without} to resume"
-    if code == ExitCode.DIVERGED:
-        resume = "the same command would diverge again, so change its settings"
-    print(f"finished work is kept; {resume}", file=sys.stderr)
-    return code
 
 
 def closing_summary(

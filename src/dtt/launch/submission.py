@@ -20,7 +20,7 @@ from dtt.config.own import kept_files
 from dtt.config.run import RunConfig
 from dtt.config.shipped import shipped_configs
 from dtt.data.samples.step_sizes import step_sizes_of
-from dtt.jobs.slurm import job_script
+from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage
 
 SIGNAL_EARLY = 60
@@ -50,25 +50,34 @@ class Submission:
 
 
 @contextmanager
-def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
-    """Write the configurations of a submission; if Slurm rejects the job, undo this, and the job
-    script, the supervisor and the environment that were written inside.
+def written(submission: Submission, new: Sequence[Path], *, copy_code: bool) -> Iterator[None]:
+    """Write the configurations of a submission; if Slurm rejects the job, undo all that is written.
 
-    `new` are the job directories that did not exist before.
+    That includes the job script, the supervisor and the environment, which are written inside.
+    `new` are the job directories that did not exist before. With `copy_code`, also copies dtt's own
+    code into `code/`, which the job then runs; the previous copy, which the attempts so far have
+    run, returns if Slurm rejects the job.
     """
     texts, job = configurations(submission), submission.job
     supervisor = [job.supervisor / path.name for path in job_script.SUPERVISOR.glob("*.py")]
     paths = (*texts, job.script, job.root / "env.json", *supervisor)
     before = {path: path.read_bytes() if path.is_file() else None for path in paths}
+    code, code_before = job.root / "code", job.root / ".code.before"
     for stage in submission.stages:
         stage.create()
     for path, text in texts.items():
         write_atomically(path, text)
+    if copy_code:
+        _copy_code(code, code_before)
     try:
         yield
-    except job_script.SlurmUnreachable:  # the job may be queued and needs its files
+    except submissions.SlurmUnreachable:  # the job may be queued and needs its files
         raise
     except DttError:
+        if copy_code:
+            shutil.rmtree(code)
+            if code_before.exists():
+                code_before.rename(code)
         for path, content in before.items():
             if content is None:
                 path.unlink(missing_ok=True)
@@ -79,6 +88,18 @@ def restored(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
         for root in new:
             shutil.rmtree(root, ignore_errors=True)
         raise
+    finally:
+        shutil.rmtree(code_before, ignore_errors=True)
+
+
+def _copy_code(folder: Path, before: Path) -> None:
+    """Copy dtt's own code into `folder`, whose content so far becomes that of `before`."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.rmtree(before, ignore_errors=True)
+    if folder.exists():
+        folder.rename(before)
+    shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)
+    shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)
 
 
 def configurations(submission: Submission) -> dict[Path, str | bytes]:
@@ -115,36 +136,13 @@ def progress(command: str, configs: Sequence[RunConfig]) -> tuple[tuple[str, ...
     return tuple(units), tuple(received)
 
 
-@contextmanager
-def code_copied(folder: Path) -> Iterator[None]:
-    """Copy dtt's own code into `folder`, so that a job with this PYTHONPATH runs the copy.
-
-    Restore the previous copy, which the attempts so far have run, if Slurm rejects the job.
-    """
-    ignored, before = shutil.ignore_patterns("__pycache__"), folder.with_name(".code.before")
-    shutil.rmtree(before, ignore_errors=True)
-    if folder.exists():
-        folder.rename(before)
-    shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)
-    shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)
-    try:
-        yield
-    except job_script.SlurmUnreachable:  # the job may be queued and needs it
-        raise
-    except DttError:
-        shutil.rmtree(folder)
-        if before.exists():
-            before.rename(folder)
-        raise
-    finally:
-        shutil.rmtree(before, ignore_errors=True)
-
-
 def plan(submission: Submission) -> Iterator[str]:
     """Yield the lines of the plan that is shown before submission."""
     launch, script = submission.script.launch, submission.script
     processes = launch.processes if script.kind != "other" else 1
-    yield f"{submission.command:<10} {submission.job.root}{_progress(submission)}"
+    newest = submission.job.newest_checkpoint_name()
+    resumes = f", resumes from {newest}" if newest is not None else ""
+    yield f"{submission.command:<10} {submission.job.root}{resumes}"
     gpus = f", {launch.gpus} GPUs per node" if launch.gpus else ""
     mpi = "mpirun" if launch.mpi == "mpirun" else "srun"
     starter = launch.start if script.kind == "train" else mpi
@@ -168,11 +166,6 @@ def amounts(submission: Submission) -> Iterator[str]:
     yield from (f"{stage.name}: {_amount(stage.config)}" for stage in submission.stages)
     if submission.command == "train" and not submission.stages:
         yield _amount(submission.config)
-
-
-def _progress(submission: Submission) -> str:
-    newest = submission.job.newest_checkpoint_name()
-    return f", resumes from {newest}" if newest is not None else ""
 
 
 def _amount(cfg: RunConfig) -> str:

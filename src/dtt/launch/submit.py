@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,12 @@ from dtt.config.run import RunConfig
 from dtt.config.shipped import find
 from dtt.config.source import Layer, is_config
 from dtt.data.samples import compatibility
-from dtt.jobs import job_state
+from dtt.jobs import chain_steps, job_state
 from dtt.jobs.job_paths import enter, evaluation
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage, done, report_shadowed
 from dtt.launch import checks
-from dtt.launch.submission import (
-    Submission,
-    code_copied,
-    configurations,
-    plan,
-    progress,
-    restored,
-)
+from dtt.launch.submission import Submission, configurations, plan, progress, written
 from dtt.train.find_job import find_job, find_stages, model_of
 
 KINDS: dict[str, job_script.Kind] = {"train": "train", "clean": "tokenize", "tokenize": "tokenize"}
@@ -42,51 +36,48 @@ KINDS: dict[str, job_script.Kind] = {"train": "train", "clean": "tokenize", "tok
 COMMANDS = ("download", "clean", "tokenize", "train", "eval", "export", "pipeline")
 
 
-def run(
-    command: str,
-    config: str | None,
-    arguments: Sequence[str],
-    *,
-    cluster: str | None,
-    allow_change: Sequence[str],
-    dry_run: bool,
-    print_script: bool,
-    yes: bool,
-    as_json: bool,
-    code_copy: bool,
-    no_submit: bool = False,
-    redo_from: str | None = None,
-    after: Sequence[str] = (),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions:
+    """The options of `dtt submit`, which has documented them."""
+
+    cluster: str | None = None
+    allow_change: Sequence[str] = ()
+    redo_from: str | None = None
+    after: Sequence[str] = ()
+    dry_run: bool = False
+    print_script: bool = False
+    no_submit: bool = False
+    yes: bool = False
+    as_json: bool = False
+    code_copy: bool = False
+
+
+def run(command: str, config: str | None, arguments: Sequence[str], options: SubmitOptions) -> None:
     """Check a command, show the plan, ask for confirmation at a terminal, and submit.
 
-    Prints the id of the Slurm job. With `print_script`, only prints the job script. With `dry_run`,
-    submits nothing. With `no_submit`, creates the job directory and prints the line that submits
-    it. The jobs of the stage `redo_from` and of the later ones are renamed before. The job waits
-    until what `after` names has succeeded.
+    Prints the id of the Slurm job.
     """
-    if redo_from is not None and (dry_run or print_script):
+    dry_run, no_submit, as_json = options.dry_run, options.no_submit, options.as_json
+    if options.redo_from is not None and (dry_run or options.print_script):
         raise ConfigError("--redo-from renames jobs: use it without --dry-run and --print-script")
-    if print_script and as_json:
+    if options.print_script and as_json:
         raise ConfigError("--print-script and --json are mutually exclusive")
-    if after and (no_submit or print_script):
+    if options.after and (no_submit or options.print_script):
         raise ConfigError("--after is an option of sbatch: use it without --no-submit")
-    submission = prepare(
-        command, config, arguments, cluster, allow_change, code_copy=code_copy, redo_from=redo_from
-    )
+    submission = prepare(command, config, arguments, options)
     text = job_script.render(submission.script)
-    if print_script:
+    if options.print_script:
         print(Verbatim(text), end="")
         return
-    ids = waited_for(after)
+    ids = chain_steps.ids_to_wait_for(options.after)
     known = submission.job.submission_record()
     checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
     if no_submit and not dry_run:
-        submit(submission, known, copy_code=code_copy, send=False)
-    elif not dry_run and (yes or confirmed("submit?")):
-        job_id = submit(submission, known, copy_code=code_copy, after=ids)
+        submit(submission, known, copy_code=options.code_copy, send=False)
+    elif not dry_run and (options.yes or confirmed("submit?")):
+        job_id = submit(submission, known, copy_code=options.code_copy, after=ids)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
@@ -96,15 +87,6 @@ def run(
         print(f"not submitted: sbatch {submission.job.script}")
     elif job_id is not None:
         print(f"submitted  {job_id}")
-
-
-def waited_for(after: Sequence[str]) -> list[str]:
-    """Return the Slurm ids of the jobs that `--after` names, without those that are done."""
-    if not after:
-        return []
-    from dtt.jobs import chain_steps  # most submissions wait for nothing
-
-    return [id for name in after for id in chain_steps.ids_to_wait_for(name)]
 
 
 def with_profile(config: str | None, cluster: str | None) -> str | Layer | None:
@@ -123,29 +105,31 @@ def refuse_folders(command: str, folders: Sequence[str]) -> None:
 
 
 def prepare(
-    command: str,
-    config: str | None,
-    arguments: Sequence[str],
-    cluster: str | None,
-    allow_change: Sequence[str],
-    *,
-    code_copy: bool,
-    redo_from: str | None = None,
+    command: str, config: str | None, arguments: Sequence[str], options: SubmitOptions
 ) -> Submission:
     """Resolve the configuration, the job directory and the parameters of the job script.
 
     Raises ConfigError for arguments that the command does not take.
     """
-    base = with_profile(config, cluster)  # precedence: profile, config, that of the job
+    # Precedence: profile, configuration, that of the job.
+    base = with_profile(config, options.cluster)
     folders = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if not folders and stage_names(base, overrides):
-        return _prepare_stages(command, base, overrides, redo_from, code_copy=code_copy)
-    if redo_from is not None:
-        raise ConfigError(f"--redo-from {redo_from}: the configuration defines no stages")
+        return _prepare_stages(command, base, overrides, options)
+    if options.redo_from is not None:
+        raise ConfigError(f"--redo-from {options.redo_from}: the configuration defines no stages")
     match command:
         case "train":
-            resolved, trained = _job_to_train(config, base, folders, overrides, allow_change)
+            if folders:
+                # Relative paths of a job, also in its script, start from its home.
+                root, overrides = enter(Path(folders[0]), overrides)
+                arguments = [str(root), *folders[1:], *overrides]
+                resolved, trained = find_job(config, arguments, options.allow_change)
+                if base != config:  # a profile changes only the `launch` section
+                    resolved = resolve(base, overrides, job_config=trained.config)
+            else:
+                resolved, trained = find_job(base, overrides, options.allow_change)
             if resolved.config.train.epochs is not None:
                 from dtt.data.epochs import with_epochs_resolved  # slow on a login node
 
@@ -168,24 +152,21 @@ def prepare(
                 next=f"use one of {', '.join(COMMANDS)}, such as dtt submit train",
             )
     own = resolved.config.model_copy(update={"launch": resolved.config.launch.of_step(command)})
-    script = make_script(command, job, argv, own, code_copy=code_copy)
+    script = make_script(command, job, argv, own, code_copy=options.code_copy)
     return Submission(command, resolved, job, trained, script)
 
 
 def changed_keys(section: str, job: JobDir, resolved: Resolved) -> list[str]:
     """Return `key=value` arguments for the keys of a section that differ from those of a job."""
-    own = load_job(job.root)
-    changed = {
-        ".".join(key): explain.plain(value)
-        for key, value in explain.changes(resolved.config, own).items()
-        if key[0] == section
-    }
-    changed.pop("eval.every", None)  # for training only
-    # Text is taken as typed, without YAML's quotes.
-    return [
-        f"{key}={value if isinstance(value, str) else explain.scalar(value)}"
-        for key, value in changed.items()
-    ]
+    changed = []
+    for key, value in explain.changes(resolved.config, load_job(job.root)).items():
+        if key[0] != section or key == ("eval", "every"):  # for training only
+            continue
+        plain = explain.plain(value)
+        # Text is taken as typed, without YAML's quotes.
+        text = plain if isinstance(plain, str) else explain.scalar(plain)
+        changed.append(f"{'.'.join(key)}={text}")
+    return changed
 
 
 def make_script(
@@ -199,8 +180,9 @@ def make_script(
 ) -> job_script.Script:
     """Return the parameters of the job script of a command; `cfg` has its own resources."""
     units, received = progress(command, [stage.config for stage in stages] or [cfg])
+    below = job.root.is_relative_to("jobs")
     return job_script.Script(
-        job_name=_job_name(job),
+        job_name=str(job.root.relative_to("jobs") if below else job.root.name),
         job=job.root,
         directory=Path.cwd(),
         argv=tuple(argv),
@@ -219,9 +201,7 @@ def _prepare_stages(
     command: str,
     base: str | Layer | None,
     overrides: Sequence[str],
-    redo_from: str | None,
-    *,
-    code_copy: bool,
+    options: SubmitOptions,
 ) -> Submission:
     """Return the submission of one Slurm job that trains all stages, one after the other.
 
@@ -233,7 +213,7 @@ def _prepare_stages(
             next="dtt submit pipeline prepares the data of all stages; "
             "dtt config show --stage NAME prints one stage as a file",
         )
-    stages = find_stages(base, overrides, redo_from)
+    stages = find_stages(base, overrides, options.redo_from)
     report_shadowed(stages, overrides)
     finals = done(stages)
     waiting = tuple(s for s, final in zip(stages, finals, strict=True) if final is None)
@@ -251,7 +231,7 @@ def _prepare_stages(
     first = (waiting or stages)[0]
     job = whole if command == "train" else _beside(whole, command)
     argv = ["train"] if command == "train" else [command, "-c", str(job.config)]
-    script = make_script(command, job, argv, first.config, stages, code_copy=code_copy)
+    script = make_script(command, job, argv, first.config, stages, code_copy=options.code_copy)
     text = explain.show_stages([s.resolved for s in stages])
     return Submission(command, first.resolved, job, whole, script, waiting, text)
 
@@ -276,30 +256,6 @@ def _beside(trained: JobDir, command: str) -> JobDir:
     return JobDir(trained.root.with_name(f"{trained.root.name}-{command}"))
 
 
-def _job_name(job: JobDir) -> str:
-    """Return the Slurm job name: the path below `jobs/`, or else the name of the folder."""
-    below = job.root.is_relative_to("jobs")
-    return str(job.root.relative_to("jobs") if below else job.root.name)
-
-
-def _job_to_train(
-    config: str | None,
-    base: str | Layer | None,
-    folders: Sequence[str],
-    overrides: Sequence[str],
-    allow_change: Sequence[str],
-) -> tuple[Resolved, JobDir]:
-    """Return the job to train, given by its folder or by `base`: `config` on a cluster profile."""
-    if not folders:
-        return find_job(base, overrides, allow_change)
-    # Relative paths of a job, also in its script, start from its home.
-    root, overrides = enter(Path(folders[0]), overrides)
-    resolved, trained = find_job(config, [str(root), *folders[1:], *overrides], allow_change)
-    if base != config:  # a profile changes only the `launch` section
-        resolved = resolve(base, overrides, job_config=trained.config)
-    return resolved, trained
-
-
 def _trained_job(
     command: str, base: str | Layer | None, folders: Sequence[str], overrides: Sequence[str]
 ) -> tuple[Resolved, JobDir, int | None]:
@@ -321,32 +277,30 @@ def _trained_job(
 def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
     """Yield every error that would make this submission fail."""
     command, job, cfg = submission.command, submission.job, submission.config
-    if submission.stages:
-        yield from _stage_problems(submission, dry_run=dry_run)
-        return
-    if job.config.is_file() and (name := load_job(job.root).name) != cfg.name:
+    trained, stages = submission.trained, submission.stages
+    if not stages and job.config.is_file() and (name := load_job(job.root).name) != cfg.name:
         yield ConfigError(
             f"{job.root} is the directory of another job, {name}",
             where=job.config,
             next="set name=ANOTHER",
         )
-    trained = submission.trained
     if command == "eval" and cfg.eval.tasks == load_job(trained.root).eval.tasks:
         # Files that the job names start from its home, those in arguments from this folder.
         cfg = cfg.model_copy(update={"eval": evaluation(trained.root)})
-    errors = list(checks.problems(command, cfg, trained))
-    yield from errors
-    if command == "train" and not errors and trained.newest_checkpoint_name() is None:
-        check = compatibility.check_vocabulary
-        yield from checks.caught(lambda: check(submission.resolved, trained))
-    yield from checks.launch_problems(command, cfg)
-    if command in ("train", "pipeline"):  # other commands save no checkpoints
-        yield from checks.batch_problems(command, cfg, trained)
-        yield from checks.time_problems(trained, cfg.launch)
+    for one, config in _configs(submission) if stages else [(trained, cfg)]:
+        errors = list(checks.problems(command, config, one))
+        yield from errors
+        unstarted = not stages and not errors and one.newest_checkpoint_name() is None
+        if command == "train" and unstarted:
+            check = compatibility.check_vocabulary
+            yield from checks.caught(partial(check, submission.resolved, one))
+        if command in ("train", "pipeline"):  # other commands save no checkpoints
+            yield from checks.batch_problems(command, config, one)
+    yield from checks.launch_problems(command, cfg, stages[0].job if stages else trained)
     if not dry_run:
         yield from checks.sbatch_problems()
-        [status] = job_state.examine([job])
-        yield from checks.caught(status.check_idle)
+        for status in job_state.examine([job, *(stage.job for stage in stages)]):
+            yield from checks.caught(status.check_idle)
 
 
 def known_problems(submission: Submission) -> Iterator[DttError]:
@@ -354,31 +308,23 @@ def known_problems(submission: Submission) -> Iterator[DttError]:
 
     `dtt train` checks the rest before its first step, with the same messages.
     """
-    one = [(submission.job, submission.config)]
-    for job, cfg in [(s.job, s.config) for s in submission.stages] or one:
-        if submission.stages and job != submission.stages[0].job:
-            cfg = cfg.model_copy(update={"init": InitConfig()})  # of a stage that is not done
+    configs = _configs(submission)
+    for job, cfg in configs:
         yield from checks.problems_before_data(cfg, job)
         yield from checks.batch_problems("train", cfg, job)
-    yield from checks.launch_problems("train", submission.config)
-    yield from checks.time_problems((submission.stages or (submission,))[0].job, one[0][1].launch)
+    yield from checks.launch_problems("train", submission.config, configs[0][0])
 
 
-def _stage_problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
-    """Yield every error that would make a stage fail at its start."""
-    command, stages = submission.command, submission.stages
-    for stage, cfg in [(stage, stage.config) for stage in stages]:
-        if stage is not stages[0]:  # its weights are those of the previous stage, which is not done
-            cfg = cfg.model_copy(update={"init": InitConfig()})
-        yield from checks.problems(command, cfg, stage.job)
-        yield from checks.batch_problems(command, cfg, stage.job)
-    yield from checks.launch_problems(command, submission.config)
-    yield from checks.time_problems(stages[0].job, submission.config.launch)
-    if not dry_run:
-        yield from checks.sbatch_problems()
-        jobs = [submission.job, *(stage.job for stage in stages)]
-        for status in job_state.examine(jobs):
-            yield from checks.caught(status.check_idle)
+def _configs(submission: Submission) -> list[tuple[JobDir, RunConfig]]:
+    """Return the job and the configuration of each stage, or of the only training.
+
+    The weights of all but the first are those of the stage before, which is not done: their own
+    `init` is left out.
+    """
+    if not submission.stages:
+        return [(submission.job, submission.config)]
+    first, *others = [(stage.job, stage.config) for stage in submission.stages]
+    return [first, *((j, c.model_copy(update={"init": InitConfig()})) for j, c in others)]
 
 
 def confirmed(question: str) -> bool:
@@ -410,7 +356,6 @@ def submit(
     job = submission.job
     folders = {job.root, *(path.parent for path in configurations(submission))}
     new = [folder for folder in folders if not folder.exists()]
-    code = code_copied(job.root / "code") if copy_code else nullcontext()
     with exclusive(job.root, "dtt train or dtt submit"):
         # Another terminal may have submitted it while this one waited for an answer.
         if job.submission_record() != known:
@@ -419,7 +364,7 @@ def submit(
                 where=job.submission,
                 next=f"dtt job status {job.root}",
             )
-        with restored(submission, new), code:
+        with written(submission, new, copy_code=copy_code):
             job.write_environment()
             job.make_control()
             return submissions.submit(submission.script, send=send, after=after, beside=beside)

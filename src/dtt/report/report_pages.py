@@ -10,9 +10,9 @@ from typing import Any
 from dtt import __version__
 from dtt.config import explain
 from dtt.config.run import RunConfig
-from dtt.jobs import sweep_results as results
+from dtt.jobs import sweeps as results
 from dtt.jobs.job_state import Status
-from dtt.jobs.sweep_trials import Sweep
+from dtt.jobs.sweeps import Sweep
 from dtt.report.curves import MAX_BUCKETS
 from dtt.report.run_data import configuration_of, read_run, verdict
 from dtt.track.plot import spread

@@ -12,7 +12,7 @@ from dtt.base.files import write_atomically
 from dtt.base.local_server import LocalServer
 from dtt.base.log import log
 from dtt.jobs import job_state
-from dtt.jobs.sweep_trials import Sweep, SweepManifest
+from dtt.jobs.sweeps import Sweep, SweepManifest
 
 MAX_AT_END = 2**30
 """Bytes of metrics.jsonl up to which a run writes its report when it ends: about 40 s."""

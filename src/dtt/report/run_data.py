@@ -24,8 +24,7 @@ from dtt.config.load import load_job
 from dtt.config.model import ModelConfig
 from dtt.config.run import RunConfig
 from dtt.data.samples.step_sizes import step_sizes_of
-from dtt.jobs.clock import KEPT
-from dtt.jobs.goodput import goodput
+from dtt.jobs.clock import KEPT, goodput
 from dtt.jobs.job_files import first_line
 from dtt.jobs.job_state import FAILURES, State, Status
 from dtt.model import count

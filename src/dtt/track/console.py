@@ -40,7 +40,17 @@ class ConsoleTracker:
                     "step %d: skipped (%s)", record["step"], record["why"].replace("_", "-")
                 )
             case "perf" if self._live:
-                self._shown = self._live_line(record)
+                # A bar and the figures, the most important first, cut to the terminal: a line that
+                # wraps could not be erased.
+                parts = self._line(record).split("  ")
+                parts.sort(
+                    key=lambda part: (
+                        not part.startswith(("step", "loss", "eta")) and "/s" not in part
+                    )
+                )
+                full = round(BAR * self._train["step"] / record["steps"])
+                line = f"{'━' * full}{'─' * (BAR - full)} {'  '.join(parts)}"
+                self._shown = line[: shutil.get_terminal_size().columns - 1]
             case "perf":
                 log.info("%s", self._line(record))
             case "eval":
@@ -49,7 +59,8 @@ class ConsoleTracker:
                 log.info("step %d: %s %s", record["step"], record["task"], _scores(record))
             case "sample":
                 how = f" at temperature {t}" if (t := record.get("temperature")) is not None else ""
-                log.info("step %d: sample%s\n%s", record["step"], how, _indented(record["text"]))
+                text = "\n".join(f"    {line}" for line in record["text"].splitlines())
+                log.info("step %d: sample%s\n%s", record["step"], how, text)
         if self._shown:  # a log line has erased it
             sys.stderr.write(Coded(f"{ERASE_LINE}{one_line(self._shown)}"))
             sys.stderr.flush()
@@ -66,26 +77,25 @@ class ConsoleTracker:
         train = self._train
         mfu = "n/a" if perf["mfu"] is None else f"{100 * perf['mfu']:.1f}%"
         left = perf["seconds_per_step"] * (perf["steps"] - train["step"])
-        loss, norm = _number(train["loss"], 4), _number(train["grad_norm"], 2)
-        return (
-            f"step {train['step']}/{perf['steps']}  loss {loss}  lr {train['lr']:.2e}  "
-            f"grad {norm}  {_si(perf['tokens_per_second'])}tok/s  mfu {mfu}  "
-            f"mem {perf['memory_gb']:.1f}GB  eta {_clock(left)}{_fill(train)}{_preference(train)}"
-            f"{_terms(train)}{_load(train)}{_losses(perf)}"
+        minutes, seconds = divmod(round(left), 60)
+        eta = (
+            f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
         )
-
-    def _live_line(self, perf: Record) -> str:
-        """Return a bar and the figures of `_line`, the most important first, cut to the terminal.
-
-        A line that wraps could not be erased.
-        """
-        parts = self._line(perf).split("  ")
-        parts.sort(
-            key=lambda part: not part.startswith(("step", "loss", "eta")) and "/s" not in part
+        rate = perf["tokens_per_second"]
+        speed = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k"
+        line = (
+            f"step {train['step']}/{perf['steps']}  loss {_number(train['loss'], 4)}  "
+            f"lr {train['lr']:.2e}  grad {_number(train['grad_norm'], 2)}  {speed}tok/s  "
+            f"mfu {mfu}  mem {perf['memory_gb']:.1f}GB  eta {eta}"
         )
-        full = round(BAR * self._train["step"] / perf["steps"])
-        bar = "━" * full + "─" * (BAR - full)
-        return f"{bar} {'  '.join(parts)}"[: shutil.get_terminal_size().columns - 1]
+        if "padding_efficiency" in train:  # of packed conversations
+            full, trained = train["padding_efficiency"], train["trained_share"]
+            line += f"  {full:.0%} full, {trained:.0%} trained"
+        line += _objective(train)
+        # How far the load of the busiest expert is above the mean.
+        loads = [v for v in train.get("expert_violation", {}).values() if v is not None]
+        line += f"  busiest expert +{max(loads):.0%}" if loads else ""
+        return line + _losses(perf)
 
 
 def _losses(perf: Record) -> str:
@@ -104,31 +114,15 @@ def _losses(perf: Record) -> str:
     return text
 
 
-def _fill(train: Record) -> str:
-    """Return the efficiency of packed conversations, such as `  98% full, 41% trained`."""
-    if "padding_efficiency" not in train:
-        return ""
-    return f"  {train['padding_efficiency']:.0%} full, {train['trained_share']:.0%} trained"
-
-
-def _preference(record: Record) -> str:
-    """Return the margin and the accuracy of DPO, such as `  margin 0.52, accuracy 88%`."""
-    if record.get("reward_margin") is None:
-        return ""
-    return f"  margin {record['reward_margin']:.3f}, accuracy {record['reward_accuracy']:.0%}"
-
-
-def _terms(record: Record) -> str:
-    """Return the first own terms of the loss with a short name, such as `  divergence 0.5213`."""
+def _objective(record: Record) -> str:
+    """Return the margin and accuracy of DPO, and the first own terms of a loss with short names."""
+    text = ""
+    if record.get("reward_margin") is not None:
+        margin, accuracy = record["reward_margin"], record["reward_accuracy"]
+        text = f"  margin {margin:.3f}, accuracy {accuracy:.0%}"
     own = {name.removeprefix(OWN): record[name] for name in record if name.startswith(OWN)}
     short = [f"  {name} {_number(own[name], 4)}" for name in own if len(name) <= TERM]
-    return "".join(short[:TERMS])
-
-
-def _load(train: Record) -> str:
-    """Return the largest load of an expert, such as `  busiest expert +48%`; empty without any."""
-    violations = [v for v in train.get("expert_violation", {}).values() if v is not None]
-    return f"  busiest expert +{max(violations):.0%}" if violations else ""
+    return text + "".join(short[:TERMS])
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -143,7 +137,7 @@ def _found(evaluation: Record) -> str:
         found += f", {evaluation['bits_per_byte']:.4f} bits per byte"
     losses = ", ".join(f"{k} {loss:.4f}" for k, loss in evaluation.get("losses", {}).items())
     found = f"{found} ({losses})" if losses else found
-    found += _preference(evaluation) + _terms(evaluation)
+    found += _objective(evaluation)
     if evaluation.get("answer_stop_rate") is not None:
         found += f"; {evaluation['answer_stop_rate']:.0%} of the greedy answers stop"
     if "ema_loss" in evaluation:
@@ -159,17 +153,3 @@ def _scores(record: Record) -> str:
             error = record.get(f"{name}_stderr")
             found.append(f"{name} {score:.3f}" + ("" if error is None else f" ± {error:.3f}"))
     return ", ".join(found)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _si(value: float) -> str:
-    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

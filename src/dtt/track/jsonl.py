@@ -7,15 +7,25 @@ import math
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dtt.base.files import named, write_atomically
 from dtt.base.log import log
-from dtt.base.reading import fits, is_kind, read_records, retrying
+from dtt.base.reading import Kind, fits, is_kind, read_records, retrying
 from dtt.track.base import Record
 
+NEEDED: dict[str, dict[str, Kind]] = {
+    "train": {"tokens": int},
+    "eval": {"loss": (float, type(None))},
+    "task": {"task": str},
+    "perf": {"tokens_per_second": float},
+}
+"""Fields that the records of a summary need, by kind, with their types."""
 GAP = "gap"
 """Kind of the record that lists the steps whose records were lost."""
 
@@ -36,22 +46,17 @@ class JsonlTracker:
         self._path = path
         self._pending = b""
         self._lock = threading.Lock()  # the checkpoint thread flushes while training logs
-        self._begin(resume_step, again)
-
-    def _begin(self, resume_step: int | None, again: Collection[str]) -> None:
         kept = []
         if resume_step is not None:
-            for record in read(self._path, timed=True):
+            for record in read(path, timed=True):
                 repeated = record["step"] == resume_step and record["kind"] in again
                 if record["step"] <= resume_step and not repeated:
                     kept.append(record)
-        if resume_step is not None and (gaps := _gaps(kept, resume_step)):
-            ranges = ", ".join(f"{first} to {last}" for first, last in gaps[:3])
-            more = ", …" if len(gaps) > 3 else ""
-            log.warning(
-                "%s lacks the records of steps %s%s: they are lost", self._path, ranges, more
-            )
-            kept.append({"kind": GAP, "step": resume_step, "steps": gaps})  # warn only once
+            if gaps := _gaps(kept, resume_step):
+                ranges = ", ".join(f"{first} to {last}" for first, last in gaps[:3])
+                more = ", …" if len(gaps) > 3 else ""
+                log.warning("%s lacks the records of steps %s%s: they are lost", path, ranges, more)
+                kept.append({"kind": GAP, "step": resume_step, "steps": gaps})  # warn only once
         write_atomically(self._path, "".join(_line(record) for record in kept))
         self._file = retrying(lambda: self._path.open("ab", buffering=0))
 
@@ -130,3 +135,49 @@ def _gaps(records: Sequence[Record], step: int) -> list[list[int]]:
             gaps.append([following, first - 1])
         following = max(following, last + 1)
     return [*gaps, [following, step]] if following <= step else gaps
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Key figures of a run; None for figures that were not measured."""
+
+    steps: int
+    tokens: int
+    tokens_per_second: float | None
+    """Median over the run, of all devices together."""
+    first_eval: Record | None
+    last_eval: Record | None
+    last_tasks: tuple[Record, ...]
+    """Scores of the newest evaluation of benchmark tasks, one record per task."""
+    first_sample: str | None
+    last_sample: str | None
+    sample_prompt: str | None
+    """Prompt of the samples; None in records of earlier versions."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields that `--json` prints: all except the samples."""
+        return {name: value for name, value in asdict(self).items() if "sample" not in name}
+
+
+def summarize(metrics: Path) -> RunSummary:
+    """Summarize the metrics file of a job."""
+    by_kind: dict[str, list[Record]] = defaultdict(list)
+    for record in read(metrics):
+        if fits(record, NEEDED.get(record["kind"], {})):
+            by_kind[record["kind"]].append(record)
+    train, evals, tasks = by_kind["train"], by_kind["eval"], by_kind["task"]
+    # `fits` rejects NUL, which an untrained byte-level model generates.
+    samples = [r["text"] for r in by_kind["sample"] if isinstance(r.get("text"), str)]
+    prompts = [record.get("prompt") for record in reversed(by_kind["sample"])]
+    rates = [record["tokens_per_second"] for record in by_kind["perf"]]
+    return RunSummary(
+        steps=train[-1]["step"] if train else 0,
+        tokens=train[-1]["tokens"] if train else 0,
+        tokens_per_second=median(rates) if rates else None,
+        first_eval=evals[0] if evals else None,
+        last_eval=evals[-1] if evals else None,
+        last_tasks=tuple(r for r in tasks if r["step"] == tasks[-1]["step"]),
+        first_sample=samples[0] if samples else None,
+        last_sample=samples[-1] if samples else None,
+        sample_prompt=next((p for p in prompts if isinstance(p, str)), None),
+    )

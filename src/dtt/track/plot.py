@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from dtt.base.files import write_atomically
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_IN_LEGEND = 12
@@ -41,11 +40,6 @@ def figure(
         xscale="log" if log_x else "linear",
         yscale="log" if log_y else "linear",
     )
-    _draw(axes, curves)
-    return drawing
-
-
-def _draw(axes: Axes, curves: Sequence[Curve]) -> None:
     words = not all(isinstance(x, int | float) for curve in curves for x in curve.x)
     for number, curve in enumerate(curves):
         # matplotlib omits labels that start with `_` from the legend.
@@ -59,6 +53,7 @@ def _draw(axes: Axes, curves: Sequence[Curve]) -> None:
         more = len(curves) - MOST_IN_LEGEND
         axes.legend(fontsize="small", title=f"and {more} more" if more > 0 else None)
     axes.grid(alpha=0.3)
+    return drawing
 
 
 def _plain(text: str) -> str:

@@ -36,11 +36,11 @@ from dtt.evaluate.evaluation import open_evaluation
 from dtt.jobs import branch
 from dtt.jobs.attempt import Attempt, after_rank_0, holding, recorded_attempt
 from dtt.jobs.branch import Branch
-from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.clock import PhaseTimer
 from dtt.jobs.stages import Stage, report_shadowed
 from dtt.jobs.stop import Requests
 from dtt.report import run as report
-from dtt.track import summary
+from dtt.track import jsonl
 from dtt.train.description import announce, write_description
 from dtt.train.find_job import find_job
 from dtt.train.initial import check_source, check_vocabulary_of_stage
@@ -129,7 +129,7 @@ def run(
     finally:
         requests.defer()  # ends the thread of signals, of a start that failed
     if as_json and ranks.first:
-        print(json.dumps({"job": str(job.root)} | summary.summarize(job.metrics).facts()))
+        print(json.dumps({"job": str(job.root)} | jsonl.summarize(job.metrics).facts()))
 
 
 @contextmanager
@@ -416,7 +416,7 @@ def is_done(inputs: StartedRun, resume: Checkpoint) -> bool:
     steps = inputs.plan.steps
     if resume.step < steps:
         return False
-    found = summary.summarize(inputs.job.metrics)
+    found = jsonl.summarize(inputs.job.metrics)
     # A run without held-out text has no evaluation.
     validated = found.last_eval is None or found.last_eval["step"] >= steps
     if not validated or resume.position().get("tasks_evaluated") == resume.step:

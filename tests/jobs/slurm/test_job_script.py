@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support.fake_slurm import write_commands
 from support.running import ROOT, TIMEOUT
 
 from dtt.artifacts.jobdir import JobDir
@@ -26,7 +27,7 @@ from dtt.config.launch import LaunchConfig
 from dtt.config.load import resolve
 from dtt.config.shipped import shipped_configs
 from dtt.jobs.job_files import JobFiles
-from dtt.jobs.slurm import job_script
+from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.slurm.job_script import Array, Script, render
 from dtt.launch.submission import progress
 
@@ -336,15 +337,47 @@ def newest(job: Path) -> dict[str, Any]:
     return record
 
 
+@dataclass(frozen=True)
+class Node:
+    """The first node of a Slurm job, with programs that only say how they were called."""
+
+    folder: Path
+    fakes: Path
+    """The folder of the programs."""
+
+    def script(self, **changes: Any) -> str:
+        """The text of a job script whose working directory is this folder."""
+        return render(script(directory=self.folder, **changes))
+
+    def execute(self, text: str, *arguments: str, **env: str) -> tuple[int, str]:
+        """Run a job script as Slurm would, as job 42 on n1 and n2; return exit code and output."""
+        path = self.folder / "slurm.sh"
+        path.write_text(text)
+        [job] = re.findall(r"^exec python3 -IB (\S+)/supervisor ", text, re.M)
+        if not (self.folder / job / "supervisor").exists():
+            install(self.folder / job)
+        slurm_env = {
+            "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_JOB_NUM_NODES": "2", "PATH": f"{self.fakes}:/usr/bin:/bin", "HOME": "/nowhere",
+            "CALLS": str(self.folder / "calls"), "CODE": "0",
+        }  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-c", 'export BATCH=$$; exec bash "$@"', "x", path, *arguments],
+            env=slurm_env | env, cwd=self.folder, text=True, timeout=TIMEOUT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    def calls(self) -> list[str]:
+        """What the fakes were asked."""
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
 @pytest.fixture
-def fakes(tmp_path: Path) -> Path:
-    """Programs of Slurm and torch that only say how they were called."""
-    folder = tmp_path / "fakes"
-    folder.mkdir()
-    for name, body in FAKES.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
-    return folder
+def node(tmp_path: Path) -> Node:
+    write_commands(tmp_path / "fakes", FAKES)
+    return Node(tmp_path, tmp_path / "fakes")
 
 
 def install(job: Path, **constants: object) -> None:
@@ -357,59 +390,32 @@ def install(job: Path, **constants: object) -> None:
         (job / "supervisor" / path.name).write_text(text)
 
 
-def execute(text: str, folder: Path, fakes: Path, *arguments: str, **env: str) -> tuple[int, str]:
-    """Run a job script as Slurm would, as job 42 on n1 and n2; return exit code and output."""
-    path = folder / "slurm.sh"
-    path.write_text(text)
-    [job] = re.findall(r"^exec python3 -IB (\S+)/supervisor ", text, re.M)
-    if not (folder / job / "supervisor").exists():
-        install(folder / job)
-    slurm_env = {
-        "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_JOB_NUM_NODES": "2", "PATH": f"{fakes}:/usr/bin:/bin", "HOME": "/nowhere",
-        "CALLS": str(folder / "calls"), "CODE": "0",
-    }  # fmt: skip
-    done = subprocess.run(
-        ["bash", "-c", 'export BATCH=$$; exec bash "$@"', "x", path, *arguments],
-        env=slurm_env | env, cwd=folder, text=True, timeout=TIMEOUT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    return done.returncode, done.stdout
-
-
-def calls(folder: Path) -> list[str]:
-    """What the fakes were asked."""
-    path = folder / "calls"
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def test_no_hostile_value_is_executed_and_each_arrives_as_it_is(
-    tmp_path: Path, fakes: Path
-) -> None:
-    canary = tmp_path / "canary"
+def test_no_hostile_value_is_executed_and_each_arrives_as_it_is(node: Node) -> None:
+    canary = node.folder / "canary"
     values = [v for v in hostile(1000, canary) if "\0" not in v]
     for start in range(0, len(values), 40):
         some = values[start : start + 40]
         launch, _ = with_value(some)
         del launch["setup"]  # lines of shell by intention
         asked = ("tokenize", *(v for v in some if "argv" in own_parameters(v, {})))
-        folder = tmp_path / str(start)
+        folder = node.folder / str(start)
         folder.mkdir()
+        here = Node(folder, node.fakes)
         text = render(script(**launch, argv=asked, kind="tokenize", directory=folder))
         text = text.replace("module load", ": ")
-        code, output = execute(text, folder, fakes)
+        code, output = here.execute(text)
         assert code == 0, output
-        sent, got = calls(folder)
+        sent, got = here.calls()
         assert shlex_words(got) == ["python", "-m", "dtt.main", *asked]
         for option in launch["container"]["options"]:
             assert option in shlex_words(sent)
     assert not canary.exists()
-    assert not list(tmp_path.rglob("canary*"))
+    assert not list(node.folder.rglob("canary*"))
 
 
 @pytest.mark.parametrize("kind", ["train", "tokenize"])
 def test_no_variable_of_the_environment_changes_the_script_or_is_run_by_bash(
-    kind: str, tmp_path: Path, fakes: Path
+    kind: str, node: Node
 ) -> None:
     argv = EXAMPLES[kind][0]
     listed = subprocess.run(["bash", "-c", "compgen -v"], capture_output=True, text=True, env={})
@@ -418,93 +424,86 @@ def test_no_variable_of_the_environment_changes_the_script_or_is_run_by_bash(
     names = {"BASH_ENV", "HISTCMD", "PS4", "PYTHONHOME", "RANDOM", "SECONDS", "SRANDOM"}
     names |= {*listed.stdout.split(), *used}
     assert {"_dtt_set_up", "SLURM_JOB_ID", "SHELLOPTS"} <= names
-    value = f"x[$(touch {tmp_path}/canary)]"
+    value = f"x[$(touch {node.folder}/canary)]"
     taken = {n: value for n in sorted(names - {"PATH"}) if accepted("environment", {n: value})}
     refused = {"_dtt_job", "BASHPID", "BASH_ENV", "OPTIND", "RANDOM", "SLURM_JOB_ID", "UID"}
     assert "PYTHONHOME" in taken
     assert not refused & set(taken)
     assert accepted("environment", {"SLURM_CPU_BIND": "map_cpu:0"})
-    code, output = execute(
-        render(script(directory=tmp_path, kind=kind, argv=argv, environment=taken)),
-        tmp_path, fakes,
+    code, output = node.execute(
+        node.script(kind=kind, argv=argv, environment=taken),
     )  # fmt: skip
     assert (code, output.splitlines()[-1].endswith("slurm: done")) == (0, True), output
-    assert calls(tmp_path)[-1].rstrip().endswith(shlex.join(argv) + " jobs/run" * (kind == "train"))
-    assert not (tmp_path / "canary").exists()
+    assert node.calls()[-1].rstrip().endswith(shlex.join(argv) + " jobs/run" * (kind == "train"))
+    assert not (node.folder / "canary").exists()
 
 
 STAGES = (Path("jobs/run/pretrain"), Path("jobs/run/sft"))
 
 
-def test_one_job_trains_its_stages_in_turn(tmp_path: Path, fakes: Path) -> None:
-    text = render(script(directory=tmp_path, stages=STAGES))
+def test_one_job_trains_its_stages_in_turn(node: Node) -> None:
+    text = node.script(stages=STAGES)
     trained, requeued = [], []
     for _ in range(3):
-        (tmp_path / "calls").unlink(missing_ok=True)
-        code, output = execute(text, tmp_path, fakes, SAVES="step-000001")
+        (node.folder / "calls").unlink(missing_ok=True)
+        code, output = node.execute(text, SAVES="step-000001")
         assert code == 0, output
-        asked = [shlex_words(line) for line in calls(tmp_path)]
+        asked = [shlex_words(line) for line in node.calls()]
         trained += [words[-1] for words in asked if words[0] == "torchrun"]
-        requeued.append("scontrol requeue 42" in calls(tmp_path))
+        requeued.append("scontrol requeue 42" in node.calls())
     assert trained == ["jobs/run/pretrain", "jobs/run/sft", "jobs/run/sft"]
     assert requeued == [True, False, False]
-    assert [newest(tmp_path / stage)["decision"] for stage in STAGES] == [
+    assert [newest(node.folder / stage)["decision"] for stage in STAGES] == [
         "again: stage pretrain is done; requeued",
         "over: done",
     ]
 
 
 @pytest.mark.parametrize("ending", ["75", "none"])
-def test_a_stage_that_did_not_finish_is_trained_again(
-    ending: str, tmp_path: Path, fakes: Path
-) -> None:
-    text = render(script(directory=tmp_path, stages=STAGES))
-    execute(text, tmp_path, fakes, SAVES="step-000001", CODE=ending, SIGNAL="USR2")
-    execute(text, tmp_path, fakes, SAVES="step-000002")
-    asked = [shlex_words(line) for line in calls(tmp_path)]
+def test_a_stage_that_did_not_finish_is_trained_again(ending: str, node: Node) -> None:
+    text = node.script(stages=STAGES)
+    node.execute(text, SAVES="step-000001", CODE=ending, SIGNAL="USR2")
+    node.execute(text, SAVES="step-000002")
+    asked = [shlex_words(line) for line in node.calls()]
     assert [words[-1] for words in asked if words[0] == "torchrun"] == ["jobs/run/pretrain"] * 2
 
 
-def test_a_pipeline_counts_the_checkpoints_of_all_its_stages(tmp_path: Path, fakes: Path) -> None:
-    install(tmp_path / "jobs/run-pipeline", MAX_STALLED_ATTEMPTS=2)
+def test_a_pipeline_counts_the_checkpoints_of_all_its_stages(node: Node) -> None:
+    install(node.folder / "jobs/run-pipeline", MAX_STALLED_ATTEMPTS=2)
     argv = ("pipeline", "-c", "run.yaml")
-    text = render(
-        script(
-            directory=tmp_path, job=Path("jobs/run-pipeline"), argv=argv, kind="other",
-            stages=STAGES,
-        )
-    )  # fmt: skip
+    text = node.script(job=Path("jobs/run-pipeline"), argv=argv, kind="other",
+            stages=STAGES)  # fmt: skip
     for number, stage in enumerate(("pretrain", "pretrain", "sft", "sft"), start=1):
-        (tmp_path / f"jobs/run/{stage}/checkpoints/step-{number:06d}").mkdir(parents=True)
-        _, output = execute(text, tmp_path, fakes, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
+        (node.folder / f"jobs/run/{stage}/checkpoints/step-{number:06d}").mkdir(parents=True)
+        _, output = node.execute(text, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
         assert "requeued" in output, output
     for _ in range(2):
-        _, output = execute(text, tmp_path, fakes, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
+        _, output = node.execute(text, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
     assert "consecutive attempts without a new checkpoint" in output
 
 
-def test_finished_units_and_received_bytes_are_progress(tmp_path: Path, fakes: Path) -> None:
+def test_finished_units_and_received_bytes_are_progress(node: Node) -> None:
     """A tokenization, or a download, may reach any number of time limits."""
     job, kinds = Path("jobs/run-x"), {"units": ("t/.units/*.json",), "received": ("c/.parts/*",)}
-    install(tmp_path / job, MAX_STALLED_ATTEMPTS=2)
+    install(node.folder / job, MAX_STALLED_ATTEMPTS=2)
     for folder in ("t/.units", "c/.parts"):
-        (tmp_path / folder).mkdir(parents=True)
-    part = tmp_path / "c/.parts/0"
+        (node.folder / folder).mkdir(parents=True)
+    part = node.folder / "c/.parts/0"
 
     def attempt(kind: str, does: str, restart: int = 1) -> str:
-        text = script(directory=tmp_path, job=job, argv=("x",), kind="other", **{kind: kinds[kind]})
-        (fakes / "python").write_text(f"#!/bin/bash\n{does}; exit 74\n")
+        text = node.script(job=job, argv=("x",), kind="other", **{kind: kinds[kind]})
+        (node.fakes / "python").write_text(f"#!/bin/bash\n{does}; exit 74\n")
         restarted = {"SLURM_RESTART_COUNT": str(restart)}
-        return execute(render(text), tmp_path, fakes, **restarted)[1].splitlines()[-1]
+        return node.execute(text, **restarted)[1].splitlines()[-1]
 
     for number in range(4):
         assert attempt("units", f"touch t/.units/{number}.json").endswith("requeued")
     assert attempt("units", "touch t/.units/0.json").endswith("requeued")
     assert "2 consecutive attempts finished nothing more" in attempt("units", "true")
-    shutil.rmtree(tmp_path / job / "attempts")
+    shutil.rmtree(node.folder / job / "attempts")
     for _ in range(4):
         assert attempt("received", "echo some >>c/.parts/0").endswith("requeued")
-    assert newest(tmp_path / job)["saved"] == part.stat().st_size - len("some\n")
+    assert newest(node.folder / job)["saved"] == part.stat().st_size - len("some\n")
     # A file that starts anew each time, and never gets as far as it was, is no progress.
     assert attempt("received", "echo so >c/.parts/0").endswith("requeued")
     assert "2 consecutive attempts" in attempt("received", "echo some >>c/.parts/0")
@@ -519,17 +518,15 @@ def shlex_words(line: str) -> list[str]:
 
 
 def test_lines_of_set_up_are_run_on_the_node_and_cannot_close_what_surrounds_them(
-    tmp_path: Path, fakes: Path
+    node: Node,
 ) -> None:
-    (tmp_path / "env.sh").write_text('export FROM_FILE="a b"\n')
+    (node.folder / "env.sh").write_text('export FROM_FILE="a b"\n')
     lines = ("source env.sh", 'export HERE="$FROM_FILE, $OTHER"', "echo }; echo $HERE >here")
-    text = render(
-        script(directory=tmp_path, setup=lines, environment={"OTHER": "$HOME `x`"})
-    )  # fmt: skip
-    code, output = execute(text, tmp_path, fakes)
+    text = node.script(setup=lines, environment={"OTHER": "$HOME `x`"})  # fmt: skip
+    code, output = node.execute(text)
     assert code == 0, output
-    assert (tmp_path / "here").read_text() == "a b, $HOME `x`\n"
-    check_syntax(tmp_path, [render(script(setup=(word,))) for word in job_script.RESERVED])
+    assert (node.folder / "here").read_text() == "a b, $HOME `x`\n"
+    check_syntax(node.folder, [render(script(setup=(word,))) for word in job_script.RESERVED])
 
 
 @pytest.mark.parametrize(
@@ -543,83 +540,83 @@ def test_lines_of_set_up_are_run_on_the_node_and_cannot_close_what_surrounds_the
     ],
 )
 def test_a_failed_set_up_is_reported_and_counted_and_starts_nothing(
-    continuation: str, line: str, tmp_path: Path, fakes: Path
+    continuation: str, line: str, node: Node
 ) -> None:
-    (tmp_path / "env.sh").write_text("exit 0\n")
-    install(tmp_path / "jobs/run", MAX_STALLED_ATTEMPTS=1)
-    text = render(script(directory=tmp_path, setup=(line,), continuation=continuation))
-    code, output = execute(text, tmp_path, fakes)
+    (node.folder / "env.sh").write_text("exit 0\n")
+    install(node.folder / "jobs/run", MAX_STALLED_ATTEMPTS=1)
+    text = node.script(setup=(line,), continuation=continuation)
+    code, output = node.execute(text)
     assert code == 78
     assert "cannot set up" in output
     assert "exit code 78; " in output.splitlines()[-1]
-    record = newest(tmp_path / "jobs/run")
+    record = newest(node.folder / "jobs/run")
     assert (record["saved"], record["stalled"], record["code"]) == (-1, 1, 78)
     assert record["reason"] == "exit code 78: see logs/latest.log"
-    assert [call for call in calls(tmp_path) if not call.startswith("sbatch")] == (
+    assert [call for call in node.calls() if not call.startswith("sbatch")] == (
         ["scancel 77"] if continuation == "singleton" else []
     )
 
 
-def test_a_set_up_that_exits_on_a_node_only_ends_with_78_there(tmp_path: Path, fakes: Path) -> None:
+def test_a_set_up_that_exits_on_a_node_only_ends_with_78_there(node: Node) -> None:
     line = "[[ -z ${SLURMD_NODENAME:-} ]] || exit 0"
-    text = render(script(directory=tmp_path, setup=(line,), continuation="none"))
-    assert execute(text, tmp_path, fakes)[0] == 78
-    assert "cannot set up" in (tmp_path / "jobs/run/logs/latest.log").read_text()
+    text = node.script(setup=(line,), continuation="none")
+    assert node.execute(text)[0] == 78
+    assert "cannot set up" in (node.folder / "jobs/run/logs/latest.log").read_text()
 
 
 @pytest.mark.parametrize(
     ("program", "mode", "status"), [("torchrun", None, 127), ("python", 0o644, 126)]
 )
 def test_a_program_that_is_missing_after_set_up_is_not_started_again(
-    program: str, mode: int | None, status: int, tmp_path: Path, fakes: Path
+    program: str, mode: int | None, status: int, node: Node
 ) -> None:
     start = "torchrun" if program == "torchrun" else "srun"
-    text = render(script(directory=tmp_path, start=start))
+    text = node.script(start=start)
     if mode is None:
-        (fakes / program).unlink()
+        (node.fakes / program).unlink()
     else:  # found first on PATH, but nothing that can be executed
-        text = text.replace("exec python -m", f"exec {fakes / program} -m")
-        (fakes / program).chmod(mode)
-    code, output = execute(text, tmp_path, fakes)
+        text = text.replace("exec python -m", f"exec {node.fakes / program} -m")
+        (node.fakes / program).chmod(mode)
+    code, output = node.execute(text)
     assert code == status
     assert f"exit code {status}: a program is missing" in output.splitlines()[-1]
-    assert REQUEUE not in calls(tmp_path)
-    assert program in (tmp_path / "jobs/run/logs/latest.log").read_text()
+    assert REQUEUE not in node.calls()
+    assert program in (node.folder / "jobs/run/logs/latest.log").read_text()
 
 
-def test_set_up_may_go_to_another_folder(tmp_path: Path, fakes: Path) -> None:
-    text = render(script(directory=tmp_path, setup=("cd /", "host=else", "set -eu")))
-    code, output = execute(text, tmp_path, fakes)
+def test_set_up_may_go_to_another_folder(node: Node) -> None:
+    text = node.script(setup=("cd /", "host=else", "set -eu"))
+    code, output = node.execute(text)
     assert code == 0, output
-    assert newest(tmp_path / "jobs/run")["code"] == 0
-    assert "--rdzv_endpoint=n1:" in calls(tmp_path)[1]
+    assert newest(node.folder / "jobs/run")["code"] == 0
+    assert "--rdzv_endpoint=n1:" in node.calls()[1]
 
 
 # ---- how processes are started -----------------------------------------------------------------
 
 
-def test_torchrun_uses_the_first_node_and_a_port_of_the_job(tmp_path: Path, fakes: Path) -> None:
-    text = render(script(directory=tmp_path, gpus_per_node=4, cpus_per_task=32))
-    assert execute(text, tmp_path, fakes)[0] == 0
-    srun, torchrun = calls(tmp_path)
+def test_torchrun_uses_the_first_node_and_a_port_of_the_job(node: Node) -> None:
+    text = node.script(gpus_per_node=4, cpus_per_task=32)
+    assert node.execute(text)[0] == 0
+    srun, torchrun = node.calls()
     assert "--ntasks-per-node=1 --cpus-per-task=32" in srun
     for option in ("--nnodes=2", "--nproc_per_node=4", "--node_rank=0", "--max_restarts=0",
                    "--rdzv_endpoint=n1:10042", "-m dtt.main train jobs/run"):  # fmt: skip
         assert option in torchrun
 
 
-def test_a_first_node_without_a_name_is_reached_by_its_address(tmp_path: Path, fakes: Path) -> None:
-    execute(render(script(directory=tmp_path)), tmp_path, fakes, UNRESOLVED="yes")
-    assert "--rdzv_endpoint=10.0.0.1:" in calls(tmp_path)[1]
+def test_a_first_node_without_a_name_is_reached_by_its_address(node: Node) -> None:
+    node.execute(node.script(), UNRESOLVED="yes")
+    assert "--rdzv_endpoint=10.0.0.1:" in node.calls()[1]
 
 
-def test_srun_starts_every_process_with_a_master_address(tmp_path: Path, fakes: Path) -> None:
-    (fakes / "python").write_text(
+def test_srun_starts_every_process_with_a_master_address(node: Node) -> None:
+    (node.fakes / "python").write_text(
         '#!/bin/bash\necho "$MASTER_ADDR $MASTER_PORT $*" >>"$CALLS"\n' + ENDS_WELL
     )
-    text = render(script(directory=tmp_path, start="srun", processes_per_node=3))
-    assert execute(text, tmp_path, fakes)[0] == 0
-    srun, python = calls(tmp_path)
+    text = node.script(start="srun", processes_per_node=3)
+    assert node.execute(text)[0] == 0
+    srun, python = node.calls()
     assert "--ntasks-per-node=3" in srun
     assert python == "n1 10042 -m dtt.main train jobs/run"
 
@@ -632,63 +629,57 @@ def test_srun_starts_every_process_with_a_master_address(tmp_path: Path, fakes: 
         ({"mpi": "mpirun"}, "mpirun -n 16 bash"),
     ],
 )
-def test_tokenize_runs_as_ranks_of_mpi(
-    settings: dict[str, Any], starter: str, tmp_path: Path, fakes: Path
-) -> None:
-    (fakes / "mpirun").write_text(FAKES["srun"].replace("srun", "mpirun"))
-    (fakes / "mpirun").chmod(0o755)
+def test_tokenize_runs_as_ranks_of_mpi(settings: dict[str, Any], starter: str, node: Node) -> None:
+    (node.fakes / "mpirun").write_text(FAKES["srun"].replace("srun", "mpirun"))
+    (node.fakes / "mpirun").chmod(0o755)
     argv, kind = EXAMPLES["tokenize"]
     settings = {"processes_per_node": 8, **settings}
-    text = render(script(directory=tmp_path, argv=argv, kind=kind, **settings))
-    assert execute(text, tmp_path, fakes)[0] == 0
-    assert calls(tmp_path)[0].startswith(starter)
-    assert calls(tmp_path)[1].startswith(f"python -m dtt.main {shlex.join(argv)}")
+    text = node.script(argv=argv, kind=kind, **settings)
+    assert node.execute(text)[0] == 0
+    assert node.calls()[0].startswith(starter)
+    assert node.calls()[1].startswith(f"python -m dtt.main {shlex.join(argv)}")
 
 
-def test_a_preflight_that_fails_keeps_the_training_from_starting(
-    tmp_path: Path, fakes: Path
-) -> None:
+def test_a_preflight_that_fails_keeps_the_training_from_starting(node: Node) -> None:
     settings: dict[str, Any] = {"preflight": True, "start": "srun", "continuation": "none"}
-    text = render(script(directory=tmp_path, **settings))
-    code, _ = execute(text, tmp_path, fakes, PYTHON_CODE="78")
+    text = node.script(**settings)
+    code, _ = node.execute(text, PYTHON_CODE="78")
     assert code == 78
-    assert [c for c in calls(tmp_path) if c.startswith("python")] == [
+    assert [c for c in node.calls() if c.startswith("python")] == [
         "python -m dtt.main doctor --device cpu --path jobs/run ",
         REPORT,
     ]
-    (fakes / "python").write_text(
+    (node.fakes / "python").write_text(
         f"#!/bin/bash\n{FAKES['python'].partition('exit')[0]}\n"
         f"[[ $* == *doctor* ]] && exit\n{ENDS_WELL}"
     )
-    assert execute(text, tmp_path, fakes)[0] == 0
-    assert calls(tmp_path)[-1].startswith("python -m dtt.main train jobs/run")
+    assert node.execute(text)[0] == 0
+    assert node.calls()[-1].startswith("python -m dtt.main train jobs/run")
 
 
-def test_an_array_task_trains_the_trial_of_its_number(tmp_path: Path, fakes: Path) -> None:
+def test_an_array_task_trains_the_trial_of_its_number(node: Node) -> None:
     trials = (Path("jobs/sweep/a"), Path("jobs/sweep/b"))
-    text = render(script(directory=tmp_path, job=Path("jobs/sweep"), array=Array(trials, cap=1)))
+    text = node.script(job=Path("jobs/sweep"), array=Array(trials, cap=1))
     assert directives(text)["array"] == "0-1%1"
     assert directives(text)["output"] == "jobs/sweep/logs/%x-%A_%a.log"
     task = {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "1"}
-    assert execute(text, tmp_path, fakes, **task)[0] == 0
-    assert calls(tmp_path)[1].rstrip().endswith("-m dtt.main train jobs/sweep/b")
-    trial = tmp_path / "jobs/sweep/b"
+    assert node.execute(text, **task)[0] == 0
+    assert node.calls()[1].rstrip().endswith("-m dtt.main train jobs/sweep/b")
+    trial = node.folder / "jobs/sweep/b"
     assert (newest(trial)["slurm"], newest(trial)["stalled"]) == ("42_1", 1)
     link = trial / "logs/latest-slurm.log"
     assert link.parent / link.readlink() == trial / "logs/../../logs/run-42_1.log"
-    execute(text, tmp_path, fakes, CODE="1", **task)
-    assert calls(tmp_path)[-1] == "scontrol requeue 42_1"  # 42 would be all tasks
-    _, output = execute(text, tmp_path, fakes, CODE="75", ASKED=ALICE, **task)
+    node.execute(text, CODE="1", **task)
+    assert node.calls()[-1] == "scontrol requeue 42_1"  # 42 would be all tasks
+    _, output = node.execute(text, CODE="75", ASKED=ALICE, **task)
     assert output.splitlines()[-1].endswith("checkpoint; resume with dtt sweep retry sweep b")
 
 
-def test_no_log_of_an_earlier_attempt_or_another_node_is_overwritten(
-    tmp_path: Path, fakes: Path
-) -> None:
-    text = render(script(directory=tmp_path, setup=("echo said",)))
+def test_no_log_of_an_earlier_attempt_or_another_node_is_overwritten(node: Node) -> None:
+    text = node.script(setup=("echo said",))
     for restart in ("0", "1"):
-        execute(text, tmp_path, fakes, SLURM_RESTART_COUNT=restart)
-    logs = tmp_path / "jobs/run/logs"
+        node.execute(text, SLURM_RESTART_COUNT=restart)
+    logs = node.folder / "jobs/run/logs"
     assert {p.name for p in logs.iterdir() if not p.is_symlink()} == {
         "train-42-r0-n1.log", "train-42-r1-n1.log",
     }  # fmt: skip
@@ -731,36 +722,34 @@ LOST_NODE = {"STATE": "COMPLETING", "REASON": "NodeDown"}
     ],
 )
 def test_how_an_attempt_ended_decides_whether_the_job_is_requeued(
-    env: dict[str, str], requeued: bool, expected: int, said: str, tmp_path: Path, fakes: Path
+    env: dict[str, str], requeued: bool, expected: int, said: str, node: Node
 ) -> None:
-    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
-    assert (code, REQUEUE in calls(tmp_path)) == (expected, requeued), output
+    code, output = node.execute(node.script(), **env)
+    assert (code, REQUEUE in node.calls()) == (expected, requeued), output
     assert said in output.splitlines()[-1]
     asked = {"USR2": "slurm: time limit", "TERM": "slurm: SIGTERM"}.get(env.get("SIGNAL", ""))
-    assert asked is None or asked in calls(tmp_path)
-    record = newest(tmp_path / "jobs/run")
+    assert asked is None or asked in node.calls()
+    record = newest(node.folder / "jobs/run")
     word = "again" if requeued and "cannot" not in said else "over"
     assert record["decision"] == f"{word}: {output.splitlines()[-1].split('slurm: ')[1]}"
     assert record["started"] <= record["decided"] <= time.time()
 
 
-def test_a_second_job_in_the_same_directory_ends_and_changes_nothing(
-    tmp_path: Path, fakes: Path
-) -> None:
-    text = render(script(directory=tmp_path, continuation="singleton"))
-    assert execute(text, tmp_path, fakes, CODE="1")[0] == 1
-    path = tmp_path / "jobs/run/attempts/1/attempt.json"
+def test_a_second_job_in_the_same_directory_ends_and_changes_nothing(node: Node) -> None:
+    text = node.script(continuation="singleton")
+    assert node.execute(text, CODE="1")[0] == 1
+    path = node.folder / "jobs/run/attempts/1/attempt.json"
     running = {"started": 1.0, "slurm": "42", "launch": "", "ranks": 2, "host": "n1"}
     path.write_text(json.dumps(running))
-    before = {p: p.lstat().st_mtime_ns for p in (tmp_path / "jobs").rglob("*") if p.is_file()}
-    asked = len(calls(tmp_path))
-    code, output = execute(text, tmp_path, fakes, SLURM_JOB_ID="43")
+    before = {p: p.lstat().st_mtime_ns for p in (node.folder / "jobs").rglob("*") if p.is_file()}
+    asked = len(node.calls())
+    code, output = node.execute(text, SLURM_JOB_ID="43")
     assert (code, output.split("slurm: ")[1]) == (78, "jobs/run is used by job 42: this job ends\n")
-    assert len(calls(tmp_path)) == asked
+    assert len(node.calls()) == asked
     assert before == {p: p.lstat().st_mtime_ns for p in before}
     # The job itself, requeued, goes on; and another once it has ended.
-    assert execute(text, tmp_path, fakes, SLURM_RESTART_COUNT="1")[0] == 0
-    assert execute(text, tmp_path, fakes, SLURM_JOB_ID="43", STATE="COMPLETED")[0] == 0
+    assert node.execute(text, SLURM_RESTART_COUNT="1")[0] == 0
+    assert node.execute(text, SLURM_JOB_ID="43", STATE="COMPLETED")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -774,67 +763,61 @@ def test_a_second_job_in_the_same_directory_ends_and_changes_nothing(
     ],
 )
 def test_a_successor_is_queued_at_the_start_and_cancelled_at_the_end(
-    env: dict[str, str], cancelled: bool, tmp_path: Path, fakes: Path
+    env: dict[str, str], cancelled: bool, node: Node
 ) -> None:
-    text = render(script(directory=tmp_path, continuation="singleton"))
+    text = node.script(continuation="singleton")
     assert "no-requeue" in directives(text)
-    _, output = execute(text, tmp_path, fakes, **env)
+    _, output = node.execute(text, **env)
     successor = "sbatch --parsable --dependency=afterany:42 jobs/run/slurm.sh --continues=42"
-    assert calls(tmp_path)[0] == successor
-    assert ("scancel 77" in calls(tmp_path)) == cancelled, output
-    assert REQUEUE not in calls(tmp_path)
-    assert JobFiles.read(JobDir(tmp_path / "jobs/run")).slurm_ids == ["42", "77"]
+    assert node.calls()[0] == successor
+    assert ("scancel 77" in node.calls()) == cancelled, output
+    assert REQUEUE not in node.calls()
+    assert JobFiles.read(JobDir(node.folder / "jobs/run")).slurm_ids == ["42", "77"]
 
 
-def test_a_successor_gets_no_variable_of_its_predecessor(tmp_path: Path, fakes: Path) -> None:
-    (fakes / "sbatch").write_text("#!/bin/bash\nenv >given\necho Welcome\necho '77;cluster'\n")
-    text = render(script(directory=tmp_path, continuation="singleton"))
-    execute(text, tmp_path, fakes, SLURM_CONF="/etc/slurm.conf", SLURM_NTASKS="3", MINE="1")
-    given = (tmp_path / "given").read_text().splitlines()
+def test_a_successor_gets_no_variable_of_its_predecessor(node: Node) -> None:
+    (node.fakes / "sbatch").write_text("#!/bin/bash\nenv >given\necho Welcome\necho '77;cluster'\n")
+    text = node.script(continuation="singleton")
+    node.execute(text, SLURM_CONF="/etc/slurm.conf", SLURM_NTASKS="3", MINE="1")
+    given = (node.folder / "given").read_text().splitlines()
     assert [line for line in given if line.startswith("SLURM")] == ["SLURM_CONF=/etc/slurm.conf"]
     assert "MINE=1" in given
-    assert newest(tmp_path / "jobs/run")["successor"] == "77"
+    assert newest(node.folder / "jobs/run")["successor"] == "77"
 
 
-def test_a_successor_is_known_before_the_next_stage_has_started(
-    tmp_path: Path, fakes: Path
-) -> None:
-    text = render(script(directory=tmp_path, stages=STAGES, continuation="singleton"))
-    whole = JobDir(tmp_path / "jobs/run")
+def test_a_successor_is_known_before_the_next_stage_has_started(node: Node) -> None:
+    text = node.script(stages=STAGES, continuation="singleton")
+    whole = JobDir(node.folder / "jobs/run")
     whole.root.mkdir(parents=True)
-    sent = {"time": time.time(), "job_id": "42", "argv": ["train"], "directory": str(tmp_path)}
+    sent = {"time": time.time(), "job_id": "42", "argv": ["train"], "directory": str(node.folder)}
     whole.submission.write_text(json.dumps(sent))
-    execute(text, tmp_path, fakes, SAVES="step-000001")
+    node.execute(text, SAVES="step-000001")
     assert (
-        newest(tmp_path / STAGES[0])["decision"]
+        newest(node.folder / STAGES[0])["decision"]
         == "again: stage pretrain is done; job 77 continues"
     )
-    assert not (tmp_path / STAGES[1]).exists()
+    assert not (node.folder / STAGES[1]).exists()
     assert JobFiles.read(whole).slurm_ids == ["42", "77"]
     # The successor has a successor of its own, and the last stage cancels that.
-    execute(text, tmp_path, fakes, "--continues=42", SLURM_JOB_ID="77", SAVES="step-000001")
-    assert newest(tmp_path / STAGES[1])["decision"] == "over: done"
+    node.execute(text, "--continues=42", SLURM_JOB_ID="77", SAVES="step-000001")
+    assert newest(node.folder / STAGES[1])["decision"] == "over: done"
     assert JobFiles.read(whole).slurm_ids == ["42", "77"]
     assert json.loads(whole.submission.read_text()) == {**sent, "slurm": "77", "successor": None}
 
 
-def test_a_successor_does_not_continue_a_finished_or_cancelled_job(
-    tmp_path: Path, fakes: Path
-) -> None:
-    text = render(script(directory=tmp_path, continuation="singleton"))
-    execute(text, tmp_path, fakes, CODE="76")
-    started = len(calls(tmp_path))
+def test_a_successor_does_not_continue_a_finished_or_cancelled_job(node: Node) -> None:
+    text = node.script(continuation="singleton")
+    node.execute(text, CODE="76")
+    started = len(node.calls())
     successor = ("--continues=42",)
-    assert execute(text, tmp_path, fakes, *successor, SLURM_JOB_ID="77", STATE="FAILED")[0] == 0
-    assert len(calls(tmp_path)) == started
+    assert node.execute(text, *successor, SLURM_JOB_ID="77", STATE="FAILED")[0] == 0
+    assert len(node.calls()) == started
     # Who submits it again knows better.
-    assert execute(text, tmp_path, fakes, SLURM_JOB_ID="78", STATE="FAILED", CODE="none")[0] == 137
-    started = len(calls(tmp_path))
-    code, output = execute(
-        text, tmp_path, fakes, "--continues=78", SLURM_JOB_ID="79", STATE="CANCELLED"
-    )
+    assert node.execute(text, SLURM_JOB_ID="78", STATE="FAILED", CODE="none")[0] == 137
+    started = len(node.calls())
+    code, output = node.execute(text, "--continues=78", SLURM_JOB_ID="79", STATE="CANCELLED")
     assert (code, output.split("slurm: ")[1]) == (0, "job 78 was cancelled\n")
-    assert len(calls(tmp_path)) == started
+    assert len(node.calls()) == started
 
 
 @pytest.mark.parametrize(
@@ -844,15 +827,15 @@ def test_a_successor_does_not_continue_a_finished_or_cancelled_job(
      ("tokenize", "143", 1, 143, True), ("pipeline", "127", 1, 127, False)],
 )  # fmt: skip
 def test_the_other_commands_have_attempts_and_endings_too(
-    command: str, ended: str, code: int, expected: int, requeued: bool, tmp_path: Path, fakes: Path
+    command: str, ended: str, code: int, expected: int, requeued: bool, node: Node
 ) -> None:
     kind = "tokenize" if command == "tokenize" else "other"
     job = Path(f"jobs/run-{command}")
-    text = render(script(directory=tmp_path, job=job, argv=(command,), kind=kind))
-    assert execute(text, tmp_path, fakes, PYTHON_CODE="1")[0] == 1
-    assert execute(text, tmp_path, fakes, PYTHON_CODE=ended)[0] == expected
-    assert calls(tmp_path).count(REQUEUE) == 1 + requeued
-    made = JobDir(tmp_path / job)
+    text = node.script(job=job, argv=(command,), kind=kind)
+    assert node.execute(text, PYTHON_CODE="1")[0] == 1
+    assert node.execute(text, PYTHON_CODE=ended)[0] == expected
+    assert node.calls().count(REQUEUE) == 1 + requeued
+    made = JobDir(node.folder / job)
     assert made.attempt() == 2
     start, end = made.attempt_record(2), made.exit_record(2)
     assert start is not None
@@ -866,22 +849,20 @@ def test_the_other_commands_have_attempts_and_endings_too(
 
 
 @pytest.mark.slow
-def test_a_watch_may_wait_for_days_but_not_fail_again_and_again(
-    tmp_path: Path, fakes: Path
-) -> None:
+def test_a_watch_may_wait_for_days_but_not_fail_again_and_again(node: Node) -> None:
     """Its progress is the number of answers. One that ends in order at its limit did not fail."""
     argv, job = ("eval", "jobs/run", "--watch"), Path("jobs/run-eval")
-    install(tmp_path / job, MAX_STALLED_ATTEMPTS=2)
-    text = render(script(directory=tmp_path, job=job, argv=argv, kind="other"))
-    results = tmp_path / "jobs/run/evals/step-000010/piqa-0.jsonl"
+    install(node.folder / job, MAX_STALLED_ATTEMPTS=2)
+    text = node.script(job=job, argv=argv, kind="other")
+    results = node.folder / "jobs/run/evals/step-000010/piqa-0.jsonl"
     results.parent.mkdir(parents=True)
     limit = 'kill -s USR2 "$BATCH"; until [[ -s jobs/run-eval/control/stop ]]; do sleep 1; done'
     program = f"#!/bin/bash\nif [[ CODE == 75 ]]; then {limit}; fi; exit CODE\n"
 
     def attempt(restart: int, code: int) -> str:
-        (fakes / "python").write_text(program.replace("CODE", str(code)))
+        (node.fakes / "python").write_text(program.replace("CODE", str(code)))
         restarted = {"SLURM_RESTART_COUNT": str(restart)}
-        return execute(text, tmp_path, fakes, **restarted)[1].splitlines()[-1]
+        return node.execute(text, **restarted)[1].splitlines()[-1]
 
     for restart in range(4):
         assert attempt(restart, 75).endswith("requeued")
@@ -889,50 +870,46 @@ def test_a_watch_may_wait_for_days_but_not_fail_again_and_again(
     results.write_text("an answer\n")
     assert attempt(5, 1).endswith("requeued")
     assert "2 consecutive attempts" in attempt(6, 1)
-    assert not (tmp_path / "jobs/run/control").exists()
+    assert not (node.folder / "jobs/run/control").exists()
 
 
-def test_without_continuation_nothing_is_started_again(tmp_path: Path, fakes: Path) -> None:
-    text = render(script(directory=tmp_path, continuation="none"))
-    code, output = execute(text, tmp_path, fakes, CODE="75", **LIMIT)
+def test_without_continuation_nothing_is_started_again(node: Node) -> None:
+    text = node.script(continuation="none")
+    code, output = node.execute(text, CODE="75", **LIMIT)
     assert code == 75
     assert "resume with sbatch jobs/run/slurm.sh" in output.splitlines()[-1]
-    assert not [call for call in calls(tmp_path) if call.startswith(("sbatch", "scontrol"))]
+    assert not [call for call in node.calls() if call.startswith(("sbatch", "scontrol"))]
 
 
 @pytest.mark.parametrize("report", ["0", "1"], ids=["written", "failed"])
 def test_a_job_that_ends_early_gets_a_report_whose_failure_changes_nothing(
-    report: str, tmp_path: Path, fakes: Path
+    report: str, node: Node
 ) -> None:
-    text = render(script(directory=tmp_path))
-    code, output = execute(text, tmp_path, fakes, CODE="76", PYTHON_CODE=report)
+    text = node.script()
+    code, output = node.execute(text, CODE="76", PYTHON_CODE=report)
     assert code == 76
     assert "exit code 76: fix the reported error" in output.splitlines()[-1]
-    assert calls(tmp_path)[-1] == REPORT
-    assert newest(tmp_path / "jobs/run")["decision"].startswith("over: exit code 76")
+    assert node.calls()[-1] == REPORT
+    assert newest(node.folder / "jobs/run")["decision"].startswith("over: exit code 76")
 
 
-def test_a_job_that_continues_or_is_done_leaves_the_report_to_dtt(
-    tmp_path: Path, fakes: Path
-) -> None:
-    text = render(script(directory=tmp_path))
+def test_a_job_that_continues_or_is_done_leaves_the_report_to_dtt(node: Node) -> None:
+    text = node.script()
     for code in ("0", "1"):
-        execute(text, tmp_path, fakes, CODE=code)
-    assert REPORT not in calls(tmp_path)
+        node.execute(text, CODE=code)
+    assert REPORT not in node.calls()
 
 
-def test_attempts_without_a_new_checkpoint_are_counted_and_limited(
-    tmp_path: Path, fakes: Path
-) -> None:
-    install(tmp_path / "jobs/run", MAX_STALLED_ATTEMPTS=2)
-    text = render(script(directory=tmp_path))
+def test_attempts_without_a_new_checkpoint_are_counted_and_limited(node: Node) -> None:
+    install(node.folder / "jobs/run", MAX_STALLED_ATTEMPTS=2)
+    text = node.script()
     requeues = []
 
     def attempt(restart: int, **env: str) -> str:
-        before = calls(tmp_path).count(REQUEUE)
+        before = node.calls().count(REQUEUE)
         env = {"CODE": "1", "SLURM_RESTART_COUNT": str(restart), **env}
-        output = execute(text, tmp_path, fakes, **env)[1]
-        requeues.append(calls(tmp_path).count(REQUEUE) - before)
+        output = node.execute(text, **env)[1]
+        requeues.append(node.calls().count(REQUEUE) - before)
         return output.splitlines()[-1]
 
     attempt(0)
@@ -943,43 +920,41 @@ def test_attempts_without_a_new_checkpoint_are_counted_and_limited(
     assert "2 consecutive attempts without a new checkpoint" in last
     assert last.endswith("then run sbatch jobs/run/slurm.sh")
     # A node that died left no time to count: the next start does it.
-    started = len(calls(tmp_path))
+    started = len(node.calls())
     assert "2 consecutive attempts" in attempt(4)
-    assert calls(tmp_path)[started:] == [REPORT]
+    assert node.calls()[started:] == [REPORT]
     # A new submission restarts the count.
     attempt(0)
     assert requeues[-1] == 1
 
 
-def test_a_stale_request_of_the_script_is_removed_and_a_users_is_kept(
-    tmp_path: Path, fakes: Path
-) -> None:
-    text = render(script(directory=tmp_path))
-    stop = tmp_path / "jobs/run/control/stop"
+def test_a_stale_request_of_the_script_is_removed_and_a_users_is_kept(node: Node) -> None:
+    text = node.script()
+    stop = node.folder / "jobs/run/control/stop"
     for line, kept in (("slurm: time limit", False), ("alice: dtt job stop", True)):
         stop.parent.mkdir(parents=True, exist_ok=True)
         stop.write_text(f"{line}\n")
-        execute(text, tmp_path, fakes)
+        node.execute(text)
         assert stop.exists() == kept
 
 
-def test_a_user_can_override_the_request_while_the_job_saves(tmp_path: Path, fakes: Path) -> None:
+def test_a_user_can_override_the_request_while_the_job_saves(node: Node) -> None:
     env = {"CODE": "75", "SIGNAL": "USR2", "PERSON": "yes", **SAVES}
-    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
+    code, output = node.execute(node.script(), **env)
     assert code == 75
     assert "stopped on request" in output.splitlines()[-1]
-    assert REQUEUE not in calls(tmp_path)
-    assert not (tmp_path / "jobs/run/control/stop").exists()  # it was heard
+    assert REQUEUE not in node.calls()
+    assert not (node.folder / "jobs/run/control/stop").exists()  # it was heard
 
 
-def test_the_stop_request_uses_the_measured_lead(tmp_path: Path, fakes: Path) -> None:
-    install(tmp_path / "jobs/run", TICK=0.01)
-    (tmp_path / "jobs/run/lead").write_text("1000\n")  # half of the time is the most
+def test_the_stop_request_uses_the_measured_lead(node: Node) -> None:
+    install(node.folder / "jobs/run", TICK=0.01)
+    (node.folder / "jobs/run/lead").write_text("1000\n")  # half of the time is the most
     env = {"CODE": "75", "SIGNAL": "awaited", "ENDS": f"{time.time() + 2:.0f}", **SAVES}
-    code, output = execute(render(script(directory=tmp_path)), tmp_path, fakes, **env)
+    code, output = node.execute(node.script(), **env)
     assert code == 75
-    assert "slurm: time limit" in calls(tmp_path)
-    assert REQUEUE in calls(tmp_path), output
+    assert "slurm: time limit" in node.calls()
+    assert REQUEUE in node.calls(), output
 
 
 # ---- lead, sbatch, squeue ----------------------------------------------------------------------
@@ -1015,18 +990,20 @@ def test_the_lead_is_measured_or_a_default(tmp_path: Path) -> None:
 
 
 def test_submit_returns_the_job_id_or_the_message_of_sbatch(
-    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    (fakes / "sbatch").write_text('#!/bin/bash\necho "sbatch $*" >>"$CALLS"; echo "17;cluster"\n')
-    assert job_script.submit(Path("jobs/a b/slurm.sh"), "--hold") == "17"
-    assert calls(tmp_path) == ["sbatch --parsable --hold jobs/a b/slurm.sh"]
-    (fakes / "sbatch").write_text(
+    monkeypatch.setenv("PATH", f"{node.fakes}:/usr/bin:/bin")
+    monkeypatch.setenv("CALLS", str(node.folder / "calls"))
+    (node.fakes / "sbatch").write_text(
+        '#!/bin/bash\necho "sbatch $*" >>"$CALLS"; echo "17;cluster"\n'
+    )
+    assert submissions.sbatch(Path("jobs/a b/slurm.sh"), "--hold") == "17"
+    assert node.calls() == ["sbatch --parsable --hold jobs/a b/slurm.sh"]
+    (node.fakes / "sbatch").write_text(
         '#!/bin/bash\necho "sbatch: error: no such partition" >&2; exit 1'
     )
     with pytest.raises(EnvironmentUnfit, match="no such partition"):
-        job_script.submit(Path("slurm.sh"))
+        submissions.sbatch(Path("slurm.sh"))
 
 
 @pytest.mark.parametrize(
@@ -1035,30 +1012,32 @@ def test_submit_returns_the_job_id_or_the_message_of_sbatch(
      ("77 jobs wait\n", None), ("", None), ("77\nGoodbye\n", None)],
 )  # fmt: skip
 def test_the_id_of_a_job_is_the_last_line_of_sbatch_or_it_is_unknown(
-    printed: str, found: str | None, fakes: Path, monkeypatch: pytest.MonkeyPatch
+    printed: str, found: str | None, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{node.fakes}:/usr/bin:/bin")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    (fakes / "sbatch").write_text(f"#!/bin/bash\nprintf '{printed}'\n")
+    (node.fakes / "sbatch").write_text(f"#!/bin/bash\nprintf '{printed}'\n")
     # Odd lines of squeue are no job.
-    (fakes / "squeue").write_text("#!/bin/bash\necho '5|N/A|slurm.sh'; echo 'x|y'; echo '||'\n")
+    (node.fakes / "squeue").write_text(
+        "#!/bin/bash\necho '5|N/A|slurm.sh'; echo 'x|y'; echo '||'\n"
+    )
     if found is not None:
-        assert job_script.submit(Path("slurm.sh")) == found
+        assert submissions.sbatch(Path("slurm.sh")) == found
         return
-    with pytest.raises(job_script.SlurmUnreachable, match="sbatch"):
-        job_script.submit(Path("slurm.sh"))
+    with pytest.raises(submissions.SlurmUnreachable, match="sbatch"):
+        submissions.sbatch(Path("slurm.sh"))
 
 
 def test_a_submission_from_within_a_job_hands_on_nothing_of_it(
-    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{node.fakes}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_NTASKS", "3")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
-    (fakes / "sbatch").write_text(f"#!/bin/bash\nenv >{tmp_path}/env; echo 17\n")
-    job_script.submit(Path("slurm.sh"))
-    env = (tmp_path / "env").read_text()
+    (node.fakes / "sbatch").write_text(f"#!/bin/bash\nenv >{node.folder}/env; echo 17\n")
+    submissions.sbatch(Path("slurm.sh"))
+    env = (node.folder / "env").read_text()
     assert "SLURM_NTASKS" not in env
     assert "SLURM_CONF=/etc/slurm.conf" in env
     assert "SBATCH_ACCOUNT=mine" in env

@@ -1,24 +1,19 @@
-"""Rendering of the job script from typed parameters, and its submission with sbatch."""
+"""Rendering of the job script from typed parameters."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
-from dtt.base.log import log
+from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_text
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
-from dtt.jobs.slurm import squeue
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -37,18 +32,7 @@ RESERVED = frozenset(
     "if then else elif fi case esac for select while until do done in function time coproc".split()  # noqa: SIM905
 )
 
-NO_ANSWER = re.compile(r"timed out|Zero Bytes|Transport endpoint|Unexpected message", re.IGNORECASE)
-"""Messages of sbatch after which it is unknown whether the controller processed the request."""
-LONGEST_WAIT = 600
-"""Maximum time in seconds that sbatch may have waited for an answer."""
-CLOCKS_DIFFER = 60
-"""Maximum difference in seconds between the clock of Slurm's controller and the local one."""
-
 Kind = Literal["train", "tokenize", "other"]
-
-
-class SlurmUnreachable(EnvironmentUnfit):
-    """Raised for a submission when it is unknown whether Slurm accepted it."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +178,7 @@ def shell_line(line: str) -> str:
 
 def _variables(script: Script) -> dict[str, Any]:
     """Return the variables that a template may use."""
-    set_up = list(_set_up(script))
-    contained = not isinstance(script.launch.container, NoContainer)
+    prepare, set_up = _set_up(script)
     return {
         "job_name": script.job_name.replace("/", "."),
         "job": script.job,
@@ -204,11 +187,8 @@ def _variables(script: Script) -> dict[str, Any]:
         "kind": script.kind,
         "launch": script.launch,
         "directives": list(_directives(script)),
-        # Modules change the libraries of the host, and srun reads some of the variables.
-        "prepare": [*_modules(script), *_exports(script), "return 0"]
-        if contained
-        else ["_dtt_set_up"],
-        "set_up": set_up if contained else [*_modules(script), *set_up],
+        "prepare": prepare,
+        "set_up": set_up,
         "launcher": " \\\n        ".join(_launcher(script)),
         "program": _program(script),
         "options": " \\\n    ".join(_options(script)),
@@ -265,23 +245,19 @@ def _options(script: Script) -> Iterator[str]:
         yield "--report"
 
 
-def _modules(script: Script) -> Iterator[str]:
-    if script.launch.modules:
-        yield f"module load {' '.join(script.launch.modules)} || return"
-
-
-def _exports(script: Script) -> Iterator[str]:
+def _set_up(script: Script) -> tuple[list[str], list[str]]:
+    """Return the lines for the first node, outside of a container, and for every node."""
     launch = script.launch
-    yield from (f"export {name}={_quoted(text)}" for name, text in launch.environment.items())
+    modules = [f"module load {' '.join(launch.modules)} || return"] if launch.modules else []
+    exports = [f"export {name}={_quoted(text)}" for name, text in launch.environment.items()]
     if script.code:
         code = script.directory / script.job / "code"
-        yield f"export PYTHONPATH={_quoted(code)}${{PYTHONPATH:+:$PYTHONPATH}}"
-
-
-def _set_up(script: Script) -> Iterator[str]:
-    yield from _exports(script)
-    yield from (f"{shell_line(line)} || return" for line in script.launch.setup)
-    yield "return 0"
+        exports.append(f"export PYTHONPATH={_quoted(code)}${{PYTHONPATH:+:$PYTHONPATH}}")
+    own = [*exports, *(f"{shell_line(line)} || return" for line in launch.setup), "return 0"]
+    if isinstance(launch.container, NoContainer):
+        return ["_dtt_set_up"], [*modules, *own]
+    # Modules change the libraries of the host, and srun reads some of the variables.
+    return [*modules, *exports, "return 0"], own
 
 
 def _program(script: Script) -> str:
@@ -358,78 +334,3 @@ def lead(job: JobDir, launch: LaunchConfig) -> int:
         # A lead of more than half would leave less time to train than to stop.
         seconds = min(seconds, max(1, launch.time_limit // 2))
     return min(seconds, LONGEST_LEAD)
-
-
-def submit(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
-    """Submit a job script from the current folder; return the job id.
-
-    Raises EnvironmentUnfit with the message of sbatch if Slurm refuses the job, and Unanswered if
-    it is unknown whether Slurm accepted it.
-    """
-    argv = ["sbatch", "--parsable", *options, str(script), *arguments]
-    started = time.time()
-    log.info("submitting %s", script)  # a busy controller takes up to a minute to answer
-    done = subprocess.run(argv, env=_outside(), capture_output=True, text=True, check=False)
-    # The request may have been processed: submitting again could start the job twice.
-    if done.returncode != 0 and NO_ANSWER.search(done.stderr):
-        return _accepted(script.absolute(), started - CLOCKS_DIFFER, done.stderr.strip())
-    if done.returncode != 0:
-        raise EnvironmentUnfit(
-            "Slurm rejected the job",
-            where=script,
-            why=done.stderr.strip() or f"sbatch exited with {done.returncode}",
-            next="fix the `launch` section, then submit again",
-        )
-    # `--parsable` prints `id`, or `id;cluster`, after what a wrapper of the site may print.
-    printed = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    answer = re.fullmatch(r"([0-9]+)(;.*)?", printed[-1]) if printed else None
-    if answer is None:
-        what = f"sbatch printed no job id, but {printed[-1]!r}" if printed else "sbatch was silent"
-        return _accepted(script.absolute(), started - CLOCKS_DIFFER, what)
-    return answer[1]
-
-
-def earliest_start(script: Script) -> str:
-    """Return when Slurm could start a job, or why it would refuse it; `unknown` without an answer.
-
-    Nothing is written or submitted.
-    """
-    argv = ["sbatch", "--test-only"]
-    try:
-        done = subprocess.run(
-            argv, input=render(script), env=_outside(), capture_output=True, text=True,
-            timeout=squeue.TIMEOUT, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    said = (done.stderr.strip().splitlines() or ["unknown"])[-1]
-    found = re.search(r"to start at (\S+)", said)
-    return found[1] if found else said
-
-
-def _outside() -> dict[str, str]:
-    """Return the environment without the variables of an allocation in which dtt itself runs.
-
-    `srun` in the job would take them for options, such as `SLURM_NTASKS`. `SLURM_CONF` names the
-    cluster.
-    """
-    theirs, kept = ("SLURM_", "SLURMD_", "PMI_", "PMI2_", "PMIX_"), ("SLURM_CONF", "SLURM_CLUSTERS")
-    return {k: v for k, v in os.environ.items() if k in kept or not k.startswith(theirs)}
-
-
-def _accepted(script: Path, since: float, message: str) -> str:
-    """Return the id of a job that Slurm accepted although sbatch received no answer.
-
-    Raises Unanswered if the queue does not show the job either.
-    """
-    # Ten seconds in all, as a controller under load answers late.
-    for seconds in (1, 3, 6):
-        time.sleep(seconds)
-        if found := squeue.of_script(script, since):
-            return found[-1]
-    raise SlurmUnreachable(
-        "it is unknown whether Slurm accepted the job",
-        where=script,
-        why=message,
-        next=f"run dtt job status {script.parent} when Slurm answers again; nothing was removed",
-    )

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,10 +32,6 @@ TIMEOUT = 60
 """Timeout in seconds; squeue takes about 20 s to fail when the controller is down."""
 PROMPT = 1.5
 """Seconds after which dtt logs that it waits for Slurm."""
-
-
-SUSPENDED = frozenset({"STOPPED", "SUSPENDED"})
-"""States of a job that has nodes but whose processes are stopped."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class SlurmJob:
     @property
     def suspended(self) -> bool:
         """True if the job's processes are stopped until Slurm resumes them."""
-        return self.state in SUSPENDED
+        return self.state in ("STOPPED", "SUSPENDED")
 
     @property
     def withdrawn(self) -> bool:
@@ -112,7 +109,9 @@ def ask(ids: Collection[str]) -> QueueReply:
         except ValueError:  # unusable output of sacct: the jobs' own files must suffice
             past = {}
         for id, job in past.items():
-            jobs[id] = replace(jobs[id], before=_ended_before(job)) if id in jobs else job
+            # The last row of a queued job may be of its wait: then the row before it counts.
+            before = job.before if job.live else job.state
+            jobs[id] = replace(jobs[id], before=before) if id in jobs else job
     return QueueReply(jobs)
 
 
@@ -136,36 +135,28 @@ def cancel(id: str) -> None:
         raise EnvironmentUnfit(f"cannot cancel job {id}", why=error or f"scancel: {code}")
 
 
-def _ended_before(last: SlurmJob) -> str:
-    """Return the final state of the previous run from the last accounting row of a queued job."""
-    return last.before if last.live else last.state
-
-
 def _run(argv: list[str]) -> tuple[int, str, str]:
     """Return a command's exit code, its output, and the last line of its error output."""
     if shutil.which(argv[0]) is None:
         return 127, "", f"{argv[0]} is not installed"
     env = os.environ | {"SLURM_TIME_FORMAT": "%s"}  # Unix time is independent of the time zone
     pipe = subprocess.PIPE
+    # A hanging controller must not hang `dtt job status`.
+    prompt = threading.Timer(PROMPT, log.info, ("waiting for Slurm: %s", argv[0]))
+    prompt.start()
     try:
-        started = subprocess.Popen(
-            argv, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", env=env
-        )
+        process = subprocess.run(
+            argv, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", env=env,
+            timeout=TIMEOUT, check=False,
+        )  # fmt: skip
     except OSError as failure:
         return 126, "", f"{argv[0]}: {failure.strerror}"
-    with started as process:
-        try:
-            try:
-                out, error = process.communicate(timeout=PROMPT)
-            except subprocess.TimeoutExpired:
-                log.info("waiting for Slurm: %s", argv[0])
-                out, error = process.communicate(timeout=TIMEOUT - PROMPT)
-        except subprocess.TimeoutExpired:
-            # A hanging controller must not hang `dtt job status`.
-            process.kill()
-            return 124, "", f"{argv[0]} did not answer within {TIMEOUT} s"
-    lines = error.strip().splitlines()
-    return process.returncode, out, lines[-1] if lines else ""
+    except subprocess.TimeoutExpired:
+        return 124, "", f"{argv[0]} did not answer within {TIMEOUT} s"
+    finally:
+        prompt.cancel()
+    lines = process.stderr.strip().splitlines()
+    return process.returncode, process.stdout, lines[-1] if lines else ""
 
 
 def _parse(out: str) -> dict[str, SlurmJob]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import DttError
+from dtt.base.errors import DttError, EnvironmentUnfit
 from dtt.base.files import remove, sha256_file, write_atomically
+from dtt.base.log import log
 from dtt.base.reading import Kind, fits, read_small, tolerant
 from dtt.base.secrets import redacted
 from dtt.jobs.job_files import job_argv
@@ -20,6 +24,16 @@ from dtt.jobs.slurm.job_script import Script
 
 UNANSWERED: Mapping[str, Kind] = {"time": float, "script": str, "task": (int, type(None))}
 """Fields of the record of a submission that sbatch did not answer."""
+NO_ANSWER = re.compile(r"timed out|Zero Bytes|Transport endpoint|Unexpected message", re.IGNORECASE)
+"""Messages of sbatch after which it is unknown whether the controller processed the request."""
+LONGEST_WAIT = 600
+"""Maximum time in seconds that sbatch may have waited for an answer."""
+CLOCKS_DIFFER = 60
+"""Maximum difference in seconds between the clock of Slurm's controller and the local one."""
+
+
+class SlurmUnreachable(EnvironmentUnfit):
+    """Raised for a submission when it is unknown whether Slurm accepted it."""
 
 
 def submit(
@@ -47,7 +61,7 @@ def submit(
         task = number if script.array else None
         records[JobDir(path)] = _record(argv, script.directory, folder.script, task, send)
     if send:
-        return _send(records, folder.script, *_dependency(after, beside))
+        return _send(records, folder.script, after, beside)
     _write(records, None)
     return None
 
@@ -61,18 +75,13 @@ def submit_again(job: JobDir, after: Sequence[str] = (), beside: Sequence[str] =
     # The directory of the first submission: sbatch would use the current one.
     options = [f"--chdir={directory(job)}"] if job.submission_record() else []
     record = _record(job_argv(job), directory(job), job.script, None, True)
-    return _send({job: record}, job.script, *options, *_dependency(after, beside))
+    return _send({job: record}, job.script, after, beside, *options)
 
 
-def _dependency(after: Sequence[str], beside: Sequence[str]) -> list[str]:
-    """Return the options of sbatch with which a job waits for others to succeed, or to start.
-
-    A requeued job keeps its id, so it counts when it ends for good. If it fails, Slurm cancels the
-    job that waits, which would stay in the queue for ever.
-    """
-    kinds = {"afterok": after, "after": beside}
-    waits = ",".join(":".join([kind, *ids]) for kind, ids in kinds.items() if ids)
-    return [f"--dependency={waits}", "--kill-on-invalid-dep=yes"] if waits else []
+def directory(job: JobDir) -> Path:
+    """Return the folder to which the arguments of a job are relative."""
+    submission = job.submission_record()
+    return Path(submission["directory"]) if submission else Path.cwd()
 
 
 def find_unanswered(job: JobDir) -> list[str]:
@@ -82,16 +91,10 @@ def find_unanswered(job: JobDir) -> list[str]:
     if newest.get("job_id") is not None or not fits(newest, UNANSWERED):
         return []
     # sbatch retries on its own for minutes, so the submission may be older than the record.
-    earliest = newest["time"] - job_script.LONGEST_WAIT
+    earliest = newest["time"] - LONGEST_WAIT
     found = squeue.of_script(Path(newest["script"]), earliest)
     task = "" if newest["task"] is None else f"_{newest['task']}"
     return [f"{id}{task}" for id in found or []]
-
-
-def directory(job: JobDir) -> Path:
-    """Return the folder to which the arguments of a job are relative."""
-    submission = job.submission_record()
-    return Path(submission["directory"]) if submission else Path.cwd()
 
 
 def _record(
@@ -122,16 +125,27 @@ def _write(records: Mapping[JobDir, Mapping[str, object]], id: str | None) -> No
         write_atomically(job.submission, json.dumps({"job_id": own, **record}, indent=1) + "\n")
 
 
-def _send(records: Mapping[JobDir, Mapping[str, object]], script: Path, *options: str) -> str:
+def _send(
+    records: Mapping[JobDir, Mapping[str, object]],
+    script: Path,
+    after: Sequence[str],
+    beside: Sequence[str],
+    *options: str,
+) -> str:
     """Submit a script and write the record of each job; return Slurm's id."""
+    # A requeued job keeps its id, so it counts when it ends for good. If it fails, Slurm cancels
+    # the job that waits, which would stay in the queue for ever.
+    kinds = {"afterok": after, "after": beside}
+    if waits := ",".join(":".join([kind, *ids]) for kind, ids in kinds.items() if ids):
+        options = (*options, f"--dependency={waits}", "--kill-on-invalid-dep=yes")
     # Requests that no process received: a job that starts at once must not find them.
     paths = [path for job in records for path in (job.stop, job.save) if path.exists()]
     removed = {path: tolerant(path, read_small) or b"" for path in paths}
     for path in removed:
         remove(path)
     try:
-        id = job_script.submit(script, *options)
-    except job_script.SlurmUnreachable:
+        id = sbatch(script, *options)
+    except SlurmUnreachable:
         # Slurm may have accepted the job, which must not receive old requests.
         _write(records, None)
         raise
@@ -141,3 +155,73 @@ def _send(records: Mapping[JobDir, Mapping[str, object]], script: Path, *options
         raise
     _write(records, id)
     return id
+
+
+def sbatch(script: Path, *options: str) -> str:
+    """Submit a job script from the current folder; return the job id.
+
+    Raises EnvironmentUnfit with the message of sbatch if Slurm refuses the job, and
+    SlurmUnreachable if it is unknown whether Slurm accepted it.
+    """
+    argv = ["sbatch", "--parsable", *options, str(script)]
+    earliest = time.time() - CLOCKS_DIFFER
+    log.info("submitting %s", script)  # a busy controller takes up to a minute to answer
+    done = subprocess.run(argv, env=_outside(), capture_output=True, text=True, check=False)
+    message = done.stderr.strip()
+    if done.returncode != 0 and not NO_ANSWER.search(message):
+        raise EnvironmentUnfit(
+            "Slurm rejected the job",
+            where=script,
+            why=message or f"sbatch exited with {done.returncode}",
+            next="fix the `launch` section, then submit again",
+        )
+    if done.returncode == 0:
+        # `--parsable` prints `id`, or `id;cluster`, after what a wrapper of the site may print.
+        printed = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        answer = re.fullmatch(r"([0-9]+)(;.*)?", printed[-1]) if printed else None
+        if answer is not None:
+            return answer[1]
+        message = "sbatch was silent"
+        if printed:
+            message = f"sbatch printed no job id, but {printed[-1]!r}"
+    # The request may have been processed: submitting again could start the job twice. Ten seconds
+    # in all, as a controller under load answers late.
+    for seconds in (1, 3, 6):
+        time.sleep(seconds)
+        if found := squeue.of_script(script.absolute(), earliest):
+            return found[-1]
+    raise SlurmUnreachable(
+        "it is unknown whether Slurm accepted the job",
+        where=script.absolute(),
+        why=message,
+        next=f"run dtt job status {script.absolute().parent} when Slurm answers again; nothing was "
+        "removed",
+    )
+
+
+def earliest_start(script: Script) -> str:
+    """Return when Slurm could start a job, or why it would refuse it; `unknown` without an answer.
+
+    Nothing is written or submitted.
+    """
+    argv = ["sbatch", "--test-only"]
+    try:
+        done = subprocess.run(
+            argv, input=job_script.render(script), env=_outside(), capture_output=True, text=True,
+            timeout=squeue.TIMEOUT, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    said = (done.stderr.strip().splitlines() or ["unknown"])[-1]
+    found = re.search(r"to start at (\S+)", said)
+    return found[1] if found else said
+
+
+def _outside() -> dict[str, str]:
+    """Return the environment without the variables of an allocation in which dtt itself runs.
+
+    `srun` in the job would take them for options, such as `SLURM_NTASKS`. `SLURM_CONF` names the
+    cluster.
+    """
+    theirs, kept = ("SLURM_", "SLURMD_", "PMI_", "PMI2_", "PMIX_"), ("SLURM_CONF", "SLURM_CLUSTERS")
+    return {k: v for k, v in os.environ.items() if k in kept or not k.startswith(theirs)}

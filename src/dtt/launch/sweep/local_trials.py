@@ -93,11 +93,21 @@ class _TrialPool:
 
     async def _train(self, job: JobDir, gpus: list[str], env: dict[str, str]) -> None:
         number = job.attempt() + 1
-        path = _log(job, number)
+        path, latest = job.logs / f"train-local-{number}.log", job.logs / "latest.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(path.name)
         log.info("%s: attempt %d, log in %s", job.root, number, path)
+        # A process per GPU, or as many as the configuration asks for.
+        config, argv = load_job(job.root), ["train", str(job.root)]
+        visible = len(gpus) if config.train.device != "cpu" else 1
+        processes = config.pipeline.train_processes or visible or 1
+        command = local.dtt_argv(*argv)
+        if processes > 1:
+            command = local.torchrun_argv(processes, argv)
         with path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *_argv(job, len(gpus)),
+                *command,
                 env=env,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -113,25 +123,6 @@ class _TrialPool:
         log.info("%s: %s", job.root, _ending(job, number, code, path))
 
 
-def _log(job: JobDir, attempt: int) -> Path:
-    """Return the log file of an attempt, and point `latest.log` to it."""
-    path, latest = job.logs / f"train-local-{attempt}.log", job.logs / "latest.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    latest.unlink(missing_ok=True)
-    latest.symlink_to(path.name)
-    return path
-
-
-def _argv(job: JobDir, gpus: int) -> list[str]:
-    """Return the command line of a trial, with a process per GPU or `pipeline.train_processes`."""
-    config = load_job(job.root)
-    wanted = config.pipeline.train_processes
-    processes = wanted or (gpus if config.train.device != "cpu" else 1) or 1
-    if processes == 1:
-        return local.dtt_argv("train", str(job.root))
-    return local.torchrun_argv(processes, ["train", str(job.root)])
-
-
 def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
     """Return how an attempt ended, in one line.
 
@@ -141,9 +132,8 @@ def _ending(job: JobDir, attempt: int, code: int, path: Path) -> str:
         if job.attempt() < attempt:
             job.begin_attempt()
         known = ExitCode(code) if code in set(ExitCode) else ExitCode.BUG
-        reason = (
-            f"ended by {signal.Signals(-code).name}" if code < 0 else "".join(last_lines(path, 1))
-        )
-        job.end_attempt(known, reason or f"exit code {code}", rank=0, attempt=attempt)
+        last = "".join(last_lines(path, 1)) or f"exit code {code}"
+        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else last
+        job.end_attempt(known, reason, rank=0, attempt=attempt)
     record = job.exit_record(attempt)
     return first_line(record["reason"]) if record else "done"

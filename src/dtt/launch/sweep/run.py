@@ -8,9 +8,9 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ from dtt.base.errors import ConfigError, DttError, ExitCode
 from dtt.base.files import exclusive, write_atomically
 from dtt.base.log import log
 from dtt.config.explain import dropped_lines
-from dtt.jobs import sweep_results
-from dtt.jobs import sweep_trials as planning
+from dtt.config.load import load_job
+from dtt.jobs import chain_steps, sweeps
 from dtt.jobs.job_state import State
-from dtt.jobs.slurm import squeue
-from dtt.jobs.sweep_results import ResultRow, TrialProgress
-from dtt.jobs.sweep_trials import DroppedCombination, Sweep, SweepPlan, Trial
+from dtt.jobs.listing import columns
+from dtt.jobs.slurm import job_script, squeue, submissions
+from dtt.jobs.sweeps import ResultRow, Sweep, SweepPlan, TrialProgress
 from dtt.launch import checks
 from dtt.launch.checks import raise_all
-from dtt.launch.submit import confirmed, profile, waited_for
-from dtt.launch.sweep import local_trials, slurm_trials
+from dtt.launch.submit import confirmed, profile
+from dtt.launch.sweep import local_trials
 from dtt.report import run as report
 from dtt.train.find_job import model_of
 
@@ -61,14 +61,22 @@ def submit(
     local = _trials_at_a_time(local)
     if after and local is not None:
         raise ConfigError("--after needs Slurm: trials on this machine start at once")
-    ids = waited_for(after)
+    ids = chain_steps.ids_to_wait_for(after)
     cluster_profile = None if cluster is None else profile(cluster)
-    plan = _drop_invalid(planning.plan(file, cache(model_of), cluster_profile), local)
+    plan = _drop_invalid(sweeps.plan(file, cache(model_of), cluster_profile), local)
     if not as_json:
         print("\n".join(_plan_lines(plan)))
     if dry_run:
         if as_json:
-            _print_json(_planned(plan))
+            unused = {t.id: dropped_lines(t.resolved) for t in plan.trials}
+            _print_json(
+                {
+                    "sweep": plan.file.sweep.name,
+                    "trials": {trial.id: trial.values for trial in plan.trials},
+                    "not_used": {id: lines for id, lines in unused.items() if lines},
+                    "dropped": [{"values": v, "why": why} for v, why in plan.dropped],
+                }
+            )
         return
     if not yes and not confirmed(f"start {len(plan.trials)} trials in {plan.root}?"):
         print("nothing was started", file=sys.stderr)
@@ -87,7 +95,7 @@ def retry(name: str, chosen: list[str], local: int | None, *, as_json: bool) -> 
 
     `chosen` names trials; none: all.
     """
-    sweep = planning.find(name)
+    sweep = sweeps.find(name)
     ids = sweep.chosen(chosen)
     # A trial in state UNKNOWN may be queued, since Slurm did not answer. It is only restarted if
     # the user names it.
@@ -113,15 +121,20 @@ def _start(
     Waits for local trials, then exits with the first nonzero exit code among them, or with 0.
     """
     with exclusive(sweep.root, "trials of this sweep"):
-        before = sweep_results.progress(sweep)
+        before = sweeps.progress(sweep)
         ids = [one.trial for one in before if wanted(one)]
         left = Counter(one.state for one in before if one.trial not in ids)
         for state, number in left.items():
             log.info("%s: %d %s, not started", sweep.root, number, state)
         jobs = [sweep.job(trial) for trial in ids]
-        if jobs:
-            _run_or_submit(sweep, jobs, local, ids_before)
-    after = sweep_results.progress(sweep)
+        concurrency = sweep.manifest.concurrency
+        if jobs and local is None:
+            _submit(sweep, jobs, concurrency, ids_before)
+        elif jobs:
+            for job in jobs:
+                job.stop.unlink(missing_ok=True)  # left by `dtt sweep cancel`
+            local_trials.run(jobs, local or concurrency or 1, local_trials.visible_gpus())
+    after = sweeps.progress(sweep)
     _print_progress(sweep, after, as_json=as_json)
     if local is not None:
         trials = [sweep.job(one.trial) for one in after]
@@ -130,32 +143,54 @@ def _start(
         sys.exit(next((one.code for one in after if one.trial in ids and one.code), ExitCode.DONE))
 
 
-def _run_or_submit(
-    sweep: Sweep, jobs: Sequence[JobDir], local: int | None, ids_before: Sequence[str]
-) -> None:
-    concurrency = sweep.manifest.concurrency
-    if local is None:
-        slurm_trials.submit(sweep, jobs, concurrency, ids_before)
+def _submit(sweep: Sweep, jobs: Sequence[JobDir], cap: int | None, after: Sequence[str]) -> None:
+    """Submit all jobs as one Slurm array, at most `cap` at a time.
+
+    They start when the Slurm jobs `after` have succeeded. The tasks of an array share their
+    resources, so jobs whose `launch` sections differ are submitted separately; raises ConfigError
+    for these if there is a `cap`.
+    """
+    configs = [load_job(job.root) for job in jobs]
+    leads = [job_script.lead(job, config.launch) for job, config in zip(jobs, configs, strict=True)]
+    script = partial(job_script.Script, directory=Path.cwd(), argv=("train",), kind="train")
+    first = configs[0]
+    if all(config.launch == first.launch for config in configs):
+        array = job_script.Array(tuple(job.root for job in jobs), cap)
+        whole = script(
+            job_name=sweep.manifest.name, job=sweep.root, launch=first.launch,
+            device=first.train.device, lead=max(leads), array=array,
+        )  # fmt: skip
+        number = submissions.submit(whole, after=after)
+        log.info("%s: Slurm job %s, an array of %d", sweep.root, number, len(jobs))
         return
-    for job in jobs:
-        job.stop.unlink(missing_ok=True)  # left by `dtt sweep cancel`
-    local_trials.run(jobs, local or concurrency or 1, local_trials.visible_gpus())
+    if cap is not None:
+        raise ConfigError(
+            f"{sweep.manifest.name} cannot limit its concurrency",
+            why="the trials differ in their `launch` section, so they are separate Slurm jobs",
+            next="omit `concurrency` in the sweep file",
+        )
+    for job, config, lead in zip(jobs, configs, leads, strict=True):
+        one = script(
+            job_name=config.name, job=job.root, launch=config.launch, device=config.train.device,
+            lead=lead,
+        )  # fmt: skip
+        log.info("%s: Slurm job %s", job.root, submissions.submit(one, after=after))
 
 
 def status(name: str, *, as_json: bool) -> None:
     """Print the state of every trial, according to its job files."""
-    sweep = planning.find(name)
-    _print_progress(sweep, sweep_results.progress(sweep), as_json=as_json)
+    sweep = sweeps.find(name)
+    _print_progress(sweep, sweeps.progress(sweep), as_json=as_json)
 
 
 def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     """Ask running trials to save and stop; remove queued ones from the Slurm queue."""
-    sweep = planning.find(name)
+    sweep = sweeps.find(name)
     ids = sweep.chosen(chosen)
     may_start = (State.NEW, State.UNSENT, State.UNKNOWN)
     active = [
         one
-        for one in sweep_results.progress(sweep)
+        for one in sweeps.progress(sweep)
         if one.trial in ids and (one.active or one.state in may_start)
     ]
     for one in active:
@@ -167,19 +202,19 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
             for error in checks.caught(lambda: squeue.cancel(id)):
                 log.warning("%s", error)
     log.info("%s: requested %d trials to stop", sweep.root, len(active))
-    _print_progress(sweep, sweep_results.progress(sweep), as_json=as_json)
+    _print_progress(sweep, sweeps.progress(sweep), as_json=as_json)
 
 
 def results(name: str, *, as_csv: bool, as_plots: bool, as_json: bool) -> None:
     """Print the mean metric of each combination over its seeds, best first; or plot it."""
     if as_csv + as_plots + as_json > 1:
         raise ConfigError("--csv, --plot and --json are mutually exclusive")
-    sweep = planning.find(name)
-    rows = sweep_results.table(sweep)
+    sweep = sweeps.find(name)
+    rows = sweeps.table(sweep)
     if as_plots:
         _plot(sweep, rows)
         return
-    keys, metric = sweep_results.varied(sweep), sweep.manifest.metric
+    keys, metric = sweeps.varied(sweep), sweep.manifest.metric
     if as_json:
         _print_json({"sweep": sweep.manifest.name, "metric": metric, "goal": sweep.manifest.goal,
                      "rows": [asdict(row) for row in rows]})  # fmt: skip
@@ -187,15 +222,10 @@ def results(name: str, *, as_csv: bool, as_plots: bool, as_json: bool) -> None:
     head = [*keys, metric, "error", "n", "trials"]
     number = _exact if as_csv else _number
     lines = [
-        [
-            *sweep_results.cells(row.values, keys),
-            number(row.mean),
-            number(row.error),
-            str(len(row.done)),
-            " ".join(row.trials),
-        ]
+        [*sweeps.cells(row.values, keys), number(row.mean), number(row.error),
+         str(len(row.done)), " ".join(row.trials)]
         for row in rows
-    ]
+    ]  # fmt: skip
     if as_csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows([head, *lines])
     else:
@@ -207,8 +237,8 @@ def _plot(sweep: Sweep, rows: Sequence[ResultRow]) -> None:
     from dtt.track import plot as draw
 
     metric, folder = sweep.manifest.metric, sweep.root / "plots"
-    for one in sweep_results.varied(sweep):
-        curves = sweep_results.against(sweep, rows, one)
+    for one in sweeps.varied(sweep):
+        curves = sweeps.against(sweep, rows, one)
         figure = draw.figure(
             curves, one, metric,
             log_x=one in sweep.manifest.logarithmic or draw.spread(c.x for c in curves),
@@ -216,7 +246,7 @@ def _plot(sweep: Sweep, rows: Sequence[ResultRow]) -> None:
         )  # fmt: skip
         print(draw.save(figure, folder / f"{one}.png"))
     for one in dict.fromkeys((metric, "train.loss")):
-        curves = sweep_results.histories(sweep, one)
+        curves = sweeps.histories(sweep, one)
         figure = draw.figure(
             curves, "step", one, log_x=False, log_y=draw.spread(c.y for c in curves)
         )
@@ -228,13 +258,18 @@ def _drop_invalid(plan: SweepPlan, local: int | None) -> SweepPlan:
 
     Also raises the errors of the first trial if no trial is left.
     """
-    errors = {
-        trial.id: {str(error): error for error in _problems(trial, local)} for trial in plan.trials
-    }
+    errors = {}
+    for trial in plan.trials:
+        config, job = trial.resolved.config, JobDir(trial.resolved.config.job_dir)
+        found = list(checks.problems("train", config, job))
+        if local is None:
+            found += checks.launch_problems("train", config, job)
+            found += checks.batch_problems("train", config, job)
+        errors[trial.id] = {str(error): error for error in found}
     first, *others = errors.values()
     raise_all([error for text, error in first.items() if all(text in other for other in others)])
     dropped = [
-        DroppedCombination(trial.values, next(iter(errors[trial.id])).splitlines()[0])
+        (trial.values, next(iter(errors[trial.id])).splitlines()[0])
         for trial in plan.trials
         if errors[trial.id]
     ]
@@ -244,19 +279,10 @@ def _drop_invalid(plan: SweepPlan, local: int | None) -> SweepPlan:
     return SweepPlan(plan.file, trials, (*plan.dropped, *dropped))
 
 
-def _problems(trial: Trial, local: int | None) -> Iterator[DttError]:
-    config = trial.resolved.config
-    yield from checks.problems("train", config, JobDir(config.job_dir))
-    if local is None:
-        yield from checks.launch_problems("train", config)
-        yield from checks.batch_problems("train", config, JobDir(config.job_dir))
-        yield from checks.time_problems(JobDir(config.job_dir), config.launch)
-
-
 def _plan_lines(plan: SweepPlan) -> list[str]:
     keys = plan.file.sweep.keys
     head = ["trial", *keys]
-    rows = [[trial.id, *sweep_results.cells(trial.values, keys)] for trial in plan.trials]
+    rows = [[trial.id, *sweeps.cells(trial.values, keys)] for trial in plan.trials]
     lines = columns([head, *rows])
     unused: dict[str, list[str]] = {}
     for trial in plan.trials:
@@ -265,20 +291,11 @@ def _plan_lines(plan: SweepPlan) -> list[str]:
     lines += [f"{line}: {', '.join(ids)}" for line, ids in unused.items()]
     if plan.dropped:
         lines += ["", f"{len(plan.dropped)} combinations are dropped:"]
-        for one in plan.dropped[:MAX_DROPPED_SHOWN]:
-            lines.append(f"  {sweep_results.label(one.values, list(one.values))}: {one.why}")
+        for values, why in plan.dropped[:MAX_DROPPED_SHOWN]:
+            lines.append(f"  {sweeps.label(values, values)}: {why}")
         if len(plan.dropped) > MAX_DROPPED_SHOWN:
             lines.append(f"  and {len(plan.dropped) - MAX_DROPPED_SHOWN} more; --json lists all")
     return [*lines, "", f"{len(plan.trials)} trials in {plan.root}"]
-
-
-def _planned(plan: SweepPlan) -> dict[str, Any]:
-    return {
-        "sweep": plan.file.sweep.name,
-        "trials": {trial.id: trial.values for trial in plan.trials},
-        "not_used": {t.id: lines for t in plan.trials if (lines := dropped_lines(t.resolved))},
-        "dropped": [asdict(one) for one in plan.dropped],
-    }
 
 
 def _print_progress(sweep: Sweep, progress: Iterable[TrialProgress], *, as_json: bool) -> None:
@@ -290,7 +307,7 @@ def _print_progress(sweep: Sweep, progress: Iterable[TrialProgress], *, as_json:
     rows = [
         [
             one.trial,
-            *sweep_results.cells(one.values, manifest.keys),
+            *sweeps.cells(one.values, manifest.keys),
             one.state,
             "" if one.step is None else f"{one.step}/{one.steps}",
             _number(one.metric),
@@ -300,15 +317,6 @@ def _print_progress(sweep: Sweep, progress: Iterable[TrialProgress], *, as_json:
     ]
     head = ["trial", *manifest.keys, "state", "step", manifest.metric, "error"]
     print("\n".join(columns([head, *rows])))
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines of aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _number(value: float | None) -> str:

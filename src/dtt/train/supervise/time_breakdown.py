@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.log import log
 from dtt.base.reading import waiting_for_space
-from dtt.jobs.clock import Clock
-from dtt.jobs.phase_timer import PhaseTimer
+from dtt.jobs.clock import Clock, PhaseTimer
 from dtt.mesh.process import in_words
 from dtt.track.base import Record
 from dtt.train.throughput import ThroughputMeter
@@ -95,4 +94,6 @@ class TimeBreakdown:
         parts["start"] = sum(self._start.seconds.values()) + compiling
         parts["forward_backward"] -= compiling
         rounded = {part: round(seconds, 3) for part, seconds in parts.items()}
-        self._clock.set_fields(first=self._first, step=step, steps=meter.steps, parts=rounded)
+        self._clock.fields = {
+            "first": self._first, "step": step, "steps": meter.steps, "parts": rounded,
+        }  # fmt: skip

@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 from shlex import quote
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from .decisions import (
     CODES,
@@ -101,7 +101,13 @@ class Supervisor:
             with reported(self.job / name):
                 (self.job / name).mkdir(parents=True, exist_ok=True)
         newest = attempt_record(self.job)
-        if self._is_taken(newest):
+        # Another job may run in the directory: its attempt has no decision yet. Two jobs would
+        # overwrite each other's checkpoints.
+        other = str(newest.get("slurm") or self.id)
+        undecided = other != self.id and "decision" not in newest
+        running = ("RUNNING", "SUSPENDED", "STOPPED")
+        if undecided and slurm_record(other).get("JobState") in running:
+            message(f"{self.job} is used by job {other}: this job ends")
             return UNFIT
         log = "{}/logs/{}-{}.log".format(self.plan.job, os.environ["SLURM_JOB_NAME"], self.id)
         link(self.job / "logs/latest-slurm.log", os.path.relpath(log, str(self.job / "logs")))
@@ -134,19 +140,6 @@ class Supervisor:
             self._submit_successor()
         self.start, self.limit = time.time(), None if self.plan.fixed_lead else self._time_limit()
         return self._carry_out(decide(self._run(), self.resume, self.give_up))
-
-    def _is_taken(self, newest: Dict[str, Any]) -> bool:
-        """Return True if another job that runs has the directory: its attempt has no decision yet.
-
-        Two jobs in one directory would overwrite each other's checkpoints.
-        """
-        other = str(newest.get("slurm") or self.id)
-        if other == self.id or "decision" in newest:
-            return False
-        taken = slurm_record(other).get("JobState") in ("RUNNING", "SUSPENDED", "STOPPED")
-        if taken:
-            message(f"{self.job} is used by job {other}: this job ends")
-        return taken
 
     def _begin(self) -> bool:
         """Record the start of an attempt; return False if another job has just started it.
@@ -190,10 +183,6 @@ class Supervisor:
         saved = sum(1 + largest(folder, "step-") for folder in folders)
         return saved + finished_work(self.plan.units, self.plan.received)
 
-    def _has_saved(self) -> bool:
-        now = self._saved_steps()
-        return now != self.before if self.trains else now > self.before
-
     def _time_limit(self) -> Optional[int]:
         return seconds(slurm_record(self.id).get("EndTime", ""))
 
@@ -221,7 +210,19 @@ class Supervisor:
         asked_by = str(attempt_record(self.job).get("asked_by") or "")
         if self._training_has_begun():
             asked_by = str(attempt_record(self.trained).get("asked_by") or asked_by)
-        return self._ending(code, status, asked_by)
+        stages = self.plan.stages if self.trains else []
+        stage = self.job.name if stages and str(self.job) != stages[-1] else ""
+        # Slurm is asked only if it matters: a controller that does not answer costs a minute.
+        final = code in FATAL or (code == 0 and not stage)
+        saved = self._saved_steps()
+        return Ending(
+            code, status, asked_by,
+            slurm="" if final else slurm_state(slurm_record(self.id)),
+            user_request=self._user_asked(),
+            stalled=self.stalled,
+            saved=saved != self.before if self.trains else saved > self.before,
+            stage=stage,
+        )  # fmt: skip
 
     def _record_end(self, status: int) -> Tuple[Optional[int], int]:
         """Record how an attempt ended that no rank of a training has started.
@@ -247,20 +248,6 @@ class Supervisor:
         pipeline = self.command[0] == "pipeline"
         return pipeline and largest(self.trained / "attempts") > self.trained_before
 
-    def _ending(self, code: Optional[int], status: int, asked_by: str) -> Ending:
-        stages = self.plan.stages if self.trains else []
-        stage = self.job.name if stages and str(self.job) != stages[-1] else ""
-        # Slurm is asked only if it matters: a controller that does not answer costs a minute.
-        final = code in FATAL or (code == 0 and not stage)
-        return Ending(
-            code, status, asked_by,
-            slurm="" if final else slurm_state(slurm_record(self.id)),
-            user_request=self._user_asked(),
-            stalled=self.stalled,
-            saved=self._has_saved(),
-            stage=stage,
-        )  # fmt: skip
-
     def _launch(self, name: str, arguments: Sequence[str]) -> int:
         """Run dtt on all nodes; return the exit code of the launcher. Each node has its own log."""
         log = "{}-{}".format(name, self.variables["tag"])
@@ -281,7 +268,12 @@ class Supervisor:
         while self.step.poll() is None:  # SIGCHLD ends the wait, too
             if select.select([self.signals], [], [], TICK)[0]:
                 self._answer(os.read(self.signals, 4096))
-            self._check_limit()
+            lead = read(self.trained / "lead") if self.limit else ""
+            if limit_is_near(time.time(), self.start, self.limit, lead):
+                before, self.limit = self.limit, self._time_limit()  # a user may have changed it
+                if self.limit == before:
+                    self.limit = None
+                    self._on_limit()
         while select.select([self.signals], [], [], 0)[0]:
             self._answer(os.read(self.signals, 4096))
         code = self.step.returncode
@@ -306,14 +298,6 @@ class Supervisor:
                 if self.successor and slurm_state(slurm_record(self.id)) == "cancelled":
                     run("scancel", self.successor)
                 self._request_stop("slurm: SIGTERM")
-
-    def _check_limit(self) -> None:
-        lead = read(self.trained / "lead") if self.limit else ""
-        if limit_is_near(time.time(), self.start, self.limit, lead):
-            before, self.limit = self.limit, self._time_limit()  # which a user may have changed
-            if self.limit == before:
-                self.limit = None
-                self._on_limit()
 
     def _on_limit(self) -> None:
         if not self.stop_reason:

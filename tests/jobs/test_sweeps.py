@@ -17,9 +17,9 @@ from dtt.base.errors import ConfigError, DamagedError, ExitCode, InputError
 from dtt.config import source
 from dtt.config.explain import scalar
 from dtt.config.load import load_job
-from dtt.jobs import sweep_results as results
-from dtt.jobs import sweep_trials as trials
-from dtt.jobs.sweep_trials import Sweep, SweepManifest
+from dtt.jobs import sweeps as results
+from dtt.jobs import sweeps as trials
+from dtt.jobs.sweeps import Sweep, SweepManifest
 from dtt.launch.sweep.local_trials import split_gpus, visible_gpus
 from dtt.track import plot
 
@@ -37,7 +37,7 @@ def write(parameters: Mapping[str, Any], **said: Any) -> Path:
     return path
 
 
-def planned(parameters: Mapping[str, Any], **said: Any) -> trials.Plan:
+def planned(parameters: Mapping[str, Any], **said: Any) -> trials.SweepPlan:
     return trials.plan(write(parameters, **said))
 
 
@@ -88,7 +88,7 @@ def test_null_lists_and_sections_of_another_type_are_values() -> None:
 def test_dropped_combinations_have_a_reason() -> None:
     plan = planned({"optim.lr": [1e-3, -1e-3, 0.001], "model.n_heads": [4, 5]})
     assert [trial.values for trial in plan.trials] == [{"optim.lr": 1e-3, "model.n_heads": 4}]
-    why = [(d.values["optim.lr"], d.values["model.n_heads"], d.why) for d in plan.dropped]
+    why = [(v["optim.lr"], v["model.n_heads"], why) for v, why in plan.dropped]
     assert [(lr, heads) for lr, heads, _ in why] == [
         (1e-3, 5), (-1e-3, 4), (-1e-3, 5), (1e-3, 4), (1e-3, 5)
     ]  # fmt: skip
