@@ -276,7 +276,7 @@ def test_a_shipped_sweep_is_found_by_its_name(
     Path("lr.yaml").write_text("seeds: [0]")
     with pytest.raises(InputError, match=r"no sweep 'lr'[\s\S]*did you mean lr\.yaml\?"):
         sweep.read(Path("lr"))
-    with pytest.raises(InputError, match="it is a folder"):
+    with pytest.raises(ConfigError, match="is a folder, not a sweep"):
         sweep.read(tmp_path)
 
 

@@ -21,7 +21,7 @@ from support.report_jobs import (
 )
 
 from dtt.report import run as report
-from dtt.report.curves import MAX_BUCKETS
+from dtt.report.metrics_history import MAX_BUCKETS
 
 CHART = "figure:has(h3:text-is('{}'))"
 

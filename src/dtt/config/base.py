@@ -85,6 +85,17 @@ class Section(BaseModel):
         return schema
 
 
+def walk(section: Section, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Section]]:
+    """Yield a section, and all below it, with their keys; an entry of a list has its number."""
+    yield key, section
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        listed = enumerate(value) if isinstance(value, tuple) else ()
+        for inner, number in [(value, ()), *((entry, (str(i),)) for i, entry in listed)]:
+            if isinstance(inner, Section):
+                yield from walk(inner, (*key, name, *number))
+
+
 def _numbers(value: Any) -> Iterator[Any]:
     """Yield the value, or the values of a list or mapping; those of sections were checked."""
     if isinstance(value, tuple | list | dict):

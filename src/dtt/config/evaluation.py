@@ -1,13 +1,13 @@
-"""The section `eval`: benchmark tasks."""
+"""The sections `eval` and `export`: what is done with a trained model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from dtt.config.base import Section, resumable
+from dtt.config.base import RESUMABLE, Section, resumable
 
 
 class EvalConfig(Section):
@@ -29,3 +29,18 @@ class EvalConfig(Section):
     """Folder of the questions that were downloaded."""
     keep_samples: bool = resumable(False)
     """Also record the text of each prompt and answer in the result files."""
+
+
+class ExportConfig(Section):
+    """The exported Hugging Face folder."""
+
+    out: Path | None = resumable(None)
+    """Folder of the export; null: `exports/<name>`."""
+    dtype: Literal["fp32", "bf16", "fp16"] = resumable("bf16")
+    """Data type of the exported weights."""
+    max_shard_size: str = Field(
+        default="5GB", pattern=r"^[1-9][0-9]*(KB|MB|GB)$", json_schema_extra=RESUMABLE
+    )
+    """Maximum size of one weight file, such as `500MB` or `5GB`."""
+    license: str | None = resumable(None)
+    """Licence in the model card, spelled as on the Hub (`mit`, `apache-2.0`); null: none."""

@@ -30,7 +30,7 @@ from dtt.base.errors import ConfigError, DttError
 from dtt.base.log import log_once
 from dtt.base.reading import read_small
 from dtt.config.action import Action
-from dtt.config.base import Section
+from dtt.config.base import Section, walk
 from dtt.config.key_types import TAGS, Key, tag_of
 from dtt.config.model import Family
 from dtt.config.objective import Objective
@@ -356,15 +356,11 @@ def _tag_of_class(cls: type[Section]) -> str:
     return next(name for name in TAGS if name in cls.model_fields)
 
 
-def own_sections(section: Section, key: Key = ()) -> Iterator[tuple[str, Section, OwnFile]]:
+def own_sections(config: RunConfig) -> Iterator[tuple[str, Section, OwnFile]]:
     """Yield each section of an own class, with its key in `KINDS` and its file."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        for inner in value if isinstance(value, tuple) else (value,):
-            if isinstance(inner, Section):
-                if (file := own_file_of(inner)) is not None:
-                    yield ".".join((*key, name)), inner, file
-                yield from own_sections(inner, (*key, name))
+    for key, section in walk(config):
+        if (file := own_file_of(section)) is not None:
+            yield ".".join(name for name in key if not name.isdigit()), section, file
 
 
 def own_file_of(section: Section) -> OwnFile | None:

@@ -21,8 +21,7 @@ from dtt.config.data import (
     TrainedTokenizerConfig,
     slug,
 )
-from dtt.config.evaluation import EvalConfig
-from dtt.config.export import ExportConfig
+from dtt.config.evaluation import EvalConfig, ExportConfig
 from dtt.config.init import InitConfig
 from dtt.config.key_types import tag_of
 from dtt.config.launch import LaunchConfig

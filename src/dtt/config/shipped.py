@@ -32,32 +32,34 @@ def is_job(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
 
-def find(config: str | Path) -> Path:
-    """Return the file of a `-c` argument: a path, or a shipped config by name (`quickstart`)."""
-    path = Path(config)
-    if path.is_file():
-        return path
-    folder = shipped_configs()
-    if shipped := shipped_file(path) or shipped_file(f"{path}.yaml"):
-        return shipped
+def find(name: str | Path, kind: str = "") -> Path:
+    """Return the file of a configuration, or of a sweep if that is the `kind`.
+
+    `name` is a path, or that of a shipped file, such as `quickstart`.
+    """
+    path, what = Path(name), "sweep" if kind else "config"
+    for one in (path, shipped_file(path, kind), shipped_file(f"{path}.yaml", kind)):
+        if one is not None and one.is_file():
+            return one
     if is_job(path):
-        raise ConfigError(f"{path} is a job, not a config", next=f"dtt train {path} resumes it")
+        raise ConfigError(f"{path} is a job, not a {what}", next=f"dtt train {path} resumes it")
+    suffixes = (*source.SUFFIXES, ".py") if kind else source.SUFFIXES
     if path.is_dir():
-        inside = sorted(str(p) for p in path.glob("*") if p.suffix in source.SUFFIXES)
-        raise ConfigError(
-            f"{path} is a folder, not a config",
-            next=f"-c {inside[0]}" if inside else f"-c takes a file; {path} contains no .yaml file",
-        )
+        inside = sorted(str(p) for p in path.glob("*") if p.suffix in suffixes)
+        example = f"-c {inside[0]}" if inside and not kind else "specify a file"
+        raise ConfigError(f"{path} is a folder, not a {what}", next=example)
+    folder = shipped_configs() / kind
     found = (p.relative_to(folder).with_suffix("") for p in folder.rglob("*.yaml"))
     names = sorted(str(p) for p in found if p.parent.name not in ("sweeps", "tasks"))
-    beside = [str(p) for p in path.parent.glob("*") if p.suffix in source.SUFFIXES]
-    close = difflib.get_close_matches(str(path), beside, n=3)
+    beside = [p for p in sorted(path.parent.glob("*")) if p.suffix in suffixes]
+    close = [str(p) for p in beside if p.stem == path.stem]
+    close += difflib.get_close_matches(str(path), map(str, beside), n=3)
     close += difflib.get_close_matches(str(path.with_suffix("")), names, n=3)
     raise InputError(
-        f"no config {str(config)!r}",
+        f"no {what} {str(name)!r}",
         where=path.absolute(),
-        why="it is neither a file nor a shipped config",
-        next=f"did you mean {' or '.join(close)}?"
+        why=f"it is neither a file nor a shipped {what}",
+        next=f"did you mean {' or '.join(dict.fromkeys(close))}?"
         if close
-        else f"specify a file, or the name of a shipped config: {', '.join(names)}",
+        else f"specify a file, or the name of a shipped {what}: {', '.join(names)}",
     )

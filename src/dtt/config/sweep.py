@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import random
 import runpy
@@ -15,14 +14,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, create_model
 
-from dtt.base.errors import ConfigError, DttError, InputError
+from dtt.base.errors import ConfigError, DttError
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.key_types import Key, KeyTypes
 from dtt.config.merging import Resolved, nested, refuse_extended, take_extends
 from dtt.config.own import OwnCodeError
 from dtt.config.run import NAME, RunConfig
-from dtt.config.shipped import shipped_configs, shipped_file
+from dtt.config.shipped import find
 from dtt.config.source import Layer, Leaf
 
 Number = int | FiniteFloat
@@ -260,7 +259,7 @@ def read(path: Path) -> SweepFile:
 
     A Python file is executed. Raises ConfigError, which lists every mistake with its line.
     """
-    path = find(path)
+    path = find(path, "sweeps")
     if path.suffix == ".py":
         layer = _from_python(path)
     else:
@@ -297,28 +296,6 @@ def _class_for(base: Any, overrides: Any) -> type[SweepConfig]:
     bound = create_model(SweepConfig.__name__, __base__=SweepConfig, __module__=__name__)
     bound.trials = trials
     return bound
-
-
-def find(name: Path) -> Path:
-    """Return the sweep file of a path, or of the name of a shipped sweep (`quickstart-lr`)."""
-    shipped = shipped_configs() / "sweeps"
-    found = (shipped_file(one, "sweeps") for one in (name, f"{name}.yaml"))
-    for path in (name, *found):
-        if path is not None and path.is_file():
-            return path
-    known = sorted(path.stem for path in shipped.glob("*.yaml"))
-    kinds = (*source.SUFFIXES, ".py")
-    beside = [path for path in sorted(name.parent.glob("*")) if path.suffix in kinds]
-    close = [str(path) for path in beside if path.stem == name.stem]
-    close += difflib.get_close_matches(str(name), [*map(str, beside), *known], n=3)
-    raise InputError(
-        f"no sweep {str(name)!r}",
-        where=name.absolute(),
-        why="it is a folder" if name.is_dir() else "it is neither a file nor a shipped sweep",
-        next=f"did you mean {' or '.join(dict.fromkeys(close))}?"
-        if close
-        else f"specify a file (docs/sweep.md), or the name of a shipped sweep: {', '.join(known)}",
-    )
 
 
 def _key_types() -> KeyTypes:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from dtt.config import explain, source
-from dtt.config.base import Section
+from dtt.config.base import Section, walk
 from dtt.config.key_types import TAGS, Key
 
 Problem = tuple[Key, str]
@@ -29,20 +29,12 @@ def validate(
     except ValidationError as error:
         return None, _describe_all(cls, values, error)
     # After pydantic, whose checks see one field at a time: these compare fields of a valid section.
-    problems = list(_walk(section))
+    problems: list[Problem] = [
+        ((*key, *name.split(".")), why)
+        for key, inner in walk(section)
+        for name, why in inner.problems()
+    ]
     return (None if problems else section), problems
-
-
-def _walk(section: Section, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    for name, why in section.problems():
-        yield (*key, *name.split(".")), why
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _walk(value, (*key, name))
-        for i, inner in enumerate(value if isinstance(value, tuple) else ()):
-            if isinstance(inner, Section):
-                yield from _walk(inner, (*key, name, str(i)))
 
 
 def _describe_all(cls: type[Section], values: Any, error: ValidationError) -> list[Problem]:

@@ -13,7 +13,7 @@ from dtt.config.run import RunConfig
 from dtt.jobs import sweeps as results
 from dtt.jobs.job_state import Status
 from dtt.jobs.sweeps import Sweep
-from dtt.report.curves import MAX_BUCKETS
+from dtt.report.metrics_history import MAX_BUCKETS
 from dtt.report.run_data import configuration_of, read_run, verdict
 from dtt.track.plot import spread
 

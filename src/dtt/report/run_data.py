@@ -31,8 +31,7 @@ from dtt.model import count
 from dtt.model.adapted_layers import adapter_weights
 from dtt.model.scaling import scaled
 from dtt.report import task_results
-from dtt.report.curves import MAX_BUCKETS
-from dtt.report.metrics_history import MetricsHistory
+from dtt.report.metrics_history import MAX_BUCKETS, MetricsHistory
 
 GOOD, BUSY, BAD, IDLE = "good", "busy", "bad", "idle"
 MOODS = {
