@@ -41,48 +41,37 @@ function verdictLine(run) {
   );
 }
 
+/** Key figures of a run: their names, and their texts; – for one that the run does not have. */
+const FACTS = [
+  ["Validation loss", (run) => num(newest(run, "eval/loss"))],
+  ["Bits per byte", (run) => num(newest(run, "eval/bits_per_byte"))],
+  ["Training loss", (run) => num(newest(run, "train/loss"))],
+  ["Step", progress],
+  ["Tokens", (run) => si(run.tokens || null)],
+  ["Tokens per second", (run) => si(run.rate || null)],
+  ["Time", (run) => duration(run.seconds || null)],
+  ["Time left", (run) => duration(left(run))],
+  ["Goodput", goodputOf],
+  ["Parameters", (run) => si(run.parameters)],
+];
+
 function tiles(run) {
-  const validation = newest(run, "eval/loss");
-  const bits = newest(run, "eval/bits_per_byte");
-  const remaining = left(run);
-  const facts = [
-    ["Validation loss", num(validation), validation === null],
-    ["Bits per byte", num(bits), bits === null],
-    ["Training loss", num(newest(run, "train/loss")), newest(run, "train/loss") === null],
-    ["Step", progress(run)],
-    ["Tokens", si(run.tokens), !run.tokens],
-    ["Tokens per second", si(run.rate), !run.rate],
-    ["Time", duration(run.seconds), !run.seconds],
-    ["Time left", duration(remaining), remaining === null],
-    ["Goodput", goodputOf(run), !run.clock.goodput],
-    ["Parameters", si(run.parameters), !run.parameters],
-  ];
+  const facts = FACTS.map(([name, text]) => [name, text(run)]);
   return el(
     "dl",
     { class: "tiles" },
     facts
-      .filter(([, , absent]) => !absent)
-      .map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value))),
+      .filter(([name, text]) => text !== "–" || name === "Step")
+      .map(([name, text]) => el("div", null, el("dt", null, name), el("dd", null, text))),
   );
 }
 
-/** One row per run: state, key figures, why, and the command to type next. */
+/** One row per run: state, why, the command to type next, and key figures. */
 function runTable(runs) {
-  const columns = [
-    "Run",
-    "State, and what to type next",
-    ["Step", "number"],
-    ["Training loss", "number"],
-    ["Validation loss", "number"],
-    ["Bits per byte", "number"],
-    ["Tokens", "number"],
-    ["Tokens/s", "number"],
-    ["Time", "number"],
-    ["Goodput", "number"],
-  ];
+  const numbers = FACTS.map(([name]) => [name, "number"]);
   return table(
     "Runs",
-    columns,
+    ["Run", "State, and what to type next", ...numbers],
     runs.map((run) => [
       el("th", { scope: "row" }, swatch(run.color, run.dash), " ", run.label),
       [
@@ -94,14 +83,7 @@ function runTable(runs) {
           run.verdict.next && el("code", null, run.verdict.next),
         ),
       ],
-      progress(run),
-      num(newest(run, "train/loss")),
-      num(newest(run, "eval/loss")),
-      num(newest(run, "eval/bits_per_byte")),
-      si(run.tokens),
-      si(run.rate),
-      duration(run.seconds),
-      goodputOf(run),
+      ...FACTS.map(([, text]) => text(run)),
     ]),
   );
 }
@@ -153,4 +135,9 @@ function perRun(id, runs, draw) {
   choice.value = String(Math.min(chosen.get(id) ?? 0, runs.length - 1));
   show(Number(choice.value));
   return [el("label", { class: "choice" }, "Run ", choice), host];
+}
+
+/** A section that shows one run at a time. */
+function runSection(id, title, runs, draw) {
+  return section(id, title, perRun(id, runs, draw));
 }

@@ -33,30 +33,26 @@ function sampleSection(runs) {
     const some = total > items.length && ` ${items.length} of ${count(total)} samples`;
     return [el("p", { class: "slide" }, slider, title, some && el("small", null, some)), text];
   };
-  return section("samples", "Samples", perRun("samples", some, draw));
+  return runSection("samples", "Samples", some, draw);
 }
 
 function mixtureSection(runs) {
   const some = runs.filter((run) => run.mixture?.length);
-  return section(
-    "mixture",
-    "Data",
-    perRun("mixture", some, (run) =>
-      table(
-        `Data of ${run.name}`,
-        [
-          "Source",
-          ["Share of tokens", "number"],
-          ["Epochs", "number"],
-          ["Tokens per epoch", "number"],
-        ],
-        run.mixture.map((source) => [
-          source.name,
-          meter(source.share),
-          num(source.epochs),
-          si(source.tokens),
-        ]),
-      ),
+  return runSection("mixture", "Data", some, (run) =>
+    table(
+      `Data of ${run.name}`,
+      [
+        "Source",
+        ["Share of tokens", "number"],
+        ["Epochs", "number"],
+        ["Tokens per epoch", "number"],
+      ],
+      run.mixture.map((source) => [
+        source.name,
+        meter(source.share),
+        num(source.epochs),
+        si(source.tokens),
+      ]),
     ),
   );
 }
@@ -77,50 +73,46 @@ function checkpointSection(runs) {
   const some = runs.filter(
     (run) => run.checkpoints && (run.checkpoints.items.length || run.parent || run.branches.length),
   );
-  return section(
-    "checkpoints",
-    "Checkpoints and branches",
-    perRun("checkpoints", some, (run) => {
-      const { items, kept, deleted } = run.checkpoints;
-      const steps = new Map(run.branches.map((branch) => [branch.step, []]));
-      for (const branch of run.branches) steps.get(branch.step).push(branch.path);
-      const rows = items.map((c) => [
-        count(c.step),
-        bytes(c.bytes),
-        duration(c.blocked_seconds),
-        moment(c.time),
-        (steps.get(c.step) ?? []).join(", ") || "–",
-      ]);
-      const gone = run.branches.filter((branch) => !items.some((c) => c.step === branch.step));
-      return [
-        run.parent &&
-          el("p", null, "This run is a branch of ", el("code", null, parentOf(run)), "."),
-        el(
-          "p",
-          null,
-          `${plural(kept, "checkpoint")} kept`,
-          deleted > 0 && `, ${count(deleted)} deleted by retention`,
-          items.length < kept && `; the newest ${items.length} are listed`,
-          ".",
+  return runSection("checkpoints", "Checkpoints and branches", some, (run) => {
+    const { items, kept, deleted } = run.checkpoints;
+    const steps = new Map(run.branches.map((branch) => [branch.step, []]));
+    for (const branch of run.branches) steps.get(branch.step).push(branch.path);
+    const rows = items.map((c) => [
+      count(c.step),
+      bytes(c.bytes),
+      duration(c.blocked_seconds),
+      moment(c.time),
+      (steps.get(c.step) ?? []).join(", ") || "–",
+    ]);
+    const gone = run.branches.filter((branch) => !items.some((c) => c.step === branch.step));
+    return [
+      run.parent &&
+        el("p", null, "This run is a branch of ", el("code", null, parentOf(run)), "."),
+      el(
+        "p",
+        null,
+        `${plural(kept, "checkpoint")} kept`,
+        deleted > 0 && `, ${count(deleted)} deleted by retention`,
+        items.length < kept && `; the newest ${items.length} are listed`,
+        ".",
+      ),
+      rows.length > 0 &&
+        table(
+          `Checkpoints of ${run.name}`,
+          [
+            ["Step", "number"],
+            ["Size", "number"],
+            ["Training blocked", "number"],
+            ["Saved", "nowrap"],
+            "Branches",
+          ],
+          rows,
         ),
-        rows.length > 0 &&
-          table(
-            `Checkpoints of ${run.name}`,
-            [
-              ["Step", "number"],
-              ["Size", "number"],
-              ["Training blocked", "number"],
-              ["Saved", "nowrap"],
-              "Branches",
-            ],
-            rows,
-          ),
-        gone.map(({ path, step }) =>
-          el("p", null, "Branch ", el("code", null, path), ` from step ${count(step)}.`),
-        ),
-      ];
-    }),
-  );
+      gone.map(({ path, step }) =>
+        el("p", null, "Branch ", el("code", null, path), ` from step ${count(step)}.`),
+      ),
+    ];
+  });
 }
 
 const keyCell = (key) => el("th", { scope: "row" }, el("code", null, key));
@@ -167,34 +159,30 @@ function configurationSection(data, runs) {
 
 function guardSection(runs) {
   const some = runs.filter((run) => run.guard.total || run.guard.lost.length);
-  return section(
-    "anomalies",
-    "Skipped steps and anomalies",
-    perRun("anomalies", some, (run) => {
-      const { items, total, lost } = run.guard;
-      return [
-        el(
-          "p",
-          null,
-          `${plural(total, "step")} ${total === 1 ? "was" : "were"} skipped`,
-          items.length < total && `; the newest ${items.length} are listed`,
-          ".",
+  return runSection("anomalies", "Skipped steps and anomalies", some, (run) => {
+    const { items, total, lost } = run.guard;
+    return [
+      el(
+        "p",
+        null,
+        `${plural(total, "step")} ${total === 1 ? "was" : "were"} skipped`,
+        items.length < total && `; the newest ${items.length} are listed`,
+        ".",
+      ),
+      items.length > 0 &&
+        table(
+          `Skipped steps of ${run.name}`,
+          [["Step", "number"], "Reason", "Action", ["Anomalous step", "number"]],
+          items.map((item) => [
+            count(item.step),
+            item.why.replaceAll("_", "-"),
+            item.action,
+            count(item.bad_step),
+          ]),
         ),
-        items.length > 0 &&
-          table(
-            `Skipped steps of ${run.name}`,
-            [["Step", "number"], "Reason", "Action", ["Anomalous step", "number"]],
-            items.map((item) => [
-              count(item.step),
-              item.why.replaceAll("_", "-"),
-              item.action,
-              count(item.bad_step),
-            ]),
-          ),
-        lost.map(([from, to]) =>
-          el("p", null, `The records of steps ${count(from)} to ${count(to)} are lost.`),
-        ),
-      ];
-    }),
-  );
+      lost.map(([from, to]) =>
+        el("p", null, `The records of steps ${count(from)} to ${count(to)} are lost.`),
+      ),
+    ];
+  });
 }
