@@ -101,16 +101,11 @@ class ParallelConfig(Section):
         An even division gives stages in the middle one more where it leaves a rest, because the
         first one also has the embedding, and the last one the head.
         """
-        counts = self.layers_per_stage or even_division(n_layers, self.stages)
-        ends = list(accumulate(counts, initial=0))
+        each, rest = divmod(n_layers, self.stages)
+        first = (self.stages - rest) // 2
+        even = [each + (first <= stage < first + rest) for stage in range(self.stages)]
+        ends = accumulate(self.layers_per_stage or even, initial=0)
         return [range(*pair) for pair in pairwise(ends)]
-
-
-def even_division(n_layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage; those in the middle have one more."""
-    each, rest = divmod(n_layers, stages)
-    first = (stages - rest) // 2
-    return tuple(each + (first <= stage < first + rest) for stage in range(stages))
 
 
 class Sizes(NamedTuple):
