@@ -66,7 +66,10 @@ def check(cls: type[Section], *overrides: str, **keys: Any) -> None:
             if issubclass(cls, Source):
                 _check_samples(path, overrides)
             _check_resume(path, overrides)
-            _check_layouts(path, overrides)
+            from dtt.verify import run
+
+            cfg = library.load(str(path), *overrides).config
+            run.run([(path.stem, cfg)], "cpu", as_json=False)
     shutil.rmtree(folder)  # not after an error: what it names is in there
 
 
@@ -130,9 +133,3 @@ def _records(job: library.Job) -> list[dict[str, Any]]:
         for row in job.metrics.to_pylist()
         if row["kind"] not in ("start", "perf", "save")
     ]
-
-
-def _check_layouts(path: Path, overrides: tuple[str, ...]) -> None:
-    from dtt.verify import run
-
-    run.run([(path.stem, library.load(str(path), *overrides).config)], "cpu", as_json=False)

@@ -119,7 +119,11 @@ def loss_function(
             for name, value in sorted(metrics.items())
         }
         if not plain:
-            entropy = _cross_entropy(given, targets_BT)
+            # The sum over the targets, from that of each, [B, T], or from logits, [B, T, V].
+            entropy = given.sum()
+            if needs == "logits":
+                flat = given.detach().flatten(0, 1).float()
+                entropy = F.cross_entropy(flat, targets_BT.flatten(), reduction="sum")
             if evaluates:
                 named[OBJECTIVE], loss = loss, entropy
             else:
@@ -136,14 +140,6 @@ def loss_function(
     if needs == "sum":
         return LossFunction({"z_loss": z_loss}, losses)
     return LossFunction({"reduction": "none" if needs == "token_loss" else "logits"}, losses)
-
-
-def _cross_entropy(given: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the sum over the targets, from that of each, [B, T], or from logits, [B, T, V]."""
-    if given.shape == targets_BT.shape:
-        return given.sum()
-    flat = given.detach().flatten(0, 1).float()
-    return F.cross_entropy(flat, targets_BT.flatten(), reduction="sum")
 
 
 def _check(loss: Any, metrics: Any, first: list[set[str]], *, trains: bool) -> None:

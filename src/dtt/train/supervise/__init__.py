@@ -1,1 +1,1 @@
-"""Supervision of a run: attempts, stop requests, watchdog, time budget and goodput."""
+"""Supervision of a run: its watchdog, lost ranks, and the times that other processes read."""
