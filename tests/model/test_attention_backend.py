@@ -30,9 +30,9 @@ from dtt.model import attention_backend, chunked_attention, families
 from dtt.model.architecture import Architecture
 from dtt.model.block_sparse import TILE, tiled_attention
 from dtt.model.decoder import Decoder
+from dtt.model.decoding import following_context, prompt_context
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
-from dtt.model.token_context import CachedContext, PromptContext
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -303,10 +303,11 @@ def test_a_kernel_chosen_for_training_does_not_limit_generation() -> None:
     with pytest.raises(RuntimeError):
         model(prompt)
     cache = KVCache(model.arch, 1, 9, CPU, torch.float32)
-    context = PromptContext(prompt, torch.tensor([7]), cache)
+    context = prompt_context(model.arch, prompt, torch.tensor([7]), cache)
     torch.testing.assert_close(model(prompt, context=context), expected)
     cache.set_lengths([8])
-    assert model(prompt[:, :1], context=CachedContext(prompt[:, :1], cache)).isfinite().all()
+    following = following_context(model.arch, prompt[:, :1], cache)
+    assert model(prompt[:, :1], context=following).isfinite().all()
 
 
 def test_the_backend_of_each_kind_of_layer_is_described() -> None:

@@ -12,7 +12,7 @@ from dtt.config.model import (
 )
 from dtt.config.shipped import shipped_configs
 from dtt.model import families
-from dtt.model.config_section import model_section
+from dtt.model.families.base import model_section
 
 SMALL = {"dim": 32, "n_layers": 7, "n_heads": 4}
 CONFIGS = [

@@ -12,12 +12,18 @@ from dtt.base.errors import Diverged
 from dtt.config.model import LongRopeScaling, ModelConfig
 from dtt.model import families
 from dtt.model.decoder import Decoder
-from dtt.model.decoding import StaticDecoding, Step, StepGraphs, prompt_groups
+from dtt.model.decoding import (
+    StaticDecoding,
+    Step,
+    StepGraphs,
+    following_context,
+    prompt_context,
+    prompt_groups,
+)
 from dtt.model.generate import PrefixCachedGenerator, generate, generate_batch
 from dtt.model.init import initialize
 from dtt.model.kv_cache import KVCache
 from dtt.model.sampling import SamplingRule, checked, fill_noise
-from dtt.model.token_context import CachedContext, PromptContext
 
 PROMPT = [5, 17, 3, 88]
 PROMPTS = [PROMPT, [41], [9] * 20, [7, 2, 64, 30, 12, 99, 1, 8, 70]]
@@ -45,7 +51,7 @@ def test_greedy_with_cache_equals_the_likeliest_token_of_a_full_pass(model: Deco
 
 
 def cached(model: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
-    logits: Tensor = model(tokens, context=CachedContext(tokens, cache))
+    logits: Tensor = model(tokens, context=following_context(model.arch, tokens, cache))
     cache.set_lengths([length + tokens.shape[1] for length in cache.lengths])
     return logits
 
@@ -120,7 +126,7 @@ def test_prompts_prefilled_together_have_the_logits_of_each_alone(model: Decoder
     ids = torch.tensor([prompt + [0] * (20 - len(prompt)) for prompt in prompts])
     cache = KVCache(model.arch, len(ids), 24, ids.device, torch.float32)
     last = torch.tensor([len(prompt) - 1 for prompt in prompts])
-    together = model(ids, context=PromptContext(ids, last, cache))[:, 0]
+    together = model(ids, context=prompt_context(model.arch, ids, last, cache))[:, 0]
     cache.set_lengths([len(prompt) for prompt in prompts])
     further = cached(model, torch.tensor([[8, 1, 30]]).expand(len(ids), 3), cache)[:, 0]
     for row, prompt in enumerate(prompts):

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
 from dtt.model import loss as loss_module
-from dtt.model.loss import chunk_rows, linear_cross_entropy
-from dtt.parallel.tensor import VocabularyPart
+from dtt.model.loss import VocabularyPart, chunk_rows, linear_cross_entropy
 
 N, D, V = 50, 16, 97
 

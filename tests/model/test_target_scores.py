@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtt.mesh.dist import World
+from dtt.model.loss import VocabularyPart
 from dtt.model.target_scores import target_scores
-from dtt.parallel.tensor import VocabularyPart
 
 N, C, D, V = 50, 3, 16, 96
 IGNORED = -100

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import on_ranks
+from support.tiny_architectures import decoder
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -16,19 +17,14 @@ from dtt.config.model import ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import Mesh, make_mesh
-from dtt.model import families
 from dtt.model.decoder import Decoder
-from dtt.model.init import initialize
 from dtt.parallel.apply import apply, autocast, gradient_sync
 
 ROWS, SEQ_LEN = 8, 16
 
 
 def make_model() -> Decoder:
-    config = ModelConfig(dim=16, n_layers=2, n_heads=2)
-    model = Decoder(families.get(config.family).architecture(config, 64, SEQ_LEN))
-    initialize(model, seed=0)
-    return model
+    return decoder(ModelConfig(dim=16, n_layers=2, n_heads=2), 64, SEQ_LEN)
 
 
 def applied(model: Decoder, world: World) -> nn.Module:
@@ -136,9 +132,7 @@ def graphs_under_ddp(world: World) -> int:
 
     real: Any = torch.compile
     torch.compile = lambda *args, **how: real(*args, backend=record, **how)  # type: ignore[assignment]
-    config = ModelConfig(dim=512, n_layers=1, n_heads=4)
-    model = Decoder(families.get(config.family).architecture(config, 64, SEQ_LEN))
-    initialize(model, seed=0)
+    model = decoder(ModelConfig(dim=512, n_layers=1, n_heads=4), 64, SEQ_LEN)
     layout = Mesh(Sizes(replicate=world.size), world.rank)
     module = apply(model, world, layout, compile_blocks=True)
     ids = batch()[:1]
@@ -155,8 +149,7 @@ def when_the_head_moves(world: World, tied: bool) -> tuple[bool, bool, bool]:
     """Return whether the head is gathered before the last block and after the backward pass of the
     loss, and whether its gradient is reduced before the backward pass of the first block."""
     config = ModelConfig(family="llama", dim=16, n_layers=2, n_heads=2, tie_embeddings=tied)
-    model = Decoder(families.get(config.family).architecture(config, 64, SEQ_LEN))
-    initialize(model, seed=0)
+    model = decoder(config, 64, SEQ_LEN)
     mesh = make_mesh(Sizes(shard=world.size), world)
     module = apply(model, world, mesh, compile_blocks=False)
     seen: list[bool] = []

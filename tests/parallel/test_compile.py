@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.own_classes import NOTHING
 from support.running import Dtt
+from support.tiny_architectures import decoder
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -17,20 +18,15 @@ from dtt.config.model import ModelConfig
 from dtt.config.schedule import RunFacts
 from dtt.config.train import TrainConfig
 from dtt.evaluate.validation import Sampler
-from dtt.model import families
 from dtt.model.contract import Model
 from dtt.model.decoder import Decoder, params_of
-from dtt.model.init import initialize
 from dtt.optim import built, groups
 from dtt.optim.adamw import AdamWConfig
 from dtt.parallel.apply import compile_each_block
 
 
 def make_model() -> Decoder:
-    config = ModelConfig(dim=16, n_layers=2, n_heads=2)
-    model = Decoder(families.get(config.family).architecture(config, 64, 16))
-    initialize(model, seed=0)
-    return model
+    return decoder(ModelConfig(dim=16, n_layers=2, n_heads=2), 64, 16)
 
 
 @pytest.fixture

@@ -8,17 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_ranks
+from support.tiny_architectures import decoder
 from torch import Tensor, nn
 
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World
-from dtt.mesh.mesh import Mesh, make_mesh
-from dtt.model import families
+from dtt.mesh.mesh import make_mesh
 from dtt.model.decoder import Decoder
 from dtt.model.decoding import whole_passes
 from dtt.model.generate import generate
-from dtt.model.init import initialize
 from dtt.parallel.context import ContextParallel
 
 LENGTH = 44
@@ -42,15 +41,7 @@ FAMILIES = {
 
 
 def make(family: str, length: int = LENGTH) -> Decoder:
-    cfg = FAMILIES[family]
-    model = Decoder(families.get(cfg.family).architecture(cfg, 100, length))
-    initialize(model, seed=1)
-    return model
-
-
-def shared(model: Decoder, layout: Mesh) -> ContextParallel:
-    """As a run wires it."""
-    return ContextParallel(model, layout)
+    return decoder(FAMILIES[family], 100, length, seed=1)
 
 
 def batch(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +74,7 @@ def differences(world: World, sizes: Sizes, names: list[str]) -> dict[str, float
             loss.backward()
             expected = gradients(model)
             model.zero_grad()
-            module = shared(model, layout)
+            module = ContextParallel(model, layout)
             part = module(tokens, targets, doc_ids_BT=documents, z_loss=1e-3).loss
             part.backward()
             for parameter in model.parameters():
@@ -126,7 +117,7 @@ def generated(world: World, length: int) -> tuple[list[int], list[int]]:
         "temperature": 1.0,
         "top_p": 0.9,
     }
-    module, multiple, agreed = shared(model, layout), layout.granularity, world.from_first
+    module, multiple, agreed = ContextParallel(model, layout), layout.granularity, world.from_first
     passes = whole_passes(module, multiple, agreed)
     together = generate(model, [1, 2, 3], generator=seeded(), decoding=passes, **how)
     return list(together), list(generate(model, [1, 2, 3], generator=seeded(), **how))
@@ -147,14 +138,14 @@ def compiled(world: World) -> float:
     torch.set_num_threads(1)
     layout = make_mesh(Sizes(context=2), world)
     plain, model = make("gemma3"), make("gemma3")
-    module = shared(model, layout)
+    module = ContextParallel(model, layout)
     for layer in model.layers:
         layer.compile(dynamic=False, backend="aot_eager", fullgraph=True)
     tokens, targets, documents = batch()
     module(tokens, targets, doc_ids_BT=documents).loss.backward()
     with torch.compiler.set_stance("fail_on_recompile"):
         got = module(tokens, targets, doc_ids_BT=documents // 2)
-    wanted = shared(plain, layout)(tokens, targets, doc_ids_BT=documents // 2)
+    wanted = ContextParallel(plain, layout)(tokens, targets, doc_ids_BT=documents // 2)
     return apart(got.loss, wanted.loss)
 
 

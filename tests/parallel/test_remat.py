@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from support.ranks import on_ranks
+from support.tiny_architectures import decoder
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,9 +20,7 @@ from dtt.config.parallel import Sizes
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local
-from dtt.model import families
 from dtt.model.decoder import Decoder
-from dtt.model.init import initialize
 from dtt.parallel.apply import apply
 from dtt.parallel.remat import rematerialize
 
@@ -31,9 +30,7 @@ KINDS: tuple[Literal["full", "selective"], ...] = ("full", "selective")
 
 def make_model(family: str = "llama", dropout: float = 0.0, **keys: Any) -> Decoder:
     config = ModelConfig(family=family, dim=32, n_layers=LAYERS, n_heads=4, dropout=dropout, **keys)
-    model = Decoder(families.get(family).architecture(config, 64, SEQ_LEN))
-    initialize(model, seed=0)
-    return model
+    return decoder(config, 64, SEQ_LEN)
 
 
 def documents() -> Tensor:

@@ -95,6 +95,12 @@ def penalise(model: Decoder) -> Decoder:
     return model
 
 
+def decoder(cfg: ModelConfig, vocab_size: int, seq_len: int, seed: int = 0) -> Decoder:
+    model = Decoder(families.get(cfg.family).architecture(cfg, vocab_size, seq_len))
+    initialize(model, seed)
+    return model
+
+
 def make(arch: Architecture) -> tuple[Decoder, Tensor]:
     model = Decoder(arch)
     initialize(model, seed=1)

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from dtt.base.errors import EnvironmentUnfit
 from dtt.base.ranks import Ranks
 from dtt.base.rendezvous import RENDEZVOUS, Files, launch_name
+from dtt.mesh.environment import install
 
 T = TypeVar("T")
 
@@ -38,15 +39,17 @@ class Comm(Protocol):
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank."""
+        return value
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's `value` in rank order, on every rank."""
+        return [value]
 
     def close(self) -> None:
         """Leave the group, after the last collective."""
 
 
-class Serial:
+class Serial(Comm):
     """Collectives of a single process."""
 
     rank = 0
@@ -54,14 +57,6 @@ class Serial:
 
     def barrier(self) -> None:
         """Return immediately."""
-
-    def broadcast(self, value: T) -> T:
-        """Return `value`."""
-        return value
-
-    def gather(self, value: T) -> list[T]:
-        """Return `[value]`."""
-        return [value]
 
     def close(self) -> None:
         """Do nothing: there is no other rank."""
@@ -168,8 +163,6 @@ def _mpi(ranks: Ranks) -> Mpi | None:
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no libmpi to load
         if by_slurm:
             return None
-        from dtt.mesh.environment import install
-
         raise EnvironmentUnfit(
             f"{ranks.size} processes were started, but they cannot communicate with each other",
             why=f"mpi4py: {str(error).splitlines()[0]}",
@@ -180,8 +173,6 @@ def _mpi(ranks: Ranks) -> Mpi | None:
         return comm
     if by_slurm and comm.size == 1:
         return None
-    from dtt.mesh.environment import install
-
     raise EnvironmentUnfit(
         f"the launcher started {ranks.size} processes, but MPI sees {comm.size}",
         why="mpirun and the MPI library that mpi4py loads are different implementations",

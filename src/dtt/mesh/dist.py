@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -87,11 +87,7 @@ class World:
 
     def exchange(self, value: T) -> list[T]:
         """Return every rank's `value` in rank order; for the checkpoint thread."""
-        if self.background is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.background)
-        return values
+        return replace(self, control=self.background).gather(value)
 
     def from_first(self, value: T) -> T:
         """Return rank 0's `value` on every rank."""

@@ -41,11 +41,12 @@ def torch_facts() -> dict[str, str]:
         raise EnvironmentUnfit(
             "torch cannot be imported", why=str(error), next="install dtt again: ./env.sh"
         ) from None
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return {
-        "cuda": torch.version.cuda or torch.version.hip or "none",
-        "nccl": _nccl() if nccl else "none",
-    }
+    nccl = "none"
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        from torch.cuda.nccl import version
+
+        nccl = ".".join(map(str, version()))  # type: ignore[no-untyped-call]
+    return {"cuda": torch.version.cuda or torch.version.hip or "none", "nccl": nccl}
 
 
 def differences(nodes: Sequence[tuple[str, dict[str, str]]]) -> Iterator[EnvironmentUnfit]:
@@ -100,12 +101,6 @@ def cpu_name() -> str:
 def without(node: str) -> str:
     """Return the hint for excluding a node."""
     return f"exclude that node: launch.exclude={node}, or sbatch --exclude={node}"
-
-
-def _nccl() -> str:
-    from torch.cuda.nccl import version
-
-    return ".".join(map(str, version()))  # type: ignore[no-untyped-call]
 
 
 def _version(package: str) -> str:

@@ -160,7 +160,17 @@ def make_mesh(sizes: Sizes, world: World, expert: int | None = None) -> Mesh:
         "pipeline": sizes.pipeline, "replicate": sizes.replicate, "shard": spread,
         "tensor": sizes.tensor,
     }  # fmt: skip
-    experts = None if expert is None else _expert_mesh(sizes, world, expert)
+    experts = None
+    if expert is not None and not expert == sizes.tensor == 1:
+        # Tensor-parallel ranks have different tokens where the experts are, so they join the
+        # sharding as context ranks do. `expert` varies fastest: these ranks communicate in every
+        # layer.
+        shards = spread * sizes.tensor // expert
+        of_experts = {
+            "pipeline": sizes.pipeline, "replicate": sizes.replicate, "expert_shard": shards,
+            "expert": expert,
+        }  # fmt: skip
+        experts = _device_mesh(world, of_experts, kept="expert_shard")
     return Mesh(sizes, world.rank, _device_mesh(world, dims, kept="shard"), experts, world)
 
 
@@ -180,17 +190,3 @@ def _device_mesh(world: World, dims: dict[str, int], kept: str) -> DeviceMesh:
         # Creates the group of all its ranks, which `TensorLayout.group` returns.
         mesh._flatten()  # noqa: SLF001  (it has no public name)
     return mesh
-
-
-def _expert_mesh(sizes: Sizes, world: World, expert: int) -> DeviceMesh | None:
-    """Return `Mesh.experts`."""
-    if expert == sizes.tensor == 1:
-        return None
-    # Tensor-parallel ranks have different tokens where the experts are, so they join the sharding
-    # as context ranks do. `expert` varies fastest: these ranks communicate in every layer.
-    shards = sizes.shard * sizes.context * sizes.tensor // expert
-    dims = {
-        "pipeline": sizes.pipeline, "replicate": sizes.replicate, "expert_shard": shards,
-        "expert": expert,
-    }  # fmt: skip
-    return _device_mesh(world, dims, kept="expert_shard")

@@ -78,10 +78,10 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: 
     torch.mm(a, b, out=out)  # the first call loads a library
     fastest, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end or fastest == float("inf"):
-        _finish(device)
+        finish(device)
         start = time.perf_counter()
         torch.mm(a, b, out=out)
-        _finish(device)
+        finish(device)
         # The fastest one, not the mean: other processes can only slow a product down.
         fastest = min(fastest, time.perf_counter() - start)
     del a, b, out
@@ -90,6 +90,7 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: 
     return 2.0 * size**3 / fastest
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until the device has computed all that was launched."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -66,12 +66,12 @@ def command(kept: str = "") -> Iterator[None]:
     except DttError as error:
         code = _report(error)
     except BrokenPipeError:  # the reader of stdout has ended, for example in `dtt … | head`
-        _drop_output()
+        discard(sys.stdout.fileno())  # Python's flush at exit would change the exit code
     except (OSError, MemoryError) as error:
         try:
             sys.stdout.flush()
         except OSError:
-            _drop_output()
+            discard(sys.stdout.fileno())
         code = _report(in_words(error))
     except KeyboardInterrupt:
         print(f"interrupted: {kept}" if kept else "interrupted", file=sys.stderr)
@@ -102,14 +102,6 @@ def leave() -> NoReturn:
     sys.stderr.flush()
     ctypes.CDLL(None).exit(ExitCode.DONE)
     raise AssertionError  # C's exit does not return
-
-
-def _drop_output() -> None:
-    """Redirect stdout to /dev/null.
-
-    Otherwise Python's flush at exit would fail and change the exit code.
-    """
-    discard(sys.stdout.fileno())
 
 
 def _abort_peers(code: ExitCode, reason: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -36,13 +36,8 @@ def adapted_layers(cfg: LoraConfig, arch: AnyArchitecture) -> dict[str, Adapted]
     """
     names = [name.removesuffix(".weight") for name in adaptable(arch)]
     targets = _targets(cfg.targets, names)
-    ranks, alphas = (
-        _by_pattern(key, patterns, targets)
-        for key, patterns in (
-            ("rank_pattern", cfg.rank_pattern),
-            ("alpha_pattern", cfg.alpha_pattern),
-        )
-    )
+    ranks = _by_pattern("rank_pattern", cfg.rank_pattern, targets)
+    alphas = _by_pattern("alpha_pattern", cfg.alpha_pattern, targets)
     return {
         name: Adapted(int(ranks.get(name, cfg.rank)), alphas.get(name, cfg.alpha), cfg.rslora)
         for name in targets
@@ -86,44 +81,39 @@ def _targets(targets: str | tuple[str, ...], names: list[str]) -> list[str]:
     if targets == ALL_LINEAR:
         return names
     if isinstance(targets, str):
-        found = _matching("targets", targets, targets, names)
-        if not found:
-            raise _no_match("targets", targets, names)
-        return found
+        return _matching("targets", targets, targets, names)
+    # Each by itself: a list of which one entry is misspelt would train less than was asked for.
+    found: set[str] = set()
     for target in targets:
-        # Each by itself: a list of which one entry is misspelt would train less than was asked for.
-        if not any(_ends_with(name, target) for name in names):
+        ends = [name for name in names if f".{name}".endswith(f".{target}")]
+        if not ends:
             raise _no_match("targets", target, names)
-    return [name for name in names if any(_ends_with(name, target) for target in targets)]
+        found.update(ends)
+    return [name for name in names if name in found]
 
 
-def _ends_with(name: str, end: str) -> bool:
-    return f".{name}".endswith(f".{end}")
-
-
-def _by_pattern(key: str, patterns: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+def _by_pattern(key: str, patterns: Mapping[str, float], names: list[str]) -> dict[str, float]:
     """Return the value of the first pattern that matches each name; the others are left out."""
-    names = list(names)
     # The rule of PEFT: a pattern matches the end of a name from a dot on, or all of it.
     found: dict[str, float] = {}
-    for pattern in patterns:
-        matching = _matching(key, pattern, rf"(.*\.)?({pattern})", names)
-        if not matching:
-            raise _no_match(key, pattern, names)
-        for name in matching:
-            found.setdefault(name, patterns[pattern])
+    for pattern, value in patterns.items():
+        for name in _matching(key, pattern, rf"(.*\.)?({pattern})", names):
+            found.setdefault(name, value)
     return found
 
 
-def _matching(key: str, given: str, pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a pattern matches; ConfigError if that takes too long."""
+def _matching(key: str, given: str, pattern: str, names: list[str]) -> list[str]:
+    """Return the names that a pattern matches; ConfigError if there is none, or it is too slow."""
     try:
-        return [name for name in names if match_name(pattern, name)]
+        found = [name for name in names if match_name(pattern, name)]
     except SlowPattern as slow:
         raise ConfigError(
             f"{given!r} is not matched in time", where=f"adapter.{key}", why=str(slow),
             next="write a simpler pattern, or names of layers",
         ) from None  # fmt: skip
+    if not found:
+        raise _no_match(key, given, names)
+    return found
 
 
 def _no_match(key: str, pattern: str, names: list[str]) -> ConfigError:

@@ -133,10 +133,6 @@ class Architecture:
         scaling = self.rope_scaling
         return isinstance(scaling, LongRopeScaling) and length > scaling.original_max_seq_len
 
-    def becomes_long(self, length: int, count: int) -> bool:
-        """Return True if `count` more tokens make a short document of LongRoPE a long one."""
-        return length > 0 and not self.is_long(length) and self.is_long(length + count)
-
     @property
     def rotary_dim(self) -> int:
         """Number of dimensions of a head that RoPE rotates."""
@@ -171,10 +167,6 @@ class BuiltArchitecture:
 
     def is_long(self, _length: int) -> bool:
         """Return False: no document is rotated differently for its length."""
-        return False
-
-    def becomes_long(self, _length: int, _count: int) -> bool:
-        """Return False, as `is_long` does."""
         return False
 
     def build(self) -> Any:

@@ -105,25 +105,20 @@ def describe(
             plain = f"SDPA ({running_kernel(arch, device, seq_len, requested, dtype)})"
         elif kernel := chunk_kernel(arch, device, seq_len // (2 * context), requested, dtype):
             plain = f"SDPA ({kernel}) by chunks"
-    layers = Counter(
-        _describe(window, device, seq_len, documents, plain) for window in arch.windows
-    )
+    layers: Counter[str] = Counter()
+    for window in arch.windows:
+        backend = choose(device, seq_len, documents, window, plain is not None)
+        limits = ["documents"] * documents
+        if window is not None and window < seq_len:
+            limits.append(f"a window of {window}")
+        if backend == "SDPA" and plain:
+            layers[plain] += 1
+        else:
+            layers[f"{backend} within {' and '.join(limits)}" if limits else backend] += 1
     if len(layers) == 1:
         return f"attention: {next(iter(layers))}"
     parts = (f"{what} ({n} of {arch.n_layers} layers)" for what, n in layers.items())
     return f"attention: {', '.join(parts)}"
-
-
-def _describe(
-    window: int | None, device: torch.device, seq_len: int, documents: bool, plain: str | None
-) -> str:
-    backend = choose(device, seq_len, documents, window, plain is not None)
-    if backend == "SDPA" and plain:
-        return plain
-    limits = ["documents"] * documents
-    if window is not None and window < seq_len:
-        limits.append(f"a window of {window}")
-    return f"{backend} within {' and '.join(limits)}" if limits else backend
 
 
 def make_prefill_attention_fns(

@@ -19,10 +19,10 @@ from dtt.config.train import AttentionKernel
 from dtt.mesh.sharding import local
 from dtt.model.layers import held_layers
 from dtt.model.linear import Linear
-from dtt.model.loss import VocabShard, linear_cross_entropy
+from dtt.model.loss import VocabularyPart, linear_cross_entropy
 from dtt.model.output import HiddenStates, Output
 from dtt.model.target_scores import target_scores
-from dtt.model.token_context import Context, LastTokenContext
+from dtt.model.token_context import Context
 
 Role = Literal["matrix", "embed", "head", "vector", "router", "balance", "adapter"]
 Reduction = Literal["sum", "none", "scores", "logits"]
@@ -42,7 +42,7 @@ class Model(nn.Module):
     """Soft cap c of the logits: c * tanh(logits / c); None: no cap."""
     attention: AttentionKernel = "auto"
     fused_loss = False
-    part: VocabShard | None = None
+    part: VocabularyPart | None = None
     """This rank's vocabulary shard, if tensor parallelism divides the head's rows; else None."""
 
     def hidden(self, tokens_BT: Tensor, context: Context) -> Tensor | HiddenStates:
@@ -177,7 +177,7 @@ class Model(nn.Module):
         def read(tokens_T: Tensor) -> Tensor:
             text.append(tokens_T)
             tokens_1T = torch.cat(text)[None]
-            logits: Tensor = self(tokens_1T, context=LastTokenContext(tokens_1T))[0, -1]
+            logits: Tensor = self(tokens_1T, context=Context(tokens_1T, read="last"))[0, -1]
             return logits
 
         return read
@@ -191,10 +191,14 @@ class Model(nn.Module):
         # tokens.
         head_VD = local(self.head_weight())
         if targets_BT is None or reduction == "logits":
-            logits_BTV = _softcapped(F.linear(states.hidden, head_VD), self.softcap)
+            logits_BTV = F.linear(states.hidden, head_VD)
+            if self.softcap is not None:
+                logits_BTV = torch.tanh(logits_BTV / self.softcap) * self.softcap
             if targets_BT is not None:
                 return Output(logits_BTV, self._summed(states.aux), {}, states.loads)
-            return logits_BTV if self.part is None else _gather_vocabulary(logits_BTV, self.part)
+            if self.part is None:
+                return logits_BTV
+            return torch.cat(tuple(self.part.gather(logits_BTV)), dim=-1)
         hidden_ND = states.hidden.flatten(0, 1)
         if reduction == "scores":
             candidates_NC = targets_BT.flatten(0, 1)
@@ -215,22 +219,12 @@ class Model(nn.Module):
 
     def _summed(self, aux: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return sums over all tokens of auxiliary losses that are sums over this rank's tokens."""
-        if self.part is None:
+        part = self.part
+        if part is None:
             return aux
-        return {name: _of_all_tokens(value, self.part) for name, value in aux.items()}
-
-
-def _softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _gather_vocabulary(logits: Tensor, part: VocabShard) -> Tensor:
-    """Return the logits of all of the vocabulary, gathered from all vocabulary shards."""
-    return torch.cat(tuple(part.gather(logits)), dim=-1)
-
-
-def _of_all_tokens(aux: Tensor, part: VocabShard) -> Tensor:
-    """Return the sum of an auxiliary loss over the tokens of all tensor-parallel ranks, []."""
-    # Only the value: each rank's gradient is that of its own tokens, and tensor parallelism adds
-    # them up. The gradient of the sum would be counted once per rank.
-    return part.gather(aux.detach()).sum(0) + (aux - aux.detach())
+        # Only the values: each rank's gradient is that of its own tokens, and tensor parallelism
+        # adds them up. The gradient of the sum would be counted once per rank.
+        return {
+            name: part.gather(value.detach()).sum(0) + (value - value.detach())
+            for name, value in aux.items()
+        }

@@ -8,7 +8,7 @@ Shapes: B sequences, T tokens, D dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,6 @@ from dtt.model.output import HiddenStates, Output, StagePass
 from dtt.model.rope import rotations
 from dtt.model.token_context import Context
 from dtt.params.table import Param, Params
-
-T = TypeVar("T")
 
 
 class Decoder(Model):
@@ -50,7 +48,8 @@ class Decoder(Model):
         self.arch = arch
         indices = {i for layers in held or [range(arch.n_layers)] for i in layers}
         first, last = 0 in indices, arch.n_layers - 1 in indices
-        self.embed = Embedding(arch.vocab_size, arch.dim) if first else _absent(Embedding)
+        # Typed as what they stand for: no code of this rank calls an absent layer.
+        self.embed = cast("Embedding", Embedding(arch.vocab_size, arch.dim) if first else Absent())
         self.pos_embed = (
             Embedding(arch.max_seq_len, arch.dim) if arch.position == "learned" and first else None
         )
@@ -83,7 +82,10 @@ class Decoder(Model):
         context = context or Context(tokens_BT, doc_ids_BT, self.attention)
         layers, x_BTD = stage or StagePass(range(self.arch.n_layers), None)
         if x_BTD is None:
-            x_BTD = self._embedded(tokens_BT, context.positions)
+            x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
+            if self.pos_embed is not None:
+                x_BTD = x_BTD + _residual(self.pos_embed(context.positions))
+            x_BTD = F.dropout(x_BTD, self.arch.dropout, self.training)
         passed = self._through(layers, x_BTD, context, targets_BT)
         if layers.stop < self.arch.n_layers:
             return passed._replace(aux=self._summed(passed.aux))
@@ -135,13 +137,6 @@ class Decoder(Model):
         edge = self.embed if part in ("embed", "pos_embed") else self.norm
         return not isinstance(edge, Absent)
 
-    def _embedded(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """Return the input of the first layer, [B, T, D]."""
-        x_BTD = _scaled(_residual(self.embed(tokens_BT)), self.arch.embed_scale)
-        if self.pos_embed is not None:
-            x_BTD = x_BTD + _residual(self.pos_embed(positions_BT))
-        return F.dropout(x_BTD, self.arch.dropout, self.training)
-
     def _counted(self, targets_BT: Tensor | None) -> Tensor | None:
         """Return which of this rank's tokens the load of experts counts: those with a target.
 
@@ -164,11 +159,6 @@ def make_model(
         return built.cast(dtype)
     with torch.device("meta"):
         return Decoder(arch, held).cast(dtype)
-
-
-def _absent(_kind: type[T]) -> T:
-    """Return an `Absent` as a layer of a type: no code of this rank calls it."""
-    return cast("T", Absent())
 
 
 def _residual(x: Tensor) -> Tensor:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from dtt.base.log import log
+from dtt.model.architecture import Architecture
+from dtt.model.attention_backend import make_cached_attention_fns, make_prefill_attention_fns
 from dtt.model.kv_cache import KVCache, asynchronous
 from dtt.model.sampling import SamplingRule, fill_noise
-from dtt.model.token_context import CachedContext, PromptContext
+from dtt.model.token_context import GivenContext
 
 CHUNK = 1024
 """Number of tokens that are prefilled at once behind cached ones, to bound their mask."""
@@ -135,10 +137,10 @@ class StaticDecoding:
 
         def compute() -> None:
             # NAN and INFINITE are no ids: to embed them would end the CUDA context.
-            tokens_B1 = tokens_B[:, None].clamp(min=0)
-            logits_B1V = self._model(tokens_B1, context=CachedContext(tokens_B1, cache))
-            cache.advance_on_device()
-            tokens_B.copy_(rule.pick(logits_B1V[:, -1], noise_BW))
+            logits_BV = self._computed(tokens_B[:, None].clamp(min=0))
+            # Sequences that have ended are computed with the others, and must not leave the memory.
+            cache.lengths_B.add_(1).clamp_(max=cache.last)
+            tokens_B.copy_(rule.pick(logits_BV, noise_BW))
 
         read = (cache.places(window, 1) for window in dict.fromkeys(self._model.arch.windows))
         ranges = tuple((places.start, places.stop) for places in read)
@@ -157,7 +159,8 @@ class StaticDecoding:
 
         Then they must be started again.
         """
-        return any(self._model.arch.becomes_long(length, 1) for length in self._cache.lengths)
+        is_long = self._model.arch.is_long
+        return any(is_long(n + 1) and not is_long(n) for n in self._cache.lengths if n > 0)
 
     @property
     def tokens(self) -> Tensor:
@@ -193,17 +196,45 @@ class StaticDecoding:
         padded = [[*text, *[0] * (len(texts[0]) - len(text))] for text in texts]
         tokens_BT = torch.tensor(padded, device=self._device)
         last_B = torch.tensor([len(text) - 1 for text in texts], device=self._device)
-        context = PromptContext(tokens_BT, last_B, rows)
+        context = prompt_context(self._model.arch, tokens_BT, last_B, rows)
         logits_BV: Tensor = self._model(tokens_BT, context=context)[:, -1]
         return logits_BV
 
     def _extended(self, new: Sequence[int]) -> Tensor:
         """Compute tokens behind the cached ones of the only row; return the next logits, [1, V]."""
-        cache, logits_11V = self._cache, torch.empty(0)
+        cache, logits_1V = self._cache, torch.empty(0)
         for tokens_1T in torch.split(torch.tensor([new], device=self._device), CHUNK, dim=1):
-            logits_11V = self._model(tokens_1T, context=CachedContext(tokens_1T, cache))
+            logits_1V = self._computed(tokens_1T)
             cache.set_lengths([cache.lengths[0] + tokens_1T.shape[1]])
-        return logits_11V[:, -1]
+        return logits_1V
+
+    def _computed(self, tokens_BT: Tensor) -> Tensor:
+        """Compute tokens that follow those in the cache; return the next logits, [B, V]."""
+        context = following_context(self._model.arch, tokens_BT, self._cache)
+        logits_BV: Tensor = self._model(tokens_BT, context=context)[:, -1]
+        return logits_BV
+
+
+def prompt_context(
+    arch: Architecture, tokens_BT: Tensor, last_B: Tensor, cache: KVCache
+) -> GivenContext:
+    """Return the place of prompts that an empty cache keeps; `last_B` are their last positions.
+
+    Each is padded behind its last token, so that the token at position p of any prompt is at place
+    p of the cache, and so that causal attention needs no mask: no token attends to the padding, and
+    what the cache keeps of it is overwritten before it is read. Padding in front would need a mask
+    in every layer, which the fastest kernels do not take, and positions that differ from places.
+    """
+    positions_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+    attention_fns = make_prefill_attention_fns(arch, tokens_BT, cache)
+    return GivenContext(tokens_BT, positions_1T, attention_fns, last_B)
+
+
+def following_context(arch: Architecture, tokens_BT: Tensor, cache: KVCache) -> GivenContext:
+    """Return the place of tokens that follow those in a cache, which keeps them too."""
+    positions_BT = cache.positions(tokens_BT.shape[1])
+    attention_fns = make_cached_attention_fns(arch, positions_BT, cache)
+    return GivenContext(tokens_BT, positions_BT, attention_fns, "last")
 
 
 def prompt_groups(lengths: Sequence[int], is_long: Callable[[int], bool]) -> Iterator[slice]:

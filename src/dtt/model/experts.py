@@ -10,7 +10,7 @@ D dim, F width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -130,16 +130,8 @@ class Router(nn.Module):
         return losses
 
 
-class Exchange(Protocol):
-    """Expert parallelism: sends rows to the ranks of their experts, and the results back."""
-
-    def __call__(
-        self, rows_MD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """Return the results for this rank's rows, sorted by expert, `counts_E` for each.
-
-        `compute` has the arguments of `Experts.compute`, for the experts of this rank.
-        """
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Function of rows [M, D], sorted by expert, and of the number of rows of each: their results."""
 
 
 class Experts(nn.Module):
@@ -153,7 +145,8 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(inwards))
         self.down = nn.Parameter(torch.empty(mixture.experts, arch.dim, mixture.ffn_dim))
         self.experts = mixture.experts
-        self.exchange: Exchange | None = None
+        self.exchange: Callable[[Tensor, Tensor, Compute], Tensor] | None = None
+        """Expert parallelism: computes the rows on the ranks of their experts."""
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
         """Return the weighted sum of the experts of each token: [N, D] → [N, D]."""

@@ -71,13 +71,9 @@ def _drawn(model: Model, arch: Architecture, seed: int, base: Architecture) -> I
 def _draw(blocks: Iterable[Fill]) -> None:
     """Draw blocks in several threads; torch releases the interpreter meanwhile."""
     with ThreadPoolExecutor(min(THREADS, machine.cores())) as pool:
-        for _ in pool.map(_without_gradients, blocks):
+        # `no_grad` holds for one thread.
+        for _ in pool.map(lambda fill: torch.no_grad()(fill)(), blocks):
             pass  # an exception of a thread is raised here
-
-
-def _without_gradients(fill: Fill) -> None:
-    with torch.no_grad():  # which holds for one thread
-        fill()
 
 
 @torch.no_grad()
@@ -96,9 +92,14 @@ def initialize_built(model: Model, arch: BuiltArchitecture, seed: int) -> None:
         unit = {
             name: module
             for name, module in whole.named_modules()
-            if next((one for one in blocks if _inside(name, one)), None) == block
+            if next((one for one in blocks if f"{name}.".startswith(f"{one}.")), None) == block
         }
-        _materialize(unit.values())
+        # Their parameters, without those inside them, get memory on the CPU.
+        for module in unit.values():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                memory = torch.full_like(parameter, math.nan, device="cpu")
+                values = getattr(parameter, "initial", memory)
+                setattr(module, name, nn.Parameter(values.to(memory.dtype)))
         # Inner modules first, as `Module.apply` does: an outer one may set values of these, too.
         for name, module in reversed(unit.items()):
             with torch.random.fork_rng(devices=[]), own_code(arch.section, "model"):
@@ -124,19 +125,6 @@ def initialize_built(model: Model, arch: BuiltArchitecture, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if model.role(name, parameter) == "adapter":
             _draw(_adapter(parameter, seed, name))
-
-
-def _inside(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
-
-
-def _materialize(modules: Iterable[nn.Module]) -> None:
-    """Give the parameters of modules, without those inside them, memory on the CPU."""
-    for module in modules:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            memory = torch.full_like(parameter, math.nan, device="cpu")
-            values = getattr(parameter, "initial", memory)
-            setattr(module, name, nn.Parameter(values.to(memory.dtype)))
 
 
 def init_std(name: str, arch: Architecture, base: Architecture) -> float:

@@ -106,13 +106,11 @@ class KVCache:
         self.lengths_B.copy_(torch.tensor(self.lengths))
 
     def advance(self) -> None:
-        """Record on the host that a token of each sequence has been written in every layer."""
-        self.lengths = [min(length + 1, self.last) for length in self.lengths]
+        """Record on the host that a token of each sequence has been written in every layer.
 
-    def advance_on_device(self) -> None:
-        """Record it on the device, as a part of the decoding step."""
-        # Sequences that have ended are computed with the others, and must not leave the memory.
-        self.lengths_B.add_(1).clamp_(max=self.last)
+        A decoding step records it on the device itself.
+        """
+        self.lengths = [min(length + 1, self.last) for length in self.lengths]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all sequences except those with the indices `rows`, which ascend."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtt.base.targets import IGNORE_INDEX
+from dtt.mesh.collectives import gather
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dtypes import wide, wide_dtype
 
@@ -36,20 +38,22 @@ BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 """Logits converted to fp32 at a time: what fits in a CPU's cache; 256 MB on a GPU."""
 
 
-class VocabShard(Protocol):
-    """The vocabulary shard of this rank, under tensor parallelism.
+class VocabularyPart:
+    """The vocabulary shard of this rank, under tensor parallelism."""
 
-    Its methods are collective: all ranks call them for the same tokens at the same time.
-    """
+    def __init__(self, mesh: DeviceMesh, vocab_size: int) -> None:
+        """Describe the shard of a vocabulary that `mesh` divides equally."""
+        self.first = mesh.get_local_rank() * (vocab_size // mesh.size())
+        self.group = mesh.get_group()
 
-    first: int
-    """Token id of the first row of this shard."""
-
+    @torch.no_grad()
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather `x` to [P, ...], the same on all ranks, without a gradient."""
+        """All-gather [...] → [P, ...], the same on all ranks, without a gradient."""
+        return gather(x[None], 0, self.group)
 
     def own_tokens(self, x_BT: Tensor) -> Tensor:
         """Return the part [B, T/P] of this rank's tokens between the layers."""
+        return x_BT.chunk(self.group.size(), 1)[self.group.rank()]
 
 
 def linear_cross_entropy(
@@ -59,7 +63,7 @@ def linear_cross_entropy(
     *,
     softcap: float | None = None,
     z_loss: float = 0.0,
-    part: VocabShard | None = None,
+    part: VocabularyPart | None = None,
     chunk: int | None = None,
     fused: bool = False,
     reduction: Literal["sum", "none"] = "sum",
@@ -141,7 +145,7 @@ class _How(NamedTuple):
 
     softcap: float | None
     z_loss: float
-    part: VocabShard | None
+    part: VocabularyPart | None
     fused: bool
 
 
@@ -179,11 +183,17 @@ def _to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> list[Tensor
     Return the loss of each token, in blocks [B], 0 where it is ignored. Ignored tokens get a
     gradient too; the caller masks it out.
     """
-    if how.fused:
-        return [_fused_to_gradient(logits_CV, targets_C, how)]
-    return [
-        _block_to_gradient(logits_CV[rows], targets_C[rows], how) for rows in _blocks(logits_CV)
-    ]
+    if not how.fused:
+        blocks = _blocks(logits_CV)
+        return [_block_to_gradient(logits_CV[rows], targets_C[rows], how) for rows in blocks]
+    # Compiled passes over the complete chunk.
+    statistics, gradient_ = _fused_passes()
+    column_C1 = targets_C[:, None] - (0 if how.part is None else how.part.first)
+    lse_C1, logit_C1 = statistics(logits_CV, column_C1, how.softcap)
+    if how.part is not None:
+        lse_C1, logit_C1 = _of_all_parts(how.part, lse_C1, logit_C1)
+    gradient_(logits_CV, column_C1, lse_C1, how.softcap, how.z_loss)
+    return [(lse_C1 - logit_C1)[:, 0].masked_fill(targets_C == IGNORE_INDEX, 0.0)]
 
 
 def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tensor:
@@ -222,7 +232,7 @@ def _block_to_gradient(logits_BV: Tensor, targets_B: Tensor, how: _How) -> Tenso
     return (lse_B1 - logit_B1)[:, 0].masked_fill(targets_B == IGNORE_INDEX, 0.0)
 
 
-def _of_all_parts(part: VocabShard, lse_B1: Tensor, logit_B1: Tensor) -> tuple[Tensor, Tensor]:
+def _of_all_parts(part: VocabularyPart, lse_B1: Tensor, logit_B1: Tensor) -> tuple[Tensor, Tensor]:
     """Return logsumexp and the target's logit over the full vocabulary, [B, 1] each.
 
     `logit_B1` must be 0 where another rank holds the target's row.
@@ -230,17 +240,6 @@ def _of_all_parts(part: VocabShard, lse_B1: Tensor, logit_B1: Tensor) -> tuple[T
     each_PB2 = part.gather(torch.cat((lse_B1, logit_B1), dim=1))
     # At most one rank has a logit other than 0, so the sum is exact.
     return each_PB2[..., :1].logsumexp(dim=0), each_PB2[..., 1:].sum(dim=0)
-
-
-def _fused_to_gradient(logits_CV: Tensor, targets_C: Tensor, how: _How) -> Tensor:
-    """Do what `_to_gradient` does with compiled passes over the complete chunk."""
-    statistics, gradient_ = _fused_passes()
-    column_C1 = targets_C[:, None] - (0 if how.part is None else how.part.first)
-    lse_C1, logit_C1 = statistics(logits_CV, column_C1, how.softcap)
-    if how.part is not None:
-        lse_C1, logit_C1 = _of_all_parts(how.part, lse_C1, logit_C1)
-    gradient_(logits_CV, column_C1, lse_C1, how.softcap, how.z_loss)
-    return (lse_C1 - logit_C1)[:, 0].masked_fill(targets_C == IGNORE_INDEX, 0.0)
 
 
 @cache

@@ -145,8 +145,8 @@ class Nf4Linear(FrozenLinear):
         empty = partial(torch.empty, device=base.weight.device, dtype=torch.uint8)
         # FSDP2 shards and gathers bytes as other parameters, and casts none of them.
         del self._parameters["weight"]
-        self.nf4_codes = _frozen(empty(rows, columns // 2))
-        self.nf4_scales = _frozen(empty(shape))
+        self.nf4_codes = nn.Parameter(empty(rows, columns // 2), requires_grad=False)
+        self.nf4_scales = nn.Parameter(empty(shape), requires_grad=False)
         # Whole on each rank: 256 blocks need not end with a row. They take 1/2,300 of the memory.
         groups = -(-shape[0] * shape[1] // SCALES)
         for name, tensor in (
@@ -191,10 +191,6 @@ class Nf4Linear(FrozenLinear):
             part.local.copy_(values[part.box.slices])
         self.factors.copy_(matrix.factors)
         self.mean.copy_(matrix.mean)
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 def frozen_weights(model: nn.Module) -> dict[str, Tensor | Nf4Linear]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtt.base.targets import IGNORE_INDEX
 from dtt.mesh.dtypes import wide_dtype
-from dtt.model.loss import VocabShard
+from dtt.model.loss import VocabularyPart
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 """Logits computed at a time: 32 MB in fp32 on a CPU, 1 GB on a GPU."""
@@ -23,7 +23,7 @@ def target_scores(
     weight_VD: Tensor,
     targets_NC: Tensor,
     softcap: float | None = None,
-    part: VocabShard | None = None,
+    part: VocabularyPart | None = None,
     *,
     chunk: int | None = None,
 ) -> Tensor:
@@ -52,7 +52,7 @@ def target_scores(
 
 
 def _scores(
-    logits_MV: Tensor, targets_MC: Tensor, softcap: float | None, part: VocabShard | None
+    logits_MV: Tensor, targets_MC: Tensor, softcap: float | None, part: VocabularyPart | None
 ) -> Tensor:
     """Return the scores [M, C, 2] of the targets of a chunk; overwrite its logits."""
     if softcap is not None:

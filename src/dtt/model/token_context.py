@@ -7,18 +7,14 @@ values, K their width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dtt.config.train import AttentionKernel
 from dtt.model.architecture import Architecture
-from dtt.model.attention_backend import (
-    attention_within,
-    make_cached_attention_fns,
-    make_prefill_attention_fns,
-)
-from dtt.model.kv_cache import KVCache
+from dtt.model.attention_backend import attention_within
 from dtt.model.sdpa import AttentionFn, kernels
 
 
@@ -30,14 +26,19 @@ class Context:
         tokens_BT: Tensor,
         doc_ids_BT: Tensor | None = None,
         requested: AttentionKernel = "auto",
+        *,
+        read: Literal["all", "last"] | Tensor = "all",
     ) -> None:
-        """Describe a batch; `doc_ids_BT` holds the document of each token, of packed documents."""
+        """Describe a batch; `doc_ids_BT` holds the document of each token, of packed documents.
+
+        `read` are the tokens whose logits are wanted, or the index of one for each row, [B].
+        """
         index_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         self.positions = index_1T if doc_ids_BT is None else document_positions(doc_ids_BT)
         """The position of each token in its document, from 0: [B, T], or [1, T] for all rows."""
         self.documents = doc_ids_BT
         """The document of each token, [B, T]; None if each row is one document."""
-        self._tokens_BT, self._requested = tokens_BT, requested
+        self._tokens_BT, self._requested, self._read = tokens_BT, requested, read
         self._attention: dict[tuple[float, int | None], AttentionFn] = {}
 
     def attend(
@@ -72,70 +73,31 @@ class Context:
 
     def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted; all layers are done."""
-        return hidden_BTD
-
-
-class LastTokenContext(Context):
-    """The place of whole sequences of which only the last token's logits are wanted."""
-
-    def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the hidden state of the last token of each row: [B, 1, D]."""
         # Sampling needs one row of logits. For a prompt of T tokens, norm and head over all of them
         # would cost T times as much, and T * V floats of memory.
-        return hidden_BTD[:, -1:]
+        if isinstance(self._read, Tensor):
+            rows_B = torch.arange(len(hidden_BTD), device=hidden_BTD.device)
+            return hidden_BTD[rows_B, self._read][:, None]
+        return hidden_BTD if self._read == "all" else hidden_BTD[:, -1:]
 
 
 class GivenContext(Context):
     """The place of tokens that are not whole sequences: parts of them, or trees of answers."""
 
     def __init__(
-        self, tokens_BT: Tensor, positions_BT: Tensor, attention_fns: Sequence[AttentionFn]
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        attention_fns: Sequence[AttentionFn],
+        read: Literal["all", "last"] | Tensor = "all",
     ) -> None:
         """Describe tokens at these positions, with the attention function of each layer."""
-        super().__init__(tokens_BT)
+        super().__init__(tokens_BT, read=read)
         self.positions, self._given = positions_BT, attention_fns
 
     def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
         """Return those that were given."""
         return self._given
-
-
-class PromptContext(Context):
-    """The place of prompts that an empty cache keeps; each is padded behind its last token.
-
-    Behind, so that the token at position p of any prompt is at place p of the cache, and so that
-    causal attention needs no mask: no token attends to the padding, and what the cache keeps of it
-    is overwritten before it is read. Padding in front would need a mask in every layer, which the
-    fastest kernels do not take, and positions that differ from places.
-    """
-
-    def __init__(self, tokens_BT: Tensor, last_B: Tensor, cache: KVCache) -> None:
-        """Describe prompts; `last_B` are the positions of their last tokens."""
-        super().__init__(tokens_BT)
-        self._last_B, self._cache = last_B, cache
-
-    def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
-        """Return those that write to the cache."""
-        return make_prefill_attention_fns(arch, self._tokens_BT, self._cache)
-
-    def read_by_head(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the hidden state of the last token of each prompt: [B, 1, D]."""
-        return hidden_BTD[torch.arange(len(hidden_BTD), device=hidden_BTD.device), self._last_B][
-            :, None
-        ]
-
-
-class CachedContext(LastTokenContext):
-    """The place of tokens that follow those in a cache, which keeps them too."""
-
-    def __init__(self, tokens_BT: Tensor, cache: KVCache) -> None:
-        """Describe tokens that follow the cached ones of their rows."""
-        super().__init__(tokens_BT)
-        self.positions, self._cache = cache.positions(tokens_BT.shape[1]), cache
-
-    def attention_fns(self, arch: Architecture) -> Sequence[AttentionFn]:
-        """Return those that read and write the cache."""
-        return make_cached_attention_fns(arch, self.positions, self._cache)
 
 
 def document_positions(doc_ids_BT: Tensor) -> Tensor:

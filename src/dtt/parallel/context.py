@@ -111,7 +111,11 @@ class ContextParallel(nn.Module):
             targets_BT = self.shard.of(F.pad(targets_BT, padding, value=IGNORE_INDEX))
         tokens_BT, positions_BT = F.pad(tokens_BT, padding), F.pad(positions_BT, padding)
         chunks = self.shard.chunks(tokens_BT.shape[1])
-        dtype = self._compute_dtype(tokens_BT.device.type)
+        kind = tokens_BT.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        else:
+            dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         how = chunks, self.shard.gather, self.model.attention, dtype
         attention_fns = make_context_attention_fns(self.model.arch, tokens_BT, doc_ids_BT, *how)
         own_BP = self.shard.of(tokens_BT)
@@ -131,9 +135,3 @@ class ContextParallel(nn.Module):
         if reduction == "sum":
             return out
         return out._replace(loss=self.shard.gather(out.loss[..., None])[:, :length, 0])
-
-    def _compute_dtype(self, kind: str) -> torch.dtype:
-        """Return the dtype of queries, keys and values."""
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())

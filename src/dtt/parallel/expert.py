@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtt.mesh.mesh import Mesh
-from dtt.model.experts import Experts, inverse, permuted, routers
+from dtt.model.experts import Compute, Experts, inverse, permuted, routers
 
 
 def shard_experts(
@@ -75,16 +75,14 @@ def _size(mesh: DeviceMesh, name: str) -> int:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """The exchange of rows among the ranks of `group`; implements `dtt.model.experts.Exchange`."""
+    """The exchange of rows among the ranks of `group`."""
 
     group: ProcessGroup
     size: int
 
     # Lengths differ in every batch: a compiler would wait for them too, and compile for each.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(
-        self, rows_MD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
         """Return the results for the rows, `counts_E` for each expert."""
         # [P, E / P]: the numbers of rows that each rank sends to the experts of this one.
         received_PE = torch.empty_like(counts_E).view(self.size, -1)

@@ -19,6 +19,7 @@ from dtt.base.errors import EnvironmentUnfit
 from dtt.base.log import log
 from dtt.mesh.compilation import Compiler
 from dtt.mesh.dist import World
+from dtt.mesh.peak_flops import finish
 from dtt.model.linear import Linear
 from dtt.parallel import fp8_linear
 from dtt.parallel.tensor import InputsDivided, OutputsDivided, plan
@@ -134,15 +135,10 @@ def _seconds(layer: Linear, tokens: int, device: torch.device, compiled: bool) -
     times = []
     for _ in range(WARM_UP + TRIALS):
         # Before and after: on a GPU, launching a kernel takes no time, and its work may still run.
-        _finish(device)
+        finish(device)
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16):
             run(x_TD).backward(grad_TF)
-        _finish(device)
+        finish(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[WARM_UP:])
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

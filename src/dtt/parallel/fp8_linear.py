@@ -100,7 +100,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y: Tensor = _divided(x, weight)
     else:
         y = _rows(x, weight)
-    return y if bias is None else y + _bias_like(y, bias.to(dtype))
+    if bias is None:
+        return y
+    bias = bias.to(dtype)
+    if isinstance(y, DTensor) and not y.placements[0].is_shard():
+        assert isinstance(bias, DTensor)
+        # Without communication: each rank adds its share to its summand, and has a summand of the
+        # gradient.
+        share = bias.to_local(grad_placements=[Partial()]) / y.device_mesh.size()
+        bias = DTensor.from_local(share, y.device_mesh, [Partial()], run_check=False)
+    return y + bias
 
 
 def _rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -116,13 +125,3 @@ def _divided(x: DTensor, weight: DTensor) -> DTensor:
     y = _rows(own, weight.to_local())
     placement: Placement = Shard(y.dim() - 1) if by_outputs else Partial()
     return DTensor.from_local(y, x.device_mesh, [placement], run_check=False)
-
-
-def _bias_like(y: Tensor, bias: Tensor) -> Tensor:
-    """Return the bias such that adding it to `y` needs no communication."""
-    if not isinstance(y, DTensor) or y.placements[0].is_shard():
-        return bias
-    assert isinstance(bias, DTensor)
-    # Each rank adds its share to its summand, and has a summand of the gradient.
-    share = bias.to_local(grad_placements=[Partial()]) / y.device_mesh.size()
-    return DTensor.from_local(share, y.device_mesh, [Partial()], run_check=False)

@@ -61,14 +61,7 @@ def _full(block: nn.Module, *inputs: Any, **options: Any) -> Any:
 
 
 def _selective(block: nn.Module, *inputs: Any, **options: Any) -> Any:
-    return checkpoint(
-        type(block).forward,
-        block,
-        *inputs,
-        use_reentrant=False,
-        context_fn=_contexts,
-        **options,
-    )
+    return _full(block, *inputs, context_fn=_contexts, **options)
 
 
 def _contexts() -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from dtt.mesh.sharding import local
 from dtt.model.experts import Experts, routers
 from dtt.model.layers import Absent
 from dtt.model.lora import LORA_A, LORA_B
+from dtt.model.loss import VocabularyPart
 
 OWN_TOKENS, ALL_TOKENS = Shard(1), Replicate()
 OWN_HEADS = 1
@@ -100,12 +101,7 @@ class DividedNorm(ParallelStyle):
             return (wide(x) * torch.rsqrt(mean + module.eps) * weight).type_as(x)  # type: ignore[operator]
 
         module.forward = forward
-        return distribute_module(module, device_mesh, self._divide)
-
-    def _divide(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(part))
+        return _distribute(module, device_mesh, Shard(0))
 
 
 class OutputsDivided(ColwiseParallel):
@@ -115,7 +111,7 @@ class OutputsDivided(ColwiseParallel):
     """
 
     def _partition_linear_fn(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        _distribute(module, mesh, {LORA_A: Replicate()}, Shard(0), self.src_data_rank)
+        _distribute(module, mesh, Shard(0), {LORA_A: Replicate()})
 
 
 class InputsDivided(RowwiseParallel):
@@ -132,7 +128,7 @@ class InputsDivided(RowwiseParallel):
 
     def _partition_linear_fn(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         whole = dict.fromkeys(("bias", LORA_B), Replicate())
-        _distribute(module, mesh, whole, Shard(1), self.src_data_rank)
+        _distribute(module, mesh, Shard(1), whole)
         if hasattr(module, LORA_A):
             module.update = MethodType(_summand, module)  # type: ignore[assignment]
 
@@ -140,16 +136,16 @@ class InputsDivided(RowwiseParallel):
 def _distribute(
     module: nn.Module,
     mesh: DeviceMesh,
-    others: Mapping[str, Placement],
     placement: Placement,
-    source: int | None,
-) -> None:
+    others: Mapping[str, Placement] = MappingProxyType({}),
+) -> nn.Module:
     """Distribute each parameter of `module` with `placement`, or with that in `others`."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        placements = [others.get(name, placement)]
-        part = distribute_tensor(parameter, mesh, placements, src_data_rank=source)
+        # None: ranks have equal weights or none yet, so rank 0 need not send its own.
+        part = distribute_tensor(parameter, mesh, [others.get(name, placement)], src_data_rank=None)
         trained = nn.Parameter(part, requires_grad=parameter.requires_grad)
         module.register_parameter(name, trained)
+    return module
 
 
 def _summand(module: nn.Module, x: DTensor) -> DTensor:
@@ -192,11 +188,7 @@ class OwnTokens(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight = module.weight
-        assert isinstance(weight, nn.Parameter)
-        part = distribute_tensor(weight, device_mesh, [ALL_TOKENS], src_data_rank=None)
-        module.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
-        return module
+        return _distribute(module, device_mesh, ALL_TOKENS)
 
 
 def plan(*, norm_all_heads: bool) -> dict[str, ParallelStyle]:
@@ -268,7 +260,6 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
     # Some of torch's styles make parameters that are trained, also from frozen ones.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
-    # dtt.parallel does not import Decoder
     model.part = VocabularyPart(mesh, model.arch.vocab_size)  # type: ignore[assignment,union-attr,arg-type]
 
 
@@ -306,21 +297,3 @@ def overlap(mesh: DeviceMesh, world: World) -> str:
     config._micro_pipeline_tp = True  # noqa: SLF001  (it has no public name)
     # A permission, and not yet a fact: Inductor decides for each product when it compiles a block.
     return "tensor parallelism: the compiler may overlap collectives with matrix products"
-
-
-class VocabularyPart:
-    """The vocabulary shard of this rank; implements `dtt.model.loss.VocabShard`."""
-
-    def __init__(self, mesh: DeviceMesh, vocab_size: int) -> None:
-        """Describe the shard of a vocabulary that `mesh` divides equally."""
-        self.first = mesh.get_local_rank() * (vocab_size // mesh.size())
-        self.group = mesh.get_group()
-
-    @torch.no_grad()
-    def gather(self, x: Tensor) -> Tensor:
-        """All-gather [...] → [P, ...], without a gradient."""
-        return gather(x[None], 0, self.group)
-
-    def own_tokens(self, x_BT: Tensor) -> Tensor:
-        """Return the part [B, T/P] of this rank's tokens between the layers."""
-        return x_BT.chunk(self.group.size(), 1)[self.group.rank()]

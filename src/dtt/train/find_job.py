@@ -153,7 +153,7 @@ def model_of(source: str) -> Mapping[str, Any]:
     from dtt.hf.read import read_hf_architecture
     from dtt.model import families
     from dtt.model.architecture import Architecture
-    from dtt.model.config_section import model_section
+    from dtt.model.families.base import model_section
 
     folder = find_model(source.removeprefix(HF), ["config.json"])
     arch = read_hf_architecture(folder)

@@ -231,7 +231,7 @@ def check_architecture(ours: AnyArchitecture, theirs: AnyArchitecture, where: Pa
     """Raise ConfigError, with the `model` section to use, if the architectures differ."""
     from dtt.hf.library_folder import section_of
     from dtt.model.architecture import Architecture
-    from dtt.model.config_section import model_section
+    from dtt.model.families.base import model_section
 
     why = difference(ours, theirs)
     if not why:
@@ -255,7 +255,7 @@ def difference(ours: AnyArchitecture, theirs: AnyArchitecture) -> str:
     attention windows and RoPE settings do not change any shape.
     """
     from dtt.model.architecture import Architecture
-    from dtt.model.config_section import model_section
+    from dtt.model.families.base import model_section
 
     def keys(arch: AnyArchitecture) -> Mapping[str, object]:
         if isinstance(arch, Architecture):

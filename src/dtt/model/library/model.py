@@ -69,7 +69,11 @@ class LibraryModel(Model):
         # Not as submodules: their children are those of this model, so that all names are the
         # library's, and its `forward`, which would compute all logits, is not called.
         object.__setattr__(self, "library", library)
-        object.__setattr__(self, "body", _body(library, embedding))
+        body = next(c for c in library.children() if embedding in set(c.modules()))
+        # A few have a shell around it, which the library's `forward` does not call.
+        while len(children := [*body.children()]) == 1:
+            body = children[0]
+        object.__setattr__(self, "body", body)
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise _refused(config, f"its head is no matrix: {type(head).__name__}", ANOTHER)
         self.tied = head.weight is embedding.weight
@@ -92,7 +96,7 @@ class LibraryModel(Model):
         if self.routed and not has_router_loss(library):
             why = "output_router_logits is set, and the library has no loss of its routers"
             raise _refused(config, why, "model.config.output_router_logits=false")
-        _keep_buffers(self)
+        self.kept_buffers = self._kept_buffers()
         # Some are frozen in the library. Frozen means here that an adapter trains in their place.
         frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
         chosen = {n for n, _ in self.named_parameters() if any(part in n for part in FIXED)}
@@ -101,6 +105,21 @@ class LibraryModel(Model):
         named = [*self.named_parameters(remove_duplicate=False)]
         if len(named) != len({id(parameter) for _, parameter in named}):
             raise _refused(config, "some of its layers share their parameters", ANOTHER)
+
+    def _kept_buffers(self) -> dict[str, Tensor]:
+        """Make parameters of the buffers that belong to the state, so that checkpoints have them.
+
+        They are the corrections of routers. No optimizer trains them.
+        """
+        kept: dict[str, Tensor] = {}
+        for name, module in self.named_modules():
+            for inner, buffer in list(module.named_buffers(recurse=False)):
+                persistent = inner not in module._non_persistent_buffers_set  # noqa: SLF001
+                if persistent and buffer.is_floating_point():
+                    del module._buffers[inner]  # noqa: SLF001
+                    module.register_parameter(inner, nn.Parameter(buffer))
+                    kept[f"{name}.{inner}"] = buffer.clone()
+        return kept
 
     def hidden(self, tokens_BT: Tensor, context: Context) -> HiddenStates:
         """Return the last hidden states; where documents are separate, positions restart.
@@ -381,31 +400,6 @@ def _create(config: Any) -> Any:
         except Exception as error:
             raise _refused(config.to_dict(), f"{type(error).__name__}: {error}") from error
     return library
-
-
-def _body(library: Any, embedding: nn.Module) -> nn.Module:
-    """Return the module that computes hidden states: the child of the library's with embeddings."""
-    body: nn.Module = next(c for c in library.children() if embedding in set(c.modules()))
-    # A few have a shell around it, which the library's `forward` does not call.
-    while len(children := [*body.children()]) == 1:
-        body = children[0]
-    return body
-
-
-def _keep_buffers(model: LibraryModel) -> None:
-    """Make parameters of the buffers that belong to the state, so that checkpoints have them.
-
-    They are the corrections of routers. No optimizer trains them.
-    """
-    kept: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        for inner, buffer in list(module.named_buffers(recurse=False)):
-            persistent = inner not in module._non_persistent_buffers_set  # noqa: SLF001
-            if persistent and buffer.is_floating_point():
-                del module._buffers[inner]  # noqa: SLF001
-                module.register_parameter(inner, nn.Parameter(buffer))
-                kept[f"{name}.{inner}"] = buffer.clone()
-    model.kept_buffers = kept
 
 
 def _refused(
