@@ -15,6 +15,7 @@ from itertools import compress, product
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -94,7 +95,9 @@ class TensorLayout:
             return self.ranks
         place = zip(self._coordinate(rank), self.mesh_shape, self.placements, strict=True)
         ranges = [range(size) if p.is_replicate() else (at,) for at, size, p in place]
-        return tuple(self.ranks[_index(at, self.mesh_shape)] for at in product(*ranges))
+        return tuple(
+            self.ranks[np.ravel_multi_index(at, self.mesh_shape)] for at in product(*ranges)
+        )
 
     @property
     def largest_fraction(self) -> float:
@@ -103,19 +106,7 @@ class TensorLayout:
 
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the coordinate of `rank` in the mesh."""
-        index, coordinate = self.ranks.index(rank), list[int]()
-        for size in reversed(self.mesh_shape):
-            index, remainder = divmod(index, size)
-            coordinate.insert(0, remainder)
-        return tuple(coordinate)
-
-
-def _index(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the row-major index of `coordinate` in a mesh of shape `sizes`."""
-    index = 0
-    for at, size in zip(coordinate, sizes, strict=True):
-        index = index * size + at
-    return index
+        return tuple(map(int, np.unravel_index(self.ranks.index(rank), self.mesh_shape)))
 
 
 def layout_of(tensor: Tensor, holders: DeviceMesh | int) -> TensorLayout:

@@ -10,8 +10,7 @@ Shapes: D features of the input, R rank, F features of the output.
 - With `adapter.base: nf4`, they have 4 bits and the values of bitsandbytes (`model/nf4.py`). A
   matrix is quantised when it is read, whole on each rank, which keeps its rows: bytes that FSDP2
   shards and gathers as other parameters. Each product decodes the weights that it needs, forward
-  and backward. torchao's NF4 tensor has other values, and under FSDP2 a mean of scales for each
-  rank, so that they would depend on the layout.
+  and backward.
 - With tensor parallelism, a layer that is divided by outputs (q, k, v, gate, up) has all of A and
   its rows of B on each rank; one that is divided by inputs (o, down) its columns of A and all of
   B. B A x is then a summand like W x, and both pass the one reduction of the layer.

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -33,7 +32,7 @@ def shard_experts(
     """
     mesh = layout.experts
     assert mesh is not None
-    names = mesh.mesh_dim_names or ()
+    names, own = mesh.mesh_dim_names or (), experts.experts
     if "expert" in names:
         ranks = mesh["expert"]
         for name, stack in list(experts.named_parameters()):
@@ -41,7 +40,8 @@ def shard_experts(
             part = distribute_tensor(stack, ranks, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(part, stack.requires_grad))
         experts.exchange = RowExchange(ranks.get_group(), ranks.size())
-    shards, own = mesh["expert_shard"].size(), experts.experts // _size(mesh, "expert")
+        own //= ranks.size()
+    shards = mesh["expert_shard"].size()
 
     def placement(stack: nn.Parameter) -> Shard | None:
         # Some ranks would have no expert, and others memory for more than their share.
@@ -67,10 +67,6 @@ def share_sequences(model: nn.Module, layout: Mesh) -> None:
         group = layout.group("context", "tensor")
         for router in own.values():
             router.group = group
-
-
-def _size(mesh: DeviceMesh, name: str) -> int:
-    return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
 
 
 @dataclass(frozen=True)

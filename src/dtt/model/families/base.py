@@ -106,8 +106,8 @@ class DecoderFamily:
     """A published model architecture, and its Hugging Face format."""
 
     name: str
-    hf_model_type: str
-    """`model_type` in config.json."""
+    other_type: str | None = None
+    """`model_type` in config.json, if it is not the name."""
     hf_class: str
     """`architectures` in config.json: the class that transformers builds."""
     axes: Mapping[str, Any] = field(default_factory=dict)
@@ -137,6 +137,11 @@ class DecoderFamily:
     """Function that returns further entries of config.json."""
     weights: tuple[WeightRule, ...]
     """The first one is the embedding."""
+
+    @property
+    def hf_model_type(self) -> str:
+        """`model_type` in config.json."""
+        return self.other_type or self.name
 
     def architecture(self, cfg: ModelConfig, tokenizer_size: int, seq_len: int) -> Architecture:
         """Resolve every null of the config.

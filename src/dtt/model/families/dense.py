@@ -57,7 +57,6 @@ NO_PADDING = Key(ANYTHING, writes=None)
 # Llama 2, 3 and 3.1 (Touvron et al., 2023; Dubey et al., 2024): RoPE, RMSNorm, SwiGLU, GQA.
 LLAMA = DecoderFamily(
     name="llama",
-    hf_model_type="llama",
     hf_class="LlamaForCausalLM",
     keys={
         "max_position_embeddings": Key(SIZE, "max_seq_len"),
@@ -88,7 +87,6 @@ LLAMA = DecoderFamily(
 MISTRAL = replace(
     LLAMA,
     name="mistral",
-    hf_model_type="mistral",
     hf_class="MistralForCausalLM",
     window_keys=("sliding_window",),
     keys={
@@ -106,7 +104,6 @@ MISTRAL = replace(
 QWEN2 = replace(
     LLAMA,
     name="qwen2",
-    hf_model_type="qwen2",
     hf_class="Qwen2ForCausalLM",
     axes={"bias": "qkv"},
     window_keys=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
@@ -130,7 +127,6 @@ QWEN2 = replace(
 QWEN3 = replace(
     QWEN2,
     name="qwen3",
-    hf_model_type="qwen3",
     hf_class="Qwen3ForCausalLM",
     axes={"qk_norm": "head"},
     keys={
@@ -170,7 +166,6 @@ def _write_smollm3(arch: Architecture) -> dict[str, Any]:
 SMOLLM3 = replace(
     LLAMA,
     name="smollm3",
-    hf_model_type="smollm3",
     hf_class="SmolLM3ForCausalLM",
     window_keys=("use_sliding_window",),
     keys={
@@ -234,7 +229,6 @@ def _fused(hf_name: str, *dtt_names: str) -> WeightRule:
 PHI3 = replace(
     LLAMA,
     name="phi3",
-    hf_model_type="phi3",
     hf_class="Phi3ForCausalLM",
     window_keys=("sliding_window",),
     keys={
@@ -264,7 +258,6 @@ PHI3 = replace(
 OLMO2 = replace(
     LLAMA,
     name="olmo2",
-    hf_model_type="olmo2",
     hf_class="Olmo2ForCausalLM",
     axes={"norm_placement": "post", "qk_norm": "all_heads"},
     keys={
@@ -284,7 +277,6 @@ OLMO2 = replace(
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
-    hf_model_type="olmo3",
     hf_class="Olmo3ForCausalLM",
     window_pattern=(4096, 4),
     window_keys=("sliding_window", "layer_types"),
@@ -314,7 +306,7 @@ def _write_gemma3(arch: Architecture) -> dict[str, Any]:
 GEMMA3 = replace(
     LLAMA,
     name="gemma3",
-    hf_model_type="gemma3_text",
+    other_type="gemma3_text",
     hf_class="Gemma3ForCausalLM",
     axes={
         "norm": "rmsnorm_plus_one",
@@ -368,7 +360,6 @@ def _conv1d(hf_name: str, *dtt_names: str) -> tuple[WeightRule, ...]:
 # GPT-2 (Radford et al., 2019): learned positions, pre-LayerNorm, tanh-GELU, biases, tied head.
 GPT2 = DecoderFamily(
     name="gpt2",
-    hf_model_type="gpt2",
     hf_class="GPT2LMHeadModel",
     axes={
         "norm": "layernorm",

@@ -51,7 +51,6 @@ USUAL_RULES = _expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = replace(
     MISTRAL,
     name="mixtral",
-    hf_model_type="mixtral",
     hf_class="MixtralForCausalLM",
     keys={
         **MISTRAL.keys,
@@ -74,7 +73,6 @@ MIXTRAL = replace(
 OLMOE = replace(
     LLAMA,
     name="olmoe",
-    hf_model_type="olmoe",
     hf_class="OlmoeForCausalLM",
     axes={"qk_norm": "all_heads"},
     norm_topk=False,
@@ -114,7 +112,6 @@ def _write_qwen3_moe(arch: Architecture) -> dict[str, Any]:
 QWEN3_MOE = replace(
     QWEN3,
     name="qwen3_moe",
-    hf_model_type="qwen3_moe",
     hf_class="Qwen3MoeForCausalLM",
     window_keys=("use_sliding_window", "sliding_window"),
     keys={
@@ -155,7 +152,6 @@ def _write_dots1(arch: Architecture) -> dict[str, Any]:
 DOTS1 = replace(
     QWEN3,
     name="dots1",
-    hf_model_type="dots1",
     hf_class="Dots1ForCausalLM",
     routing={"scores": "sigmoid", "epsilon": 1e-20, "corrected": True},
     window_keys=("sliding_window", "layer_types"),
