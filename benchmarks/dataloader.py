@@ -39,7 +39,7 @@ from peers import BATCH, SEQ_LEN, first_batch
 
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.manifests import SplitCounts, TokenShard, TokensManifest
-from dtt.artifacts.shard_files import index_bytes
+from dtt.artifacts.token_folders import index_bytes
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
 from dtt.data.samples.dataset import open_dataset

@@ -13,7 +13,7 @@ from support.corpora import json_lines
 from support.tokenizing import ask, run
 
 from dtt.artifacts.manifests import TokenShard, TokensManifest
-from dtt.artifacts.shard_files import shard_stem
+from dtt.artifacts.token_folders import shard_stem
 from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.data.tokenize import markers

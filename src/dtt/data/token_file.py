@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.shard_files import index_bytes
+from dtt.artifacts.token_folders import index_bytes
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.files import named, sha256_file
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifest import Manifest
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
-from dtt.artifacts.shard_files import ShardFile, files_of
+from dtt.artifacts.token_folders import ShardFile, files_of
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import progress

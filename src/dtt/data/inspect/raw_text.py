@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.selection_manifest import SelectionManifest
-from dtt.artifacts.shard_files import ShardFile
+from dtt.artifacts.token_folders import ShardFile
 from dtt.base.errors import DamagedError, InputError
 from dtt.base.log import progress
 from dtt.data.conversations.dialects import parse_pair, parse_row

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dtt.artifacts.shard_files import ShardFile
+from dtt.artifacts.token_folders import ShardFile
 from dtt.base.errors import DamagedError
 from dtt.base.files import sha256_file
 from dtt.base.log import progress

@@ -13,8 +13,7 @@ from pathlib import Path
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import CheckpointManifest, DataManifest, TokensManifest
-from dtt.artifacts.shard_files import files_of, shard_stem
-from dtt.artifacts.token_folders import token_paths
+from dtt.artifacts.token_folders import files_of, shard_stem, token_paths
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.safe_names import checked_file

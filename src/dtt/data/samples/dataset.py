@@ -134,7 +134,8 @@ class Dataset:
 
     def counts(self, samples: SampleNumbers) -> Counts:
         """Return the sizes of these samples; see `SampleSource.counts`."""
-        return Counts.sum(source.counts(numbers) for source, numbers, _ in self.by_source(samples))
+        parts = [source.counts(numbers) for source, numbers, _ in self.by_source(samples)]
+        return Counts(*map(sum, zip((0, 0, 0), *parts, strict=True)))
 
     def origin(self, sample: int) -> tuple[SampleSource, list[DocumentSpan]]:
         """Return the source of a sample and the documents in it, in order."""

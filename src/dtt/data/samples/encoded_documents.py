@@ -66,16 +66,14 @@ class CorpusDocuments:
 
         Those that the selection of the corpus removes are left out.
         """
-        selection = self.corpus.selection
-        if selection is None:
-            yield from self._all(unit, bad)
-            return
-        removed, count = set(selection.removed(unit.index).tolist()), 0
+        selection, count = self.corpus.selection, 0
+        removed = set() if selection is None else set(selection.removed(unit.index).tolist())
         for document in self._all(unit, bad):
             if count not in removed:
                 yield document
             count += 1
-        selection.check_documents(unit.index, count)
+        if selection is not None:
+            selection.check_documents(unit.index, count)
 
     def _all(self, unit: Unit, bad: BadDocuments) -> Iterator[Document]:
         # Removed ones as well: whoever looks a document up in its file counts them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
@@ -51,11 +51,6 @@ class Counts(NamedTuple):
     """Terms that the loss is the mean of: the targets, or the pairs of preference data."""
     tokens: int
     """Tokens without padding."""
-
-    @classmethod
-    def sum(cls, parts: Iterable[Counts]) -> Counts:
-        """Return the sizes of all parts together."""
-        return cls(*map(sum, zip((0, 0, 0), *parts, strict=True)))
 
 
 class DocumentSpan(NamedTuple):

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import TokenShard, TokensManifest
-from dtt.artifacts.shard_files import shard_stem
+from dtt.artifacts.token_folders import shard_stem
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.data.samples.raw_tokens import (
     HEAD_BYTES,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.artifacts.shard_files import files_of
+from dtt.artifacts.token_folders import files_of
 from dtt.base.log import log
 from dtt.base.malloc import keep_freed_memory
 from dtt.base.ranks import Ranks
