@@ -300,3 +300,12 @@ def test_held_out_splits_in_a_local_folder_are_named_with_the_remedy(
         remedy = warnings[0].partition("next: ")[2]
         if remedy.startswith("download.split="):
             corpora.download(dataset=str(corpora.folder / "source"), split="train")
+
+
+def test_results_go_to_stdout_and_a_rerun_reports_completion(dtt: Dtt) -> None:
+    (dtt.folder / "book.txt").write_text("Once upon a time.\n" * 10)
+    first, second = (dtt("download", "-d", "book.txt") for _ in range(2))
+    assert "data/corpus/book" in first.stdout
+    assert "1 txt" in first.stdout
+    assert second.stdout == first.stdout
+    assert ["already done" in done.stderr for done in (first, second)] == [False, True]

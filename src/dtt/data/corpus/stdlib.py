@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.base.errors import EnvironmentUnfit
-from dtt.base.files import fsync_file, replacing
+from dtt.base.files import replacing
 from dtt.base.log import log
 
 NAME, CHAT_NAME = "python-stdlib", "python-stdlib-chat"
@@ -61,10 +61,10 @@ def write_stdlib(folder: Path) -> Path:
     The columns are `id` (the module name) and `text`. There is one row per module, sorted by name.
     The same Python produces the same bytes. Raises EnvironmentUnfit if Python has no sources.
     """
-    aside, skipped = folder / f".{FILE}.tmp", 0
     group: list[dict[str, str]] = []
-    group_bytes = 0
-    with pq.ParquetWriter(aside, SCHEMA, compression="zstd") as writer:
+    group_bytes = skipped = 0
+    target = folder / FILE
+    with replacing(target) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
         for name, path in source_files():
             try:
                 group.append({"id": name, "text": path.read_text(encoding="utf-8")})
@@ -79,8 +79,7 @@ def write_stdlib(folder: Path) -> Path:
             writer.write_table(pa.Table.from_pylist(group, SCHEMA))
     if skipped:
         log.info("left out %d modules that are not UTF-8", skipped)
-    fsync_file(aside)
-    return aside.replace(folder / FILE)
+    return target
 
 
 def source_files() -> list[tuple[str, Path]]:
