@@ -46,11 +46,8 @@ class CsvFile:
         """Characters read so far."""
         self.quoted = False
         """True if a quote has been read since the row started."""
-        self._row = 0
-
-    def start_row(self) -> None:
-        """Forget what is known about the row before."""
-        self.quoted, self._row = False, 0
+        self.row = 0
+        """Characters read since the row started."""
 
     def __iter__(self) -> CsvFile:
         return self
@@ -66,12 +63,12 @@ class CsvFile:
         self.lines += 1
         while True:
             self.used += len(part)
-            self._row += len(part)
+            self.row += len(part)
             self.quoted |= '"' in part
             if len(part) < MAX_DOCUMENT_BYTES or part.endswith(("\n", "\r")):
                 break
             part = self.stream.readline(MAX_DOCUMENT_BYTES)
-        if self._row > MAX_DOCUMENT_BYTES:
+        if self.row > MAX_DOCUMENT_BYTES:
             raise csv.Error(TOO_LONG)
         return line
 
@@ -100,7 +97,7 @@ def csv_rows(path: Path, span: Span | None, bad: BadDocuments) -> Iterator[Locat
         file = CsvFile(path)
         with file.stream:
             while True:
-                file.start_row()
+                file.quoted, file.row = False, 0
                 before, where = file.used, partial(location, path, 0, file.lines + 1)
                 try:
                     row = next(file.rows)
