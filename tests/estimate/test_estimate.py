@@ -23,7 +23,7 @@ from dtt.estimate.communication import collective_costs
 from dtt.estimate.duration import run_of, step_of
 from dtt.estimate.gpus import GIB, Gpu
 from dtt.estimate.memory import FP32, fits, kept_by_block, memory, moments
-from dtt.estimate.saved import checkpoint_bytes, optimizer_state
+from dtt.estimate.optimizer_cost import checkpoint_bytes, optimizer_state
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import make_mesh
 from dtt.model import count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from dtt.estimate.communication import collective_costs
 from dtt.estimate.duration import step_of
 from dtt.estimate.gpus import GIB, Gpu
 from dtt.estimate.memory import fits, moments
-from dtt.estimate.pipeline_passes import Pass
 
 H100 = gpus.find("H100", 8)
 CPU = Gpu("CPU", 2**40, 1e12, 1e12, 1e12, 1e12, 1e12, kind="cpu")
@@ -35,35 +35,25 @@ def seventy(*keys: str, gpu: Gpu = H100) -> Case:
     return make_case(cfg, gpu, 128, 8, cfg.model.vocab_size, 1000)
 
 
-def passes(actions: list[Any], ranks: int) -> list[Pass]:
-    """Return the passes of a rank in torch's order, in which it also waits."""
-    return [
-        Pass(a.computation_type is schedules.FORWARD, a.stage_index // ranks, a.microbatch_index)
-        for a in actions
-        if a is not None and a.microbatch_index is not None
-    ]
-
-
 @pytest.mark.parametrize(("ranks", "stages", "count"), [(2, 2, 2), (4, 3, 8), (8, 5, 32)])
-def test_the_interleaved_order_is_that_of_torch(ranks: int, stages: int, count: int) -> None:
+def test_the_passes_that_wait_are_those_of_the_interleaved_order_of_torch(
+    ranks: int, stages: int, count: int
+) -> None:
+    sizes = (f"pipeline={ranks}", f"stages_per_rank={stages}", f"shard={256 // ranks}")
+    keys = [f"parallel.{size}" for size in sizes]
+    keys.append(f"train.global_batch_tokens={256 // ranks * count * 8192}")
+    one = seventy("parallel.layers_per_stage=null", *keys)
     for rank in range(ranks):
         schedule: Any = SimpleNamespace(
             n_local_stages=stages, pp_group_size=ranks, _n_microbatches=count,
             microbatches_per_round=ranks,
         )  # fmt: skip
         torchs = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(schedule, rank)
-        assert list(pipeline_passes.order(ranks, stages, count, rank)) == passes(torchs, ranks)
-
-
-@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 9)])
-def test_the_1f1b_order_is_that_of_torch(ranks: int, count: int) -> None:
-    schedule: Any = SimpleNamespace(_num_stages=ranks, _n_microbatches=count)
-    torchs = schedules.Schedule1F1B._get_pipeline_order(schedule)
-    assert torchs is not None
-    for rank in range(ranks - 1):  # torch's list of the last rank, but not its run, starts at 1
-        assert list(pipeline_passes.order(ranks, 1, count, rank)) == passes(torchs[rank], ranks)
-    last = [Pass(forward, 0, i) for i in range(count) for forward in (True, False)]
-    assert list(pipeline_passes.order(ranks, 1, count, ranks - 1)) == last
+        done = [
+            a.computation_type for a in torchs if a is not None and a.microbatch_index is not None
+        ]
+        steps = (1 if kind is schedules.FORWARD else -1 for kind in done)
+        assert pipeline_passes.most_waiting(one.of_rank(rank)) == max(accumulate(steps))
 
 
 def test_early_ranks_keep_the_activations_of_more_micro_batches() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dtt.config.load import resolve
-from dtt.estimate import gpus, published
+from dtt.estimate import duration, gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.duration import slowed, step_of
 from dtt.train.precision import Precision
@@ -33,39 +33,39 @@ def case_of(model: str, gpus_used: int, precision: Precision, *keys: str) -> Cas
     ("like", "tokens_per_second", "case"),
     [
         (
-            published.NODE, 6667,
+            duration.NODE, 6667,
             ("llama3.1-8b", 8, Precision.BF16, *ONE, "train.global_batch_tokens=131072"),
         ),
         (
-            published.NODES, 6514,
+            duration.NODES, 6514,
             ("llama3.1-8b", 128, Precision.BF16, "parallel.shard=128", *ONE[1:],
              "train.global_batch_tokens=2097152"),
         ),
         (
-            published.CONTEXT_2, 2540,
+            duration.CONTEXT_2, 2540,
             ("llama3.1-8b", 8, Precision.FP8, *LONG, "parallel.shard=4", "parallel.context=2",
              "train.seq_len=65536"),
         ),
         (
-            published.CONTEXT_4, 1071,
+            duration.CONTEXT_4, 1071,
             ("llama3.1-8b", 8, Precision.FP8, *LONG, "parallel.shard=2", "parallel.context=4",
              "train.seq_len=131072"),
         ),
-        (published.STAGES, 100, ("llama3-70b", 512, Precision.FP8, *OF_405B)),
+        (duration.STAGES, 100, ("llama3-70b", 512, Precision.FP8, *OF_405B)),
         (
-            published.INTERLEAVED, 128,
+            duration.INTERLEAVED, 128,
             ("llama3-70b", 512, Precision.FP8, *OF_405B, "parallel.stages_per_rank=2"),
         ),
     ],
 )  # fmt: skip
 def test_shares_are_those_of_the_published_figures(
-    like: published.Published, tokens_per_second: float, case: tuple[str, int, Precision]
+    like: duration.Published, tokens_per_second: float, case: tuple[str, int, Precision]
 ) -> None:
     found = case_of(*case)
     step = step_of(found)
     tokens = found.step_sizes.batch_tokens(found.steps - 1) / found.devices
     assert tokens_per_second / (tokens / step.seconds) == pytest.approx(like.share, abs=0.005)
-    if like is published.slowest_like(found):
+    if like is duration.slowest_like(found):
         assert tokens / slowed(found, step).seconds == pytest.approx(tokens_per_second, rel=0.01)
 
 

@@ -19,7 +19,7 @@ def kept_by_block(case: Case) -> int:
 
     Autograd saves the inputs of each operation whose gradient needs them. Bytes per token:
 
-        norm       its input (LayerNorm in r, RMSNorm in fp32) and, for torch's RMSNorm on a CPU,
+        norm       its input (LayerNorm in e, RMSNorm in fp32) and, for torch's RMSNorm on a CPU,
                    the normalised input as well: 4D + 4D
         q, k, v    their input, eD; under autocast a copy for each, because each one casts it
         attention  q, k and v after rotation, the output, logsumexp: e(2Q + 2K) + 4H
@@ -33,7 +33,7 @@ def kept_by_block(case: Case) -> int:
     outputs of matrix products: the branch for `case.compiled` lists them. Under autocast, the casts
     of weights are kept as long as the graph, too: `_casts` counts those of the whole model.
     """
-    arch, n, e, r = case.arch, case.tokens, case.product_bytes, case.stream_bytes
+    arch, n, e = case.arch, case.tokens, case.product_bytes
     if case.built is not None:
         how = case.cfg.adapter, case.precision.compute_dtype, case.cfg.train.seq_len
         if (traced := kept_per_token(case.built, *how)) is not None:
@@ -49,15 +49,16 @@ def kept_by_block(case: Case) -> int:
     attention = e * (2 * q + 2 * gathered) + FP32 * heads + (e * q if rope else 0)
     adapter = n * _kept_by_adapter(case)
     if case.compiled:
-        own = (
-            r * d + e * d + (e * d if arch.norm_placement != "pre" else 0)
-        )  # each device has n / t tokens
+        # Each device has n / t tokens.
+        own = 2 * e * d + (e * d if arch.norm_placement != "pre" else 0)
         whole = 2 * e * d + attention + e * f * (3 if gated else 2)
         whole += e * (q + k) if arch.qk_norm != "none" else 0
         return n * own // t + n * whole + adapter
     norms = (4 if arch.norm_placement == "sandwich" else 2) * norm(case, d)
-    copies = (3, 2 if gated else 1) if _cast_for_each(case) else (1, 1)
-    whole = sum(copies) * e * d + attention + e * f * (4 if gated else 2)
+    # Where norms return fp32, autocast casts their output for each matrix product; with tensor
+    # parallelism once, before tokens are all-gathered.
+    copies = 3 + (2 if gated else 1) if wide_layernorm(case) and t == 1 else 2
+    whole = copies * e * d + attention + e * f * (4 if gated else 2)
     if arch.qk_norm != "none":
         whole += norm(case, q + k, e)
     return n * norms // t + n * whole + adapter
@@ -105,20 +106,12 @@ def norm(case: Case, width: int, size: int | None = None) -> int:
 
     `size` is the size of an element in bytes; None: as in the residual stream.
     """
-    size = size or case.stream_bytes
+    size = size or case.product_bytes
     if case.arch.norm == "layernorm":
         return (FP32 if wide_layernorm(case) else size) * width + 2 * FP32
     # Its normalised input only for the gradient of its weight.
     copies = 2 if case.gpu.kind == "cpu" and not case.adapter else 1
     return FP32 * width * copies + FP32
-
-
-def _cast_for_each(case: Case) -> bool:
-    """Return True if norms return fp32 and autocast casts their output for each matrix product.
-
-    With tensor parallelism it is cast once, before tokens are all-gathered.
-    """
-    return wide_layernorm(case) and case.sizes.tensor == 1
 
 
 def wide_layernorm(case: Case) -> bool:
@@ -135,7 +128,7 @@ def kept_again(case: Case) -> int:
     The compiler drops the output of down, which no gradient needs.
     """
     arch, n, e, t = case.arch, case.tokens, case.product_bytes, case.sizes.tensor
-    kept = n * case.stream_bytes * arch.dim // t
+    kept = n * case.product_bytes * arch.dim // t
     if case.cfg.train.remat == "full":
         return kept
     q, k = arch.n_heads * arch.head_dim // t, arch.n_kv_heads * arch.head_dim // t

@@ -181,11 +181,6 @@ class Case:
         return self.weight_bytes != self.product_bytes
 
     @property
-    def stream_bytes(self) -> int:
-        """Bytes of one element of the residual stream, which has the compute dtype."""
-        return self.product_bytes
-
-    @property
     def spread(self) -> int:
         """Number of devices over which FSDP2 shards each weight."""
         return self.sizes.shard * self.sizes.context
@@ -436,14 +431,10 @@ def make_case(
     arch = stand_in(model) if isinstance(model, BuiltArchitecture) else model
     compatibility.check_batches(cfg.train, sizes)
     check_layout(cfg, sizes, arch)
-    step_sizes, precision = step_sizes_of(cfg.train), _precision(cfg, gpu)
+    step_sizes, precision = step_sizes_of(cfg.train), Precision.BF16
+    if cfg.train.precision != "auto" or gpu.kind == "cpu":  # bf16 is native on all of GPUS
+        precision = choose(cfg.train.precision, torch.device("cpu"))
     held = frozen_architectures(cfg.objective)
     models = tuple(make_model(one, dtype=precision.compute_dtype) for one in held)
     case = Case(cfg, gpu, nodes, gpus_per_node, sizes, arch, precision, step_sizes, steps)
     return replace(case, models=models, built=built)
-
-
-def _precision(cfg: RunConfig, gpu: Gpu) -> Precision:
-    if cfg.train.precision == "auto" and gpu.kind == "cuda":
-        return Precision.BF16  # native on all of GPUS
-    return choose(cfg.train.precision, torch.device("cpu"))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from dtt.estimate import muon_cost, pipeline_passes
+from dtt.estimate import optimizer_cost, pipeline_passes
 from dtt.estimate.case import EXPERTS, FP32, Case, Weight, numbers
 
 LINK = 0.8
@@ -44,7 +44,11 @@ def collective_costs(case: Case) -> list[CollectiveCost]:
         *_expert_parallel(case),
         *_pipeline(case),
     ]
-    return [one for one in [*costs, *_muon(case)] if one.bytes]
+    # The all-to-alls of Muon: parts of matrices to the assigned ranks, and updates back.
+    size = optimizer_cost.exchanged(case)
+    seconds = size / _link(case, case.stage_devices)
+    costs.append(CollectiveCost("Muon's matrices", size, seconds, hidden=True))
+    return [one for one in costs if one.bytes]
 
 
 def _cost(
@@ -95,19 +99,20 @@ def _data_parallel(case: Case) -> Iterator[CollectiveCost]:
     outside = stages * root + heads * head
     each = case.cfg.parallel.reduce == "each"
     none: list[Weight] = []
-    for weights, more, at_ends, name, spread, stride in (
+    spread = case.spread * sizes.tensor // case.cfg.parallel.expert
+    for weights, more, at_ends, name, n, stride in (
         (others, outside, first, "", case.spread, inner),
-        (experts, 0, none, " of experts", _expert_spread(case), case.cfg.parallel.expert),
+        (experts, 0, none, " of experts", spread, case.cfg.parallel.expert),
     ):
         gathered = case.accumulation * (passes * bytes_gathered(case, weights) + more)
         kind, begin = f"all-gather of weights{name}", bytes_gathered(case, at_ends)
-        yield _cost(case, kind, gathered, spread, stride, hidden=True, ends=begin)
+        yield _cost(case, kind, gathered, n, stride, hidden=True, ends=begin)
         own = _trained(weights)
         if not name:
             own += _trained(case.outside)
         scattered = (case.accumulation if each else 1) * FP32 * own
         kind, end = f"reduce-scatter of gradients{name}", FP32 * _trained(at_ends)
-        yield _cost(case, kind, scattered, spread, stride, hidden=True, ends=end)
+        yield _cost(case, kind, scattered, n, stride, hidden=True, ends=end)
     part, stride = 2 * FP32 * case.held(case.trained), inner * case.spread
     end = 2 * FP32 * _trained(first) // case.spread
     yield _cost(case, reduction, part, sizes.replicate, stride, hidden=True, ends=end)
@@ -129,10 +134,6 @@ def bytes_gathered(case: Case, weights: Iterable[Weight]) -> int:
     """Return the bytes of gathered `weights`: in the compute dtype, or in 4 bits."""
     sizes = ((w.itemsize if w.quantized else case.product_bytes) * prod(w.part) for w in weights)
     return round(sum(sizes))
-
-
-def _expert_spread(case: Case) -> int:
-    return case.spread * case.sizes.tensor // case.cfg.parallel.expert
 
 
 def _expert_parallel(case: Case) -> Iterator[CollectiveCost]:
@@ -189,11 +190,3 @@ def _pipeline(case: Case) -> Iterator[CollectiveCost]:
     # The neighbour is as many ranks away as a stage has devices.
     seconds = size / _link(case, case.stage_devices + 1)
     yield CollectiveCost("hidden states of the pipeline", size, seconds, hidden=hidden)
-
-
-def _muon(case: Case) -> Iterator[CollectiveCost]:
-    """Yield the all-to-alls of Muon: parts of matrices to the assigned ranks, and updates back."""
-    size = muon_cost.exchanged(case)
-    yield CollectiveCost(
-        "Muon's matrices", size, size / _link(case, case.stage_devices), hidden=True
-    )

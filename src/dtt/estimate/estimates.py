@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dtt.base.errors import ConfigError, InputError
+from dtt.base.log import log
+from dtt.base.reading import read_whole
+from dtt.config.data import GivenTokenizerConfig, TrainedTokenizerConfig
 from dtt.config.run import RunConfig
+from dtt.config.sources import Source
 from dtt.config.value_types import seconds
+from dtt.data.samples.dataset import open_dataset
+from dtt.data.samples.protocol import Vocabulary
+from dtt.data.text.encoder import Encoder
+from dtt.data.text.tokenizer import find_tokenizer
 from dtt.estimate import gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.duration import (
@@ -17,7 +26,6 @@ from dtt.estimate.duration import (
     step_of,
 )
 from dtt.estimate.memory import SPARE, MemoryEstimate, by_rank
-from dtt.estimate.vocabulary import vocabulary_and_steps
 
 
 @dataclass(frozen=True)
@@ -84,3 +92,48 @@ def estimate_of(
     slow = slowed(case, step)
     runs = step, run_of(case, step), slow, run_of(case, slow)
     return Estimate(case, by_rank(case), *runs, price)
+
+
+def vocabulary_and_steps(
+    cfg: RunConfig, expected_size: int | None = None
+) -> tuple[int, int, RunConfig]:
+    """Return the vocabulary size, the number of steps and `cfg` with `train.epochs` resolved.
+
+    They come from the token files if they exist, otherwise from the configuration; the size is
+    `expected_size` if the tokenizer does not exist either. Raises ConfigError if one of them cannot
+    be determined.
+    """
+    # Samples of a class are counted only where their number decides that of the steps.
+    if cfg.data.reads_token_files or (cfg.data.is_counted and cfg.train.steps == 0):
+        try:
+            dataset = open_dataset(cfg)
+        except InputError:
+            log.info("no token files yet: the plan is based on the configuration alone")
+        else:
+            train = cfg.train.model_copy(update={"steps": dataset.requested_steps})
+            cfg = cfg.model_copy(update={"train": train})
+            return dataset.manifest.vocab_size, dataset.steps, cfg
+    if cfg.train.steps == 0:
+        raise ConfigError(
+            f"the number of steps of train.epochs={cfg.train.epochs:g} is not known",
+            why="it is derived from the number of samples, and there are no token files",
+            next="dtt tokenize, or plan with train.steps=N",
+        )
+    try:
+        size = cfg.data.known_vocab_size() or cfg.model.vocab_size or _tokenizer_size(cfg)
+        return size, cfg.train.steps, cfg
+    except InputError:
+        if expected_size is None:
+            raise
+        return expected_size, cfg.train.steps, cfg
+
+
+def _tokenizer_size(cfg: RunConfig) -> int:
+    if isinstance(cfg.data, Source):
+        return Vocabulary.read(cfg.data.tokenizer).size
+    match cfg.tokenizer:
+        case TrainedTokenizerConfig(vocab_size=size):
+            return size
+        case GivenTokenizerConfig():
+            path = find_tokenizer(cfg.tokenizer)
+            return Encoder(read_whole(path), None, path).vocab_size

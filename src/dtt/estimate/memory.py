@@ -2,7 +2,7 @@
 
 Shapes: D dim, F ffn_dim, Q = heads * head_dim, K = key/value heads * head_dim, H heads, V
 vocabulary, N the tokens of a forward pass on one device. Sizes of an element in bytes: e in the
-compute dtype, r in the residual stream, w of a weight.
+compute dtype, which is that of the residual stream, and w of a weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from dtt.estimate import muon_cost, pipeline_passes
+from dtt.estimate import optimizer_cost, pipeline_passes
 from dtt.estimate.activations import (
     activations,
     kept_again,
@@ -23,7 +23,6 @@ from dtt.estimate.activations import (
 )  # fmt: skip
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
 from dtt.estimate.communication import bytes_gathered
-from dtt.estimate.saved import optimizer_state
 from dtt.model.contract import Model
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 from dtt.optim import eight_bit
@@ -79,8 +78,8 @@ def moments(case: Case) -> list[MemoryEstimate]:
 
     Weights, optimizer state and EMA are there all the time. Activations grow through the forward
     pass; in the backward pass they shrink while gradients grow, so that their sum is largest at one
-    of its ends. The peak is therefore at the loss, in the first or last blocks of the backward
-    pass, at its end, or in the optimizer's step. In a pipeline, these passes are those of any of
+    of its ends. The peak is therefore at the loss, in the first blocks of the backward pass, at its
+    end, or in the optimizer's step. In a pipeline, these passes are those of any of
     the rank's stages, while other micro-batches wait for theirs.
     """
     always = persistent(case)
@@ -100,12 +99,11 @@ def moments(case: Case) -> list[MemoryEstimate]:
 
 def _of_a_pass(case: Case, *, last: bool) -> dict[str, dict[str, int]]:
     """Return the memory at each moment of the passes of a stage; `last`: those that end a step."""
-    second, end = min(1, case.blocks - 1), max(0, case.blocks - 2)
+    second = min(1, case.blocks - 1)
     found = {
         "the loss": _at_the_loss(case),
         "the backward pass": _in_the_backward_pass(case, 0, last=last),
         "the backward pass, then": _in_the_backward_pass(case, second, last=last),
-        "the backward pass, at last": _in_the_backward_pass(case, max(second, end), last=last),
         "the embedding's gradient": _at_the_embedding(case, last=last),
     }
     if last:
@@ -122,7 +120,7 @@ def persistent(case: Case) -> dict[str, int]:
     held = case.held(case.trained)
     parts = {
         "parameters": round(sum(w.itemsize * case.held([w]) for w in case.weights)),
-        "optimizer state": optimizer_state(case),
+        "optimizer state": optimizer_cost.optimizer_state(case),
         "batches": BATCHES * 16 * case.sequences * case.cfg.train.seq_len,
         "framework": OVERHEAD[case.gpu.kind],
     }
@@ -184,7 +182,7 @@ def _loss(case: Case) -> tuple[int, int]:
     if case.gpu.kind == "cpu" and e < FP32:
         wide *= 2
     narrow = e * rows * arch.dim if e < FP32 and trained else 0
-    hidden = n * arch.dim * (FP32 + e if wide_layernorm(case) else case.stream_bytes)
+    hidden = n * arch.dim * (FP32 + e if wide_layernorm(case) else case.product_bytes)
     return left, hidden + e * logits + max(wide, narrow)
 
 
@@ -222,18 +220,6 @@ def _gathered(case: Case, blocks: int, outside: Sequence[Weight] | None = None) 
         blocks = max(blocks, case.own_blocks)
     outside = case.in_root if outside is None else outside
     return bytes_gathered(case, outside) + blocks * bytes_gathered(case, case.block)
-
-
-def _decoded(case: Case) -> int:
-    """Return the bytes of weights in 4 bits that are decoded for products.
-
-    Compiled, those of a whole block are decoded before its products (traced); else each by itself,
-    in fp32, and then in the compute dtype.
-    """
-    sizes = [weight.numel for weight in case.block if weight.quantized]
-    if case.compiled:
-        return case.product_bytes * sum(sizes)
-    return (case.product_bytes + FP32) * max(sizes, default=0)
 
 
 def _kept_gradients(case: Case) -> int:
@@ -298,8 +284,14 @@ def _in_the_backward_pass(case: Case, done: int, *, last: bool) -> dict[str, int
     if case.adapter:
         # Traced: the gradients of gate, up and their product that come through A are separate.
         factors += 4
-    working = n * (case.stream_bytes * arch.dim + factors * e * arch.mlp_width) // t
-    working += _decoded(case)
+    working = n * (case.product_bytes * arch.dim + factors * e * arch.mlp_width) // t
+    # Weights in 4 bits are decoded for products: compiled, those of a whole block before its first
+    # (traced); else each by itself, in fp32, and then in the compute dtype.
+    four_bits = [weight.numel for weight in case.block if weight.quantized]
+    if case.compiled:
+        working += e * sum(four_bits)
+    else:
+        working += (e + FP32) * max(four_bits, default=0)
     if case.cfg.train.remat != "none":
         working += max(0, kept_by_block(case) - kept_again(case))
     size = case.product_bytes if case.sizes.sharded else case.weight_bytes
@@ -400,6 +392,6 @@ def _in_the_step(case: Case) -> dict[str, int]:
     # It comes last: the gradients of AdamW's other parameters are gone.
     gone = case.weight_bytes * case.held(w for w in case.weights if w.optimizer == "adamw")
     adamw = max(adamw, chunk - gone)
-    muon = muon_cost.buffers(case)
+    muon = optimizer_cost.buffers(case)
     buffers = {"AdamW's buffers": adamw} if adamw > muon else {"Muon's buffers": muon}
     return {"gradients": gradients, **buffers}

@@ -8,16 +8,27 @@ from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.config.run import RunConfig
-from dtt.estimate import gpus, pipeline_report, published
+from dtt.estimate import gpus, pipeline_passes
 from dtt.estimate.case import Case
 from dtt.estimate.communication import LINK
-from dtt.estimate.duration import SOURCE, achieved
-from dtt.estimate.estimates import Estimate, estimate_of, make_estimate
+from dtt.estimate.duration import SOURCE, TORCHTITAN, achieved, slowest_like
+from dtt.estimate.estimates import (
+    Estimate,
+    estimate_of,
+    make_estimate,
+    vocabulary_and_steps,
+)
 from dtt.estimate.memory import GIB, SPARE
-from dtt.estimate.saved import checkpoint_bytes, checkpoints_at_once
-from dtt.estimate.vocabulary import vocabulary_and_steps
+from dtt.estimate.optimizer_cost import checkpoint_bytes, checkpoints_at_once
 from dtt.jobs.clock import in_words
 from dtt.model import count
+
+COLUMNS = {
+    "weights": "parameters", "optimizer": "optimizer state", "gradients": "gradients",
+    "gathered": "gathered parameters", "activations": "activations",
+    "received": "received hidden states",
+}  # fmt: skip
+"""Part of the memory by column."""
 
 
 def run(
@@ -75,7 +86,12 @@ def run_stages(
     if as_json:
         print(json.dumps({"stages": found, "total": total}, indent=1))
     else:
-        print("\n".join(_stage_lines(estimates, found, total)))
+        print("\n".join(_table("stage", {**found, "total": total})))
+        for name, one in found.items():
+            if not one["fits"]:
+                more = f"dtt plan --stage {name} shows its parts"
+                print(f"stage {name} does not fit into memory: {more}")
+        print("", *_assumptions(estimates[0]), sep="\n")
 
 
 def _of_stages(
@@ -96,18 +112,6 @@ def expected_seconds(stages: Sequence[RunConfig]) -> float | None:
         return None
     device = gpus.find(kind, launch.processes)
     return sum(one.run.seconds for one in _of_stages(stages, device, None))
-
-
-def _stage_lines(
-    estimates: Sequence[Estimate], found: Mapping[str, Mapping[str, Any]], total: dict[str, Any]
-) -> Iterator[str]:
-    """Yield a table with a line per stage, the sum, and the assumptions."""
-    yield from _table("stage", {**found, "total": total})
-    for name, one in found.items():
-        if not one["fits"]:
-            yield f"stage {name} does not fit into memory: dtt plan --stage {name} shows its parts"
-    yield ""
-    yield from _assumptions(estimates[0])
 
 
 def _table(head: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -148,6 +152,13 @@ def facts(estimate: Estimate) -> dict[str, Any]:
     per_token = case.flops_per_token
     tokens = case.step_sizes.tokens_before(case.steps)
     blocks, outside = _matrices_and_rest(case)
+    pipeline: dict[str, Any] = {}
+    if case.sizes.pipeline > 1:
+        ranks = [
+            {"layers": case.of_rank(rank).own_blocks, "memory": peak.parts, "peak": peak.total}
+            for rank, peak in enumerate(estimate.ranks)
+        ]
+        pipeline = {"pipeline_ranks": ranks, "idle_seconds": one.idle}
     return {
         "family": case.model.family,
         "parameters": count.parameters(case.model),
@@ -177,7 +188,7 @@ def facts(estimate: Estimate) -> dict[str, Any]:
         "slow_step_seconds": estimate.slow_step.seconds,
         "mfu": one.mfu,
         "slow_mfu": estimate.slow_step.mfu,
-        **pipeline_report.facts(case, estimate.ranks, one),
+        **pipeline,
         "achieved": achieved(case),
         "achieved_source": SOURCE if case.gpu.kind == "cuda" else None,
         "seconds": estimate.run.seconds,
@@ -197,7 +208,7 @@ def lines(estimate: Estimate) -> Iterator[str]:
     yield from _memory_lines(estimate)
     yield ""
     if len(estimate.ranks) > 1:
-        yield from pipeline_report.lines(estimate.case, estimate.ranks, estimate.step)
+        yield from _pipeline_lines(estimate)
         yield ""
     yield from _step_lines(estimate)
     yield ""
@@ -264,6 +275,21 @@ def _memory_lines(estimate: Estimate) -> Iterator[str]:
     yield "  parallel.shard=-1, train.remat=full, parallel.reduce=each, parallel.tensor, more nodes"
 
 
+def _pipeline_lines(estimate: Estimate) -> Iterator[str]:
+    """Yield a table with a line for each rank of the pipeline."""
+    widths = [len(column) + 2 for column in COLUMNS] + [9]
+    head = "".join(f"{name:>{n}}" for name, n in zip((*COLUMNS, "total"), widths, strict=True))
+    yield f"{'rank':<5}{'layers':>7}{'waiting':>8}{head}"
+    for rank, peak in enumerate(estimate.ranks):
+        of_rank = estimate.case.of_rank(rank)
+        sizes = [*(peak.parts.get(part, 0) for part in COLUMNS.values()), peak.total]
+        columns = "".join(f"{size / GIB:>{n}.2f}" for size, n in zip(sizes, widths, strict=True))
+        yield f"{rank:<5}{of_rank.own_blocks:>7}{pipeline_passes.most_waiting(of_rank):>8}{columns}"
+    yield "at each rank's peak in GiB; waiting: passes whose backward pass has not started"
+    idle = estimate.step.idle / estimate.step.seconds
+    yield f"each rank is idle for {idle:.1%} of a step, at its start and end"
+
+
 def _step_lines(estimate: Estimate) -> Iterator[str]:
     one = estimate.step
     yield f"{'received per device and step':<30}{'GB':>10}{'seconds':>10}"
@@ -314,8 +340,8 @@ def _assumptions(estimate: Estimate) -> Iterator[str]:
     peak = (gpu.bf16 if case.product_bytes == 2 else gpu.fp32) / 1e12
     source = f"measured by\n  {SOURCE};" if gpu.kind == "cuda" else "a guess;"
     yield f"assumed: {achieved(case):.1%} of {peak:.3g} TFLOP/s, {source}"
-    if (like := published.slowest_like(case)) is not None:
-        yield f"  the longer time: {like.describe()}\n  ({published.TORCHTITAN});"
+    if (like := slowest_like(case)) is not None:
+        yield f"  the longer time: {like.describe()}\n  ({TORCHTITAN});"
     yield (
         f"{LINK:.0%} of {gpu.within / 1e9:.3g} GB/s within a node, {gpu.between / 1e9:.3g} between "
         f"nodes; {SPARE[gpu.kind]:.0%} of the memory stays free."
