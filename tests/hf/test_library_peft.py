@@ -14,7 +14,7 @@ from torch import Tensor
 from dtt.base.errors import ConfigError, DttError, InputError
 from dtt.config.adapter import LoraConfig
 from dtt.config.parallel import Sizes
-from dtt.hf import library_export, library_folder, verify
+from dtt.hf import library_folder, verify, write_folder
 from dtt.hf import peft as ours
 from dtt.hf.model_source import find_model
 from dtt.hf.read import LoadedModel
@@ -68,7 +68,7 @@ def write_base(folder: Path, config: dict[str, Any]) -> Model:
     """Write a folder of a small model with initial values, and return the model."""
     model = initialized(built(config))
     of_library(model)
-    library_export.write(model, folder, torch.float32, "5GB")
+    write_folder.write_library(model, folder, torch.float32, "5GB")
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from dtt import __version__
-from dtt.artifacts.manifests import ChatFacts, DataManifest, SourceFacts
+from dtt.artifacts.manifests import ChatFacts, DataManifest
 from dtt.config.run import RunConfig
 from dtt.model import count, families
 from dtt.model.architecture import AnyArchitecture, Architecture
@@ -103,21 +103,6 @@ Trained and exported with dtt {__version__}; {oracle} computes the same logits.
     )
 
 
-def _class(arch: AnyArchitecture) -> str:
-    """Return the name of the class of transformers that computes the model."""
-    if isinstance(arch, Architecture):
-        return families.get(arch.family).hf_class
-    return type(arch.skeleton.library).__name__
-
-
-def _sizes(arch: AnyArchitecture) -> dict[str, str]:
-    """Return the row of sizes; only the number of layers of a model that the library computes."""
-    if not isinstance(arch, Architecture):
-        return {"Layers": str(arch.n_layers)}
-    heads = f"{arch.n_heads} ({arch.n_kv_heads} for keys and values)"
-    return {"Layers, width, heads": f"{arch.n_layers}, {arch.dim}, {heads}"}
-
-
 def _facts(
     cfg: RunConfig,
     arch: AnyArchitecture,
@@ -129,14 +114,27 @@ def _facts(
     ema: bool,
 ) -> dict[str, str]:
     """Return the rows of the table of facts, by title."""
+    if isinstance(arch, Architecture):
+        of_transformers = families.get(arch.family).hf_class
+        heads = f"{arch.n_heads} ({arch.n_kv_heads} for keys and values)"
+        sizes = {"Layers, width, heads": f"{arch.n_layers}, {arch.dim}, {heads}"}
+    else:  # of the library, whose classes have sizes of many names
+        of_transformers = type(arch.skeleton.library).__name__
+        sizes = {"Layers": str(arch.n_layers)}
+    trained_on = []
+    for source in data.sources:
+        name = source.name
+        if source.corpus is not None:
+            name = source.corpus.id
+            if source.corpus.kind in ("local", "own"):  # a card is published, without local folders
+                name = Path(name).name
+        trained_on.append(f"{name} ({source.tokens:,} tokens)")
     rows = {
-        "Architecture": _class(arch),
+        "Architecture": of_transformers,
         "Parameters": f"{count.parameters(arch):,}",
-        **_sizes(arch),
+        **sizes,
         "Vocabulary, context": f"{arch.vocab_size:,}, {arch.max_seq_len:,} tokens",
-        "Trained on": ", ".join(
-            f"{_public_name(source)} ({source.tokens:,} tokens)" for source in data.sources
-        ),
+        "Trained on": ", ".join(trained_on),
         "Training": f"{step:,} steps, {tokens:,} tokens, {cfg.train.global_batch_tokens:,} a step",
         "Optimizer, schedule": f"{cfg.optim.type}, {cfg.schedule.type}",
     }
@@ -145,15 +143,6 @@ def _facts(
     if ema:
         rows["Weights"] = f"exponential moving average, decay {cfg.train.ema_decay}"
     return rows
-
-
-def _public_name(source: SourceFacts) -> str:
-    """Return the name of a source without the local folders that contain it."""
-    if source.corpus is None:
-        return source.name
-    # Not the folder of a class, either: a card is published.
-    local = source.corpus.kind in ("local", "own")
-    return Path(source.corpus.id).name if local else source.corpus.id
 
 
 def _validation(evaluation: Mapping[str, Any], *, ema: bool) -> str:

@@ -84,13 +84,8 @@ def folder_chat_format(folder: Path) -> ChatFormat | None:
     except InputError:
         return None
     exported = ExportManifest.read(folder).chat if ExportManifest.exists(folder) else None
-    facts = ChatFacts(
-        template_sha256=sha256(template.encode()).hexdigest(),
-        kwargs={} if exported is None else exported.kwargs,
-        stop_tokens=eos_token_ids(folder),
-        special_tokens=special_tokens_beside(tokenizer),
-    )
-    return ChatFormat(template, str(folder), facts, tokenizer)
+    kwargs = {} if exported is None else exported.kwargs
+    return _found(template, str(folder), tokenizer, eos_token_ids(folder), kwargs)
 
 
 def chosen_chat_format(name: str, tokenizer: Path, stop_tokens: tuple[int, ...]) -> ChatFormat:
@@ -99,10 +94,15 @@ def chosen_chat_format(name: str, tokenizer: Path, stop_tokens: tuple[int, ...])
     `stop_tokens` are those of the model; the template's own come from the encoder. Raises
     InputError if there is no such template, ConfigError if it is malformed.
     """
-    template = resolve_template(name, tokenizer)
+    return _found(resolve_template(name, tokenizer), name, tokenizer, stop_tokens, {})
+
+
+def _found(
+    template: str, name: str, tokenizer: Path, stop_tokens: tuple[int, ...], kwargs: dict[str, Any]
+) -> ChatFormat:
     facts = ChatFacts(
         template_sha256=sha256(template.encode()).hexdigest(),
-        kwargs={},
+        kwargs=kwargs,
         stop_tokens=stop_tokens,
         special_tokens=special_tokens_beside(tokenizer),
     )

@@ -70,9 +70,8 @@ def export(
     `show` is called with the result before the upload, which takes long.
     """
     in_bucket = upload is not None and "://" in upload
-    _check_options(overrides, adapter=adapter)
-    if upload is None or in_bucket:
-        _check_no_repository(revision, private=private)
+    of_repository = (revision, private) if upload is None or in_bucket else None
+    _check_options(overrides if adapter else (), of_repository)
     checkpoints, step = store.parse(source)
     job = checkpoints.parent
     cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
@@ -84,9 +83,9 @@ def export(
     checkpoint = find_checkpoint(checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     part = read_adapter(cfg, checkpoint, average=ema) if adapter else None
-    base = part.base if part else None
     kept = {"license"} if adapter else {"license", "max_shard_size"}
     options = cfg.export.model_dump(include=kept)
+    base = part.base if part else None
     origin = publish.ExportSource(cfg.name, checkpoint.step, identity, ema, base, options)
     dtype = "fp32" if adapter else cfg.export.dtype
     publish.already_done(folder, origin, dtype)  # before a repository is created
@@ -96,20 +95,18 @@ def export(
         hub.prepare(upload, revision, private=private)
     url = None
     with publish.claimed(folder):  # also while it is uploaded
-        manifest = publish.already_done(folder, origin, dtype)
-        if manifest is not None:
+        if manifest := publish.already_done(folder, origin, dtype):
             log.info("export: already done, %s contains this checkpoint", folder)
         else:
             manifest = _export(cfg, JobDir(job), checkpoint, origin, part, folder)
         show(f"{folder}: {_described(manifest)}")
         if upload is not None:
             names = [manifest.filename, *manifest.names()]
-            message = f"{cfg.name}, step {manifest.step}"
-            url = (
-                bucket.upload(folder, names, upload)
-                if in_bucket
-                else hub.upload(folder, names, upload, revision, message=message)
-            )
+            if in_bucket:
+                url = bucket.upload(folder, names, upload)
+            else:
+                message = f"{cfg.name}, step {manifest.step}"
+                url = hub.upload(folder, names, upload, revision, message=message)
     return folder, manifest, url
 
 
@@ -216,17 +213,21 @@ def _evaluation(job: JobDir, step: int) -> Record | None:
     return max(evaluations, key=lambda record: int(record["step"]), default=None)
 
 
-def _check_options(overrides: Sequence[str], *, adapter: bool) -> None:
-    """Raise ConfigError for options that the others leave nothing to do for."""
-    if adapter and (given := [o for o in overrides if o.startswith(WHOLE)]):
-        raise ConfigError(
-            f"{given[0]} does not apply to an adapter, which is one file in fp32",
-            next="omit it, or omit --adapter to export the merged model",
-        )
+def _check_options(
+    of_adapter: Sequence[str], of_repository: tuple[str | None, bool] | None
+) -> None:
+    """Raise ConfigError for options that have no meaning in this export.
 
-
-def _check_no_repository(revision: str | None, *, private: bool) -> None:
-    """Raise ConfigError for options of a Hub repository where none is uploaded to."""
+    They are the arguments of an export of an `adapter`, and `--revision` and `--private` of one
+    that goes to no Hub repository.
+    """
+    for given in of_adapter:
+        if given.startswith(WHOLE):
+            raise ConfigError(
+                f"{given} does not apply to an adapter, which is one file in fp32",
+                next="omit it, or omit --adapter to export the merged model",
+            )
+    revision, private = of_repository or (None, False)
     if revision is not None:
         raise ConfigError("--revision is a branch of the Hub repository that --upload names")
     if private:  # a folder of a bucket is as public as the bucket: never promise otherwise

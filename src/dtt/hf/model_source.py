@@ -220,14 +220,11 @@ def find_chat_format(source: str, template: str | None) -> ChatFormat:
     if own is None:
         raise NoChatTemplate(
             f"{source} has no chat template, so its conversation format is unknown",
-            why=_why_none(folder),
+            why="the job was trained on plain text, not with data.type=chat"
+            if folder is None
+            else "the folder has neither chat_template.jinja nor chat_template in "
+            "tokenizer_config.json",
             next=f"dtt generate {source} -p TEXT continues a text; dtt chat {source} --template "
             "chatml (or a Jinja file) uses a format that the model was not trained on",
         )
     return own
-
-
-def _why_none(folder: Path | None) -> str:
-    if folder is None:
-        return "the job was trained on plain text, not with data.type=chat"
-    return "the folder has neither chat_template.jinja nor chat_template in tokenizer_config.json"

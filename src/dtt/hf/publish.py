@@ -97,7 +97,13 @@ def published(out: Path, size: int) -> Iterator[Path]:
     files of the earlier export were changed.
     """
     out = out.resolve()  # the target of a symbolic link, and a name instead of `.`
-    _clear_up(out)
+    # What a killed export left: an `out` that was set aside, and temporary folders.
+    for path in list(out.parent.iterdir()) if out.parent.is_dir() else []:
+        if path.name.startswith(f".{out.name}.") and path.suffix in (".tmp", ".old"):
+            if path.suffix == ".old" and not out.exists():
+                path.rename(out)
+            else:
+                remove(path)
     theirs = _files_of_others(out)
     check_space(out.parent, size + 2**24, "the export")
     # A name of its own: a lock may not hold between the nodes of a shared file system.
@@ -109,20 +115,15 @@ def published(out: Path, size: int) -> Iterator[Path]:
             fsync_file(path)
         for path in theirs:
             _link(path, staging / path.name)
-        _publish(staging, out)
+        fsync_folder(staging)
+        old = staging.with_suffix(".old")
+        if out.exists():
+            out.rename(old)
+        staging.rename(out)
+        fsync_folder(out.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _clear_up(out: Path) -> None:
-    """Undo what a killed export left: an `out` that was set aside, and temporary folders."""
-    beside = list(out.parent.iterdir()) if out.parent.is_dir() else []
-    for path in beside:
-        if path.name.startswith(f".{out.name}.") and path.suffix in (".tmp", ".old"):
-            if path.suffix == ".old" and not out.exists():
-                path.rename(out)
-            else:
-                remove(path)
 
 
 def _files_of_others(out: Path) -> list[Path]:
@@ -164,14 +165,3 @@ def _link(source: Path, target: Path) -> None:
         shutil.copytree(source, target, symlinks=True, copy_function=link)
     else:
         link(str(source), str(target))
-
-
-def _publish(staging: Path, out: Path) -> None:
-    """Rename `staging` to `out`, then delete the old `out`; its bytes are on the disk already."""
-    fsync_folder(staging)
-    old = staging.with_suffix(".old")
-    if out.exists():
-        out.rename(old)
-    staging.rename(out)
-    fsync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)

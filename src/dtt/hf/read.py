@@ -99,7 +99,7 @@ def read_hf_folder(folder: Path) -> LoadedModel:
     config = multimodal.text_config(whole)
     own = has_family(config)
     if not own:
-        _check_known(config, folder)
+        check_known(config, folder)
     files, tokenizer = weight_files(folder), folder / "tokenizer.json"
     missing = next((path for path in (*files, tokenizer) if not path.is_file()), None)
     if missing is not None:
@@ -116,7 +116,7 @@ def read_hf_folder(folder: Path) -> LoadedModel:
         found = _text_tensors(found, folder) if multimodal.is_multimodal(whole) else found
         state = named_by_library(found, built.skeleton, folder)
         return LoadedModel(built, state, tokenizer, end, until_ids, begin)
-    arch = _architecture(_family(config), config, folder)
+    arch = _architecture(config, folder)
     tensors = {name: tensor for file in files for name, tensor in load_tensors(file).items()}
     if multimodal.is_multimodal(whole):
         tensors = _text_tensors(tensors, folder)
@@ -148,8 +148,8 @@ def read_hf_architecture(folder: Path) -> AnyArchitecture:
     """Return the architecture of a Hugging Face folder; reads only config.json."""
     config = multimodal.text_config(read_config(folder / "config.json"))
     if has_family(config):
-        return _architecture(_family(config), config, folder)
-    _check_known(config, folder)
+        return _architecture(config, folder)
+    check_known(config, folder)
     from dtt.hf import library_folder
 
     return library_folder.architecture(config, folder)
@@ -160,12 +160,7 @@ def has_family(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in {family.hf_model_type for family in families.every()}
 
 
-def _family(config: Mapping[str, Any]) -> DecoderFamily:
-    """Return the family that config.json names."""
-    return {family.hf_model_type: family for family in families.every()}[config["model_type"]]
-
-
-def _check_known(config: Mapping[str, Any], folder: Path) -> None:
+def check_known(config: Mapping[str, Any], folder: Path) -> None:
     """Raise InputError unless transformers has a causal model of the type in config.json."""
     from dtt.hf import library_folder
 
@@ -181,8 +176,9 @@ def _check_known(config: Mapping[str, Any], folder: Path) -> None:
     )
 
 
-def _architecture(family: DecoderFamily, config: Mapping[str, Any], folder: Path) -> Architecture:
+def _architecture(config: Mapping[str, Any], folder: Path) -> Architecture:
     """Return the architecture that config.json describes; InputError if dtt does not support it."""
+    family = next(one for one in families.every() if one.hf_model_type == config["model_type"])
     try:
         return family.from_hf_config(config, partial(transformers_defaults, family))
     except KeyError as error:

@@ -139,18 +139,13 @@ def keep(source: str, job: JobDir, tokenizer: Path) -> None:
         found, theirs = Released.of_job(other), other.tokenizer
     if found is FROM_SCRATCH:
         return
-    if not _same_tokens(theirs, tokenizer):
+    known, tokens = (open_tokenizer(path).get_vocab() for path in (tokenizer, theirs))
+    if any(known.get(token) != i for token, i in tokens.items()):
         found = found.without_tokens()
     if found.sentencepiece is not None:
         write_atomically(job.sentencepiece, read_whole(found.sentencepiece))
     facts = asdict(replace(found, sentencepiece=None))
     write_atomically(job.released, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-
-
-def _same_tokens(theirs: Path, ours: Path) -> bool:
-    """Return True if every token of `theirs` has the same id in `ours`."""
-    known = open_tokenizer(ours).get_vocab()
-    return all(known.get(token) == i for token, i in open_tokenizer(theirs).get_vocab().items())
 
 
 def _id(key: str, generation: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from huggingface_hub import HfApi, errors, get_token
 
-from dtt.base.errors import ConfigError, DttError, EnvironmentUnfit
+from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.hf.publish import LOADED
 
 # Base class of the errors of the client's HTTP library: httpx or httpx2, depending on its version.
@@ -93,27 +93,19 @@ def _translated_errors(api: HfApi, repo: str, state: str) -> Iterator[None]:
             next="--upload ORG/NAME",
         ) from None
     except errors.HfHubHTTPError as error:
-        raise _hub_error(error.response.status_code, repo, str(error)) from None
+        status = error.response.status_code
+        why, remedy = {
+            401: ("the token is not valid", "`hf auth login` with a new token"),
+            403: (
+                f"the token may not write to {repo.split('/')[0]}",
+                "use a token with write access, or upload to an organisation of yours",
+            ),
+        }.get(status, (str(error).partition("\n")[0], "try again later"))
+        what = f"the Hub refused the upload to {repo} (HTTP {status})"
+        raise EnvironmentUnfit(what, why=why, next=remedy) from None
     except (errors.OfflineModeIsEnabled, HTTPError) as error:
         raise EnvironmentUnfit(
             f"cannot reach {api.endpoint}",
             why=str(error).splitlines()[0] if str(error) else type(error).__name__,
             next=f"check the network and HF_ENDPOINT; {state}",
         ) from None
-
-
-def _hub_error(status: int, repo: str, message: str) -> DttError:
-    what = f"the Hub refused the upload to {repo} (HTTP {status})"
-    match status:
-        case 401:
-            return EnvironmentUnfit(
-                what, why="the token is not valid", next="`hf auth login` with a new token"
-            )
-        case 403:
-            return EnvironmentUnfit(
-                what,
-                why=f"the token may not write to {repo.split('/')[0]}",
-                next="use a token with write access, or upload to an organisation of yours",
-            )
-        case _:
-            return EnvironmentUnfit(what, why=message.splitlines()[0], next="try again later")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -70,7 +71,7 @@ def check(
     must agree; DamagedError names the first mismatch. Returns the largest absolute difference of a
     logit. Runs on the CPU and takes the memory of two fp32 models.
     """
-    try:
+    with _export_errors(folder):
         # transformers first: if it cannot load the folder, no time is spent on the second model.
         theirs = _load(folder, arch)
         text_ids = tokenizer.encode(TEXT, add_special_tokens=True).ids[: arch.max_seq_len]
@@ -79,8 +80,6 @@ def check(
             _difference(ours(ids_T[None]), theirs(ids_T[None]).logits, what)
             for ids_T, what in ((random_ids(arch), "random ids"), (torch.tensor(text_ids), "text"))
         )
-    except _Mismatch as found:
-        raise _export_error(folder, str(found)) from None
 
 
 @torch.inference_mode()
@@ -119,10 +118,8 @@ def random_logits(state: Mapping[str, Tensor], arch: Architecture) -> Tensor:
 
 def check_folded(folded: LoadedModel, expected: Tensor) -> None:
     """Raise DamagedError unless the folded weights give the `expected` logits of random ids."""
-    try:
+    with _export_errors(None):
         _difference(expected, random_logits(folded.tensors, folded.decoder), "the folded weights")
-    except _Mismatch as found:
-        raise _export_error(None, str(found)) from None
 
 
 def rounding_difference(
@@ -168,7 +165,7 @@ def check_adapter(folder: Path, base: Path, trained: LoadedModel) -> float:
     """
     peft = import_peft()
     arch, ids_1T = trained.arch, random_ids(trained.arch)[None]
-    try:
+    with _export_errors(folder):
         ours = on_device(trained, torch.device("cpu")).float().eval()(ids_1T)
         if isinstance(arch, BuiltArchitecture):
             theirs, _ = library_folder.loaded(base, torch.float32)
@@ -191,8 +188,6 @@ def check_adapter(folder: Path, base: Path, trained: LoadedModel) -> float:
         # PEFT replaces the layers of `theirs`.
         got = library_folder.text_logits(theirs, ids_1T)
         return _difference(ours, got, "random ids")
-    except _Mismatch as found:
-        raise _export_error(folder, str(found)) from None
 
 
 def _lost_layers(folder: Path, adapted: Any) -> list[str]:
@@ -251,12 +246,8 @@ def check_prompts(folder: Path, chat: ChatFormat) -> None:
                 **chat.facts.kwargs,
             )
         if got != expected:
-            raise _export_error(
-                folder,
-                f"apply_chat_template returns different ids for a prompt: {got[:8]}…, "
-                f"{expected[:8]}… in "
-                "training",
-            )
+            why = f"apply_chat_template returns different ids for a prompt: {got[:8]}…"
+            raise _export_error(folder, f"{why}, {expected[:8]}… in training")
 
 
 def check_token_ids(folder: Path, tokenizer: Tokenizer) -> None:
@@ -288,14 +279,21 @@ def check_token_ids(folder: Path, tokenizer: Tokenizer) -> None:
 
 def differing_logits(folder: Path, expected: Tensor, got: Tensor) -> float:
     """Return the largest difference of a logit; DamagedError if it exceeds rounding."""
-    try:
+    with _export_errors(folder):
         return _difference(expected, got, "random ids")
-    except _Mismatch as found:
-        raise _export_error(folder, str(found)) from None
 
 
 class _Mismatch(Exception):
     """Difference between two versions of one model; the message describes it."""
+
+
+@contextmanager
+def _export_errors(folder: Path | None) -> Iterator[None]:
+    """Raise a mismatch inside as the DamagedError of an export."""
+    try:
+        yield
+    except _Mismatch as found:
+        raise _export_error(folder, str(found)) from None
 
 
 def _decoder(state: Mapping[str, Tensor], arch: Architecture) -> Decoder:

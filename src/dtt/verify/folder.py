@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtt.base.errors import DttError
 from dtt.config.init import HF
-from dtt.hf import library_export
+from dtt.hf import write_folder
 from dtt.hf.model_source import find_model, on_device
 from dtt.hf.read import read_hf_architecture, read_hf_folder
 from dtt.hf.verify import random_ids
@@ -194,6 +194,6 @@ def _equal(what: str, ours: Tensor, expected: Tensor) -> str:
 def _export(model: Model, ids_T: Tensor) -> str:
     """Write the model as the library does, read it, and compare; the model is in fp32 after it."""
     with tempfile.TemporaryDirectory(prefix="dtt-verify-") as name:
-        library_export.write(model, Path(name), torch.float32, "5GB")
-        difference = library_export.check(model, Path(name), ids_T)
+        write_folder.write_library(model, Path(name), torch.float32, "5GB")
+        difference = write_folder.check_library(model, Path(name), ids_T)
     return f"logits of the folder that dtt export writes differ by {difference:.0e}"
