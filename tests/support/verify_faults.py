@@ -491,12 +491,12 @@ def tied_head_stored_untied(run: Any, trained: Any, folder: Any, *rest: Any) -> 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
 
 
-def faulty_runs(name: str, inputs: Any, folder: Any, cfg: Any, checks: str) -> Any:
+def faulty_runs(name: str, folder: Any, cfg: Any, checks: str) -> Any:
     """Return the case of a configuration with a fault planted in its layouts or its export."""
     from dtt.verify.layout_runs import LayoutRuns
     from dtt.verify.shrink import shrink
 
-    case = LayoutRuns(folder, shrink(cfg), checks, inputs)
+    case = LayoutRuns(folder, shrink(cfg), checks)
     if "X" in FAULTS[name].checks:
         case.export = partial(export, name)
     else:

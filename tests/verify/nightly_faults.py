@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ def test_a_fault_is_found_by_the_check_of_its_kind(
     cfg = resolve(None, fault.keys.split(), env={}).config
     letters = "DLGNURSX" if "X" in fault.checks else "DLGNURS"
     letters = letters if set("SX") & set(fault.checks) else "DLGNUR"
-    make = partial(faulty_runs, name, {})
-    result = run.verify(name, cfg, tmp_path / "case", make, letters, parts=False)
+    case = faulty_runs(name, tmp_path / "case", cfg, letters)
+    result = run.verify(name, cfg, case, parts=False)
     assert result.failed is not None, "not found"
     difference = result.found[result.failed].difference
     assert difference is not None

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from support.random_configurations import configurations
 
 from dtt.verify import run
-from dtt.verify.layout_runs import CannotRun
+from dtt.verify.layout_runs import CannotRun, LayoutRuns
+from dtt.verify.shrink import shrink
 
 SEED = int(os.environ.get("SEED", "1"))
 MINUTES = float(os.environ.get("MINUTES", "1"))
@@ -26,7 +26,6 @@ MINUTES = float(os.environ.get("MINUTES", "1"))
 def test_random_configurations_compute_what_one_process_does(tmp_path: Path) -> None:
     """Each is compared on one layout; every third also resumes, and every ninth is exported."""
     end = time.monotonic() + 60 * MINUTES
-    make = partial(run.layout_runs, {})
     done, refused = 0, 0
     noise: dict[str, float] = {}
     for number, (arguments, cfg) in enumerate(configurations(SEED)):
@@ -35,7 +34,8 @@ def test_random_configurations_compute_what_one_process_does(tmp_path: Path) -> 
         checks = run.LETTERS[: 8 if number % 9 == 0 else 7 if number % 3 == 0 else 6]
         shutil.rmtree(tmp_path / "case", ignore_errors=True)
         try:
-            result = run.verify(arguments, cfg, tmp_path / "case", make, checks, parts=False)
+            case = LayoutRuns(tmp_path / "case", shrink(cfg), checks)
+            result = run.verify(arguments, cfg, case, parts=False)
         except CannotRun as error:
             print(f"{number} refused: {error}  {arguments}")
             refused += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,8 +36,9 @@ QUICK = (
 def test_a_fault_is_found_by_the_check_of_its_kind(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     letters = "DLGNURS" if "S" in fault.checks else "DLGNUR"
-    make = partial(faulty_runs, name, {})
-    result = run.verify(name, config(fault.keys), tmp_path / "case", make, letters, parts=False)
+    cfg = config(fault.keys)
+    case = faulty_runs(name, tmp_path / "case", cfg, letters)
+    result = run.verify(name, cfg, case, parts=False)
     assert result.failed is not None
     difference = result.found[result.failed].difference
     assert difference is not None
@@ -78,25 +78,23 @@ def test_a_clean_run_is_verified(dtt: Dtt) -> None:
     assert not list(dtt.folder.iterdir())
 
 
-@pytest.mark.slow
-def test_ranks_that_share_experts_compute_what_one_process_does(tmp_path: Path) -> None:
-    layout = "parallel.tensor=2 parallel.replicate=1 parallel.expert=2"
-    groups = "model.n_experts=8 model.n_expert_groups=4 model.expert_groups_per_token=2"
-    cfg = config(f"model.family=dots1 {groups} {layout} optim.type=muon train.remat=selective")
-    make = partial(run.layout_runs, {})
-    result = run.verify("run", cfg, tmp_path / "case", make, "DLGNUR", parts=False)
-    assert [layout.name for layout in result.found] == ["tensor 2 with expert 2"]
-    assert result.failed is None
+RIGHT = {
+    "tensor 2 with expert 2": "parallel.tensor=2 parallel.replicate=1 parallel.expert=2 "
+    "model.family=dots1 model.n_experts=8 model.n_expert_groups=4 model.expert_groups_per_token=2 "
+    "optim.type=muon train.remat=selective",
+    "shard 2 x tensor 2": "parallel.shard=2 parallel.tensor=2 parallel.replicate=1 "
+    "model.family=gemma3 train.remat=selective optim.normuon_beta2=0.95 "
+    f"{verify_faults.DOCUMENTS}",
+}
 
 
 @pytest.mark.slow
-def test_four_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
-    layout = "parallel.shard=2 parallel.tensor=2 parallel.replicate=1"
-    model = "model.family=gemma3 train.remat=selective optim.normuon_beta2=0.95"
-    cfg = config(f"{layout} {model} {verify_faults.DOCUMENTS}")
-    make = partial(run.layout_runs, {})
-    result = run.verify("run", cfg, tmp_path / "case", make, "DLGNUR", parts=False)
-    assert [layout.name for layout in result.found] == ["shard 2 x tensor 2"]
+@pytest.mark.parametrize("layout", RIGHT)
+def test_ranks_compute_what_one_process_does(layout: str, tmp_path: Path) -> None:
+    cfg = config(RIGHT[layout])
+    case = LayoutRuns(tmp_path / "case", shrink(cfg), "DLGNUR")
+    result = run.verify("run", cfg, case, parts=False)
+    assert [found.name for found in result.found] == [layout]
     assert result.failed is None
 
 

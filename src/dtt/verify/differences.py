@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +206,6 @@ def check_losses(found: Records, reference: Records, step: int) -> float:
     return worst
 
 
-def check_gradients(found: Records, reference: Records, step: int) -> float:
-    """Compare the gradient of every parameter before clipping."""
-    return _compare_recorded("G", "gradients", GRADIENTS, found, reference, step)
-
-
 def check_norms(found: Records, reference: Records, step: int) -> float:
     """Compare the global norm, whether the step was skipped, and the clipped gradients."""
     (record,), (expected,) = (r.metrics("train", step) for r in (found, reference))
@@ -222,21 +217,16 @@ def check_norms(found: Records, reference: Records, step: int) -> float:
     size = _compare_numbers("N", f"step {step}: the gradient norm", *norms, limit)
     if expected.get("skipped"):
         return size  # under DDP only the rank with the NaN sees it before the guard does
-    what = "clipped gradients"
-    return max(size, _compare_recorded("N", what, CLIPPED, found, reference, step))
+    return max(size, check_gradients(found, reference, step, "N", CLIPPED))
 
 
-def _compare_recorded(
-    check: str, what: str, kind: str, found: Records, reference: Records, step: int
+def check_gradients(
+    found: Records, reference: Records, step: int, check: str = "G", kind: str = GRADIENTS
 ) -> float:
+    """Compare the gradient of every parameter, before clipping or as clipped."""
     ours, theirs = found.tensors(kind, step), reference.tensors(kind, step)
-    named = f"step {step}: the {what}"
+    named = f"step {step}: the {'clipped ' if kind == CLIPPED else ''}gradients"
     return _compare(check, named, ours, theirs, theirs, reference.tolerances[check])
-
-
-def check_updates(found: Records, reference: Records, step: int) -> float:
-    """Compare the weights and all state of the optimizers in the checkpoint of a step."""
-    return compare_checkpoints("U", found, reference, step)
 
 
 def compare_checkpoints(check: str, found: Records, reference: Records, step: int) -> float:
@@ -247,24 +237,17 @@ def compare_checkpoints(check: str, found: Records, reference: Records, step: in
     before = reference.checkpoint(step - 1).tensors(store.MODEL) if step > 1 else {}
     updates = {name: value - before.get(name, 0.0) for name, value in theirs.items()}
     worst = _compare(check, f"{at}the updated weights", ours, theirs, updates, limit)
-    states = [_by_key(records.checkpoint(step)) for records in (found, reference)]
+    # By kind, such as `exp_avg`. Each rank has a random number generator of its own.
+    states: list[dict[str, dict[str, Tensor]]] = [{}, {}]
+    for state, records in zip(states, (found, reference), strict=True):
+        for path, value in records.checkpoint(step).tensors(store.STATE).items():
+            if not path.startswith("rng"):
+                state.setdefault(path.rpartition("/")[2], {})[path] = value
     for key in sorted(states[0].keys() | states[1].keys()):
         ours, theirs = (state.get(key, {}) for state in states)
         what = f"{at}`{key}` of the saved state"
         worst = max(worst, _compare(check, what, ours, theirs, theirs, limit))
     return worst
-
-
-def _by_key(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
-    """Return the saved state by its kind, such as `exp_avg`, and its path.
-
-    Each rank has a random number generator of its own, which is left out.
-    """
-    found: dict[str, dict[str, Tensor]] = {}
-    for path, value in checkpoint.tensors(store.STATE).items():
-        if not path.startswith("rng"):
-            found.setdefault(path.rpartition("/")[2], {})[path] = value
-    return found
 
 
 def check_replicas(found: Records, _reference: Records, step: int) -> float:
@@ -293,7 +276,7 @@ CHECKS: Mapping[str, Callable[[Records, Records, int], float]] = {
     "L": check_losses,
     "G": check_gradients,
     "N": check_norms,
-    "U": check_updates,
+    "U": partial(compare_checkpoints, "U"),
     "R": check_replicas,
 }
 
@@ -328,10 +311,13 @@ def _compare(
         raise Difference(check, f"{what} {verb} {name}", names=(name,))
     norms = {name: _norm(scale) for name, scale in scales.items()}
     floor = FLOOR * math.sqrt(sum(n * n for n in norms.values() if math.isfinite(n)))
-    sizes = {
-        name: _apart(found[name], value) / max(norms[name], floor, TINY)
-        for name, value in expected.items()
-    }
+    sizes = {}
+    for name, value in expected.items():
+        ours, theirs = found[name].double(), value.double()
+        # Infinitely far apart where only one has a NaN.
+        same_nans = ours.shape == theirs.shape and torch.equal(ours.isnan(), theirs.isnan())
+        apart = _norm(ours - theirs) if same_nans else math.inf
+        sizes[name] = apart / max(norms[name], floor, TINY)
     worst = max(sizes.values(), default=0.0)
     wrong = {name: size for name, size in sizes.items() if size > tolerance}
     if not wrong:
@@ -341,12 +327,6 @@ def _compare(
     ratios = {_ratio(found[name], expected[name]) for name in wrong}
     ratio = ratios.pop() if len(ratios) == 1 else None
     raise Difference(check, f"{what} of {first}{others} differ", worst, ratio, tuple(wrong))
-
-
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference; infinite where only one has a NaN."""
-    same_nans = found.shape == expected.shape and torch.equal(found.isnan(), expected.isnan())
-    return _norm(found.double() - expected.double()) if same_nans else math.inf
 
 
 def _norm(tensor: Tensor) -> float:

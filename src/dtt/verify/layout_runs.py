@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import ExportManifest
 from dtt.base.errors import DttError, ExitCode
 from dtt.base.files import write_atomically
@@ -82,8 +81,6 @@ class LayoutRuns:
     small: Small
     checks: str = "DLGNURS"
     """Letters of the checks to do; X is a call of its own."""
-    inputs: dict[str, Path] = field(default_factory=dict)
-    """Folders of inputs that earlier cases have made, which this one adds to."""
     exact: bool = True
     """True in fp64. Otherwise the tolerances follow from a second run of the reference."""
     train: Callable[..., None] = recording.train
@@ -93,7 +90,10 @@ class LayoutRuns:
     def prepare(self) -> None:
         """Write the configuration, its inputs and the job that it starts from, if any."""
         self.folder.mkdir(parents=True)
-        self._make_inputs()
+        inputs = self.small.texts, self.small.rows
+        made = forked_ranks.run(self.folder, 1, write_inputs, *inputs, log="inputs")
+        if made.code != 0:
+            raise CannotRun("the inputs of the comparison cannot be made", why=made.text)
         for name, cfg in (("run", self.small.run), ("base", self.small.base)):
             if cfg is not None:
                 text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
@@ -102,20 +102,6 @@ class LayoutRuns:
                     write_atomically(path, content)
         if self.small.base is not None:
             self._run_alone("base", config="base.yaml")
-
-    def _make_inputs(self) -> None:
-        """Write the token files, or copy them from an earlier case that has the same."""
-        small = self.small
-        key = fingerprint([c and c.model_dump(mode="json") for c in (small.texts, small.rows)])
-        if key in self.inputs:
-            shutil.copytree(self.inputs[key], self.folder, dirs_exist_ok=True)
-            return
-        made = forked_ranks.run(self.folder, 1, write_inputs, small.texts, small.rows, log="inputs")
-        if made.code != 0:
-            raise CannotRun("the inputs of the comparison cannot be made", why=made.text)
-        kept = self.folder.with_name(f"inputs-{len(self.inputs)}")
-        shutil.copytree(self.folder, kept)
-        self.inputs[key] = kept
 
     @cached_property
     def reference(self) -> Records:
@@ -148,13 +134,13 @@ class LayoutRuns:
         """Run a layout and compare it with the reference."""
         checked = Checked()
         try:
-            self._check(layout, layout.name.replace(" ", ""), checked)
+            self._check(layout, checked)
         except Difference as found:
             checked.difference = found
         return checked
 
-    def _check(self, layout: Layout, name: str, checked: Checked) -> None:
-        reference = self.reference
+    def _check(self, layout: Layout, checked: Checked) -> None:
+        reference, name = self.reference, layout.name.replace(" ", "")
         run = self._run(name, layout, config="run.yaml")
         compare(run, reference, checked, self.checks)
         if "S" not in self.checks:
@@ -167,10 +153,8 @@ class LayoutRuns:
                 compare_checkpoints("S", again, reference, STEPS)
         # Both ways between layouts. The ranks must also agree on a step with a NaN on one of them.
         with part_of("S", "resumed from one process, with a step that is skipped: "):
-            moved, noise = (
-                self._run(f"{name}-moved", layout, resume=reference, skip=True),
-                Checked(),
-            )
+            moved = self._run(f"{name}-moved", layout, resume=reference, skip=True)
+            noise = Checked()
             compare(moved, self.skipping, noise, "DLNUR")
             checked.saw("S", max(noise.noise.values()))
         with part_of("S", "resumed in one process: "):
@@ -211,7 +195,8 @@ class LayoutRuns:
         With `one_pass`, a batch is one micro-batch. With `skip`, step 2 has a NaN and is skipped.
         Raises `Difference` if it fails, and CannotRun if dtt refuses it.
         """
-        keys = [*layout.keys, f"train.micro_batch={SEQUENCES if one_pass else 1}"]
+        keys = [f"parallel.{key}={value}" for key, value in layout.section.items()]
+        keys.append(f"train.micro_batch={SEQUENCES if one_pass else 1}")
         if resume is None:
             keys.append(f"name={name}")
         else:
@@ -227,7 +212,4 @@ class LayoutRuns:
         if ended.code != 0:
             how = "hangs" if ended.code is None else f"exits with {ended.code}"
             raise Difference("run", f"training {how}: {ended.text}")
-        return self._records(name)
-
-    def _records(self, name: str) -> Records:
         return Records(JobDir(self.folder / "jobs" / name), self.folder / "records" / name)

@@ -45,11 +45,6 @@ class Layout:
         return [dim for dim, size in sizes.items() if size > 1]
 
     @property
-    def keys(self) -> list[str]:
-        """Arguments of `dtt train` that select the layout."""
-        return [f"parallel.{key}={value}" for key, value in self.section.items()]
-
-    @property
     def section(self) -> dict[str, int]:
         """The keys of `parallel` that select the layout."""
         others = {"stages_per_rank": self.stages_per_rank, "expert": self.expert}

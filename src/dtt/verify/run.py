@@ -6,10 +6,9 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,19 +30,6 @@ LETTERS = "DLGNURSX"
 UNSEEN = "samples and answers of a run", "races between GPUs", "real sizes", "speed"
 """What no comparison of small runs shows."""
 UNSEEN_ON_CPU = "kernels of a GPU, among them FlexAttention", "bf16", "NCCL"
-
-
-MakeRuns = Callable[[Path, RunConfig, str], "LayoutRuns"]
-"""Function that returns the runs of a configuration in a folder, for the letters of some checks."""
-
-
-def layout_runs(
-    inputs: dict[str, Path], folder: Path, cfg: RunConfig, checks: str, *, exact: bool = True
-) -> LayoutRuns:
-    """Return the runs of a configuration, which share their inputs with those of others."""
-    from dtt.verify.layout_runs import LayoutRuns
-
-    return LayoutRuns(folder, shrink.shrink(cfg, exact=exact), checks, inputs, exact)
 
 
 class Wrong(DttError):
@@ -97,8 +83,12 @@ class Verification:
         width = max(len(layout.name) for layout in self.found)
         yield f"{'layout':<{width}}" + "".join(f"  {letter:<6}" for letter in LETTERS).rstrip()
         for layout, one in self.found.items():
-            cells = (_cell(one.noise.get(letter)) for letter in LETTERS)
-            yield f"{layout.name:<{width}}" + "".join(f"  {cell:<6}" for cell in cells).rstrip()
+            line = f"{layout.name:<{width}}"
+            for letter in LETTERS:
+                noise = one.noise.get(letter)
+                cell = "-" if noise is None else f"{noise:.0e}" if noise else "equal"
+                line += f"  {cell:<6}"
+            yield line.rstrip()
         if self.failed is None:
             checks = {letter for one in self.found.values() for letter in one.noise}
             yield (
@@ -106,12 +96,6 @@ class Verification:
                 f"checks in {self.seconds:.0f} s"
             )
         yield "not covered: " + ", ".join(self.not_covered)
-
-
-def _cell(noise: float | None) -> str:
-    if noise is None:
-        return "-"
-    return "equal" if noise == 0.0 else f"{noise:.0e}"
 
 
 def missing_configuration() -> ConfigError:
@@ -140,15 +124,19 @@ def run(cfgs: Sequence[tuple[str, RunConfig]], device: str, *, as_json: bool) ->
     cuda:0, all ranks share the first one.
     Raises `Wrong` for the first that differs.
     """
+    from dtt.verify.layout_runs import LayoutRuns  # imports torch
+
     most = layouts.MOST_RANKS if device == "cpu" else gpus(device)
     results: list[Verification] = []
-    make = partial(layout_runs, {}, exact=device == "cpu")
+    exact = device == "cpu"
     with kept_if_wrong() as folder:
         for name, given in cfgs:
             # In fp64 the small configuration has its own device.
-            train = given.train.model_copy(update={} if device == "cpu" else {"device": device})
+            train = given.train.model_copy(update={} if exact else {"device": device})
             cfg = given.model_copy(update={"train": train})
-            result = verify(name, cfg, folder / name.replace("/", "-"), make, most=most)
+            small = shrink.shrink(cfg, exact=exact)
+            case = LayoutRuns(folder / name.replace("/", "-"), small, LETTERS, exact)
+            result = verify(name, cfg, case, most=most)
             results.append(result)
             if not as_json:
                 print("\n".join(result.lines()), flush=True)
@@ -177,19 +165,16 @@ def kept_if_wrong() -> Iterator[Path]:
 def verify(
     name: str,
     cfg: RunConfig,
-    folder: Path,
-    make: MakeRuns,
-    checks: str = LETTERS,
+    case: LayoutRuns,
     *,
     parts: bool = True,
     most: int = layouts.MOST_RANKS,
 ) -> Verification:
-    """Compare the layouts of a configuration; stop at the first that differs.
+    """Compare the layouts of a configuration by the runs of `case`; stop at the first that differs.
 
     They have at most `most` ranks. Without `parts`, only the largest is compared.
     """
     started = time.perf_counter()
-    case = make(folder, cfg, checks)
     result = Verification(name, cfg, case.small, most)
     case.prepare()
     for layout in layouts.layouts_of(cfg, most)[0 if parts else -1 :]:
@@ -198,7 +183,7 @@ def verify(
         if result.failed is not None:
             break
     # A family of a user's own has no names for Hugging Face.
-    if result.failed is None and "X" in checks and not is_own(tag_of(cfg.model)):
+    if result.failed is None and "X" in case.checks and not is_own(tag_of(cfg.model)):
         layout, checked = list(result.found.items())[-1]
         case.check_export(layout, checked)
     result.seconds = time.perf_counter() - started

@@ -98,7 +98,11 @@ def shrink(cfg: RunConfig, *, exact: bool = True) -> Small:
     base = _base(shrinking, values)
     rows = None
     if cfg.data.has_conversations:
-        rows = _checked(_rows(values), type(cfg))
+        of_rows = {
+            "download": {"dataset": "rows.jsonl", "out": "rows"},
+            "tokenize": {"out": "rows-tokens", "validation_fraction": 0.1},
+        }
+        rows = _checked(values | of_rows, type(cfg))
     shrinking.note(cfg.eval.tasks, "eval.tasks (left out)")
     return Small(
         _checked(values, type(cfg)),
@@ -129,8 +133,7 @@ def _model(shrinking: _Shrinking) -> Nested:
         kv_heads = min(n_kv, 2)
         heads = ratio * kv_heads
     # An even number of dimensions is rotated.
-    odd = int(HEAD_DIM * model.partial_rotary_factor) % 2
-    head_dim = 2 * HEAD_DIM if odd else HEAD_DIM
+    head_dim = HEAD_DIM * (1 + int(HEAD_DIM * model.partial_rotary_factor) % 2)
     dim = heads * head_dim
     if model.head_dim:
         values["head_dim"] = head_dim
@@ -162,15 +165,17 @@ def _model(shrinking: _Shrinking) -> Nested:
         values["window_pattern"] = 1 if model.window_pattern == 1 else 2
     if model.family == "smollm3":
         values["no_rope_layer_interval"] = min(model.no_rope_layer_interval, 2)
-    if (window := _window(model)) is not None:
+    if window := model.window or {"gemma3": 512, "olmo3": 4096}.get(model.family):
         windowed = window < shrinking.cfg.train.seq_len
         values["window"] = WINDOW if windowed else 2 * SEQ_LEN
     if isinstance(scaling := model.rope_scaling, LongRopeScaling):
         rotated = int(head_dim * model.partial_rotary_factor) // 2
         long_documents = scaling.original_max_seq_len < shrinking.cfg.train.seq_len
+        # Evenly spread, so that low and high frequencies are there.
+        spread = [i * len(scaling.short_factor) // rotated for i in range(rotated)]
         values["rope_scaling"] |= {
-            "short_factor": _stretched(scaling.short_factor, rotated),
-            "long_factor": _stretched(scaling.long_factor, rotated),
+            "short_factor": [scaling.short_factor[i] for i in spread],
+            "long_factor": [scaling.long_factor[i] for i in spread],
             "original_max_seq_len": SEQ_LEN // 2 if long_documents else SEQ_LEN,
         }
     shrinking.note(model.dropout, f"model.dropout={model.dropout} (each layout draws its own)")
@@ -194,16 +199,6 @@ def _experts(model: ModelConfig, dim: int) -> Nested:
 def _like(real: int, even: int, odd: int) -> int:
     """Return the small number that is divisible by 2 as the real one is."""
     return even if real % 2 == 0 else min(real, odd)
-
-
-def _stretched(factors: tuple[float, ...], count: int) -> list[float]:
-    """Return `count` of the factors, evenly spread, so that low and high frequencies are there."""
-    return [factors[i * len(factors) // count] for i in range(count)]
-
-
-def _window(model: ModelConfig) -> int | None:
-    """Return the sliding window of the family; None without one."""
-    return model.window or {"gemma3": 512, "olmo3": 4096}.get(model.family)
 
 
 def _scaling(cfg: RunConfig, model: Nested) -> Nested:
@@ -362,13 +357,6 @@ def _texts(values: Nested) -> Nested:
         | ({"pre_tokenizer": "qwen2"} if values["model"]["family"] == "qwen2" else {}),
         "adapter": {"type": "none"},
         "init": {},
-    }
-
-
-def _rows(values: Nested) -> Nested:
-    return values | {
-        "download": {"dataset": "rows.jsonl", "out": "rows"},
-        "tokenize": {"out": "rows-tokens", "validation_fraction": 0.1},
     }
 
 
