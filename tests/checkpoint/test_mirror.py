@@ -256,7 +256,7 @@ def test_copies_of_a_superseded_timeline_go_and_another_run_is_refused(
     check_equal(server, "timeline", run.job, 2)
     other = Mirrored(tmp_path / "other", url, run_id="ffff")
     with pytest.raises(ConfigError, match=r"another run\n.*mirror\n.*run_id is a1b2.*is ffff"):
-        other.mirror.check()
+        other.mirror.claim()
     other.save(9, wait=False)
     wait_until(lambda: other.state().get("failure"))
     assert "another run" in other.state()["failure"]["reason"]

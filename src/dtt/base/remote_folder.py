@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from dtt.base.errors import DamagedError, DttError, EnvironmentUnfit
 from dtt.base.files import fsync_file, sha256_file, write_atomically
@@ -99,13 +98,17 @@ class RemoteFolder(ObjectStore):
     def verify(self, source: Path, name: str) -> None:
         """Read the file `name` back; raise DamagedError unless it has the bytes of `source`."""
         one, size = self.stored(name), source.stat().st_size
-        why = None
-        if one.bytes != size:
-            why = f"it has {one.bytes} bytes there, and {size} here"
-        elif _sha256(self, one) != sha256_file(source):
+        why = f"it has {one.bytes} bytes there, and {size} here"
+        if one.bytes == size:
+            digest, start = hashlib.sha256(), 0
+            while start < size:
+                data = self.read(one, start)
+                digest.update(data)
+                start += len(data)
+            if digest.hexdigest() == sha256_file(source):
+                return
             why = "its content there is another: the sha256 differs"
-        if why is not None:
-            raise DamagedError("a file was not uploaded right", where=self.shown(one.path), why=why)
+        raise DamagedError("a file was not uploaded right", where=self.shown(one.path), why=why)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files, those that exist."""
@@ -127,13 +130,3 @@ class RemoteFolder(ObjectStore):
             if is_permanent(error):
                 raise self.refused(error, self.shown(path)) from None
             raise EnvironmentUnfit(f"cannot write {self.shown(path)}", why=reason(error)) from None
-
-
-def _sha256(folder: ObjectStore, one: StoredObject) -> str:
-    digest: Any = hashlib.sha256()
-    start = 0
-    while start < one.bytes:
-        data = folder.read(one, start)
-        digest.update(data)
-        start += len(data)
-    return str(digest.hexdigest())

@@ -108,7 +108,8 @@ class Files:
         """
         start = time.monotonic()
         while True:
-            with _reopened(self._path(rank)) as file:
+            fd = os.open(self._path(rank), os.O_RDONLY | os.O_CREAT, 0o666)
+            with os.fdopen(fd, "rb") as file:
                 # Before the line is read, which may be the last one of a rank that ends now.
                 ended = self._shows_end.get(rank, False) and not _is_locked(file)
                 code, value = self._next_line(rank, file)
@@ -144,10 +145,6 @@ class Files:
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"{rank:05d}.lines"
-
-
-def _reopened(path: Path) -> BinaryIO:
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT, 0o666), "rb")
 
 
 def _is_locked(file: BinaryIO) -> bool:

@@ -42,7 +42,7 @@ def run(source: str, step: int | None) -> None:
     mirror. Raises InputError if there is no complete copy, ConfigError if the job's folder has
     another run, InUse if the job runs, DamagedError if the copy differs from its manifest.
     """
-    if "://" in source or not _is_job(source):
+    if "://" in source or not JobDir(store.parse(source)[0].parent).exists:
         if "://" not in source and not source.startswith("/"):
             raise InputError(
                 f"{source} is not a job directory",
@@ -77,10 +77,6 @@ def run(source: str, step: int | None) -> None:
     newer = [s for s in store.steps(job.checkpoints) if s > step]
     print(f"{checkpoint.path}: verified, {len(checkpoint.manifest.files)} files")
     print(f"resume with: dtt train {job.root}" + (f" --from-step {step}" if newer else ""))
-
-
-def _is_job(source: str) -> bool:
-    return JobDir(store.parse(source)[0].parent).exists
 
 
 def _job_of(remote: RemoteFolder) -> tuple[JobDir, dict[str, bytes]]:

@@ -36,6 +36,11 @@ class HeaderEntry(NamedTuple):
     """Shape of the full tensor."""
 
 
+def damaged(folder: Path, why: str) -> DamagedError:
+    """Return the error for a checkpoint that is not as it was written."""
+    return DamagedError(f"checkpoint {folder} is damaged", why=why)
+
+
 def opened(path: Path, framework: Literal["np", "pt"]) -> Any:
     """Open a safetensors file lazily; raise DamagedError if it is invalid.
 
@@ -48,15 +53,15 @@ def opened(path: Path, framework: Literal["np", "pt"]) -> Any:
         os.close(open_regular(path))
         return safetensors.safe_open(path, framework)
     except (ValueError, safetensors.SafetensorError) as error:
-        raise _damaged(path, str(error)) from None
+        raise damaged(path.parent, f"{path.name}: {error}") from None
 
 
-def entries(path: Path, file: Any) -> list[HeaderEntry]:
-    """Return the entries of the header of an open `file`; raise DamagedError if one is invalid."""
+def read(path: Path, file: Any = None) -> list[HeaderEntry]:
+    """Return the entries of the header of a file, which may be open; DamagedError as `opened`."""
     try:
-        return _entries(file)
+        return _entries(file or opened(path, "np"))
     except ValueError as error:
-        raise _damaged(path, str(error)) from None
+        raise damaged(path.parent, f"{path.name}: {error}") from None
 
 
 def check(files: Mapping[Path, Iterable[HeaderEntry]]) -> None:
@@ -67,16 +72,19 @@ def check(files: Mapping[Path, Iterable[HeaderEntry]]) -> None:
             by_name[entry.name].append((path, entry))
     for name, boxes in by_name.items():
         path, first = boxes[0]
-        # Ranks that disagree would otherwise be joined into one tensor.
-        if any((entry.dtype, entry.shape) != (first.dtype, first.shape) for _, entry in boxes):
-            raise _damaged(path, f"{name} has a different dtype or shape in another file")
-        # Elements are counted first: overlaps are only looked for if the number fits.
         elements = sum(math.prod(entry.extent) for _, entry in boxes)
         missing = math.prod(first.shape) - elements
-        if missing > 0:
-            raise _damaged(path, f"{missing} elements of {name} are in none of the files")
-        if missing < 0 or _overlap([entry for _, entry in boxes]):
-            raise _damaged(path, f"elements of {name} are stored more than once")
+        # Ranks that disagree would otherwise be joined into one tensor.
+        if any((entry.dtype, entry.shape) != (first.dtype, first.shape) for _, entry in boxes):
+            why = f"{name} has a different dtype or shape in another file"
+        elif missing > 0:
+            why = f"{missing} elements of {name} are in none of the files"
+        # Elements are counted first: overlaps are only looked for if the number fits.
+        elif missing < 0 or _overlap([entry for _, entry in boxes]):
+            why = f"elements of {name} are stored more than once"
+        else:
+            continue
+        raise damaged(path.parent, f"{path.name}: {why}")
 
 
 def _entries(file: Any) -> list[HeaderEntry]:
@@ -103,17 +111,12 @@ def _position(
         return (0,) * len(extent), extent
     if (
         not fits(piece, {"offset": list, "shape": list})
-        or not _sizes(piece["offset"], len(extent))
-        or not _sizes(piece["shape"], len(extent))
+        or {len(piece["offset"]), len(piece["shape"])} != {len(extent)}
+        or not all(is_kind(n, int) and n >= 0 for n in (*piece["offset"], *piece["shape"]))
         or any(o + n > s for o, n, s in zip(piece["offset"], extent, piece["shape"], strict=True))
     ):
         raise ValueError(f"`pieces` places {name!r} outside of its tensor")
     return tuple(piece["offset"]), tuple(piece["shape"])
-
-
-def _sizes(values: Any, count: int) -> bool:
-    """Return True if `values` are `count` non-negative integers."""
-    return len(values) == count and all(is_kind(n, int) and n >= 0 for n in values)
 
 
 def _overlap(entries: Sequence[HeaderEntry]) -> bool:
@@ -132,16 +135,9 @@ def _overlap(entries: Sequence[HeaderEntry]) -> bool:
         reaching = [
             other for other in reaching if other.offset[0] + other.extent[0] > box.offset[0]
         ]
-        if any(_intersect(box, other) for other in reaching):
-            return True
+        for other in reaching:
+            sides = zip(box.offset, box.extent, other.offset, other.extent, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in sides):
+                return True
         reaching.append(box)
     return False
-
-
-def _intersect(one: HeaderEntry, other: HeaderEntry) -> bool:
-    sides = zip(one.offset, one.extent, other.offset, other.extent, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in sides)
-
-
-def _damaged(path: Path, why: str) -> DamagedError:
-    return DamagedError(f"checkpoint {path.parent} is damaged", why=f"{path.name}: {why}")

@@ -140,28 +140,24 @@ def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
 def diff(one: str, other: str, *, as_json: bool) -> None:
     """Print the differences between two checkpoints (`JOB` or `JOB@STEP`): facts, then tensors."""
     a, b = store.find(one), store.find(other)
-    facts = _differing_facts(a, b)
+    left, right = (
+        c.manifest.model_dump(mode="json", exclude={"files", "format"}) | c.position()
+        for c in (a, b)
+    )
+    facts = {n: (left.get(n), right.get(n)) for n in left | right if left.get(n) != right.get(n)}
     tensors = [line for kind in (store.MODEL, store.STATE) for line in _tensors(a, b, kind)]
     if as_json:
         print(json.dumps({"facts": facts, "tensors": tensors}, indent=1))
         return
     print(f"{a.path}  {b.path}")
-    for name, (left, right) in facts.items():
-        print(f"  {name:<24} {left}  {right}")
+    for name, (here, there) in facts.items():
+        print(f"  {name:<24} {here}  {there}")
     for line in tensors:
         distance = line["distance"]
         how = line["problem"] or f"largest difference {distance:.3g}"
         print(f"  {line['kind']:<6} {line['name']:<40} {how}")
     if not facts and not tensors:
         print("  identical")
-
-
-def _differing_facts(a: store.Checkpoint, b: store.Checkpoint) -> dict[str, tuple[Any, Any]]:
-    left, right = (
-        c.manifest.model_dump(mode="json", exclude={"files", "format"}) | c.position()
-        for c in (a, b)
-    )
-    return {n: (left.get(n), right.get(n)) for n in left | right if left.get(n) != right.get(n)}
 
 
 def _tensors(a: store.Checkpoint, b: store.Checkpoint, kind: str) -> list[dict[str, Any]]:

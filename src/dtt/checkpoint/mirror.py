@@ -16,10 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -93,10 +94,6 @@ class Mirror:
         self._losses: Callable[[], dict[int, float]] = dict
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
-    def check(self) -> None:
-        """Raise an error if the folder cannot be written, or belongs to another run."""
-        self._claim()
-
     def start(self, newest: int | None, losses: Callable[[], dict[int, float]]) -> None:
         """Start to copy the checkpoints up to step `newest` that the mirror lacks.
 
@@ -130,14 +127,13 @@ class Mirror:
                 return not self._missing()
             self._finishing = True
             self._changed.notify()
-        until = time.monotonic() + seconds
+        until, stopping = time.monotonic() + seconds, False
         if self._thread.is_alive() and (self._pending or self._uploading is not None):
             log.info("waiting up to %.0f s for the mirror of step %s", seconds, self._missing())
         while self._thread.is_alive() and time.monotonic() < until:
             self._thread.join(timeout=0.5)
-            if stop_wanted():
-                until = min(until, time.monotonic() + SECONDS_AT_STOP)
-                stop_wanted = _never
+            if not stopping and stop_wanted():
+                until, stopping = min(until, time.monotonic() + SECONDS_AT_STOP), True
         missing = self._missing()
         if missing:
             why = f": {self._failure['reason']}" if self._failure else ""
@@ -190,10 +186,9 @@ class Mirror:
             log.warning("step %d is not in the mirror: it was deleted before it was copied", step)
             return 0
         text = str(error) if isinstance(error, DttError) else f"{type(error).__name__}: {error}"
-        reason = text.splitlines()[0]
-        for line in text.splitlines()[1:]:
-            if line.strip().startswith("why:"):
-                reason += f": {line.partition('why:')[2].strip()}"
+        reason, *more = text.splitlines()
+        whys = (line.partition("why:")[2] for line in more if line.strip().startswith("why:"))
+        reason = ": ".join([reason, *map(str.strip, whys)])
         given_up = isinstance(error, _ChangedHere)
         if isinstance(error, _Superseded):
             log.warning("no checkpoint is copied to the mirror any more: %s", reason)
@@ -212,7 +207,7 @@ class Mirror:
         """Copy a checkpoint, unless it is there, then delete what the retention does not keep."""
         started = time.perf_counter()
         self._write_state()
-        self._claim()
+        self.claim()
         self._take_turn()
         folder = store.folder_of(self._job.checkpoints, step)
         manifest = CheckpointManifest.read(folder)
@@ -240,7 +235,8 @@ class Mirror:
 
     def _put_job(self) -> None:
         """Copy the files of the job that have changed since this process copied them."""
-        for path in self._job_files():
+        found = chain.from_iterable(map(self._job.root.glob, JOB_FILES))
+        for path in filter(Path.is_file, found):
             with suppress(FileNotFoundError):
                 name = str(path.relative_to(self._job.root))
                 state = path.stat().st_size, path.stat().st_mtime_ns
@@ -252,11 +248,7 @@ class Mirror:
                     self._remote.write(f"{JOB}/{name}", read_whole(path))
                 self._sent[name] = state
 
-    def _job_files(self) -> Iterator[Path]:
-        for pattern in JOB_FILES:
-            yield from (path for path in self._job.root.glob(pattern) if path.is_file())
-
-    def _claim(self) -> None:
+    def claim(self) -> None:
         """Write the id of this run into the folder; ConfigError if it has that of another run."""
         found = self._remote.content(RUN_ID)
         if found is None:
@@ -325,7 +317,3 @@ class _ChangedHere(DamagedError):
 
 class _Superseded(ConfigError):
     """A mirror into which another process copies the same run."""
-
-
-def _never() -> bool:
-    return False

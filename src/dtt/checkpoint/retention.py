@@ -98,7 +98,13 @@ def dependents(folder: Path) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for path in sorted(JobDir(folder.parent).dependents.glob("*.json")):
         record = read_record(path, {"job": str, "step": int})
-        if record is not None and _may_exist(JobDir(Path(record["job"]))):
+        if record is None:
+            continue
+        try:
+            exists = JobDir(Path(record["job"])).exists
+        except OSError:  # a folder of somebody else that may not be read
+            exists = True
+        if exists:
             found.setdefault(record["step"], []).append(record["job"])
     return found
 
@@ -113,13 +119,6 @@ def check_dependents(job: JobDir, *, after: int = -1) -> None:
             why="a checkpoint of an adapter does not contain the frozen weights",
             next=f"delete the adapter first, if its export is all you need: dtt job rm {jobs[0]}",
         )
-
-
-def _may_exist(job: JobDir) -> bool:
-    try:
-        return job.exists
-    except OSError:  # a folder of somebody else that may not be read
-        return True
 
 
 def eval_loss(path: Path) -> float:
@@ -159,15 +158,6 @@ def delete(path: Path) -> None:
     doomed = path.with_name(f"{store.STAGING_PREFIX}{path.name}-pruned")
     path.rename(doomed)
     remove(doomed)
-
-
-def remove_rejected(folder: Path) -> None:
-    """Delete the rejected checkpoints that `store.commit` set aside.
-
-    Call this only after the checkpoint that replaced them has been verified.
-    """
-    for path in folder.glob(f"{store.STAGING_PREFIX}*{store.REJECTED_SUFFIX}"):
-        remove(path)
 
 
 def sweep_staging(folder: Path) -> None:

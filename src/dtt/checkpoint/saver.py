@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import FileRecord
 from dtt.artifacts.manifests import Reference
 from dtt.base.errors import DiskFull, DttError, PeerLost, StorageError
-from dtt.base.files import check_space, forget_cached
+from dtt.base.files import check_space, forget_cached, remove
 from dtt.base.log import log
 from dtt.base.reading import SECONDS_BETWEEN_LOOKS_FOR_SPACE, retrying, waiting_for_space
 from dtt.checkpoint import retention, store, tensors
@@ -113,23 +113,23 @@ class Saver:
 
         Pinning 6.5 GB takes 5 s, for which the first save would block training.
         """
-        if self._allocating is None and self._copies:
-            shards = self._cut(params, state)
-            self._allocating = threading.Thread(
-                target=self._allocate, args=(shards,), name="pinning", daemon=True
-            )
-            self._allocating.start()
+        if self._allocating is not None or not self._copies:
+            return
+        shards = self._cut(params, state)
 
-    def _allocate(self, shards: Mapping[str, list[TensorShard]]) -> None:
-        for kind, some in shards.items():
-            for shard in some:
-                if self._save_is_due.is_set():
-                    return  # the save allocates what is left itself, and raises its errors
-                try:
-                    self._host_copy(kind, shard)
-                except RuntimeError as error:
-                    log.info("no host memory ahead of the first save: %s", error)
-                    return
+        def allocate() -> None:
+            for kind, some in shards.items():
+                for shard in some:
+                    if self._save_is_due.is_set():
+                        return  # the save allocates what is left itself, and raises its errors
+                    try:
+                        self._host_copy(kind, shard)
+                    except RuntimeError as error:
+                        log.info("no host memory ahead of the first save: %s", error)
+                        return
+
+        self._allocating = threading.Thread(target=allocate, name="pinning", daemon=True)
+        self._allocating.start()
 
     def begin(
         self,
@@ -225,17 +225,17 @@ class Saver:
         """
         if not self._copies:
             return shards
-        copied = {k: [self._copy(k, shard) for shard in some] for k, some in shards.items()}
+        copied: dict[str, list[TensorShard]] = {kind: [] for kind in shards}
+        for kind, some in shards.items():
+            for shard in some:
+                copy = self._host_copy(kind, shard)
+                copy.copy_(shard.tensor.detach(), non_blocking=True)
+                copied[kind].append(replace(shard, tensor=copy))
         # The copies above are asynchronous on the stream; afterwards the step may overwrite the
         # tensors.
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         return copied
-
-    def _copy(self, kind: str, shard: TensorShard) -> TensorShard:
-        copy = self._host_copy(kind, shard)
-        copy.copy_(shard.tensor.detach(), non_blocking=True)
-        return TensorShard(shard.name, copy, shard.offset, shard.shape)
 
     def _host_copy(self, kind: str, shard: TensorShard) -> Tensor:
         copy = self._host_copies.get((kind, shard.name))
@@ -380,7 +380,10 @@ class Saver:
         try:
             also = set() if self.mirror is None else self.mirror.needed
             retention.prune(self._job.checkpoints, self._config, self._diverged, self.losses, also)
-            retention.remove_rejected(self._job.checkpoints)
+            # Those that the commit set aside: what replaces them has been verified now.
+            rejected = f"{store.STAGING_PREFIX}*{store.REJECTED_SUFFIX}"
+            for path in self._job.checkpoints.glob(rejected):
+                remove(path)
         except OSError as error:  # a failure to delete an old checkpoint should not stop training
             log.warning("an old checkpoint could not be deleted: %s", error)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from zlib import crc32
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import FileRecord
 from dtt.artifacts.manifests import CheckpointManifest, Reference
-from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import fsync_file, fsync_folder, sha256_file, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import read_json, retrying
@@ -105,12 +105,10 @@ class Checkpoint:
 
     def position(self) -> dict[str, Any]:
         """Read the part that is not tensors: the position in the run. DamagedError if invalid."""
-        path = self.path / POSITION
         try:
-            return read_json(path)
+            return read_json(self.path / POSITION)
         except ValueError as error:
-            why = f"{POSITION}: {error}"
-            raise DamagedError(f"checkpoint {self.path} is damaged", why=why) from None
+            raise header.damaged(self.path, f"{POSITION}: {error}") from None
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -224,7 +222,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
         manifest = retrying(lambda: CheckpointManifest.read(path))
     except OSError as error:
         why = f"{CheckpointManifest.filename} cannot be read: {error}"
-        raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
+        raise header.damaged(path, why) from None
     # A folder that was renamed by hand would resume at another step than its weights.
     if path.name != f"{PREFIX}{manifest.step:06d}":
         why = f"{manifest.filename} records step {manifest.step}"
@@ -232,8 +230,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
     names = [file.path for file in manifest.files]
     # A name with a slash could point out of the folder.
     if POSITION not in names or len(set(names)) < len(names) or any("/" in n for n in names):
-        why = f"{manifest.filename} does not list the files of a checkpoint"
-        raise DamagedError(f"checkpoint {path} is damaged", why=why)
+        raise header.damaged(path, f"{manifest.filename} does not list the files of a checkpoint")
     return manifest
 
 
@@ -246,13 +243,9 @@ def verify_files(path: Path, files: Sequence[FileRecord]) -> Headers:
     # seal proves no author.
     names = [file.path for file in files if file.path.startswith((f"{MODEL}-", f"{STATE}-"))]
     try:
-        return {name: retrying(partial(_header, path / name)) for name in names}
+        return {name: retrying(partial(header.read, path / name)) for name in names}
     except OSError as error:
         raise _unreadable(path, error) from None
-
-
-def _header(path: Path) -> list[header.HeaderEntry]:
-    return header.entries(path, header.opened(path, "np"))
 
 
 def check_headers(path: Path, headers: Headers, part: int = 0, parts: int = 1) -> None:
@@ -282,8 +275,7 @@ def check_readable(checkpoint: Checkpoint) -> None:
 
 
 def _unreadable(path: Path, error: OSError) -> DamagedError:
-    why = f"{error.filename or path} cannot be read: {error}"
-    return DamagedError(f"checkpoint {path} is damaged", why=why)
+    return header.damaged(path, f"{error.filename or path} cannot be read: {error}")
 
 
 def verify_file(path: Path, record: FileRecord) -> None:
@@ -291,22 +283,19 @@ def verify_file(path: Path, record: FileRecord) -> None:
     try:
         retrying(lambda: _compare(path, record))
     except OSError as error:
-        why = f"{record.path} cannot be read: {error}"
-        raise DamagedError(f"checkpoint {path} is damaged", why=why) from None
+        raise header.damaged(path, f"{record.path} cannot be read: {error}") from None
 
 
 def _compare(path: Path, record: FileRecord) -> None:
     file = checked_file(record.path, path / CheckpointManifest.filename)
     if not file.is_file():
-        raise DamagedError(f"checkpoint {path} is damaged", why=f"{record.path} is missing")
+        raise header.damaged(path, f"{record.path} is missing")
     size = file.stat().st_size
     # The size first: a truncated file is found without reading it.
     if size != record.bytes:
-        why = f"{record.path} has {size} bytes instead of {record.bytes}"
-        raise DamagedError(f"checkpoint {path} is damaged", why=why)
+        raise header.damaged(path, f"{record.path} has {size} bytes instead of {record.bytes}")
     if sha256_file(file) != record.sha256:
-        why = f"the content of {record.path} has changed: its sha256 differs"
-        raise DamagedError(f"checkpoint {path} is damaged", why=why)
+        raise header.damaged(path, f"the content of {record.path} has changed: its sha256 differs")
 
 
 def steps(folder: Path) -> list[int]:
@@ -335,11 +324,17 @@ def newest(
     are checkpoints but none passes, raises DamagedError: only the user may decide to start over.
     """
     rejected = 0
-    for checkpoint in _newest_first(folder, check, verified):
-        if isinstance(checkpoint, Checkpoint):
+    # Newest first: usually the first one passes, and hashing others would take minutes.
+    for step in reversed(steps(folder)):
+        path = folder_of(folder, step)
+        try:
+            checkpoint = verified(path)
+            check(checkpoint)
             return checkpoint
-        rejected += 1
-        log.warning("rejected a checkpoint: %s", checkpoint)
+        except (DamagedError, InputError) as error:
+            if path.exists():  # otherwise the running job has pruned it meanwhile
+                rejected += 1
+                log.warning("rejected a checkpoint: %s", error)
     if rejected:
         raise DamagedError(
             f"none of the {rejected} checkpoints in {folder} is complete",
@@ -347,22 +342,6 @@ def newest(
             next=f"restore one from a backup, or start over: mv {folder} {folder}.damaged",
         )
     return None
-
-
-def _newest_first(
-    folder: Path, check: Callable[[Checkpoint], None], verified: Verify
-) -> Iterator[Checkpoint | DttError]:
-    # Newest first, and lazily: usually the first one passes, and hashing others would take minutes.
-    for step in reversed(steps(folder)):
-        path = folder_of(folder, step)
-        try:
-            checkpoint = verified(path)
-            check(checkpoint)
-            yield checkpoint
-        except (DamagedError, InputError) as error:
-            # Retention deletes while this scans.
-            if path.exists():  # otherwise the running job has pruned it meanwhile
-                yield error
 
 
 def find(reference: str) -> Checkpoint:

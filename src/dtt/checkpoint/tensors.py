@@ -238,7 +238,7 @@ def read(
     for path in paths:
         file = TensorFile(path)
         entries = (known or {}).get(path.name)
-        for entry in header.entries(path, file.opened) if entries is None else entries:
+        for entry in header.read(path, file.opened) if entries is None else entries:
             stored = found.get(entry.name)
             if stored is None:
                 stored = found[entry.name] = Stored(entry.name, entry.shape, dtypes[entry.dtype])

@@ -60,7 +60,7 @@ def announce(inputs: StartedRun) -> None:
     dataset, steps = inputs.dataset, inputs.cfg.train.steps
     if inputs.resume is None and (mirror := inputs.open_mirror()) is not None:
         # A wrong bucket of a new run is an error now. A run that resumes does not depend on it.
-        mirror.check()
+        mirror.claim()
     source = f"init.from={inputs.cfg.init.source}"
     adopted = [
         f"{'.'.join(key[1:])} {leaf.value}"
