@@ -78,8 +78,8 @@ def moments(case: Case) -> list[MemoryEstimate]:
 
     Weights, optimizer state and EMA are there all the time. Activations grow through the forward
     pass; in the backward pass they shrink while gradients grow, so that their sum is largest at one
-    of its ends. The peak is therefore at the loss, in the first blocks of the backward pass, at its
-    end, or in the optimizer's step. In a pipeline, these passes are those of any of
+    of its ends. The peak is therefore at the loss, in the first or last blocks of the backward
+    pass, at its end, or in the optimizer's step. In a pipeline, these passes are those of any of
     the rank's stages, while other micro-batches wait for theirs.
     """
     always = persistent(case)
@@ -99,11 +99,12 @@ def moments(case: Case) -> list[MemoryEstimate]:
 
 def _of_a_pass(case: Case, *, last: bool) -> dict[str, dict[str, int]]:
     """Return the memory at each moment of the passes of a stage; `last`: those that end a step."""
-    second = min(1, case.blocks - 1)
+    second, end = min(1, case.blocks - 1), max(0, case.blocks - 2)
     found = {
         "the loss": _at_the_loss(case),
         "the backward pass": _in_the_backward_pass(case, 0, last=last),
         "the backward pass, then": _in_the_backward_pass(case, second, last=last),
+        "the backward pass, at last": _in_the_backward_pass(case, max(second, end), last=last),
         "the embedding's gradient": _at_the_embedding(case, last=last),
     }
     if last:
