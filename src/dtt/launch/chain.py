@@ -295,7 +295,7 @@ def expected_seconds(command: str, cfg: RunConfig, processes: int) -> float | No
     files: list[tuple[Path, int]] = []
     try:
         if command == "export":
-            from dtt.estimate.vocabulary import vocabulary_and_steps  # it loads torch
+            from dtt.estimate.estimates import vocabulary_and_steps  # it loads torch
 
             # The vocabulary is known where the number of steps, which no export needs, is not.
             cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 1})})
