@@ -61,9 +61,8 @@ def test_a_generated_token_of_a_batch_waits_once(check: Ask, how: str) -> None:
 def test_scoring_waits_only_for_inputs_lengths_and_results(check: Ask) -> None:
     assert check("scoring") == [
         # ids, targets and positions of a batch, and its scores
-        "2 x host waits: aten._to_copy.default in evaluate/tasks/scorer.py, _inputs",
+        "4 x host waits: aten._to_copy.default in evaluate/tasks/scorer.py, _scores",
         "2 x host waits: aten._to_copy.default in model/tree_attention.py, <genexpr>",
-        "2 x host waits: aten._to_copy.default in evaluate/tasks/scorer.py, _token_scores",
         # the number of scored tokens: see the comment there
         "1 x host waits: aten.nonzero.default in model/target_scores.py, target_scores",
     ]
