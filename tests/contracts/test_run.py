@@ -224,6 +224,7 @@ def test_a_command_validates_each_configuration_once(
     for overrides, expected in (([], 1), (longer, 2), ([], 1)):
         validated.clear()
         load._stored.cache_clear()
+        load._validated.cache_clear()
         with in_this_process(dtt.folder):
             train(None, ["jobs/t", *overrides], ["train.steps"] if overrides else [], None)
         assert len(validated) == expected

@@ -42,9 +42,10 @@ def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_format(
     shutil.rmtree(before)
     shutil.copytree(WRITTEN / written, before)
     dtt.train("jobs/six")
-    for name in ("model-00000.safetensors", "state-00000.safetensors"):
+    # Bits are those of one CPU; the folders come from another. AdamW turns the last bits of a
+    # gradient near zero into up to 4e-7 of a weight; a lost moment moves weights by 1e-4.
+    for name, atol in (("model-00000.safetensors", 1e-5), ("state-00000.safetensors", 1e-7)):
         expected, resumed = load_file(whole / name), load_file(after / name)
         assert expected.keys() == resumed.keys()
         for key, tensor in expected.items():
-            # Bits are those of one CPU; the folders come from another.
-            torch.testing.assert_close(resumed[key], tensor, rtol=1e-5, atol=1e-7, msg=key)
+            torch.testing.assert_close(resumed[key], tensor, rtol=1e-5, atol=atol, msg=key)

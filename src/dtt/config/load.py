@@ -7,6 +7,7 @@ left to right, the file, the environment, `key=value` arguments, named options.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -391,7 +392,7 @@ def _with_shipped_entry(entry: Any) -> Any:
 
 def check(layer: Layer, cls: type[RunConfig] = RunConfig) -> Resolved:
     """Validate a merged layer; ConfigError lists every problem with its file, line and key."""
-    config, problems = validate(cls, nested(layer))
+    config, problems = _validated(json.dumps(nested(layer), default=str), cls)
     # If there is a secret, report it alone: the messages of other problems might print it.
     problems = list(_secrets(layer)) or problems
     if config is not None and not problems:
@@ -400,6 +401,12 @@ def check(layer: Layer, cls: type[RunConfig] = RunConfig) -> Resolved:
     known = explain.nearest(first, cls) or ""
     next = f"dtt config explain {known}".strip()
     raise Mistakes(problems, layer, "the configuration", next=next)
+
+
+@lru_cache(maxsize=16)
+def _validated(text: str, cls: type[RunConfig]) -> tuple[RunConfig | None, list[Problem]]:
+    """Validate the values of a configuration as JSON, once for all layers that lead to them."""
+    return validate(cls, json.loads(text))
 
 
 def _secrets(layer: Layer) -> Iterator[Problem]:
