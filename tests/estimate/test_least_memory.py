@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from dtt.config.load import resolve
 from dtt.estimate import gpus, memory
 from dtt.estimate.case import make_case
+from dtt.train.objectives.next_token import NextTokenConfig
 from dtt.train.process_memory import least_memory
 
 SMALL_BATCHES = (  # weights are most of what is held
@@ -25,7 +27,16 @@ import dtt
 class Plain(dtt.Optimizer):
     def build(self, params, run):
         return torch.optim.SGD([param.tensor for param in params.values()], lr=self.lr)
+
+
+class Taught(dtt.Objective):
+    def models(self):
+        return [__file__.replace("plain.py", "teacher")]
 """
+TEACHER = {
+    "model_type": "gpt2", "n_embd": 512, "n_layer": 16, "n_head": 8, "n_positions": 32,
+    "vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -46,15 +57,23 @@ class Plain(dtt.Optimizer):
         (4, ("parallel.shard=2", "parallel.context=2")),
         (4, ("parallel.shard=4", "optim.type={folder}/plain.py:Plain")),
         (4, ("parallel.shard=4", *LORA)),
+        (1, ("objective.type={folder}/plain.py:Taught",)),
+        (4, ("parallel.shard=2", "parallel.context=2", "objective.type={folder}/plain.py:Taught")),
     ],
 )
 def test_what_a_run_holds_at_least_is_never_more_than_the_plan(
     tmp_path: Path, gpu: int, keys: tuple[str, ...], precision: str
 ) -> None:
     (tmp_path / "plain.py").write_text(OWN)
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher/config.json").write_text(json.dumps(TEACHER))
     keys = tuple(key.format(folder=tmp_path) for key in keys) if "{folder}" in str(keys) else keys
     cfg = resolve(None, [*SMALL_BATCHES, f"train.precision={precision}", *keys], env={}).config
     case = make_case(cfg, gpus.find("H100", gpu), 1, gpu, 64, cfg.train.steps)
     planned = memory.memory(case)
     least = least_memory(cfg, case.arch, case.sizes, case.precision)
     assert 0 < least <= planned.total - planned.parts["framework"]
+    if "Taught" in str(keys):
+        plain = cfg.model_copy(update={"objective": NextTokenConfig()})
+        held = least - least_memory(plain, case.arch, case.sizes, case.precision)
+        assert 0 < held <= planned.parts["models of the objective"] < 1.01 * held

@@ -35,9 +35,9 @@ def check(
     world: World = ALONE,
     sizes: Sizes = WHOLE,
     precision: Precision = Precision.FP32,
-    copies: int = 2,
+    copies: int = 4,
 ) -> None:
-    """Check a model whose weights and gradients take a share of all memory."""
+    """Check a model whose weights, gradients and optimizer state take a share of all memory."""
     cfg = resolve(None, ["model.dim=1024", "optim.type=adamw", *arguments], env={}).config
     arch = scaled(cfg, 64).arch
     fixed = count.parameters(replace(arch, vocab_size=0))
@@ -56,8 +56,11 @@ def test_the_limit_is_all_memory_of_the_machine() -> None:
     assert "model.dim, model.n_layers" in text
 
 
-def test_bf16_weights_are_half_as_large() -> None:
+def test_muon_keeps_one_number_per_weight_and_bf16_weights_are_half_as_large() -> None:
+    check(0.99, "optim.type=muon", copies=3)
     check(0.99, precision=Precision.PURE_BF16)
+    with pytest.raises(EnvironmentUnfit):
+        check(1.01, "optim.type=muon", copies=3)
     with pytest.raises(EnvironmentUnfit):
         check(1.01, precision=Precision.PURE_BF16)
 

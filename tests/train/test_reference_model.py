@@ -25,6 +25,7 @@ from dtt.mesh.mesh import Mesh
 from dtt.model import families
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
+from dtt.train.objectives import reference_pass
 from dtt.train.objectives.reference_pass import ReferencePass, is_complete
 from dtt.train.step import Passes
 
@@ -146,24 +147,35 @@ class Killed(Exception):
     """Stands for the end of the process in the middle of the pass."""
 
 
-def test_a_pass_that_was_killed_starts_over(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("damage", ["none", "torn", "changed"])
+def test_a_pass_that_was_killed_continues_after_the_rows_on_record(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
+    monkeypatch.setattr(reference_pass, "SECONDS_BETWEEN_RECORDS", 0.0)
     whole, other = tmp_path / "whole", tmp_path / "other"
     the_pass().write(dataset, whole, KEY, SEQ_LEN)
-    real = ReferencePass._rows
+    source: Any = dataset.sources[0]
+    real, reads = source.read, []
 
-    def killed(self: ReferencePass, source: Any) -> Any:
-        yield next(real(self, source))
-        raise Killed
+    def read(samples: Any, **options: Any) -> Any:
+        reads.append(samples)
+        if len(reads) == 6:
+            raise Killed
+        return real(samples, **options)
 
-    monkeypatch.setattr(ReferencePass, "_rows", killed)
+    source.read = read
     with pytest.raises(Killed):
         the_pass().write(dataset, other, KEY, SEQ_LEN)
     assert not is_complete(other, None)
-    monkeypatch.undo()
+    file = other / "train-00000.f32"
+    content = file.read_bytes()
+    if damage == "torn":  # a row of which only a part is on disk, after the last record
+        file.write_bytes(content + b"torn")
+    if damage == "changed":
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     the_pass(micro_batch=3).write(dataset, other, KEY, SEQ_LEN)
     assert is_complete(other, KEY)
+    assert reads[6][0] == (0 if damage == "changed" else 10), "five reads of two samples"
     for name, _ in reference_files(dataset):
         a, b = (np.fromfile(part / name, "<f4") for part in (whole, other))
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.patterns import SlowPattern, match_name
-from dtt.config.adapter import LoraConfig
+from dtt.config.adapter import ALL_LINEAR, LoraConfig
 from dtt.hf.chat_format import read_config
 from dtt.hf.read import load_tensors
 from dtt.model import families
@@ -48,11 +48,10 @@ PREFIX = "base_model.model."
 """What PEFT puts before the name of a module of transformers."""
 DESCRIPTIONS = {
     "lora_dropout", "inference_mode", "auto_mapping", "peft_version", "base_model_name_or_path",
-    "revision", "qalora_group_size", "megatron_core", "runtime_config", "target_modules",
-    "exclude_modules", "layers_to_transform", "layers_pattern",
+    "revision", "qalora_group_size", "megatron_core", "runtime_config",
 }  # fmt: skip
 """Fields that say nothing about the weights: of training only, parameters of a method that another
-field turns on, descriptions, and patterns of the layers whose names the tensors have anyway."""
+field turns on, and descriptions."""
 
 
 def _pattern(text: str) -> str:
@@ -65,6 +64,8 @@ def _pattern(text: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_pattern)]
+Names = Pattern | list[str]
+"""Modules: a regular expression for complete names, or a list of ends of names."""
 
 
 class PeftConfig(BaseModel):
@@ -83,6 +84,10 @@ class PeftConfig(BaseModel):
     use_rslora: bool = False
     rank_pattern: dict[Pattern, PositiveInt] = Field(default_factory=dict)
     alpha_pattern: dict[Pattern, PositiveFloat] = Field(default_factory=dict)
+    target_modules: Names | None = None
+    exclude_modules: Names | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: Pattern | list[Pattern] | None = None
     fan_in_fan_out: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
     """Initial values that leave the frozen weights alone. Others, such as pissa, subtract the
@@ -111,6 +116,29 @@ class PeftConfig(BaseModel):
         rank = first(self.rank_pattern, self.r)
         return Adapted(rank, first(self.alpha_pattern, self.lora_alpha), self.use_rslora)
 
+    def targets(self, name: str) -> bool:
+        """Return True if PEFT adapts the layer `name`."""
+        if self.exclude_modules and _named(self.exclude_modules, name):
+            return False
+        if self.target_modules == ALL_LINEAR:
+            return True
+        if not self.target_modules or not _named(self.target_modules, name):
+            return False
+        if self.layers_to_transform is None:
+            return True
+        layers, given = self.layers_to_transform, self.layers_pattern or r"[^.]*"
+        numbers = [layers] if isinstance(layers, int) else layers
+        patterns = [given] if isinstance(given, str) else given
+        ends = (rf".*\.{pattern}\.(\d+)\." for pattern in patterns)
+        found = (match_name(end, name, whole=False) for end in ends)
+        return any(match is not None and int(match[1]) in numbers for match in found)
+
+
+def _named(wanted: str | Sequence[str], name: str) -> bool:
+    if isinstance(wanted, str):
+        return match_name(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
 
 def read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str, Tensor]:
     """Return the parameters of the adapter in `folder`, by dtt's names.
@@ -118,6 +146,18 @@ def read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str,
     Raises InputError for what dtt does not support, DamagedError for a folder that contradicts
     itself, and ConfigError, with the section to use, if it differs from `cfg`.
     """
+    try:
+        return _read_peft(folder, arch, cfg)
+    except SlowPattern as slow:
+        raise InputError(
+            "the adapter has a pattern that is not matched in time",
+            where=folder / CONFIG,
+            why=str(slow),
+            next="write the names of the layers that it means into adapter_config.json",
+        ) from None
+
+
+def _read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str, Tensor]:
     where = folder / CONFIG
     if not where.is_file():
         raise InputError(f"no adapter in {folder}", where="init.adapter", why=f"it has no {CONFIG}")
@@ -125,28 +165,15 @@ def read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str,
     rules = {rule.hf_name.removesuffix(".weight"): rule for rule in linear_rules(arch)}
     if config.fan_in_fan_out and not all(rule.transpose for rule in rules.values()):
         raise _refused(where, "fan_in_fan_out", "the layers of this model are not transposed")
-    path = folder / TENSORS
-    if not path.is_file():
-        raise DamagedError(f"{path} is missing", next="adapters in pickle files are not read")
-    found, like = _layers(load_tensors(path), path)
-    if unknown := min(found.keys() - rules.keys(), default=None):
-        if like is not None:
-            raise _refused(where, unknown, "training computes the text model alone")
-        why = f"the adapter is for another model: it has no layer {unknown}"
-        raise InputError(why, where=where)
+    tensors = _tensors(folder / TENSORS)
+    found, like = _layers(tensors, folder / TENSORS)
+    names = {name: _named_like(name, like) for name in rules}
+    _check_targets(config, names, found.keys(), where)
     state: dict[str, Tensor] = {}
     layers: dict[str, Adapted] = {}
     for name, (a, b) in found.items():
         # The same for every part of a fused layer: each has all of A.
-        try:
-            own = config.of_layer(_named_like(name, like))
-        except SlowPattern as slow:
-            raise InputError(
-                "the adapter has a pattern that is not matched in time",
-                where=where,
-                why=str(slow),
-                next="write the names of the layers that it means into adapter_config.json",
-            ) from None
+        own = config.of_layer(names[name])
         if a.shape[0] != own.rank or b.shape[1] != own.rank:
             raise DamagedError(
                 f"the rank of {name} is {a.shape[0]} in {TENSORS}, {own.rank} in {CONFIG}",
@@ -194,14 +221,25 @@ def linear_rules(arch: AnyArchitecture) -> Iterator[WeightRule]:
         yield from (WeightRule(name, (name,)) for name in adaptable(arch))
         return
     for rule in families.get(arch.family).weight_rules(arch):
-        if set(rule.dtt_names) <= adaptable(arch).keys():
+        if all(_shape(name, arch) is not None for name in rule.dtt_names):
             yield rule
+
+
+def _shape(weight: str, arch: AnyArchitecture) -> tuple[int, ...] | None:
+    """Return the shape of a matrix in a layer; None for any other parameter."""
+    return adaptable(arch).get(weight)
 
 
 def _parts(rule: WeightRule, arch: AnyArchitecture) -> list[tuple[str, tuple[int, ...]]]:
     """Return name and shape [out, in] of each of dtt's layers in one of transformers."""
-    shapes = adaptable(arch)
-    return [(name.removesuffix(".weight"), shapes[name]) for name in rule.dtt_names]
+    shapes = [(name.removesuffix(".weight"), _shape(name, arch)) for name in rule.dtt_names]
+    return [(name, shape) for name, shape in shapes if shape is not None]
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise DamagedError(f"{path} is missing", next="adapters in pickle files are not read")
+    return load_tensors(path)
 
 
 def _named_like(name: str, like: str | None) -> str:
@@ -251,6 +289,29 @@ def _layers(
     return layers, like
 
 
+def _check_targets(
+    config: PeftConfig, names: Mapping[str, str], found: Iterable[str], where: Path
+) -> None:
+    """Raise unless the layers with tensors are those that the configuration names.
+
+    `names` are all layers, each with its name in the model that the adapter is for.
+    """
+    targeted = {name for name, whole in names.items() if config.targets(whole)}
+    odd = sorted(targeted.symmetric_difference(found))
+    if not odd:
+        return
+    if not set(found) <= set(names):
+        unknown = min(set(found) - set(names))
+        if any(name != whole for name, whole in names.items()):
+            raise _refused(where, unknown, "training computes the text model alone")
+        raise InputError(
+            f"the adapter is for another model: it has no layer {unknown}", where=where
+        )
+    raise DamagedError(
+        f"{CONFIG} and {TENSORS} name different layers", where=where, why=f"{odd[0]} is in one only"
+    )
+
+
 def _compare(
     theirs: Mapping[str, Adapted], ours: Mapping[str, Adapted], n_layers: int, folder: Path
 ) -> None:
@@ -275,15 +336,13 @@ def _described(adapted: Adapted | None) -> str:
 
 def adapter_section(layers: Mapping[str, Adapted], n_layers: int) -> dict[str, Any]:
     """Return an `adapter` section with these adapters of a model with `n_layers` layers."""
-    ends = Counter(map(inner, layers))
     (rank, alpha), _ = Counter((one.rank, one.alpha) for one in layers.values()).most_common(1)[0]
     return {
         "type": "lora",
         "rank": rank,
         "alpha": alpha,
         "rslora": next(iter(layers.values())).rslora,
-        # Of the model, not of the adapter: short names would also adapt the layers it leaves out.
-        "targets": sorted(ends) if set(ends.values()) == {n_layers} else sorted(layers),
+        "targets": _shortest(layers, n_layers),
         "rank_pattern": {
             f"^{re.escape(name)}": own.rank for name, own in layers.items() if own.rank != rank
         },
@@ -291,6 +350,13 @@ def adapter_section(layers: Mapping[str, Adapted], n_layers: int) -> dict[str, A
             f"^{re.escape(n)}": o.alpha for n, o in layers.items() if o.alpha != alpha
         },
     }
+
+
+def _shortest(layers: Iterable[str], n_layers: int) -> list[str]:
+    """Return names of layers, without `layers.N.` if all layers of the model have all of them."""
+    ends = Counter(map(inner, layers))
+    # Of the model, not of the adapter: short names would also adapt the layers that it leaves out.
+    return sorted(ends) if set(ends.values()) == {n_layers} else sorted(layers)
 
 
 @dataclass(frozen=True)
@@ -351,7 +417,7 @@ def _targets_of_peft(found: Iterable[str], arch: AnyArchitecture) -> list[str]:
     ends = sorted({name.rpartition(".")[2] for name in found})
     names = [rule.hf_name.removesuffix(".weight") for rule in linear_rules(arch)]
     # GPT-2 has two layers of one name in each block, c_proj.
-    return ends if {n for n in names if n.rpartition(".")[2] in ends} == found else sorted(found)
+    return ends if {n for n in names if _named(ends, n)} == found else sorted(found)
 
 
 def _joined(
@@ -364,8 +430,8 @@ def _joined(
     first = adapted[0][2]
     rank = sum(one.rank for _, _, one in adapted)
     if len(parts) == 1:
-        a, b = (state[f"{adapted[0][0]}.{part}"].float() for part in (LORA_A, LORA_B))
-        return a.contiguous(), b.contiguous(), first
+        only = adapted[0][0]
+        return _fp32(state[f"{only}.{LORA_A}"]), _fp32(state[f"{only}.{LORA_B}"]), first
     b = torch.zeros(sum(shape[0] for _, shape in parts), rank)
     row = column = 0
     for part, shape in parts:
@@ -378,3 +444,7 @@ def _joined(
     a = torch.cat([state[f"{part}.{LORA_A}"].float() for part, _, _ in adapted])
     alpha = first.scale * (sqrt(rank) if first.rslora else rank)
     return a, b, Adapted(rank, alpha, first.rslora)
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    return tensor.float().contiguous()

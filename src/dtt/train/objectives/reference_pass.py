@@ -1,17 +1,20 @@
 """The forward pass of the reference model of DPO over all preference pairs, once per job.
 
     reference/train-00000.f32        see data/samples/reference.py
+              train-00000.f32.json   number of rows that are on disk, and their hash
               manifest.json          written last
 
-All ranks compute; rank 0 writes. A process that was killed before the manifest starts over: the
-pass takes less time than a third of an epoch.
+All ranks compute; rank 0 writes. A process that was killed continues after the rows whose hash is
+on record, with any number of ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +24,15 @@ import numpy.typing as npt
 from dtt.artifacts.manifest import FileRecord, fingerprint
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import DttError, InputError
-from dtt.base.files import check_space, has_sha256, replacing, sha256_file, write_atomically
+from dtt.base.files import check_space, has_sha256, named, sha256_file, write_atomically
 from dtt.base.log import log, progress
+from dtt.base.reading import Kind, read_record
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.adapter import LoraConfig
 from dtt.config.init import HF
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader
-from dtt.data.samples.protocol import SampleSource
+from dtt.data.samples.protocol import SampleNumbers, SampleSource
 from dtt.data.samples.reference import DTYPE, ReferenceManifest, reference_files
 from dtt.evaluate.validation import evaluating
 from dtt.hf.model_source import find_model
@@ -37,6 +41,11 @@ from dtt.mesh.mesh import DATA, Mesh
 from dtt.train.assemble import LaidOutModel
 from dtt.train.inputs import StartedRun, named_reference
 from dtt.train.step import TOKEN_LOSSES, Passes
+
+SECONDS_BETWEEN_RECORDS = 30.0
+"""Time between two records of the rows that are on disk; a process that is killed loses less."""
+RECORD: dict[str, Kind] = {"key": str, "rows": int, "sha256": str}
+PART_BYTES = 2**24
 
 Float32 = npt.NDArray[np.float32]
 
@@ -68,49 +77,103 @@ class ReferencePass:
     def write(self, dataset: Dataset, folder: Path, key: str, seq_len: int) -> None:
         """Write the log-probabilities of all targets of `dataset` into `folder`; collective.
 
-        `key` identifies the model, the data and the precision.
+        `key` identifies the model, the data and the precision; rows with a different key are
+        overwritten.
         """
         files, first = dict(reference_files(dataset)), self.world.first
         total = sum(map(len, files.values()))
         if first:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ReferenceManifest.filename).unlink(missing_ok=True)
             needed = total * seq_len * DTYPE.itemsize
             check_space(folder, needed, "the log-probabilities of the reference model")
         records = []
         with progress("reference model", total, "", shown=first) as advance:
             for name, source in files.items():
-                digest = hashlib.sha256()
-                with replacing(folder / name) if first else nullcontext() as file:
-                    for rows in self._rows(source):
-                        advance(len(rows))
-                        content = rows.tobytes()
-                        digest.update(content)
-                        if file is not None:
-                            file.write(content)
-                size = len(source) * seq_len * DTYPE.itemsize
-                records.append(FileRecord(path=name, bytes=size, sha256=digest.hexdigest()))
+                file = _RowsFile(folder / name, key, seq_len) if first else None
+                done = self.world.from_first(0 if file is None else file.rows)
+                advance(done)
+                for rows in self._rows(source, done):
+                    advance(len(rows))
+                    if file is not None:
+                        file.append(rows)
+                if file is not None:
+                    records.append(file.close())
         if first:
             manifest = ReferenceManifest(key=key, files=tuple(records))
             write_atomically(folder / manifest.filename, manifest.dump())
         self.world.barrier()
 
-    def _rows(self, source: SampleSource) -> Iterator[Float32]:
-        """Yield the values of all samples, in order, on every rank: [n, S]."""
+    def _rows(self, source: SampleSource, first: int) -> Iterator[Float32]:
+        """Yield the values of all samples from `first` on, in order, on every rank: [n, S]."""
         reader = self.reader
         with evaluating(self.passes.module):
-            for start in range(0, len(source), reader.size * reader.micro_batch):
+            for start in range(first, len(source), reader.size * reader.micro_batch):
                 stop = min(start + reader.size * reader.micro_batch, len(source))
-                samples = np.arange(start, stop, dtype=np.uint64)
-                (micro_batch,) = reader.read_on_all(source, samples)
-                losses = self.passes.evaluate(micro_batch, TOKEN_LOSSES).loss
-                values = np.asarray((0.0 - losses).float().cpu().numpy(), dtype=DTYPE)
+                values = self._logprobs(source, np.arange(start, stop, dtype=np.uint64))
                 rows = np.empty((stop - start, values.shape[1]), dtype=DTYPE)
                 # Only from ranks with other samples: those that share samples have equal values.
                 for rank, part in enumerate(self.mesh.gather(values, DATA)):
                     mine = rows[rank :: reader.size]
                     mine[:] = part[: len(mine)]  # a rank without samples computed a dummy one
                 yield rows
+
+    def _logprobs(self, source: SampleSource, samples: SampleNumbers) -> Float32:
+        """Return the values of this rank's part of `samples`, at most one micro-batch: [n, S]."""
+        (micro_batch,) = self.reader.read_on_all(source, samples)
+        losses = self.passes.evaluate(micro_batch, TOKEN_LOSSES).loss
+        return np.asarray((0.0 - losses).float().cpu().numpy(), dtype=DTYPE)
+
+
+class _RowsFile:
+    """A file to which rows are appended, with a record of those that are on disk."""
+
+    def __init__(self, path: Path, key: str, seq_len: int) -> None:
+        """Open the file after the rows on record, if they are of the same key and undamaged."""
+        self._path, self._key, self._row_bytes = path, key, seq_len * DTYPE.itemsize
+        self._record = path.with_name(f"{path.name}.json")
+        self.rows, self._hash = self._recorded()
+        """Number of rows in the file."""
+        self._file = path.open("r+b" if self.rows else "wb")
+        self._file.truncate(self.rows * self._row_bytes)
+        self._file.seek(0, os.SEEK_END)
+        self._recorded_at = time.monotonic()
+
+    def _recorded(self) -> tuple[int, hashlib._Hash]:
+        nothing = 0, hashlib.sha256()
+        record = read_record(self._record, RECORD)
+        if record is None or record["key"] != self._key or not self._path.is_file():
+            return nothing
+        digest, missing = hashlib.sha256(), record["rows"] * self._row_bytes
+        with self._path.open("rb") as file:
+            while missing > 0 and (part := file.read(min(missing, PART_BYTES))):
+                digest.update(part)
+                missing -= len(part)
+        return (record["rows"], digest) if digest.hexdigest() == record["sha256"] else nothing
+
+    def append(self, rows: Float32) -> None:
+        """Write rows, and record them if the last record is old."""
+        content = rows.tobytes()
+        with named(self._path):
+            self._file.write(content)
+        self._hash.update(content)
+        self.rows += len(rows)
+        if time.monotonic() - self._recorded_at >= SECONDS_BETWEEN_RECORDS:
+            self._write_record()
+
+    def _write_record(self) -> None:
+        with named(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        record = {"key": self._key, "rows": self.rows, "sha256": self._hash.hexdigest()}
+        write_atomically(self._record, json.dumps(record) + "\n")
+        self._recorded_at = time.monotonic()
+
+    def close(self) -> FileRecord:
+        """Record all rows, close the file, and return its entry in the manifest."""
+        self._write_record()
+        self._file.close()
+        size = self.rows * self._row_bytes
+        return FileRecord(path=self._path.name, bytes=size, sha256=self._hash.hexdigest())
 
 
 def check_reference(inputs: StartedRun) -> None:
