@@ -24,6 +24,7 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base import reading
 from dtt.base.errors import Diverged, ExitCode
 from dtt.mesh import dist
+from dtt.train import build
 from dtt.train import run as train
 from dtt.train.trainer import Trainer
 
@@ -143,7 +144,7 @@ def test_a_stop_request_ends_the_wait_for_space_at_the_start(
 
 @pytest.mark.parametrize(
     ("owner", "name", "ends_with"),
-    [(Trainer, "run", "metrics.jsonl"), (train, "build", "the loss is nan")],
+    [(Trainer, "run", "metrics.jsonl"), (build, "build", "the loss is nan")],
     ids=["in a step", "before the first step"],
 )
 def test_a_run_that_fails_on_a_full_disk_ends_without_waiting_for_space(

@@ -188,7 +188,12 @@ class OwnTokens(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(module, device_mesh, ALL_TOKENS)
+        # Only the weight: a router's `balance` is added to plain tensors, and stays one itself.
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        part = distribute_tensor(weight, device_mesh, [ALL_TOKENS], src_data_rank=None)
+        module.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
+        return module
 
 
 def plan(*, norm_all_heads: bool) -> dict[str, ParallelStyle]:

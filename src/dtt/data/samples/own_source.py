@@ -365,16 +365,9 @@ class _RowWriter:
         self, numbers: list[int], found: list[Any]
     ) -> Iterator[tuple[list[int], EncodedPart]]:
         """Yield encoded texts or conversations; raise OwnCodeError for the first that cannot be."""
-        # As the encoders of text and of conversations take a row.
-        documents: list[Any] = [
-            row.encode()
-            if isinstance(row, str)
-            else JsonRow(str, json.dumps(row, default=str).encode(), row)
-            for row in found
-        ]
         refused = BadDocuments(shown=1)
-        with refused.guard(str):
-            part = self._encoder.encode(documents, refused)
+        with refused.guard(str):  # a text may hold half a character, which has no UTF-8
+            part = self._encoder.encode([*map(_document, found)], refused)
         if not refused.count and (len(part.lengths) == len(numbers) or len(numbers) == 1):
             self.unread += refused.unread
             yield numbers, part
@@ -385,3 +378,10 @@ class _RowWriter:
         # One by one: either one of them is wrong, or one becomes several sequences.
         for number, row in zip(numbers, found, strict=True):
             yield from self._documents([number], [row])
+
+
+def _document(row: str | dict[str, Any]) -> bytes | JsonRow:
+    """Return a row as the encoders of text and of conversations take it."""
+    if isinstance(row, str):
+        return row.encode()
+    return JsonRow(str, json.dumps(row, default=str).encode(), row)
