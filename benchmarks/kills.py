@@ -237,6 +237,14 @@ def differences(actual: Results, expected: Results) -> list[str]:
     return sorted(name for name in names if actual.get(name) != expected.get(name))
 
 
+def records_only_in(some: Results, others: Results) -> list[object]:
+    """Return the records of metrics.jsonl in `some` that `others` lacks."""
+    found, known = some.get("metrics"), others.get("metrics")
+    if not isinstance(found, list) or not isinstance(known, list):
+        return []
+    return [record for record in found if record not in known]
+
+
 def undisturbed(work: Work, folder: Path, variant: str) -> tuple[Results, float]:
     """Return the results of a command that nothing disturbs, and its duration in seconds."""
     command = Command(work, folder, variant)
@@ -277,9 +285,8 @@ def main() -> None:
             tally.add_job(folder.name, differences(found, expected))
             # A rare difference is not seen again: its records say where to look.
             for who, some, others in (("only", found, expected), ("lacks", expected, found)):
-                for record in some.get("metrics") or ():
-                    if record not in (others.get("metrics") or ()):
-                        print(f"{folder.name} {who} {record}", flush=True)
+                for record in records_only_in(some, others):
+                    print(f"{folder.name} {who} {record}", flush=True)
             shutil.rmtree(folder)
     tally.report(time.monotonic() - start)
     sys.exit(bool(tally.different or tally.manual))
