@@ -166,9 +166,7 @@ def test_a_step_has_the_results_of_its_checkpoint_and_else_the_newest(
     assert curves["sums, limit 3"]["values"] == (0.9,)
 
 
-@pytest.mark.parametrize(
-    "option", [["--step", "5"], ["--harness", "mmlu"], ["eval.batch_tokens=9"]]
-)
+@pytest.mark.parametrize("option", [["--step", "5"], ["eval.batch_tokens=9"]])
 def test_options_of_an_evaluation_are_refused(dtt: Dtt, option: list[str]) -> None:
     done = dtt("eval", "compare", "a", "b", *option, expect=2)
     assert f"dtt eval compare does not take {option[0].partition('=')[0]}" in done.stderr

@@ -77,7 +77,6 @@ def test_a_process_starts_on_each_gpu_that_is_chosen(
     ("arguments", "processes"),
     [
         (["exports/run", "--tasks", "arc_easy"], 8),
-        (["exports/run", "--harness", "piqa"], 8),
         (["jobs/run", "--tasks", "arc_easy", "--watch"], 0),  # beside a training
         (["compare", "jobs/a", "jobs/b", "--tasks", "arc_easy"], 0),
     ],

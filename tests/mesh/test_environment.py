@@ -61,7 +61,7 @@ def test_a_hint_installs_what_an_extra_requires_and_names_no_distribution_of_dtt
 
 
 def test_the_command_of_a_hint_runs_as_printed() -> None:
-    extras = {"harness", "language", "mpi", "mpich", "peft", "tensorboard", "wandb"}
+    extras = {"language", "mpi", "mpich", "peft", "tensorboard", "wandb"}
     assert extras == set(NAMED)
     hint = environment.install("tensorboard")  # developers have it: nothing is fetched
     run = subprocess.run(f"{hint} --dry-run", shell=True, capture_output=True, text=True)

@@ -25,7 +25,6 @@ SLOW_IMPORTS = {
     "transformers": "transformers",
     "datasets": "datasets",
     "wandb": "wandb",
-    "lm_eval": "lm-evaluation-harness",
 }
 """Modules that take seconds to import from a network disk, with the names to log."""
 

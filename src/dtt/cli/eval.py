@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from dtt.base.errors import ConfigError
 from dtt.cli.app import cli
 from dtt.cli.options import Ema, Json, argument, option
 
@@ -38,14 +37,6 @@ def eval_(
     ] = None,
     ema: Ema = False,
     chat: Annotated[bool, option("--chat", "Ask in the model's conversation format.")] = False,
-    harness: Annotated[
-        str,
-        option(
-            "--harness",
-            "Tasks of lm-eval instead, separated by commas: names or YAML files.",
-            metavar="TASKS",
-        ),
-    ] = "",
     watch: Annotated[
         bool, option("--watch", "Evaluate each checkpoint of a job as it appears.")
     ] = False,
@@ -62,17 +53,10 @@ def eval_(
     from dtt.evaluate import watch as eval_watch
     from dtt.launch import own_gpus
 
-    if watch and harness:
-        raise ConfigError("--watch evaluates tasks of dtt only", next="omit --harness")
-    sources, keys = evaluation.with_keys(arguments, _names(tasks))
-    if harness:
-        keys["harness"] = _names(harness)
+    names = tuple(filter(None, tasks.split(",")))
+    sources, keys = evaluation.with_keys(arguments, names)
     if not watch and sources[:1] != ["compare"]:
         # A watch runs beside a training, which has the other GPUs.
         own_gpus.start_evaluation()
     start = eval_watch.run if watch else evaluation.run
     start(sources, step=step, ema=ema, chat=chat, as_json=json, **keys)
-
-
-def _names(given: str) -> tuple[str, ...]:
-    return tuple(filter(None, given.split(",")))

@@ -52,7 +52,7 @@ def run(
     for any of the other `options`.
     """
     for name, value in options.items():
-        flag = f"--{name}" if name in ("step", "harness") else f"eval.{name}"
+        flag = "--step" if name == "step" else f"eval.{name}"
         if value not in (None, ()):
             raise ConfigError(
                 f"dtt eval compare does not take {flag}",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError, Preempted
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from dtt.hf.read import LoadedModel
     from dtt.jobs.stop import Requests
     from dtt.mesh.dist import World
-
-T = TypeVar("T")
 
 
 def evaluate(
@@ -295,10 +293,10 @@ def load_verified(model: EvaluatedModel, world: World) -> LoadedModel:
 def evaluate_each(
     models: Sequence[EvaluatedModel],
     world: World | None,
-    evaluate: Callable[[EvaluatedModel], T],
+    evaluate: Callable[[EvaluatedModel], list[TaskResult]],
     *,
     every: bool,
-) -> Iterator[tuple[EvaluatedModel, T]]:
+) -> Iterator[tuple[EvaluatedModel, list[TaskResult]]]:
     """Yield `evaluate(model)` of all models if `every` is true, else of the first that is intact.
 
     `evaluate` has the same outcome on every rank; `world` is None without other ranks. Skips

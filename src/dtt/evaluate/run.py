@@ -17,20 +17,13 @@ from dtt.hf.model_source import find_folder
 from dtt.jobs import job_state
 
 
-def run(arguments: Sequence[str], *, harness: Sequence[str] = (), **options: Any) -> None:
-    """Evaluate a model, or compare the results of two: `compare A B`; see `evaluate`.
-
-    With `harness`, evaluates these tasks of lm-evaluation-harness instead.
-    """
+def run(arguments: Sequence[str], **options: Any) -> None:
+    """Evaluate a model, or compare the results of two: `compare A B`; see `evaluate`."""
     match arguments:
         case ["compare", one, other]:
             from dtt.evaluate import compare
 
-            compare.run(one, other, harness=harness, **options)
-        case [source] if source != "compare" and harness:
-            from dtt.evaluate import harness as lm_eval
-
-            lm_eval.run(source, harness, **options)
+            compare.run(one, other, **options)
         case [source] if source != "compare":
             evaluate(source, **options)
         case _:
