@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,40 @@ def test_a_run_that_an_action_ends_is_complete(dtt: Dtt, tokens: Path, every: in
     assert recorded(dtt, "EarlyStopping")[-1]["step"] == 3
     dtt("train", "jobs/t", "actions=[]")
     assert (dtt.folder / "jobs/t/checkpoints/step-000009").is_dir()
+
+
+KILLED_ONCE = """
+import os, signal
+from pathlib import Path
+import dtt
+
+class Killed(dtt.Action):
+    every: int = 1
+
+    def run(self, run):
+        if run.step == 4 and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"seen": run.step}
+"""
+
+
+def test_what_a_kill_after_the_last_step_cut_off_is_done_by_the_next_attempt(dtt: Dtt) -> None:
+    """The checkpoint of the last step is complete by then, but the run is not."""
+    started = *own(dtt, KILLED_ONCE, "actions: [{type: mine.py:Killed}]\n"), "train.sample_every=2"
+    sampled = *started, "train.sample_tokens=4"
+    dtt("train", *sampled, expect=-signal.SIGKILL)
+    metrics = dtt.folder / "jobs/t/metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    assert [one["step"] for one in recorded(dtt, "Killed")] == [1, 2, 3]
+    # As if the kill had come before the sample, of which no checkpoint has a trace either.
+    cut = [line for line in lines if '"kind": "sample", "step": 4' not in line]
+    assert len(cut) == len(lines) - 1
+    metrics.write_text("".join(cut))
+    dtt("train", "jobs/t")
+    assert [one["step"] for one in recorded(dtt, "Killed")] == [1, 2, 3, 4]
+    assert ("sample", 4) in [(r["kind"], r["step"]) for r in map(json.loads, metrics.open())]
+    assert "jobs/t is done" in dtt("train", "jobs/t").stderr
 
 
 def test_actions_may_change_on_a_resume(dtt: Dtt) -> None:

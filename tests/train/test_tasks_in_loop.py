@@ -121,7 +121,8 @@ def test_a_job_whose_last_evaluation_gave_no_scores_is_done(
     job.metrics.write_text("".join(lines))
     assert newest is not None
     plan: Any = SimpleNamespace(steps=12)
-    run: Any = SimpleNamespace(cfg=load_job(job.root), job=job, plan=plan)
+    next_attempt = SimpleNamespace(number=job.attempt() + 1)
+    run: Any = SimpleNamespace(cfg=load_job(job.root), job=job, plan=plan, attempt=next_attempt)
     assert not is_done(run, newest)
     none = {"kind": "task", "step": 12, "n": 0}
     lines += [json.dumps(none | {"task": name}) + "\n" for name in {r["task"] for r in records}]

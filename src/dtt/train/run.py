@@ -410,17 +410,18 @@ def choose_checkpoint(attempt: Attempt, from_step: int | None, verify: Verify) -
 
 
 def is_done(inputs: StartedRun, resume: Checkpoint) -> bool:
-    """Return True if the last step is saved and its evaluation is recorded."""
+    """Return True if the attempt before this one did everything that is due after the last step.
+
+    The checkpoint of that step is no proof: it is saved before the actions of its step, some of
+    which leave no record. An attempt that was killed among them is completed by this one.
+    """
     from dtt.evaluate.tasks.definition import load_tasks
 
-    steps = inputs.plan.steps
-    if resume.step < steps:
+    job, earlier = inputs.job, [n for n in inputs.job.attempts() if n < inputs.attempt.number]
+    ended = job.exit_record(earlier[-1]) if earlier else None
+    if resume.step < inputs.plan.steps or ended is None or ended["code"] != ExitCode.DONE:
         return False
-    found = jsonl.summarize(inputs.job.metrics)
-    # A run without held-out text has no evaluation.
-    validated = found.last_eval is None or found.last_eval["step"] >= steps
-    if not validated or resume.position().get("tasks_evaluated") == resume.step:
-        return validated
-    # Tasks may have been added, and evaluated after the last checkpoint.
-    recorded = {record["task"] for record in found.last_tasks if record["step"] >= steps}
+    # Tasks may have been added since.
+    scores = jsonl.summarize(job.metrics).last_tasks
+    recorded = {record["task"] for record in scores if record["step"] >= resume.step}
     return recorded >= {task.name for task in load_tasks(inputs.cfg.eval.tasks)}
