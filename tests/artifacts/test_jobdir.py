@@ -77,6 +77,15 @@ def test_attempts_are_numbered_from_one(job: JobDir) -> None:
     assert job.stop.parent.is_dir()
 
 
+def test_an_attempt_at_whose_start_the_disk_was_full_began_with_its_folder(job: JobDir) -> None:
+    assert job.attempt_record(1) is None
+    job.attempt_dir(1).mkdir(parents=True)
+    os.utime(job.attempt_dir(1), (5.0, 5.0))
+    record = job.attempt_record(1)
+    assert record == {"started": 5.0, "slurm": None, "launch": "", "ranks": 1}
+    assert job.exit_record(1) is None
+
+
 def test_a_training_takes_the_attempt_that_the_supervisor_of_its_slurm_job_has_begun(
     job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,9 +103,6 @@ def test_a_training_takes_the_attempt_that_the_supervisor_of_its_slurm_job_has_b
     assert {p.name for p in path.parent.iterdir()} == {"attempt.json"}
     path.write_text(json.dumps(begun | {"slurm": "30"}))
     assert job.begin_attempt() == 6, "of another Slurm job"
-    # Under a supervisor of an older version, which reads the end in a file of its own.
-    job.end_attempt(ExitCode.IO, "disk full", rank=0, attempt=6)
-    assert json.loads((job.attempt_dir(6) / "exit.json").read_text())["code"] == 74
 
 
 def test_the_first_ending_of_an_attempt_is_the_cause(job: JobDir) -> None:

@@ -74,16 +74,6 @@ def test_prune_follows_the_rules_but_keeps_the_newest_verified_checkpoint(dtt: D
     assert left[1]["problem"]
 
 
-def test_the_difference_of_two_checkpoints(dtt: Dtt) -> None:
-    assert "identical" in dtt("ckpt", "diff", "jobs/t", "jobs/t@12").stdout
-    found = json.loads(dtt("ckpt", "diff", "jobs/t@4", "jobs/t@8", "--json").stdout)
-    assert found["facts"]["step"] == [4, 8]
-    assert found["facts"]["tokens"] == [1024, 2048]
-    names = {t["name"]: t["distance"] for t in found["tensors"] if t["kind"] == "model"}
-    assert "layers.1.mlp.down.weight" in names
-    assert all(0 < distance < 1 for distance in names.values())
-
-
 @pytest.mark.slow
 def test_from_step_renames_newer_checkpoints(dtt: Dtt) -> None:
     dtt("train", "jobs/t", "--from-step", 4, "train.steps=6", "--allow-change", "train.steps")

@@ -81,7 +81,7 @@ def test_an_interrupted_branch_equals_a_run_of_its_length_without_its_parent(
 
 
 @pytest.mark.slow
-def test_branches_leave_the_parent_unchanged_and_ls_shows_them_as_a_tree(
+def test_branches_leave_the_parent_unchanged_and_status_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = [sha256_file(path) for path in sorted(PARENT.checkpoints.rglob("*.*"))]
@@ -93,16 +93,8 @@ def test_branches_leave_the_parent_unchanged_and_ls_shows_them_as_a_tree(
     shutil.rmtree(PARENT.checkpoints / "step-000008")
     run("schedule.decay=20%", branch_of="jobs/t@8")  # is done, and says so
     capsys.readouterr()
-    job_listing.ls(Path("jobs"), as_json=False, tree=True)
-    shown = [line.split("  done")[0].rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert shown[0].startswith("job ")
-    assert shown[1] == "jobs/t"
-    assert set(shown[2:]) == {"  jobs/t-branch-8-10", "  jobs/t-branch-8-12"}
     job_listing.status(Path("jobs/t-branch-8-10"), as_json=True)
     assert json.loads(capsys.readouterr().out)["parent"]["step"] == 8
-    shutil.rmtree(PARENT.root)
-    job_listing.ls(Path("jobs"), as_json=False, tree=True)
-    assert all(line.startswith("job") for line in capsys.readouterr().out.splitlines())
 
 
 def test_invalid_branches_are_refused_and_create_nothing() -> None:

@@ -150,8 +150,8 @@ def commands_of(job: Path) -> dict[str, Callable[[], object]]:
     return {
         "status": lambda: job_listing.status(job, as_json=False),
         "status --json": lambda: job_listing.status(job, as_json=True),
-        "ls": lambda: job_listing.ls(job.parent, as_json=False, tree=True),
-        "ls --json": lambda: job_listing.ls(job.parent, as_json=True, tree=False),
+        "ls": lambda: job_listing.ls(job.parent, as_json=False),
+        "ls --json": lambda: job_listing.ls(job.parent, as_json=True),
         "ckpt ls": lambda: ckpt.ls(str(job), as_json=False),
     }
 

@@ -29,7 +29,6 @@ from support.fake_slurm import (
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, InputError
 from dtt.jobs import job_state
-from dtt.jobs.job_files import job_argv
 from dtt.jobs.job_state import Status
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -494,44 +493,6 @@ def test_an_unreachable_slurm_does_not_affect_jobs_without_slurm(
     other.attempt(ago=300)  # by hand, and gone before its first heartbeat
     written.submitted("7")
     assert [s.state for s in job_state.examine([written.job, other.job])] == ["unknown", "lost"]
-
-
-OLD_EXIT = {"code": 74, "reason": "x", "step": 8, "rank": 1, "node": "n2"}
-
-
-@pytest.mark.parametrize(
-    ("batch", "env", "exit", "decision", "slurm_says", "state", "id"),
-    [
-        (True, 300, None, "", "RUNNING", "running", "7"),
-        (False, 300, None, "", "RUNNING", "lost", None),  # an allocation for work by hand
-        (True, 900, None, "", "RUNNING", "lost", None),  # env.json is of another attempt
-        (True, 300, 74, "", "FAILED", "failed", "7"),
-        (True, 300, 74, GAVE_UP, "FAILED", "out of attempts", "7"),
-        (True, 300, 75, "again: preempted", "PENDING", "preempted", "8"),
-        (True, 300, 0, "over: done", "FAILED", "done", "7"),
-    ],
-)
-def test_a_job_of_an_older_version_is_read_from_its_files_and_their_times(
-    written: Written, slurm: FakeSlurm, batch: bool, env: float, exit: int | None, decision: str,
-    slurm_says: str, state: str, id: str | None,
-) -> None:  # fmt: skip
-    line = {"time": time.time() - 900, "argv": ["train"], "directory": "/", "job_id": "7"}
-    successor = {"time": time.time() - 290, "job_id": 8, "command": "successor of 7"}
-    lines = [line, successor][: 2 if id == "8" else 1] if id is not None else []
-    written._write("submissions.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    written._write("attempts/1/ranks/00000.json", "{}", 300)
-    environment = {"environment": {"SLURM_JOB_ID": "7"}, "batch": batch}
-    written._write("env.json", json.dumps(environment), env)
-    if exit is not None:
-        written._write("attempts/1/exit.json", json.dumps(OLD_EXIT | {"code": exit}), 100)
-    if decision:
-        written._write("decision", decision + "\n", 50)
-    slurm.says("squeue", squeue_line(slurm_says, ago=99, id=id or "7"))
-    status = written.status()
-    assert (status.state, status.slurm and status.slurm.id) == (state, id)
-    assert status.files.started == pytest.approx(time.time() - 300, abs=30)
-    assert status.files.ended == pytest.approx(time.time() - 100 if exit is not None else 0, abs=30)
-    assert job_argv(written.job)[0] == "train"
 
 
 def test_a_submission_that_sbatch_could_not_confirm_is_unknown_until_it_is_found(

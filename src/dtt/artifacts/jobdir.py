@@ -20,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dtt.artifacts import old_jobs
 from dtt.artifacts.manifests import CHAT_TEMPLATE
 from dtt.base.errors import ExitCode
 from dtt.base.files import fsync_folder, remove, write_atomically, write_once
@@ -177,11 +176,10 @@ class JobDir:
         if not folder.is_dir():
             return None
         record = read_record(folder / "attempt.json", {}) or {}
-        # Also the files of an attempt at whose start the disk was full.
-        if not fits(record, STARTED):
-            record |= old_jobs.start(folder)
-        # Older versions wrote no host, and the end of the attempt into other files.
-        return record if "host" in record else old_jobs.ending(folder) | record
+        if not fits(record, STARTED):  # the disk was full when it started
+            started = folder.stat().st_mtime
+            record |= {"started": started, "slurm": None, "launch": "", "ranks": 1}
+        return record
 
     def exit_record(self, number: int) -> dict[str, Any] | None:
         """Return how an attempt ended: the fields of `ENDED`.
@@ -192,7 +190,7 @@ class JobDir:
 
     def submission_record(self) -> dict[str, Any] | None:
         """Return the record of the newest submission; None if the job was never submitted."""
-        return read_record(self.submission, SUBMITTED) or old_jobs.submission(self.root)
+        return read_record(self.submission, SUBMITTED)
 
     def attempt(self) -> int:
         """Return the number of the newest attempt, from 1; 0 before the first."""
@@ -294,9 +292,6 @@ class JobDir:
         if self.exit_record(attempt) is None:
             retrying(lambda: aside.replace(path))
             retrying(lambda: fsync_folder(path.parent))
-            # A supervisor that an older version copied into the job reads this file instead.
-            if "DTT_SUPERVISED" in os.environ and "saved" not in record:
-                write_atomically(path.with_name("exit.json"), path.read_text())
         aside.unlink(missing_ok=True)
 
     def newest_checkpoint_name(self) -> str | None:

@@ -1,4 +1,4 @@
-"""`dtt ckpt`: list, verify, prune and compare checkpoints."""
+"""`dtt ckpt`: list, verify and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -135,48 +135,3 @@ def prune(job: Path, overrides: Sequence[str], *, dry_run: bool) -> None:
             "would delete" if dry_run else "deleted",
             len(surplus),
         )
-
-
-def diff(one: str, other: str, *, as_json: bool) -> None:
-    """Print the differences between two checkpoints (`JOB` or `JOB@STEP`): facts, then tensors."""
-    a, b = store.find(one), store.find(other)
-    left, right = (
-        c.manifest.model_dump(mode="json", exclude={"files", "format"}) | c.position()
-        for c in (a, b)
-    )
-    facts = {n: (left.get(n), right.get(n)) for n in left | right if left.get(n) != right.get(n)}
-    tensors = [line for kind in (store.MODEL, store.STATE) for line in _tensors(a, b, kind)]
-    if as_json:
-        print(json.dumps({"facts": facts, "tensors": tensors}, indent=1))
-        return
-    print(f"{a.path}  {b.path}")
-    for name, (here, there) in facts.items():
-        print(f"  {name:<24} {here}  {there}")
-    for line in tensors:
-        distance = line["distance"]
-        how = line["problem"] or f"largest difference {distance:.3g}"
-        print(f"  {line['kind']:<6} {line['name']:<40} {how}")
-    if not facts and not tensors:
-        print("  identical")
-
-
-def _tensors(a: store.Checkpoint, b: store.Checkpoint, kind: str) -> list[dict[str, Any]]:
-    """Return a record for each tensor that is not bitwise identical."""
-    import torch
-
-    left, right = a.stored(kind), b.stored(kind)
-    lines = []
-    for name in sorted(left.keys() | right.keys()):
-        one, other = left.get(name), right.get(name)
-        problem, distance = None, None
-        if one is None or other is None:
-            problem = f"only in {(a if other is None else b).path}"
-        elif (one.shape, one.dtype) != (other.shape, other.dtype):
-            problem = f"{one.dtype} {list(one.shape)}, {other.dtype} {list(other.shape)}"
-        else:
-            x, y = one[()], other[()]
-            if torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if x.dim() else x.equal(y):
-                continue
-            distance = (x.double() - y.double()).abs().max().item()
-        lines.append({"kind": kind, "name": name, "problem": problem, "distance": distance})
-    return lines

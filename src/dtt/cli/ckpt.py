@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from dtt.cli.app import cli
-from dtt.cli.options import Checkpoint, Job, Json, Overrides, argument, option
+from dtt.cli.options import Job, Json, Overrides, argument, option
 
 ckpt_cli = cli.group("ckpt", "Manage the checkpoints of a job.")
 
@@ -38,21 +38,6 @@ def ckpt_prune(
     from dtt.checkpoint import inspect as ckpt
 
     ckpt.prune(job, overrides or [], dry_run=dry_run)
-
-
-@ckpt_cli.command("dtt ckpt diff jobs/run@500 jobs/run@1000")
-def ckpt_diff(
-    one: Checkpoint,
-    other: Annotated[str, argument("JOB[@STEP]", "Checkpoint to compare with.")],
-    json: Json = False,
-) -> None:
-    """Compare two checkpoints: position, weights, optimizer state.
-
-    Reads both checkpoints and prints their differences.
-    """
-    from dtt.checkpoint import inspect as ckpt
-
-    ckpt.diff(one, other, as_json=json)
 
 
 @ckpt_cli.command("dtt ckpt fetch jobs/run", "dtt ckpt fetch s3://bucket/prefix/run 500")

@@ -23,7 +23,6 @@ Wait = Annotated[
 @job_cli.command("dtt job ls", "dtt job ls jobs/lr --json")
 def job_ls(
     folder: Annotated[Path, argument("[FOLDER]", "Folder that contains the jobs.")] = Path("jobs"),
-    tree: Annotated[bool, option("--tree", "Show branches below their parent job.")] = False,
     json: Json = False,
 ) -> None:
     """List the jobs in a folder with their state, the most recently changed first.
@@ -33,7 +32,7 @@ def job_ls(
     """
     from dtt.jobs import listing as job_listing
 
-    job_listing.ls(folder, as_json=json, tree=tree)
+    job_listing.ls(folder, as_json=json)
 
 
 @job_cli.command("dtt job status jobs/run")

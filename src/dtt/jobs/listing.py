@@ -23,11 +23,10 @@ GUARD_RECORD = {"why": str, "action": str}
 """Fields, with their types, of an anomaly guard's record that are shown."""
 
 
-def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
+def ls(folder: Path, *, as_json: bool) -> None:
     """Print the state of every job in a folder, the most recently changed first.
 
-    The stages of a configuration are listed together, in their order. With `tree`, branches follow
-    the job they branched from, indented.
+    The stages of a configuration are listed together, in their order.
     """
     statuses = _by_change(job_state.examine(job_state.find(folder)))
     if as_json:
@@ -35,8 +34,7 @@ def ls(folder: Path, *, as_json: bool, tree: bool) -> None:
         return
     for error in {status.slurm_error for status in statuses if status.slurm_error}:
         log.warning("Slurm did not respond: %s", error)
-    ordered = _tree(statuses) if tree else ((0, status) for status in statuses)
-    _print_table([(f"{'  ' * depth}{status.job.root}", status) for depth, status in ordered])
+    _print_table([(str(status.job.root), status) for status in statuses])
 
 
 def _by_change(statuses: Sequence[Status]) -> list[Status]:
@@ -128,24 +126,6 @@ def _scaled(number: float) -> str:
         if abs(number) >= 0.9995 * size:
             return f"{number / size:.3g}{suffix}"
     return f"{number:.0f}"
-
-
-def _tree(statuses: Sequence[Status]) -> Iterator[tuple[int, Status]]:
-    """Yield each job with its depth in the tree of branches; a branch follows its parent."""
-    known = {status.job.root.resolve() for status in statuses}
-    below: dict[Path | None, list[Status]] = {}
-    for status in statuses:
-        record, parent = status.job.parent_record(), None
-        if record is not None:
-            parent = (status.job.root / record["job"]).resolve()
-        below.setdefault(parent if parent in known else None, []).append(status)
-
-    def walk(root: Path | None, depth: int) -> Iterator[tuple[int, Status]]:
-        for status in below.get(root, ()):
-            yield depth, status
-            yield from walk(status.job.root.resolve(), depth + 1)
-
-    return walk(None, 0)
 
 
 def status(path: Path, *, as_json: bool) -> None:

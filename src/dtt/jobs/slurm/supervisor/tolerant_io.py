@@ -89,12 +89,7 @@ def parsed(path: Path) -> Dict[str, Any]:
 
 def attempt_record(job: Path) -> Dict[str, Any]:
     """Return attempt.json of the newest attempt of a job; empty if there is none yet."""
-    folder = job / "attempts" / str(largest(job / "attempts"))
-    record: Dict[str, Any] = {}
-    # Older versions recorded the end of an attempt in a file of its own.
-    for name in ("exit.json", "attempt.json"):
-        record.update(parsed(folder / name))
-    return record
+    return parsed(job / "attempts" / str(largest(job / "attempts")) / "attempt.json")
 
 
 def run(*argv: str, silent: bool = False) -> Optional[str]:
