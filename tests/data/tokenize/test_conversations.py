@@ -112,11 +112,10 @@ def test_every_conversation_is_there_once_with_its_mask(workshop: Workshop) -> N
     assert hashlib.sha256(template).hexdigest() == manifest.chat.template_sha256
 
 
-@pytest.mark.parametrize("engine", ["hf", "gigatoken"])
-def test_token_files_do_not_depend_on_the_engine(workshop: Workshop, engine: Engine) -> None:
-    assert workshop.run().engine == "gigatoken"
-    assert workshop.run("other", engine=engine).engine == engine
-    assert sums(workshop.folder / "other") == sums(workshop.folder / "out")
+def test_gigatoken_which_encodes_text_is_refused(workshop: Workshop) -> None:
+    with pytest.raises(ConfigError, match=r"tokenize\.engine=auto"):
+        workshop.run(engine="gigatoken")
+    assert workshop.run().engine == "hf"
 
 
 def test_parquet_holds_the_same_conversations_as_json_lines(workshop: Workshop) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import ChatFacts, LostText
 from dtt.base.errors import ConfigError
-from dtt.config.data import ChatConfig, Engine
+from dtt.config.data import ChatConfig
 from dtt.data.conversations.control_text import ControlText, StandInTokenizer
 from dtt.data.conversations.conversation_tokens import (
     ConversationTokens,
@@ -72,14 +72,12 @@ class ChatEncoder:
         template_text: str,
         special_tokens: Mapping[str, str] | None = None,
         *,
-        engine: Engine = "hf",
         date: str | None = None,
     ) -> None:
         """Compile the template, and find the tokens that end answers.
 
         `tokenizer_json` was read from `where`, and `special_tokens` are the template's variables
-        `bos_token`, `eos_token` and others. With the engine `auto` or `gigatoken`, call
-        `tokens.choose_engine` before encoding. `date` is that of `strftime_now`; None: now. Raises
+        `bos_token`, `eos_token` and others. `date` is that of `strftime_now`; None: now. Raises
         DamagedError if it is not a tokenizer.json, and ConfigError if the template is invalid or
         ends answers with no token of the tokenizer.
         """
@@ -104,7 +102,7 @@ class ChatEncoder:
         # An array indexed by id: one lookup for a whole conversation.
         self._is_special = np.zeros(max([size, *(i + 1 for i in self._special)]), bool)
         self._is_special[list(self._special)] = True
-        self.tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer, engine)
+        self._tokens = ConversationTokens(tokenizer_json, facts, self._tokenizer)
         self._lost, self.lost = LostCharacters(self._tokenizer, facts), LostText()
         self._stops: frozenset[int] = frozenset()
         self.stop_tokens = self._find_stops(where)
@@ -135,7 +133,7 @@ class ChatEncoder:
     ) -> list[list[EncodedConversation] | RefusedRow]:
         """Return the samples of each conversation, or the reason to refuse it.
 
-        Encoding many at once is faster: gigatoken takes one call, `tokenizers` several cores.
+        Encoding many at once is faster: `tokenizers` takes several cores.
         """
         rendered: list[list[_Rendered] | RefusedRow] = []
         for conversation in conversations:
@@ -144,9 +142,8 @@ class ChatEncoder:
             except RefusedRow as refused:
                 rendered.append(refused)
         samples = [one for row in rendered if isinstance(row, list) for one in row]
-        # One call for all, as the cost of a call exceeds that of a short text.
         texts = [one.text for one in samples if one.encoded is None]
-        encodings = iter(self.tokens.encode(texts))
+        encodings = iter(self._tokens.encode(texts))
         results: list[list[EncodedConversation] | RefusedRow] = []
         for row in rendered:
             if isinstance(row, RefusedRow):
@@ -171,17 +168,6 @@ class ChatEncoder:
             if name is not None:
                 raise
             return None
-
-    def engine_problem(self, sample: Iterable[Conversation]) -> str | None:
-        """Return the reason why gigatoken cannot be used, or None if it can.
-
-        Both engines encode `sample` and strings that are hard to split.
-        """
-        texts = []
-        for conversation in sample:
-            with suppress(RefusedRow):
-                texts.append(self.template.render(conversation))
-        return self.tokens.engine_problem(texts)
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation with the generation prompt.
@@ -230,7 +216,7 @@ class ChatEncoder:
             if self._stand_in is None:
                 self._stand_in = StandInTokenizer(self._content, self._control.tokens, self._where)
             stand_in = self._stand_in.tokenizer, self._stand_in.text(text, written)
-        [encoded] = self.tokens.exact([text], stand_in)
+        [encoded] = self._tokens.encode([text], stand_in)
         if isinstance(encoded, RefusedRow):
             raise encoded
         return encoded

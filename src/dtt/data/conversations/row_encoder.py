@@ -1,15 +1,13 @@
 """Conversations as a kind of documents that `dtt tokenize` reads and encodes by units of work.
 
 A render yields the text of a conversation, and renders of its first turns the positions of its
-answers. As for text, the ids come from gigatoken where they are known to equal those of
-`tokenizers`.
+answers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from datetime import datetime
 from hashlib import sha256
 from itertools import chain
@@ -29,12 +27,10 @@ from dtt.data.conversations.loss_mask import VERSION as MASK_VERSION
 from dtt.data.conversations.rows import REASONING, Conversation, RefusedRow
 from dtt.data.conversations.template import CHATML, resolve_template, special_tokens_beside
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
-from dtt.data.corpus.document_sampling import some_rows
 from dtt.data.corpus.documents import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.tokenizer import find_tokenizer, token_bytes
-from dtt.data.text.unit_encoder import EncodedPart
-from dtt.mesh.comm import Comm
+from dtt.data.text.unit_encoder import EncodedPart, UnitEncoder
 
 READS_THE_CLOCK = re.compile(r"\bstrftime_now\b")
 """Templates such as Llama 3's print the current date."""
@@ -61,7 +57,7 @@ class Conversations:
     def key_parts(
         self, tokenizer: TokenizerConfig, there: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """See DocumentKind. Raises ConfigError unless the tokenizer exists already.
+        """See DocumentKind. Raises ConfigError for gigatoken and for a tokenizer to be trained.
 
         Of token files that are `there`, the date is kept, and the template if none is configured:
         earlier versions of dtt took `chatml` for every tokenizer.
@@ -74,6 +70,12 @@ class Conversations:
                 why="fine-tuning uses the tokenizer of the pretrained model",
                 next="tokenizer.type=file tokenizer.path=data/tokens/…/tokenizer.json; to reserve"
                 " the special tokens of conversations, pretrain with tokenizer.chat_tokens=true",
+            )
+        if self._engine == "gigatoken":
+            raise ConfigError(
+                "gigatoken encodes text, not conversations",
+                where="tokenize.engine",
+                next="tokenize.engine=auto",
             )
         path = find_tokenizer(tokenizer)
         self._template = resolve_template(self._cfg.template, path)
@@ -115,16 +117,16 @@ class Conversations:
             tokenizer.path,
             template,
             key_parts["chat"]["special_tokens"],
-            engine=self._engine,
             date=key_parts["chat"].get("date"),
         )
         return ConversationEncoder(chat, path, tokenizer.end_of_document, pairs=self._pairs)
 
 
-class ConversationEncoder:
-    """A reader and encoder of the conversations of units. Implements UnitEncoder."""
+class ConversationEncoder(UnitEncoder[JsonRow]):
+    """A reader and encoder of the conversations of units."""
 
     has_mask = True
+    engine: Engine = "hf"
     begin_of_document: int | None = None
 
     def __init__(
@@ -146,24 +148,6 @@ class ConversationEncoder:
         end = chat.end_of_document(end_of_document)
         self.end_of_document = chat.stop_tokens[0] if end is None else end
         self._bytes = token_bytes(path, self.vocab_size, self.end_of_document)
-
-    @property
-    def engine(self) -> Engine:
-        """The tokenizer implementation in use."""
-        return self._chat.tokens.engine
-
-    def choose_engine(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
-        """Use the fast engine if it yields the same ids on some rows of all ranks.
-
-        Raises EnvironmentUnfit if it does not, and the configuration requires it.
-        """
-        sample: list[Conversation] = []
-        for row in some_rows(corpus, units, comm.rank, comm.size):
-            with suppress(RefusedRow):
-                sample += self._parse(row)
-        self._chat.tokens.choose_engine(
-            next(filter(None, comm.gather(self._chat.engine_problem(sample))), None)
-        )
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:
         """See UnitEncoder."""

@@ -1,9 +1,7 @@
 """A Jinja sandbox for chat templates.
 
 The sandbox of Jinja keeps a template from running code. Beyond that, a template can do what it can
-do in `transformers`, within limits of its work and memory: a row must not hang a run. Work is
-counted, not timed, so that a row is refused on every machine or on none. One step takes about a
-microsecond.
+do in `transformers`, within limits of its time and memory: a row must not hang a run.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime
 from threading import Lock
+from time import thread_time
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -24,10 +23,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import pass_context, pass_environment, pass_eval_context
+from jinja2.utils import pass_context
 
-MAX_STEPS = 1_000_000
-"""Maximum number of steps in one render: iterations, calls, and the size of what it computes."""
+MAX_SECONDS = 1.0
+"""Maximum CPU time of one render, which usually takes 0.1 ms.
+
+CPU time, because wall-clock time would refuse rows on a machine that swaps or is suspended. It is
+read at each turn of a loop and at each call, which ends whatever a mistake in a template can do. To
+count the work of each filter, comparison and assignment as well, so that one hostile step of C code
+(a comparison of lists that contain each other 2^90 times) ends, took 190 lines.
+"""
 MAX_CHARS = 1 << 24
 """Maximum size of a render."""
 MAX_MEMORY = 1 << 31
@@ -35,28 +40,12 @@ MAX_MEMORY = 1 << 31
 
 It is address space, of which each thread that starts meanwhile reserves 128 MB for its heap: with
 512 MB, a few of them ended a render without a fault of its template."""
-CALL = 8
-"""RenderSteps of a call of a macro."""
-CHARS, ITEMS = 9, 4
-"""Powers of two: characters of a text, and items of a list, that take a step."""
 
 PAGE = resource.getpagesize()
-STEPS = "dtt steps"
-"""Context variable of the RenderSteps. With a space in its name, no template can refer to it."""
-SHALLOW = frozenset(
-    (
-        *("length", "count", "first", "last", "random", "list", "reverse", "items", "batch"),
-        *("slice", "default", "d", "attr", "map", "select", "reject", "selectattr", "rejectattr"),
-        *("defined", "undefined", "none", "string", "mapping", "sequence", "iterable", "sameas"),
-        *("boolean", "true", "false", "number", "integer", "callable"),
-    )
-)
-"""Filters and tests that do not look into the items of a list."""
+DEADLINE = "dtt deadline"
+"""Context variable: when the thread must have rendered. With a space in its name, no template can
+refer to it."""
 MAX_EXPONENT = 64
-SLOW = frozenset(
-    ("wordwrap", "urlize", "striptags", "truncate", "wordcount", "title", "urlencode", "indent")
-)
-"""Filters that take about a microsecond per character."""
 MAX_BITS = 1 << 16
 """Maximum size of a product of integers. Larger ones take minutes, in one uninterruptible step."""
 
@@ -73,53 +62,12 @@ class TooCostly(TemplateError):
     """A render takes too much work, so that the template would not end in useful time."""
 
 
-class RenderSteps:
-    """The number of steps of a render so far."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        """Start at zero."""
-        self.count = 0
-
-    def spend(self, steps: int) -> None:
-        """Count steps; raise TooCostly beyond the limit."""
-        self.count += steps
-        if self.count > MAX_STEPS:
-            raise TooCostly(f"the template takes more than {MAX_STEPS:,} steps")
-
-    def read(self, value: object, *, deep: bool) -> None:
-        """Count the steps that it takes to read a value; with `deep`, with everything inside.
-
-        A list that contains another twice, thirty times in a row, is a billion items in a few
-        kilobytes. So the count ends at the limit.
-        """
-        kind = type(value)
-        if kind is str:
-            self.spend(len(value) >> CHARS)  # type: ignore[arg-type]
-        elif kind in SIZED:
-            pending = [value]
-            while pending:
-                one = pending.pop()
-                kind = type(one)
-                if kind is str:
-                    self.spend(len(one) >> CHARS)  # type: ignore[arg-type]
-                elif kind in SIZED:
-                    self.spend(1 + (len(one) >> ITEMS))  # type: ignore[arg-type]
-                    if deep and kind is not range:
-                        inner = one.values() if kind is dict else one  # type: ignore[attr-defined]
-                        pending += inner  # type: ignore[arg-type]
-
-
-SIZED = frozenset((list, tuple, dict, range))
-
-
 class _MemoryLimit:
     """A context in which the memory of the process has a limit.
 
-    It is what the process has now and MAX_MEMORY; beyond it follows MemoryError. No count of steps
-    sees `'a' * 3000000000`, or a list that is written as text, before the memory is taken. The
-    limit holds for all threads, so one thread at a time has it. Costs 5 microseconds.
+    It is what the process has now and MAX_MEMORY; beyond it follows MemoryError. No deadline ends
+    `'a' * 3000000000`, or a list that is written as text, before the memory is taken. The limit
+    holds for all threads, so one thread at a time has it. Costs 5 microseconds.
     """
 
     def __init__(self) -> None:
@@ -189,8 +137,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
         self.filters["tojson"] = _tojson
-        self.filters["sum"] = _sum
-        self.filters = {name: _counted(name, one) for name, one in self.filters.items()}
         del self.globals["lipsum"]  # pages of random words
 
         def raise_exception(message: str) -> None:
@@ -201,14 +147,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return now.strftime(form)
 
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-        self.tests |= {name: _counted(name, one) for name, one in self.tests.items()}
-        # Filters are called directly, which is faster than a function. With a space in their
-        # names, no template can use them.
-        for hook in (_turn, _read, _read_all):
-            self.filters[f"dtt {hook.__name__[1:]}"] = hook
+        # A filter is called directly, which is faster than a function. With a space in its name, no
+        # template can use it.
+        self.filters["dtt turn"] = _check_time
 
     def compile_template(self, text: str) -> Template:
-        """Compile a template with the hooks that count steps. Raises TemplateSyntaxError."""
+        """Compile a template whose loops check the time. Raises TemplateSyntaxError."""
         tree = self.parse(text)
         for power in tree.find_all(nodes.Pow):
             exponent = power.right.value if isinstance(power.right, nodes.Const) else None
@@ -217,16 +161,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 # never reaches it.
                 why = f"dtt computes powers with exponents of 0 to {MAX_EXPONENT - 1} only"
                 raise TemplateSyntaxError(why, power.lineno)
-        _instrument(tree)
-        code = self.compile(tree)
+        for loop in tree.find_all(nodes.For):
+            turn = nodes.Filter(nodes.Const(""), "dtt turn", [], [], None, None)
+            loop.body = [nodes.Output([turn]), *loop.body]
+        with memory_limit:  # Jinja computes filters of constants, such as 'a' | center(3000000000)
+            code = self.compile(tree)
         # The usual ChainMap of globals would be copied key by key at each render.
         return Template.from_code(self, code, dict(self.globals))
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a macro, a method or a function, and count it."""
-        steps: RenderSteps = context.parent[STEPS]
-        steps.spend(CALL)
-        steps.read(getattr(obj, "__self__", None), deep=type(obj).__name__ != "dict")
+        """Call a macro, a method or a function."""
+        _check_time(context)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -264,105 +209,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-def _instrument(tree: nodes.Template) -> None:
-    """Insert the hooks that count steps into the tree of a template."""
-
-    def read(node: Any, hook: str) -> Any:
-        """Return an expression with the hook that counts the steps of its value."""
-        if isinstance(node, nodes.TemplateData | nodes.Const):
-            return node
-        return nodes.Filter(node, f"dtt {hook}", [], [], None, None).set_lineno(node.lineno)
-
-    for output in tree.find_all(nodes.Output):
-        output.nodes = [read(node, "read_all") for node in output.nodes]
-    for assignment in tree.find_all(nodes.Assign):
-        assignment.node = read(assignment.node, "read")
-    for item in tree.find_all(nodes.Getitem):
-        if isinstance(item.arg, nodes.Slice):
-            item.node = read(item.node, "read")
-    for comparison in tree.find_all(nodes.Compare):
-        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
-        # With a constant, it takes a step, unless a text is searched for it.
-        if not any(isinstance(side, nodes.Const) for side in sides):
-            comparison.expr = read(comparison.expr, "read_all")
-        for operand in comparison.ops:
-            if operand.op in ("in", "notin") or comparison.expr is not sides[0]:
-                operand.expr = read(operand.expr, "read_all")
-    for loop in tree.find_all(nodes.For):
-        turn = nodes.Filter(nodes.Const(None), "dtt turn", [], [], None, None)
-        loop.body = [nodes.Output([turn]), *loop.body]
-
-
 DICT_ATTRIBUTES = frozenset(dir({}))
 """Names of the attributes of a dict, which templates find before its items."""
 
 
 @pass_context
-def _sum(context: Context, items: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
-    """Return a sum, and count its steps: of lists, it takes quadratic time."""
-    steps: RenderSteps = context.parent[STEPS]
-    if attribute is not None:
-        items = context.environment.call_filter("map", items, (), {"attribute": attribute}, context)
-    for item in items:
-        start = start + item
-        steps.spend(1)
-        steps.read(start, deep=False)
-    return start
-
-
-def _counted(name: str, function: Any) -> Callable[..., Any]:
-    """Return a filter or a test that counts the steps of its arguments and its result."""
-    kind = getattr(function, "jinja_pass_arg", None)
-    deep, slow = name not in SHALLOW, name in SLOW
-
-    @pass_context
-    def counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        steps: RenderSteps = context.parent[STEPS]
-        steps.read(value, deep=deep)
-        if slow and isinstance(value, str):
-            steps.spend(len(value))
-        for one in (*args, *kwargs.values()):
-            steps.read(one, deep=deep)
-        if kind is None:
-            result = function(value, *args, **kwargs)
-        elif kind is CONTEXT:
-            result = function(context, value, *args, **kwargs)
-        elif kind is EVAL_CONTEXT:
-            result = function(context.eval_ctx, value, *args, **kwargs)
-        else:
-            result = function(context.environment, value, *args, **kwargs)
-        steps.read(result, deep=False)
-        return result
-
-    return counted
-
-
-CONTEXT, EVAL_CONTEXT, ENVIRONMENT = (
-    passing(lambda: None).jinja_pass_arg  # type: ignore[attr-defined]
-    for passing in (pass_context, pass_eval_context, pass_environment)
-)
-"""First arguments that filters ask for."""
-
-
-# Hooks that `_instrument` inserts into a template.
-
-
-@pass_context
-def _read(context: Context, value: Any) -> Any:
-    """Count the steps of a value that is stored; return it."""
-    context.parent[STEPS].read(value, deep=False)
-    return value
-
-
-@pass_context
-def _read_all(context: Context, value: Any) -> Any:
-    """Count the steps of a value that is compared or put out, with everything inside; return it."""
-    context.parent[STEPS].read(value, deep=True)
-    return value
-
-
-@pass_context
-def _turn(context: Context, _: object) -> str:
-    """Count a turn of a loop; return ""."""
-    context.parent[STEPS].spend(1)
-    return ""
+def _check_time(context: Context, text: str = "") -> str:
+    """Raise TooCostly after the deadline of a render; return the text."""
+    if thread_time() > context.parent[DEADLINE]:
+        raise TooCostly(f"the template takes more than {MAX_SECONDS:g} s")
+    return text

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -16,7 +17,13 @@ from jinja2 import TemplateSyntaxError
 from dtt.base.errors import ConfigError, InputError
 from dtt.base.reading import read_small
 from dtt.data.conversations.rows import REASONING, Conversation, Message, RefusedRow
-from dtt.data.conversations.sandbox import STEPS, RenderSteps, Sandbox, TooCostly, memory_limit
+from dtt.data.conversations.sandbox import (
+    DEADLINE,
+    MAX_SECONDS,
+    Sandbox,
+    TooCostly,
+    memory_limit,
+)
 from dtt.data.text.side_files import object_beside
 
 CHATML = """\
@@ -146,7 +153,7 @@ class ChatTemplate:
             "tools": conversation.tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            STEPS: RenderSteps(),
+            DEADLINE: thread_time() + MAX_SECONDS,
         }
         try:
             context = self._template.new_context(variables)

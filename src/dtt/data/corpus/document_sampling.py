@@ -8,7 +8,7 @@ from xxhash import xxh3_64_intdigest
 
 from dtt.base.log import Advance
 from dtt.data.corpus.bad_documents import BadDocuments
-from dtt.data.corpus.documents import JsonRow, batches, read_rows, read_unit
+from dtt.data.corpus.documents import batches, read_unit
 from dtt.data.corpus.units import Corpus, Unit
 
 HELD_OUT_BY = "xxh3_64 of the text"
@@ -59,23 +59,11 @@ def some_text(corpus: Corpus, units: list[Unit], rank: int = 0, size: int = 1) -
     The text is the start of at most SOME_UNITS units. A document longer than a unit's part is
     truncated to that part.
     """
-    chosen, part = _some_units(units)
+    chosen = units[:: -(-len(units) // SOME_UNITS)]
+    part = SOME_BYTES // len(chosen)
     starts = (
         next(batches(read_unit(corpus, unit, BadDocuments(), part), part), [])
         for unit in chosen[rank::size]
     )
     texts = (one[:part].decode(errors="ignore") for batch in starts for one in batch)
     return [text.encode() for text in texts if text]
-
-
-def some_rows(corpus: Corpus, units: list[Unit], rank: int, size: int) -> Iterator[JsonRow]:
-    """Yield this rank's share of about SOME_BYTES of rows from across the corpus."""
-    chosen, part = _some_units(units)
-    for unit in chosen[rank::size]:
-        yield from next(read_rows(corpus, unit, BadDocuments(), part), [])
-
-
-def _some_units(units: list[Unit]) -> tuple[list[Unit], int]:
-    """Return at most SOME_UNITS units, and the bytes to read of each."""
-    chosen = units[:: -(-len(units) // SOME_UNITS)]
-    return chosen, SOME_BYTES // len(chosen)

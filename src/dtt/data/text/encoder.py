@@ -15,7 +15,6 @@ the document. These documents go to `tokenizers` one by one:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -35,44 +34,7 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Tokens that may end documents, in order of preference, where the configuration names none."""
 
 
-class EngineChoice:
-    """The choice between gigatoken and `tokenizers`, with which encoders of all kinds begin."""
-
-    def __init__(self, asked: Engine, open_fast: Callable[[], Gigatoken]) -> None:
-        """Open gigatoken unless `asked` is `hf`; if it cannot be used: UnsupportedTokenizer."""
-        self._asked = asked
-        self._fast: Gigatoken | None = None
-        self._problem: str | None = None
-        """Reason why the fast engine is not available."""
-        if asked != "hf":
-            try:
-                self._fast = open_fast()
-            except UnsupportedTokenizer as error:
-                self._problem = str(error)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine in use."""
-        return "hf" if self._fast is None else "gigatoken"
-
-    def choose_engine(self, engine_problem: str | None) -> None:
-        """Choose the engine: the fast one if `engine_problem` is None, else `tokenizers`.
-
-        Raises EnvironmentUnfit if there is one and the configuration requires `gigatoken`.
-        """
-        if engine_problem is None:
-            return
-        if self._asked == "gigatoken":
-            raise EnvironmentUnfit(
-                "gigatoken cannot encode this corpus",
-                why=engine_problem,
-                next="tokenize.engine=auto",
-            )
-        log.info("encoding with Hugging Face's tokenizers, which is slower: %s", engine_problem)
-        self._fast = None
-
-
-class Encoder(EngineChoice):
+class Encoder:
     """An encoder of documents that appends the end-of-document token to each.
 
     With `bos`, each begins with the token that the tokenizer adds before a text, if it adds one.
@@ -117,7 +79,20 @@ class Encoder(EngineChoice):
         special[name] = self.end_of_document
         ended = _ended_by(name, self.end_of_document, facts, content)
         normalizer = facts.get("normalizer")
-        super().__init__(engine, lambda: Gigatoken(ended, normalizer, special, name, self._exact))
+        self._asked = engine
+        self._fast: Gigatoken | None = None
+        self._problem: str | None = None
+        """Reason why the fast engine is not available."""
+        if engine != "hf":
+            try:
+                self._fast = Gigatoken(ended, normalizer, special, name, self._exact)
+            except UnsupportedTokenizer as error:
+                self._problem = str(error)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in use."""
+        return "hf" if self._fast is None else "gigatoken"
 
     def engine_problem(self, sample: list[bytes]) -> str | None:
         """Return the reason why the fast engine cannot be used, or None if it can.
@@ -129,6 +104,22 @@ class Encoder(EngineChoice):
             return self._problem
         added = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
         return self._fast.difference([*sample, *map(str.encode, hard_texts(added))])
+
+    def choose_engine(self, engine_problem: str | None) -> None:
+        """Choose the engine: the fast one if `engine_problem` is None, else `tokenizers`.
+
+        Raises EnvironmentUnfit if there is one and the configuration requires `gigatoken`.
+        """
+        if engine_problem is None:
+            return
+        if self._asked == "gigatoken":
+            raise EnvironmentUnfit(
+                "gigatoken cannot encode this corpus",
+                why=engine_problem,
+                next="tokenize.engine=auto",
+            )
+        log.info("encoding with Hugging Face's tokenizers, which is slower: %s", engine_problem)
+        self._fast = None
 
     def encode(self, documents: list[bytes]) -> EncodedBatch:
         """Encode documents, which must be valid UTF-8; Unencodable if one of them cannot be."""

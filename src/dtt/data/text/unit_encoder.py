@@ -80,7 +80,11 @@ class UnitEncoder(Protocol[D]):
         """The tokenizer implementation in use."""
 
     def choose_engine(self, corpus: Corpus, units: list[Unit], comm: Comm) -> None:
-        """Choose the engine by the content of the corpus; collective, called before `encode`."""
+        """Choose the engine by the content of the corpus, if there are several.
+
+        Collective, called before `encode`.
+        """
+        return
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[D]]:
         """Iterate over the readable documents of `unit`, in batches of a few MB."""
