@@ -56,7 +56,6 @@ def test_a_step_without_complete_results_of_the_tasks_is_passed_over(
     dtt("eval", "jobs/tiny@10", "--tasks", "pages.yaml")
     newer = job / "evals/step-000015"
     newer.mkdir()
-    (newer / "failures.jsonl").write_text(json.dumps({"time": 1, "reason": "no memory"}) + "\n")
     [sealed] = (job / "evals/step-000010").glob("pages-*.jsonl")
     (newer / sealed.name).write_bytes(sealed.read_bytes()[:-10])
     for task in ("sums", "pages"):

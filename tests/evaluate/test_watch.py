@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from support.running import Dtt, wait_until
 from support.tiny_job import write_checkpoint, write_job
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import DamagedError, EnvironmentUnfit, ExitCode, Preempted
+from dtt.base.errors import DamagedError, DttError, EnvironmentUnfit, ExitCode, Preempted
 from dtt.base.files import exclusive
 from dtt.checkpoint import retention, store
 from dtt.config.train import CheckpointConfig
@@ -143,12 +143,9 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_evaluated(dtt: Dtt, jo
     assert sealed(job) == {"step-000010": 1}
     assert "1 checkpoints of jobs/tiny could not be evaluated: step 5" in done.stderr
     assert f"{weights.name} has {weights.stat().st_size} bytes" in done.stderr
-    failures = one_file(job, 5).read_text().splitlines()
-    assert len(failures) == RETRIES + 1
+    assert done.stderr.count("the evaluation of step 5 failed") == RETRIES + 1
     assert links(job) == []
     assert "could not be evaluated" in watch(dtt, expect=65).stderr
-    assert one_file(job, 5).read_text().splitlines() == failures
-    assert "rm jobs/tiny/evals/step-*/failures.jsonl" in done.stderr
 
 
 def test_a_checkpoint_that_was_deleted_too_early_is_named(dtt: Dtt, job: JobDir) -> None:
@@ -210,10 +207,6 @@ def test_results_are_a_wandb_run_of_their_own_over_the_number_of_tokens(
             assert sent == [(5, 320), (10, 640)] * times
 
 
-def one_file(job: JobDir, step: int) -> Path:
-    return store.folder_of(job.evals, step) / "failures.jsonl"
-
-
 class Unsealed:
     """The result file of a task that has no result."""
 
@@ -223,8 +216,6 @@ class Unsealed:
 
 class Scripted(Watch):
     """A watch in this process; a step is done once `evaluate` has returned for it."""
-
-    key: ClassVar[str] = "0"  # type: ignore[misc]
 
     def __init__(
         self,
@@ -243,28 +234,31 @@ class Scripted(Watch):
         return [] if step in self.done else [Unsealed()]
 
 
-def fail(*_: object) -> None:
-    raise ValueError("no")
+def test_how_an_evaluation_ends_follows_from_the_files_and_the_attempts(job: JobDir) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no")
 
-
-def test_how_an_evaluation_ended_follows_from_the_files(job: JobDir) -> None:
-    one, other = Scripted(job, fail), Scripted(job)
-    other.key = "other"  # type: ignore[misc]
+    one = Scripted(job, fail)
     saved, linked = one.saved(5), one.linked(5)
-    one.protect(5)
+    one.scan()
+    one.waiting = {5}
     assert (linked / store.POSITION).samefile(saved / store.POSITION)
     shutil.rmtree(saved)
     store.verify(linked)
     for _ in range(RETRIES + 1):
-        assert one.outcome(5) is None
-        one.try_to_evaluate(5)
-    assert one.outcome(5) == (FAILED, "")
-    # A failure does not count with other options.
-    assert other.outcome(5) is None
-    shutil.rmtree(linked)
-    assert one.outcome(5) == (FAILED, "")
-    one_file(job, 5).unlink()
-    assert one.outcome(5) == (GONE, "")
+        assert one.ended == {}
+        assert one.evaluate_next()
+    assert one.ended == {FAILED: [5]}
+    with pytest.raises(DttError, match="step 5") as caught:
+        one.report_end()
+    assert caught.value.exit_code == ExitCode.BUG
+    # Another watch may succeed, as long as there are links.
+    again = Scripted(job)
+    with again.protecting():
+        assert 5 in again.waiting
+        shutil.rmtree(linked)
+        assert again.evaluate_next()
+    assert again.ended == {GONE: [5]}
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_linked_leaves_no_empty_folder(
@@ -308,7 +302,7 @@ def test_a_step_whose_result_file_is_in_use_is_not_evaluated_now(job: JobDir) ->
     assert not watch.evaluate_next()
     assert tried == [5, 10]
     assert sorted(watch.waiting) == [5, 10]
-    assert not one_file(job, 5).exists()
+    assert watch.errors == {}
 
 
 @pytest.mark.parametrize(
@@ -333,8 +327,7 @@ def test_an_error_of_the_gpu_is_recorded_once_and_ends_the_watch(
             watch.evaluate_next()
     else:
         assert watch.evaluate_next()
-    assert len(one_file(job, 5).read_text().splitlines()) == 1
-    assert not one_file(job, 10).exists()
+    assert {step: len(errors) for step, errors in watch.errors.items()} == {5: 1}
 
 
 def test_a_stop_request_ends_the_watch_before_the_next_evaluation(job: JobDir) -> None:

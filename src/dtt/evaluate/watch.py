@@ -1,25 +1,22 @@
 """`dtt eval JOB --watch`: evaluate every checkpoint of a job as it appears.
 
 A thread looks for new checkpoints every second, also during an evaluation, and hard-links their
-files, so retention may delete a checkpoint that waits. Errors that concern one checkpoint, such as
-damaged files, are recorded, and the others are evaluated; any other error ends the watch. After an
-error of CUDA other than a lack of memory, every later call may fail, so it ends the watch, too.
+files, so retention may delete a checkpoint that waits. After an error that concerns one checkpoint,
+such as damaged files, the others are evaluated; any other error ends the watch. After an error of
+CUDA other than a lack of memory, every later call may fail, so it ends the watch, too.
 
     evals/.watch.lock                               locked by the one watch of the job
     evals/step-000500/hellaswag-0123456789ab.jsonl  results; complete once they are sealed
-    evals/step-000500/failures.jsonl                a line for each evaluation that failed, and why
     evals/step-000500/checkpoint/step-000500/       hard links of the checkpoint while it waits
 
-How an evaluation ended follows from these files. Without `failures.jsonl`, it is repeated.
+What is left to do follows from these files, so the next watch also repeats what failed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -28,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifest import fingerprint
 from dtt.base.errors import (
     ConfigError,
+    DamagedError,
     DttError,
     EnvironmentUnfit,
     ExitCode,
@@ -38,10 +35,10 @@ from dtt.base.errors import (
     Preempted,
     StorageError,
 )
-from dtt.base.files import append, exclusive, remove
+from dtt.base.files import exclusive, remove
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.base.reading import fits, read_records
+from dtt.base.reading import fits
 from dtt.checkpoint import store
 from dtt.config.load import load_job
 from dtt.config.train import WandbConfig
@@ -80,7 +77,7 @@ RETRIES = 2
 LINKS = "checkpoint"
 """Name of the folder with hard links."""
 DONE, FAILED, GONE = "done", "failed", "gone"
-"""Outcomes of an evaluation; gone: the checkpoint was deleted before it was evaluated."""
+"""Ends of an evaluation; gone: the checkpoint was deleted before it was evaluated."""
 
 
 def run(
@@ -174,7 +171,8 @@ class Watch:
         self.ema, self.as_json = ema, as_json
         self.tracker: WandbTracker | None = None
         self.waiting: set[int] = set()
-        self.ended: dict[str, list[int]] = {}  # steps by outcome
+        self.ended: dict[str, list[int]] = {}  # steps by how they ended
+        self.errors: dict[int, list[DttError]] = {}  # of each step, one for each attempt
         self._seen: dict[int, int] = {}
         """Inode of the checkpoint folder of each step that was found; 0 if there are only links."""
         self._lock = threading.Lock()
@@ -200,7 +198,8 @@ class Watch:
                 time.sleep(SECONDS_BETWEEN_SCANS)
         saved = {record["step"] for record in jsonl.read(self.job.metrics, "save")}
         for step in sorted(saved - self._seen.keys()):  # deleted, perhaps after its evaluation
-            self.end(step, *(self.outcome(step) or (GONE, "")))
+            weights = self.evaluated(step)
+            self.end(step, GONE if weights is None else DONE, weights)
 
     @contextmanager
     def protecting(self) -> Iterator[None]:
@@ -239,7 +238,7 @@ class Watch:
                 # started again at an earlier step, and its weights are others.
                 if inode is None or self._seen.get(step) == inode:
                     continue
-                if self.outcome(step) is None:
+                if self.evaluated(step) is None:
                     self.protect(step)
                 self._sign_of_life = time.monotonic()
                 self._seen[step] = inode
@@ -290,8 +289,8 @@ class Watch:
         model = checkpoint_model(self.job, step, ema=self.ema)
         return self.evaluation.files(replace(model, identity=lambda: weights))
 
-    def outcome(self, step: int) -> tuple[str, str] | None:
-        """Return how a step has ended, and the hash of weights with results; None if it has not."""
+    def evaluated(self, step: int) -> str | None:
+        """Return the hash of weights of a step with all results; None if there are no such ones."""
         checkpoint = self.checkpoint(step)
         if checkpoint is not None:
             hashes = {weights_of(checkpoint)}
@@ -299,14 +298,10 @@ class Watch:
             paths = self.folder(step).glob("*-*.jsonl")
             headers = [result_files.read(path).header for path in paths]
             hashes = {header["weights"] for header in headers if header}
-            hashes |= {record["weights"] for record in self.failures(step)}
         for weights in hashes:
             if all(file.result() is not None for file in self.files(step, weights)):
-                return DONE, weights
-        failed = Counter(record["weights"] for record in self.failures(step))
-        if any(failed[weights] > RETRIES for weights in hashes):
-            return FAILED, ""
-        return (GONE, "") if checkpoint is None else None
+                return weights
+        return None
 
     def protect(self, step: int) -> None:
         """Hard-link a checkpoint, so that it can be evaluated after its deletion.
@@ -333,55 +328,40 @@ class Watch:
         finally:
             remove(staging)
 
-    def failures_file(self, step: int) -> Path:
-        """Return the record of failed evaluations; without it, they are repeated."""
-        return self.folder(step) / "failures.jsonl"
-
-    def failures(self, step: int) -> list[dict[str, Any]]:
-        """Return the records of evaluations of a step that failed with these options."""
-        fields = {"weights": str, "key": str, "reason": str, "code": int}
-        records = read_records(self.failures_file(step), fields)
-        return [record for record in records if record["key"] == self.key]
-
-    @cached_property
-    def key(self) -> str:
-        """Hash of what a failure depends on besides the weights."""
-        headers = [file.header for file in self.files(0, "")]
-        # With fewer tokens in a batch, there may be enough memory.
-        return fingerprint([headers, self.evaluation.cfg.batch_tokens])[:8]
-
     def evaluate_next(self) -> bool:
         """Evaluate one waiting checkpoint; return False if none waits or others evaluate them."""
         with self._lock:
             waiting = list(self.waiting)
-        for step in sorted(waiting, key=lambda step: (len(self.failures(step)), step)):
-            outcome = self.outcome(step)
-            if outcome is None:
+        # Checkpoints that failed come last: what they lacked, such as memory, may be there by then.
+        for step in sorted(waiting, key=lambda step: (len(self.errors.get(step, ())), step)):
+            weights, checkpoint = self.evaluated(step), self.checkpoint(step)
+            if weights is None and checkpoint is not None:
                 try:
-                    self.try_to_evaluate(step)
+                    self.try_to_evaluate(step, checkpoint)
                 except InUse:  # `dtt eval JOB@STEP` writes one of its result files
                     continue
-                outcome = self.outcome(step)
-            if outcome is not None:
-                self.end(step, *outcome)
+                weights = self.evaluated(step)
+            if weights is not None:
+                self.end(step, DONE, weights)
+            elif checkpoint is None:
+                self.end(step, GONE)
+            elif len(self.errors.get(step, ())) > RETRIES:
+                self.end(step, FAILED)
             return True
         return False
 
-    def try_to_evaluate(self, step: int) -> None:
-        """Evaluate a checkpoint; record an error that concerns only this checkpoint."""
-        checkpoint = self.checkpoint(step)
-        assert checkpoint is not None, "its evaluation would have ended"
+    def try_to_evaluate(self, step: int, checkpoint: Path) -> None:
+        """Evaluate a checkpoint; remember an error that concerns only this checkpoint."""
         try:
             self.evaluate(step, checkpoint)
         except NOT_A_FAILURE:
             raise
         except Exception as error:  # such as a lack of GPU memory
-            code, reason = ExitCode.BUG, f"{type(error).__name__}: {error}"
-            if isinstance(error, DttError):
-                code, reason = error.exit_code, str(error)
-            record = {"time": round(time.time()), "weights": weights_of(checkpoint)}
-            record |= {"key": self.key, "code": code, "reason": reason}
-            append(self.failures_file(step), json.dumps(record) + "\n")
+            reason = error
+            if not isinstance(reason, DttError):
+                reason = DttError(f"{type(error).__name__}: {error}")
+                reason.exit_code = ExitCode.BUG
+            self.errors.setdefault(step, []).append(reason)
             log.warning("the evaluation of step %d failed: %s", step, error)
             import torch
 
@@ -390,7 +370,7 @@ class Watch:
             if of_torch and not isinstance(error, torch.OutOfMemoryError):
                 raise EnvironmentUnfit(
                     f"the evaluation of step {step} of {self.job.root} failed on the GPU",
-                    where=self.failures_file(step),
+                    where=checkpoint,
                     why=str(error),
                     next=f"dtt eval {self.job.root} --watch continues in a new process",
                 ) from error
@@ -402,14 +382,14 @@ class Watch:
         files = self.evaluation.files(model)
         result_table.show(model, files, results, as_json=self.as_json)
 
-    def end(self, step: int, outcome: str, weights: str) -> None:
+    def end(self, step: int, how: str, weights: str | None = None) -> None:
         """Note that nothing is left to do for a checkpoint; send its results to W&B."""
         with self._lock:
             self.waiting.discard(step)
-        self.ended.setdefault(outcome, []).append(step)
-        if outcome == GONE:
+        self.ended.setdefault(how, []).append(step)
+        if how == GONE:
             log.warning("step %d was deleted before it could be evaluated", step)
-        if outcome == DONE and self.tracker is not None:
+        if weights is not None and self.tracker is not None:
             from dtt.evaluate.tasks.runner import task_record
 
             if step not in self.tokens:
@@ -419,10 +399,9 @@ class Watch:
                 assert result is not None, "the step is done"
                 axes = {"tokens": self.tokens.get(step, 0)}
                 self.tracker.log(task_record(step, result) | axes)
-        # Other failed checkpoints are kept: perhaps they can be evaluated with other options.
-        if outcome == DONE or (
-            outcome == FAILED and self.failures(step)[-1]["code"] == ExitCode.DAMAGED
-        ):
+        # Links to damaged files are useless; others are kept, as another watch may evaluate them.
+        damaged = how == FAILED and isinstance(self.errors[step][-1], DamagedError)
+        if how == DONE or damaged:
             remove(self.folder(step) / LINKS)
 
     @cached_property
@@ -438,13 +417,12 @@ class Watch:
         counts = ", ".join(f"{len(steps)} {how}" for how, steps in ended)
         log.info("%s has ended: %s", job.root, counts or "no checkpoints")
         if failed := self.ended.get(FAILED):
-            record = self.failures(failed[0])[-1]
+            cause = self.errors[failed[0]][-1]
             error = DttError(
                 f"{len(failed)} checkpoints of {job.root} could not be evaluated: "
                 f"{', '.join(f'step {step}' for step in failed)}",
-                where=self.failures_file(failed[0]),
-                why=record["reason"],
-                next=f"rm {job.evals}/step-*/failures.jsonl, and run the same command to try again",
+                why=str(cause),
+                next=f"dtt eval {job.root} --watch tries again",
             )
-            error.exit_code = ExitCode(record["code"])
+            error.exit_code = cause.exit_code
             raise error

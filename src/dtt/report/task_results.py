@@ -75,7 +75,6 @@ def _of_files(job: JobDir) -> Iterator[Point]:
         (int(step[1]), path)
         for path in job.evals.glob("step-*/*.jsonl")
         if (step := re.fullmatch(r"step-(\d{1,12})", path.parent.name))
-        and path.name != "failures.jsonl"
     ]
     by_step: dict[int, list[SealedResult]] = {}
     for step_number, path in sorted(found)[-MAX_FILES:]:
