@@ -407,19 +407,9 @@ def step_peaks(world: World) -> list[int]:
 
 STEPS = (
     [
-        [f"model.family={family}", f"train.precision={precision}", *muon]
+        [f"model.family={family}", f"train.precision={precision}"]
         for family in ("llama", "gemma3")
         for precision in ("bf16", "fp32")
-        for muon in (
-            [],
-            ["optim.normuon_beta2=0.95"],
-            ["optim.weight_decay={value: 0.1, cautious: true}"],
-        )
-    ]
-    + [
-        ["optim.scale=hyperball", "optim.weight_decay=0", f"train.precision={precision}", *more]
-        for precision in ("bf16", "fp32")
-        for more in ([], ["optim.normuon_beta2=0.95"])
     ]
     + [
         [

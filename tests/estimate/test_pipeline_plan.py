@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules
 
 from dtt.config.load import resolve
 from dtt.config.shipped import shipped_configs
-from dtt.estimate import gpus, pipeline_passes
+from dtt.estimate import activations, gpus
 from dtt.estimate.case import Case, make_case
 from dtt.estimate.communication import collective_costs
 from dtt.estimate.duration import step_of
@@ -53,19 +53,19 @@ def test_the_passes_that_wait_are_those_of_the_interleaved_order_of_torch(
             a.computation_type for a in torchs if a is not None and a.microbatch_index is not None
         ]
         steps = (1 if kind is schedules.FORWARD else -1 for kind in done)
-        assert pipeline_passes.most_waiting(one.of_rank(rank)) == max(accumulate(steps))
+        assert activations.most_waiting(one.of_rank(rank)) == max(accumulate(steps))
 
 
 def test_early_ranks_keep_the_activations_of_more_micro_batches() -> None:
     plain = seventy("parallel.stages_per_rank=1")
-    assert [pipeline_passes.most_waiting(plain.of_rank(rank)) for rank in range(8)] == [
+    assert [activations.most_waiting(plain.of_rank(rank)) for rank in range(8)] == [
         *range(8, 0, -1)
     ]
     # arXiv 2104.04473: p (1 + (p - 1) / (p v)) micro-batches of v stages are p v + p - 1 passes.
     many = seventy()
-    assert pipeline_passes.most_waiting(many) == 5 * 8 + 8 - 1
-    assert pipeline_passes.idle(plain) == 7 / 16
-    assert pipeline_passes.idle(many) == 7 / 80
+    assert activations.most_waiting(many) == 5 * 8 + 8 - 1
+    assert activations.idle(plain) == 7 / 16
+    assert activations.idle(many) == 7 / 80
 
 
 def test_ranks_hold_the_model_once() -> None:

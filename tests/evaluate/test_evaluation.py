@@ -225,7 +225,6 @@ def test_two_models_are_compared_question_by_question(dtt: Dtt, job: Path) -> No
     assert difference["difference"] == pytest.approx(mean)
     assert difference["stderr"] == pytest.approx(stderr)
     assert difference["interval"][1] == pytest.approx(mean + 1.96 * stderr, abs=1e-4)
-    assert found["sums"]["acc"]["mcnemar"]["p_value"] <= 1
     shown = dtt("eval", "compare", f"{job}@5", job, "--tasks", "sums.yaml").stdout
     assert "sums: jobs/tiny minus jobs/tiny@5, 30 questions" in shown
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from dtt.estimate import optimizer_cost, pipeline_passes
+from dtt.estimate import optimizer_cost
+from dtt.estimate.activations import received
 from dtt.estimate.case import EXPERTS, FP32, Case, Weight, numbers
 
 LINK = 0.8
@@ -186,7 +187,7 @@ def _pipeline(case: Case) -> Iterator[CollectiveCost]:
 
     1F1B waits for each; the interleaved schedule computes for another stage meanwhile.
     """
-    size, hidden = pipeline_passes.received(case), case.cfg.parallel.stages_per_rank > 1
+    size, hidden = received(case), case.cfg.parallel.stages_per_rank > 1
     # The neighbour is as many ranks away as a stage has devices.
     seconds = size / _link(case, case.stage_devices + 1)
     yield CollectiveCost("hidden states of the pipeline", size, seconds, hidden=hidden)

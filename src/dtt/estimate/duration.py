@@ -11,8 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from dtt.config.value_types import seconds as budget_seconds
-from dtt.estimate import pipeline_passes
-from dtt.estimate.activations import kept_by_block
+from dtt.estimate.activations import idle, kept_by_block
 from dtt.estimate.case import Case
 from dtt.estimate.communication import CollectiveCost, collective_costs
 from dtt.optim import eight_bit
@@ -149,7 +148,7 @@ def _step_of_rank(case: Case) -> StepEstimate:
         compute,
         _optimizer(case, peak),
         max(ends, overlapping - compute) + waited,
-        pipeline_passes.idle(case) * (compute + waited),
+        idle(case) * (compute + waited),
         collectives,
         flops,
         peak * case.devices,

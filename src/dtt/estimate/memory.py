@@ -13,12 +13,14 @@ from math import prod
 
 from torch import Tensor, nn
 
-from dtt.estimate import optimizer_cost, pipeline_passes
+from dtt.estimate import optimizer_cost
 from dtt.estimate.activations import (
     activations,
     kept_again,
     kept_by_block,
     norm,
+    other_passes,
+    received,
     wide_layernorm,
 )  # fmt: skip
 from dtt.estimate.case import EMBEDDINGS, FP32, Case, Weight, numbers
@@ -110,7 +112,7 @@ def _of_a_pass(case: Case, *, last: bool) -> dict[str, dict[str, int]]:
     if last:
         found["the end of the backward pass"] = _after_the_backward_pass(case)
     if case.sizes.pipeline > 1:
-        others = pipeline_passes.others(case, last=last)
+        others = other_passes(case, last=last)
         for parts in found.values():
             parts["activations"] = parts.get("activations", 0) + others
     return found
@@ -125,8 +127,8 @@ def persistent(case: Case) -> dict[str, int]:
         "batches": BATCHES * 16 * case.sequences * case.cfg.train.seq_len,
         "framework": OVERHEAD[case.gpu.kind],
     }
-    if received := pipeline_passes.received(case):
-        parts["received hidden states"] = received
+    if (size := received(case)) > 0:
+        parts["received hidden states"] = size
     if case.cfg.train.ema_decay is not None:
         parts["average of the weights"] = FP32 * held
     if case.models:

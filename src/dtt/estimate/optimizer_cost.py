@@ -81,10 +81,11 @@ def checkpoints_at_once(case: Case) -> int:
 def buffers(case: Case) -> int:
     """Return the peak bytes of a step of Muon, without weights, gradients and optimizer state.
 
-    A bucket is averaged into momenta, orthogonalised and applied, which of the three takes most.
-    With several devices, what others have sent, and what is sent back, is there meanwhile: buckets
-    overlap.
+    A bucket is averaged into momenta and orthogonalised. With several devices, what others have
+    sent, and what is sent back, is there meanwhile: buckets overlap.
     """
+    # What variants of the update hold besides (NorMuon, hyperball, cautious decay) is not counted:
+    # a bucket has at most BATCH_ELEMENTS, so that is less than half a GB.
     w, e = case.weight_bytes, case.product_bytes
     worst = 0.0
     for bucket in buckets(case.matrices, case.stage_devices, BATCH_ELEMENTS):
@@ -96,47 +97,15 @@ def buffers(case: Case) -> int:
             for shape in {matrix.shape for matrix in bucket}
         )
         averaging = w * (held + 2 * batch)  # all gradients, and old and new momenta of one batch
-        orthogonalizing = max(_newton_schulz(case, owned), _row_norms(case, owned))
-        applying = _applying(case, batch)
+        orthogonalizing = _newton_schulz(case, owned)
         if case.stage_devices == 1:
-            peak = max(averaging, w * held + orthogonalizing, e * held + applying)
+            peak = max(averaging, w * held + orthogonalizing)
         else:
             there = e * (2 * own + held / _copies(case) if case.sizes.sharded else own)
             home = e * (2 * held + _copies(case) * own)
-            peak = there + home + max(averaging, orthogonalizing, applying)
+            peak = there + home + max(averaging, orthogonalizing)
         worst = max(worst, peak)
     return int(worst)
-
-
-def _applying(case: Case, batch: float) -> float:
-    """Return the bytes needed to apply updates, not counting the updates themselves.
-
-    These are the old weights, and the updates cast to their dtype, which NorMuon scales into new
-    tensors. Hyperball first adds up products of weights and updates, all in fp32. Cautious decay
-    compares old weights with updates: a byte per element for the result.
-    """
-    assert case.muon is not None
-    w, e = case.weight_bytes, case.product_bytes
-    wide = (e != w) + (case.muon.normuon_beta2 is not None)
-    # First the product of update and weight, then the decayed weights along with the boolean mask.
-    if case.muon.scale == "hyperball":
-        casts = (w != FP32) + (e != FP32) + (case.muon.normuon_beta2 is not None)
-        return batch * (w + FP32 * (1 + casts))
-    cautious = w + 1 if any(weight.cautious for weight in case.muons) else 0
-    return batch * (w * (1 + wide) + cautious)
-
-
-def _row_norms(case: Case, owned: Sequence[Matrix]) -> float:
-    """Return the bytes of all updates and the largest stack in fp32 with its squares (NorMuon).
-
-    0 without NorMuon.
-    """
-    if case.muon is None or case.muon.normuon_beta2 is None:
-        return 0
-    shapes = [matrix.shape for matrix in owned]
-    stack = max((shapes.count(shape) * prod(shape) for shape in set(shapes)), default=0)
-    copies = 1 if case.product_bytes == FP32 else 2
-    return case.product_bytes * _numbers(owned) + FP32 * copies * stack
 
 
 def exchanged(case: Case) -> float:

@@ -8,7 +8,8 @@ from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.config.run import RunConfig
-from dtt.estimate import gpus, pipeline_passes
+from dtt.estimate import gpus
+from dtt.estimate.activations import most_waiting
 from dtt.estimate.case import Case
 from dtt.estimate.communication import LINK
 from dtt.estimate.duration import SOURCE, TORCHTITAN, achieved, slowest_like
@@ -284,7 +285,7 @@ def _pipeline_lines(estimate: Estimate) -> Iterator[str]:
         of_rank = estimate.case.of_rank(rank)
         sizes = [*(peak.parts.get(part, 0) for part in COLUMNS.values()), peak.total]
         columns = "".join(f"{size / GIB:>{n}.2f}" for size, n in zip(sizes, widths, strict=True))
-        yield f"{rank:<5}{of_rank.own_blocks:>7}{pipeline_passes.most_waiting(of_rank):>8}{columns}"
+        yield f"{rank:<5}{of_rank.own_blocks:>7}{most_waiting(of_rank):>8}{columns}"
     yield "at each rank's peak in GiB; waiting: passes whose backward pass has not started"
     idle = estimate.step.idle / estimate.step.seconds
     yield f"each rank is idle for {idle:.1%} of a step, at its start and end"

@@ -196,17 +196,14 @@ def _show(one: str, other: str, pair: Pair, *, as_json: bool) -> None:
     print(f"{task}: {named[1]} minus {named[0]}, {n} questions")
     print(
         f"  {'metric':<16}{'first':>11}{'second':>11}{'difference':>12}{'stderr':>10}"
-        f"  {'95 % interval':<24}{'only first':>11}{'only second':>12}{'McNemar p':>11}"
+        "  95 % interval"
     )
     for name, each in found.items():
         low, high = each.interval or (None, None)
         interval = "" if low is None else f"[{low:+.4g}, {high:+.4g}]"
         stderr = "" if each.stderr is None else f"{each.stderr:.4g}"
-        test, counts = each.mcnemar, ""
-        if test is not None:
-            counts = f"{test.only_first:>11}{test.only_second:>12}{test.p_value:>11.4g}"
         print(
             f"  {name:<16}{each.first:>11.5g}{each.second:>11.5g}{each.difference:>+12.4g}"
-            f"{stderr:>10}  {interval:<24}{counts}".rstrip()
+            f"{stderr:>10}  {interval}".rstrip()
         )
     print()

@@ -23,8 +23,6 @@ from typing import Any
 AnswerRecord = dict[str, Any]
 """The answer to one question, a line of a result file; result_files.py lists its fields."""
 
-RIGHT = frozenset({"acc", "acc_norm", "acc_bytes", "exact_match"})
-"""Metrics that count right answers: the influence of a question is 1.0 if it was answered right."""
 NORMAL_95 = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 MAX_EXPONENT = 700.0
@@ -211,17 +209,6 @@ def _perplexity(name: str, nats: MetricEstimate) -> dict[str, MetricEstimate]:
 
 
 @dataclass(frozen=True)
-class McNemar:
-    """McNemar's test of the hypothesis that two models are right equally often."""
-
-    only_first: int
-    """Number of questions that only the first model answered right."""
-    only_second: int
-    p_value: float
-    """Two-sided; from `mcnemar`."""
-
-
-@dataclass(frozen=True)
 class PairedDifference:
     """The difference of a metric between two models: second minus first."""
 
@@ -232,8 +219,6 @@ class PairedDifference:
     """Standard error of the difference; None with fewer than two questions."""
     n: int
     """Number of questions that both models have answered."""
-    mcnemar: McNemar | None
-    """Test for metrics that count right answers; None for others."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -263,33 +248,9 @@ def compare(
     for metric in [metric for metric in of_first if metric in of_second]:
         a, b = of_first[metric], of_second[metric]
         pairs = list(zip(a.influences, b.influences, strict=True))
-        test = None
-        if metric in RIGHT:
-            # Ties carry no information about which model is better.
-            counts = pairs.count((1.0, 0.0)), pairs.count((0.0, 1.0))
-            test = McNemar(*counts, mcnemar(*counts))
         stderr = mean_stderr([y - x for x, y in pairs])
-        found[metric] = PairedDifference(
-            a.value, b.value, b.value - a.value, stderr, len(ours), test
-        )
+        found[metric] = PairedDifference(a.value, b.value, b.value - a.value, stderr, len(ours))
     return found
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Return the p-value of McNemar's test: the exact two-sided binomial test."""
-    discordant, smaller = only_first + only_second, min(only_first, only_second)
-    # The largest term of the tail, binomial(discordant, smaller) / 2**discordant, and then the
-    # others, each from the one before it. Floats are exact to 1e-12; integers of as many bits as
-    # there are questions took 352 s for 32,000 of them.
-    mantissa, exponent = 1.0, -discordant
-    for k in range(1, smaller + 1):
-        mantissa, shift = math.frexp(mantissa * (discordant - k + 1) / k)
-        exponent += shift
-    term = tail = 1.0
-    for k in range(smaller, 0, -1):
-        term *= k / (discordant - k + 1)
-        tail += term
-    return min(1.0, 2 * tail * math.ldexp(mantissa, exponent))
 
 
 def noise(values: Sequence[float]) -> float | None:
