@@ -31,8 +31,7 @@ from tokenizers import Tokenizer
 
 from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
-from dtt.evaluate.tasks.options import Option
-from dtt.evaluate.tasks.scorer import Scorer
+from dtt.evaluate.tasks.scorer import Option, Scorer
 from dtt.hf.weights import to_hf
 from dtt.mesh.dist import start
 from dtt.model import families

@@ -27,7 +27,7 @@ from support.ranks import on_ranks
 from support.running import Dtt, wait_until
 from support.tiny_job import make_model, make_tokenizer, write_chat_job, write_checkpoint, write_job
 
-from dtt.evaluate.run import with_keys
+from dtt.evaluate.evaluation import with_keys
 from dtt.evaluate.tasks.result_files import read
 from dtt.model.decoder import Decoder
 

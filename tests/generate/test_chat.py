@@ -35,7 +35,6 @@ from support.tiny_job import (
 
 from dtt.data.conversations.rows import Conversation
 from dtt.data.conversations.template import CHATML
-from dtt.generate.chat import Interrupts
 from dtt.generate.chat_session import ChatSession
 from dtt.generate.run import Sampling
 
@@ -420,28 +419,6 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_continues(tmp_path: Path) -
         chat.wait_for("> ")
         chat.type("/quit\n")
         assert chat.end() == 0
-
-
-def test_ctrl_c_pressed_again_does_not_interrupt_the_handling_of_the_first() -> None:
-    before = signal.getsignal(signal.SIGINT)
-
-    def press_twice() -> None:
-        with interrupts.enabled():
-            try:
-                signal.raise_signal(signal.SIGINT)
-            finally:
-                signal.raise_signal(signal.SIGINT)
-                handled.append(True)
-
-    try:
-        interrupts, handled = Interrupts(), []
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                press_twice()
-        signal.raise_signal(signal.SIGINT)
-        assert handled == [True, True]
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from dtt.generate.run import Sampling
 from dtt.hf import export
 from dtt.hf.model_source import find_chat_format, load_model, on_device
 from dtt.mesh.dist import World
-from dtt.model.generate import PrefixCachedGenerator
+from dtt.model.generate import GeneratorPool
 
 SAMPLING = Sampling(4, 0.0)
 MODEL = Path("exports/tiny")
@@ -40,7 +40,7 @@ TASKS = {
 def ask(text: str) -> object:
     """Ask as `dtt chat` and its server do."""
     trained = load_model(str(MODEL), ema=False)
-    generator = PrefixCachedGenerator(on_device(trained, torch.device("cpu")))
+    generator = GeneratorPool(on_device(trained, torch.device("cpu")), 1)
     encoder = find_chat_format(str(MODEL), None).encoder()
     session = ChatSession(encoder, trained, generator, SAMPLING)
     return session.ask({"role": "user", "content": text})

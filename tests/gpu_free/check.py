@@ -13,8 +13,7 @@ from serving import serve
 from watch import Watch, uncompiled
 
 from dtt.base.ranks import Ranks
-from dtt.evaluate.tasks.options import Option
-from dtt.evaluate.tasks.scorer import Scorer
+from dtt.evaluate.tasks.scorer import Option, Scorer
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
 from dtt.model.decoder import Decoder

@@ -13,8 +13,7 @@ from dtt.base.errors import DttError
 from dtt.base.ranks import Ranks
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.adapter import LoraConfig
-from dtt.evaluate.tasks.options import Option
-from dtt.evaluate.tasks.scorer import Scorer
+from dtt.evaluate.tasks.scorer import Option, Scorer
 from dtt.mesh.dist import start
 from dtt.model import count
 from dtt.model.adapted_layers import adaptable

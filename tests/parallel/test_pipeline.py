@@ -19,8 +19,7 @@ from dtt.config.parallel import ParallelConfig, Sizes
 from dtt.config.train import TrainConfig
 from dtt.data.samples.compatibility import check_batches
 from dtt.data.samples.loader import MicroBatch
-from dtt.evaluate.tasks.options import Option
-from dtt.evaluate.tasks.scorer import Generator, Scorer
+from dtt.evaluate.tasks.scorer import Generator, Option, Scorer
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import DATA, make_mesh
 from dtt.model import families

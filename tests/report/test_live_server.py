@@ -22,7 +22,7 @@ from dtt.base import local_server
 from dtt.base.errors import DamagedError, EnvironmentUnfit, InputError
 from dtt.base.local_server import LocalServer
 from dtt.jobs.job_state import Status, find
-from dtt.report.live_server import Pages
+from dtt.report.report_pages import Pages
 
 SECONDS = 100.0
 """Longest time that a test waits for something that must happen."""

@@ -49,7 +49,7 @@ def eval_(
     before is not computed again, and an evaluation that was interrupted continues. Defaults are
     the keys of the job's section `eval`. With --json, prints one object per task.
     """
-    from dtt.evaluate import run as evaluation
+    from dtt.evaluate import evaluation
     from dtt.evaluate import watch as eval_watch
     from dtt.launch import own_gpus
 

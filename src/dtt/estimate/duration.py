@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dtt.config.value_types import seconds as budget_seconds
 from dtt.estimate.activations import idle, kept_by_block
@@ -101,14 +101,11 @@ class StepEstimate:
 
     peak: float
     """FLOP/s of all devices, for MFU."""
-    lost: float = 0.0
-    """What the slowest published run that is divided alike takes beyond its estimate; 0 in the
-    estimate itself."""
 
     @property
     def seconds(self) -> float:
         """Duration of the step."""
-        return self.compute + self.optimizer + self.exposed + self.idle + self.lost
+        return self.compute + self.optimizer + self.exposed + self.idle
 
     @property
     def mfu(self) -> float:
@@ -125,12 +122,6 @@ def step_of(case: Case) -> StepEstimate:
     """
     ranks = map(case.of_rank, range(case.sizes.pipeline))
     return max(map(_step_of_rank, ranks), key=lambda one: one.seconds)
-
-
-def slowed(case: Case, one: StepEstimate) -> StepEstimate:
-    """Return the step at the speed of the slowest published run that is divided as `case` is."""
-    like = slowest_like(case)
-    return one if like is None else replace(one, lost=one.seconds * (1 / like.share - 1))
 
 
 def _step_of_rank(case: Case) -> StepEstimate:

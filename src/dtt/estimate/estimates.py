@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from dtt.base.errors import ConfigError, InputError
@@ -22,7 +23,7 @@ from dtt.estimate.duration import (
     StepEstimate,
     run_of,
     seconds_of,
-    slowed,
+    slowest_like,
     step_of,
 )
 from dtt.estimate.memory import SPARE, MemoryEstimate, by_rank
@@ -37,9 +38,8 @@ class Estimate:
     """The memory of each rank of a pipeline; one without a pipeline."""
     step: StepEstimate
     run: RunEstimate
-    slow_step: StepEstimate
-    slow_run: RunEstimate
-    """The same at the speed of the slowest published run that is divided alike."""
+    share: float
+    """Share of the estimated speed that the slowest published run that is divided alike reached."""
     price: float | None
     """Price of a device hour, in any currency; None: no cost is printed."""
 
@@ -57,6 +57,13 @@ class Estimate:
     def fits(self) -> bool:
         """True if the peak fits into the memory of a device."""
         return self.memory.total <= self.room
+
+    @property
+    def slow_seconds(self) -> float:
+        """Duration of the run at that share of the speed, at most that of `train.budget`."""
+        budget = self.case.cfg.train.budget
+        limit = math.inf if budget is None else seconds(budget)
+        return min(self.run.seconds / self.share, limit)
 
     @property
     def device_hours(self) -> float:
@@ -89,9 +96,9 @@ def estimate_of(
         within = max(1, int(seconds(budget) * steps / seconds_of(case, step)))
         case = replace(case, steps=min(steps, within))
         step = step_of(case)
-    slow = slowed(case, step)
-    runs = step, run_of(case, step), slow, run_of(case, slow)
-    return Estimate(case, by_rank(case), *runs, price)
+    like = slowest_like(case)
+    share = 1.0 if like is None else like.share
+    return Estimate(case, by_rank(case), step, run_of(case, step), share, price)
 
 
 def vocabulary_and_steps(

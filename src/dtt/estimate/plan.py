@@ -186,14 +186,14 @@ def facts(estimate: Estimate) -> dict[str, Any]:
             each.kind: {"bytes": each.bytes, "seconds": each.seconds} for each in one.collectives
         },
         "step_seconds": one.seconds,
-        "slow_step_seconds": estimate.slow_step.seconds,
+        "slow_step_seconds": one.seconds / estimate.share,
         "mfu": one.mfu,
-        "slow_mfu": estimate.slow_step.mfu,
+        "slow_mfu": one.mfu * estimate.share,
         **pipeline,
         "achieved": achieved(case),
         "achieved_source": SOURCE if case.gpu.kind == "cuda" else None,
         "seconds": estimate.run.seconds,
-        "slow_seconds": estimate.slow_run.seconds,
+        "slow_seconds": estimate.slow_seconds,
         "slices": estimate.run.slices,
         "checkpoint_bytes": checkpoint_bytes(case),
         "checkpoints_bytes": checkpoints_at_once(case) * checkpoint_bytes(case),
@@ -300,10 +300,11 @@ def _step_lines(estimate: Estimate) -> Iterator[str]:
     if not one.collectives:
         yield "  nothing"
     idle = f", {one.idle:.3g} idle" if one.idle else ""
-    slow = estimate.slow_step
+    share = estimate.share
     ranges = f"{one.seconds:.3g} s", f"{one.mfu:.0%}"
-    if slow.lost:
-        ranges = f"{one.seconds:.3g} to {slow.seconds:.3g} s", f"{slow.mfu:.0%} to {one.mfu:.0%}"
+    if share < 1:
+        slow = one.seconds / share
+        ranges = f"{one.seconds:.3g} to {slow:.3g} s", f"{one.mfu * share:.0%} to {one.mfu:.0%}"
     yield f"{'step':<10}≈ {ranges[0]}, MFU ≈ {ranges[1]}"
     yield (
         f"{'':<10}{one.compute:.3g} s computation, {one.optimizer:.3g} optimizer, "
@@ -320,7 +321,7 @@ def _total_lines(estimate: Estimate) -> Iterator[str]:
         slices = f"; launch.time ({case.cfg.launch.time}) is too short to start"
     if (budget := case.cfg.train.budget) is not None:
         slices += f"; train.budget is {budget}, train.steps at most {case.cfg.train.steps:,}"
-    longest = estimate.slow_run.seconds
+    longest = estimate.slow_seconds
     until = f" to {in_words(longest)}" if longest > run.seconds else ""
     yield f"{'time':<10}≈ {in_words(run.seconds)}{until}{slices}"
     size, most = checkpoint_bytes(case), checkpoints_at_once(case)

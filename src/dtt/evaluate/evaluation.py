@@ -1,11 +1,13 @@
-"""Evaluation of models on benchmark tasks."""
+"""`dtt eval`: evaluate a model on benchmark tasks, or compare two."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtt.artifacts.manifest import fingerprint
@@ -14,6 +16,7 @@ from dtt.base.files import sha256_file
 from dtt.base.log import log, log_on_terminal
 from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
+from dtt.config.load import resolve
 from dtt.evaluate import result_table
 from dtt.evaluate.models import ALL, EvaluatedModel, checkpoint_model, find_steps, folder_model
 from dtt.hf.model_source import find_chat_format, find_folder, job_of, on_device, on_first
@@ -28,6 +31,48 @@ if TYPE_CHECKING:
     from dtt.hf.read import LoadedModel
     from dtt.jobs.stop import Requests
     from dtt.mesh.dist import World
+
+
+def run(arguments: Sequence[str], **options: Any) -> None:
+    """Evaluate a model, or compare the results of two: `compare A B`; see `evaluate`."""
+    match arguments:
+        case ["compare", one, other]:
+            from dtt.evaluate import compare
+
+            compare.run(one, other, **options)
+        case [source] if source != "compare":
+            evaluate(source, **options)
+        case _:
+            first, *rest = arguments or ["SOURCE"]
+            folders = [Path(name.partition("@")[0]).is_dir() for name in rest]
+            several = first == "compare" or any(folders)
+            raise ConfigError(
+                "dtt eval takes one model, or `compare` and two",
+                why=f"got {' '.join(arguments)}",
+                next="dtt eval SOURCE, or dtt eval compare JOB[@STEP] JOB[@STEP]"
+                if several
+                else f"dtt eval {first} --tasks {','.join(rest)}",  # --tasks was forgotten
+            )
+
+
+def with_keys(arguments: Sequence[str], tasks: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split arguments into models and `eval.KEY=VALUE`; return the models, and the values by key.
+
+    The values include `tasks`, if there are any. Raises ConfigError for keys of other sections,
+    which do not affect an evaluation, and for tasks that are given twice.
+    """
+    given = [one for one in arguments if re.match(r"[a-z_.]+=", one) and not Path(one).exists()]
+    sources = [one for one in arguments if one not in given]
+    options: dict[str, Any] = {"tasks": tasks} if tasks else {}
+    section = resolve(None, given).config.eval
+    for key in dict.fromkeys(one.partition("=")[0] for one in given):
+        name = key.removeprefix("eval.")
+        if name == key or name == "every":
+            raise ConfigError(f"dtt eval does not read {key}", next="dtt config explain eval")
+        if name in options:
+            raise ConfigError(f"--{name} and {key} are both given")
+        options[name] = getattr(section, name)
+    return sources, options
 
 
 def evaluate(

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +44,9 @@ from dtt.config.train import WandbConfig
 from dtt.evaluate import result_table
 from dtt.evaluate.evaluation import Evaluation, configured, open_evaluation
 from dtt.evaluate.models import checkpoint_model
-from dtt.evaluate.run import watched_jobs
 from dtt.evaluate.tasks import result_files
 from dtt.evaluate.tasks.result_files import weights_of
-from dtt.hf.model_source import find_chat_format
+from dtt.hf.model_source import find_chat_format, find_folder
 from dtt.jobs import job_state
 from dtt.jobs.job_files import JobFiles
 from dtt.jobs.job_state import State
@@ -128,6 +126,30 @@ def run(
         raise errors[0]
 
 
+def watched_jobs(arguments: Sequence[str], ranks: Ranks, step: str | None) -> list[JobDir]:
+    """Return the job to watch, or the stages with tasks.
+
+    Raises ConfigError for arguments that make no sense with --watch.
+    """
+    stages = job_state.stages(Path(arguments[0])) if len(arguments) == 1 else []
+    one = bool(stages) or (len(arguments) == 1 and find_folder(arguments[0]) is None)
+    checkpoints, at = store.parse(arguments[0]) if one else (Path(), None)
+    if not one or at is not None or step is not None:
+        raise ConfigError(
+            "--watch takes one job, without a step",
+            why=f"it evaluates all checkpoints (got {' '.join(arguments)}"
+            + (")" if step is None else f" --step {step})"),
+            next=f"dtt eval {checkpoints.parent if one else 'jobs/run'} --watch",
+        )
+    if ranks.size > 1:
+        raise ConfigError(
+            f"--watch runs in one process, not in {ranks.size}",
+            next="start it without torchrun; torchrun … dtt eval JOB --step all uses several GPUs",
+        )
+    asked = [stage for stage in stages if load_job(stage.root).eval.tasks]
+    return asked or stages[-1:] or [JobDir(checkpoints.parent)]
+
+
 @contextmanager
 def _tracked(job: JobDir, *, ema: bool) -> Iterator[WandbTracker | None]:
     """Yield the W&B tracker of the results, plotted over tokens, if the job uses W&B; else None.
@@ -170,6 +192,7 @@ class Watch:
         self.job, self.evaluation, self.stop_wanted = job, evaluation, stop_wanted
         self.ema, self.as_json = ema, as_json
         self.tracker: WandbTracker | None = None
+        self.tokens: dict[int, int] = {}  # that the weights of each step were trained on
         self.waiting: set[int] = set()
         self.ended: dict[str, list[int]] = {}  # steps by how they ended
         self.errors: dict[int, list[DttError]] = {}  # of each step, one for each attempt
@@ -392,8 +415,10 @@ class Watch:
         if weights is not None and self.tracker is not None:
             from dtt.evaluate.tasks.runner import task_record
 
-            if step not in self.tokens:
-                del self.tokens  # trained since they were read
+            if step not in self.tokens:  # trained since they were read
+                train = jsonl.read(self.job.metrics, "train")
+                whole = (record for record in train if fits(record, {"tokens": int}))
+                self.tokens = {record["step"]: record["tokens"] for record in whole}
             for file in self.files(step, weights):
                 result = file.result()
                 assert result is not None, "the step is done"
@@ -403,13 +428,6 @@ class Watch:
         damaged = how == FAILED and isinstance(self.errors[step][-1], DamagedError)
         if how == DONE or damaged:
             remove(self.folder(step) / LINKS)
-
-    @cached_property
-    def tokens(self) -> dict[int, int]:
-        """Number of tokens that the weights of each step were trained on."""
-        train = jsonl.read(self.job.metrics, "train")
-        whole = (record for record in train if fits(record, {"tokens": int}))
-        return {record["step"]: record["tokens"] for record in whole}
 
     def report_end(self) -> None:
         """Log the number of checkpoints by outcome; raise the error of one that failed, if any."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import chain
@@ -48,10 +47,10 @@ def run(
     trained = load_model(source, ema=ema)
     import torch
 
-    from dtt.model.generate import PrefixCachedGenerator
+    from dtt.model.generate import GeneratorPool
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = PrefixCachedGenerator(on_device(trained, device))
+    generator = GeneratorPool(on_device(trained, device), 1)
     session = ChatSession(encoder, trained, generator, sampling)
     session.set_system(system)
     stdout = raw(sys.stdout)
@@ -167,7 +166,6 @@ class Chat:
         """Converse in a terminal until Ctrl-D or /quit. An error ends only the current message."""
         with suppress(ImportError):  # line editing and history
             import readline  # noqa: F401
-        interrupts = Interrupts()
         notice("/help lists the commands; Ctrl-D ends the conversation")
         while True:
             prompt = "" if self.as_json else "> "
@@ -176,8 +174,7 @@ class Chat:
                 sys.stderr.flush()
                 prompt = ""
             try:
-                with interrupts.enabled():
-                    line = input(prompt).strip()
+                line = input(prompt).strip()
             except EOFError:
                 print(file=sys.stderr)
                 return
@@ -191,9 +188,8 @@ class Chat:
                 if line.startswith("/"):
                     self._command(*line.partition(" ")[::2])
                 elif line:
-                    with interrupts.enabled():
-                        self.print(self.session.ask({"role": "user", "content": line}))
-            except KeyboardInterrupt:
+                    self.print(self.session.ask({"role": "user", "content": line}))
+            except KeyboardInterrupt:  # a second one, while this one is handled, ends the command
                 notice("interrupted")
             except DttError as error:
                 print(Message(f"dtt: {error}"), file=sys.stderr, flush=True)
@@ -209,29 +205,3 @@ class Chat:
             print(COMMANDS, file=sys.stderr)
         else:
             notice(f"there is no command {name}; /help lists them")
-
-
-class Interrupts:
-    """Ctrl-C that raises KeyboardInterrupt at most once, and only where it is enabled.
-
-    The default handler would raise it again while the first is handled: pressed twice, Ctrl-C would
-    end the conversation.
-    """
-
-    def __init__(self) -> None:
-        self._enabled = False
-        signal.signal(signal.SIGINT, self._handle)
-
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Return a context in which Ctrl-C raises KeyboardInterrupt."""
-        self._enabled = True
-        try:
-            yield
-        finally:
-            self._enabled = False
-
-    def _handle(self, *_: object) -> None:
-        if self._enabled:
-            self._enabled = False
-            raise KeyboardInterrupt

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dtt.data.conversations.chat_encoder import ChatEncoder
     from dtt.hf.read import LoadedModel
-    from dtt.model.generate import GeneratorPool, PrefixCachedGenerator
+    from dtt.model.generate import GeneratorPool
 
 ANSWER_SHARE = 4
 """The oldest turns are dropped to keep 1/4 of the context free for an answer, or `max_tokens`."""
@@ -35,7 +35,7 @@ class StreamedAnswer(Continuation):
 
     def __init__(
         self,
-        generator: PrefixCachedGenerator | GeneratorPool,
+        generator: GeneratorPool,
         tokenizer: Tokenizer,
         prompt_ids: list[int],
         sampling: Sampling,
@@ -68,7 +68,7 @@ class ChatSession:
         self,
         encoder: ChatEncoder,
         trained: LoadedModel,
-        generator: PrefixCachedGenerator | GeneratorPool,
+        generator: GeneratorPool,
         sampling: Sampling,
     ) -> None:
         """Start without messages."""

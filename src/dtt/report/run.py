@@ -62,8 +62,7 @@ def write_at_end(jobs: Sequence[JobDir], folder: Path, sweep: Sweep | None = Non
 
 def serve(paths: Sequence[Path], port: int) -> None:
     """Serve live pages of jobs, by default of all jobs in `jobs/`, until the user interrupts it."""
-    from dtt.report.live_server import Pages
-    from dtt.report.report_pages import jobs_data, report_data
+    from dtt.report.report_pages import Pages, jobs_data, report_data
 
     def find() -> list[JobDir]:
         return find_jobs(paths) if paths else job_state.find(Path("jobs"))

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.evaluate.tasks.encoding import QuestionEncoder
-from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.prompts import Question
+from dtt.evaluate.tasks.scorer import Option
 
 BOS = 257
 

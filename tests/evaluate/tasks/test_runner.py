@@ -20,10 +20,9 @@ from dtt.base.ranks import Ranks
 from dtt.config.model import ModelConfig
 from dtt.evaluate.tasks.definition import load_tasks, shipped_tasks
 from dtt.evaluate.tasks.encoding import QuestionEncoder
-from dtt.evaluate.tasks.options import OptionBatch
 from dtt.evaluate.tasks.result_files import ResultFile
 from dtt.evaluate.tasks.runner import TaskRunner, _Reply
-from dtt.evaluate.tasks.scorer import Generator, Scorer
+from dtt.evaluate.tasks.scorer import Generator, OptionBatch, Scorer
 from dtt.evaluate.tasks.task_data import TaskData, open_task
 from dtt.mesh.dist import World, start
 from dtt.model import families

@@ -14,8 +14,14 @@ from dtt.base.errors import Diverged
 from dtt.base.ranks import Ranks
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
-from dtt.evaluate.tasks.options import Option, OptionBatch, OptionScore, tree_batches
-from dtt.evaluate.tasks.scorer import Generator, Scorer
+from dtt.evaluate.tasks.scorer import (
+    Generator,
+    Option,
+    OptionBatch,
+    OptionScore,
+    Scorer,
+    tree_batches,
+)
 from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import make_mesh
 from dtt.model import families

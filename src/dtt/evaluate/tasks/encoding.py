@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from dtt.base.errors import ConfigError, InputError
 from dtt.data.text.encoding_errors import encoding
-from dtt.evaluate.tasks.options import Option
 from dtt.evaluate.tasks.prompts import Question
+from dtt.evaluate.tasks.scorer import Option
 
 Ids = tuple[int, ...]
 

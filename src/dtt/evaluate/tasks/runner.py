@@ -30,10 +30,9 @@ from dtt.evaluate.tasks.metrics import (
     has_tie,
     task_result,
 )
-from dtt.evaluate.tasks.options import Option, OptionScore
 from dtt.evaluate.tasks.prompts import Question
 from dtt.evaluate.tasks.result_files import ResultContent, ResultFile
-from dtt.evaluate.tasks.scorer import Generator, Scorer, never
+from dtt.evaluate.tasks.scorer import Generator, Option, OptionScore, Scorer, never
 from dtt.evaluate.tasks.task_data import TaskData
 from dtt.mesh.dist import World
 from dtt.track.base import Record
