@@ -85,11 +85,13 @@ def seal(folder: Path, weights: str, right: int, task: str = "sums", **options: 
 
 def compared(capsys: pytest.CaptureFixture[str], one: str, other: str) -> dict[str, list[float]]:
     compare.run(one, other, as_json=True)
-    found = map(json.loads, capsys.readouterr().out.splitlines())
-    return {
-        each["task"]: [each["metrics"]["exact_match"][name] for name in ("first", "second")]
-        for each in found
-    }
+    found = {}
+    for each in map(json.loads, capsys.readouterr().out.splitlines()):
+        metric = each["metrics"]["exact_match"]
+        low, high = metric["interval"]
+        assert (low + high) / 2 == pytest.approx(metric["difference"])
+        found[each["task"]] = [metric["first"], metric["second"]]
+    return found
 
 
 @pytest.fixture
@@ -120,8 +122,12 @@ def test_results_are_those_of_the_weights_and_not_of_a_folder_of_the_same_name(
 
 
 @pytest.mark.parametrize(
-    "other", [{"scoring": 1}, {"limit": 2}, {"bos": "never"}, {"chat": "c"}, {"shots": 5}]
-)
+    "other",
+    [
+        {"scoring": 1}, {"limit": 2}, {"bos": "never"}, {"chat": "c"}, {"shots": 5},
+        {"data_sha256": "x"}, {"task_sha256": "x"},
+    ],
+)  # fmt: skip
 def test_what_was_asked_or_scored_otherwise_is_left_out_by_name(
     other: dict[str, Any],
     models: dict[str, str],

@@ -202,44 +202,6 @@ def test_a_chat_model_is_asked_in_its_format(dtt: Dtt, tmp_path: Path) -> None:
     assert plain["file"] != line["file"]
 
 
-def test_two_models_are_compared_question_by_question(dtt: Dtt, job: Path) -> None:
-    dtt("eval", job, "--tasks", "sums.yaml,pages.yaml", "--step", "all")
-    done = dtt("eval", "compare", f"{job}@5", f"{job}@10", "--json")
-    found = {line["task"]: line["metrics"] for line in map(json.loads, done.stdout.splitlines())}
-    assert set(found) == {"sums", "pages"}
-    pair = [
-        read(next((dtt.folder / job).glob(f"evals/step-{s}/sums-*"))).records
-        for s in ("000005", "000010")
-    ]
-    changes = [
-        b["log_likelihoods"][b["gold"]] - a["log_likelihoods"][a["gold"]]
-        for a, b in zip(*pair, strict=True)
-    ]
-    bits = [
-        -change / r["answer_bytes"] / math.log(2)
-        for change, r in zip(changes, pair[0], strict=True)
-    ]
-    difference = found["sums"]["bits_per_byte"]
-    mean = sum(bits) / 30
-    stderr = math.sqrt(sum((one - mean) ** 2 for one in bits) / 29 / 30)
-    assert difference["difference"] == pytest.approx(mean)
-    assert difference["stderr"] == pytest.approx(stderr)
-    assert difference["interval"][1] == pytest.approx(mean + 1.96 * stderr, abs=1e-4)
-    shown = dtt("eval", "compare", f"{job}@5", job, "--tasks", "sums.yaml").stdout
-    assert "sums: jobs/tiny minus jobs/tiny@5, 30 questions" in shown
-
-
-def test_a_comparison_needs_the_same_questions(dtt: Dtt, job: Path) -> None:
-    dtt("eval", f"{job}@5", "--tasks", "sums.yaml")
-    done = dtt("eval", "compare", f"{job}@5", f"{job}@10", expect=66)
-    assert "jobs/tiny@10 has no results" in done.stderr
-    rows = dtt.folder / "sums.jsonl"
-    rows.write_text(rows.read_text().replace("one", "1"))
-    dtt("eval", f"{job}@10", "--tasks", "sums.yaml")
-    done = dtt("eval", "compare", f"{job}@5", f"{job}@10", expect=2)
-    assert "data_sha256 differs" in done.stderr
-
-
 MISTAKES = [
     (["jobs/tiny"], 2, "no tasks to evaluate"),
     (["jobs/tiny", "--tasks", "no-such-task"], 2, "no task or suite"),

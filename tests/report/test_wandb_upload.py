@@ -390,7 +390,7 @@ def test_the_next_upload_sends_the_rows_that_did_not_arrive(
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_listen_and_a_missing_key_are_errors(
+def test_a_server_that_does_not_answer_and_a_missing_key_are_errors(
     dtt: Dtt, job: JobDir, server: LoopbackWandb
 ) -> None:
     down = upload(dtt, "http://127.0.0.1:9", "jobs/one", expect=78).stderr
@@ -403,12 +403,6 @@ def test_a_server_that_does_not_listen_and_a_missing_key_are_errors(
     assert "refused" in bad
     assert server.runs == {}
     assert not (job.root / "wandb").exists()
-
-
-@pytest.mark.slow
-def test_a_server_that_never_answers_is_an_error(
-    dtt: Dtt, job: JobDir, server: LoopbackWandb
-) -> None:
     server.silent.set()
     assert "did not respond" in upload(dtt, server.url, "jobs/one", expect=78).stderr
 

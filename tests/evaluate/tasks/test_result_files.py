@@ -52,14 +52,19 @@ def test_a_sealed_file_has_all_records_and_the_result(file: ResultFile) -> None:
     assert [line["id"] for line in lines if "id" in line] == [record["id"] for record in records]
 
 
-def test_a_file_that_was_cut_off_anywhere_is_continued_to_the_same_bytes(file: ResultFile) -> None:
+def test_a_file_that_was_cut_off_anywhere_is_continued_to_the_same_bytes(
+    file: ResultFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An interrupted write is no damage; without a first line, the file may be of another kind."""
     complete = file.path.read_bytes()
     ends = [at + 1 for at in range(len(complete) - 1) if complete[at : at + 1] == b"\n"]
     for size in {*ends, *range(0, len(complete), 23)}:
         file.path.write_bytes(complete[:size])
         assert file.result() is None
+        caplog.clear()
         fill(file)
         assert file.path.read_bytes() == complete, size
+        assert "damaged" not in caplog.text or size < ends[0], size
 
 
 def test_any_changed_byte_is_detected(file: ResultFile) -> None:
@@ -74,46 +79,25 @@ def test_any_changed_byte_is_detected(file: ResultFile) -> None:
             assert file.path.read_bytes() == complete, position
 
 
-def without_line(lines: list[bytes]) -> list[bytes]:
-    """Leave out a line of the second block."""
-    return lines[:4] + lines[5:]
+DAMAGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], int]] = {
+    "a line of the second block is missing": (lambda lines: lines[:4] + lines[5:], 1),
+    "a record is in the third block": (lambda lines: [*lines[:7], lines[1], *lines[7:]], 2),
+    "a record is at the end": (lambda lines: [*lines, lines[1]], 4),
+}
+"""Changes of the lines of a file, and the number of blocks that are kept."""
 
 
-def with_line_of_another_file(lines: list[bytes]) -> list[bytes]:
-    """Insert a record into the third block."""
-    return [*lines[:7], lines[1], *lines[7:]]
-
-
-def with_a_line_at_the_end(lines: list[bytes]) -> list[bytes]:
-    """Append a record."""
-    return [*lines, lines[1]]
-
-
-@pytest.mark.parametrize(
-    ("change", "kept"),
-    [(without_line, 1), (with_line_of_another_file, 2), (with_a_line_at_the_end, 4)],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize("case", DAMAGED)
 def test_foreign_and_missing_lines_are_detected_and_the_blocks_before_are_kept(
-    file: ResultFile,
-    caplog: pytest.LogCaptureFixture,
-    change: Callable[[list[bytes]], list[bytes]],
-    kept: int,
+    file: ResultFile, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
+    change, kept = DAMAGED[case]
     complete = file.path.read_bytes()
     file.path.write_bytes(b"".join(change(complete.splitlines(keepends=True))))
     assert file.result() is None
     assert fill(file) == list(range(kept, 4))
     assert file.path.read_bytes() == complete
     assert "is damaged" in caplog.text
-
-
-def test_an_interrupted_write_is_no_damage(
-    file: ResultFile, caplog: pytest.LogCaptureFixture
-) -> None:
-    file.path.write_bytes(file.path.read_bytes()[:-300])
-    fill(file)
-    assert "damaged" not in caplog.text
 
 
 def test_no_setting_shares_a_file_with_another_value(tmp_path: Path) -> None:
