@@ -361,7 +361,7 @@ SWEEP = """
 name: {name}
 base: {base}
 parameters:
-  optim.lr: {{logspace: [0.001, 0.016, 4]}}
+  optim.lr: [0.001, 0.0025, 0.0063, 0.016]
   model.n_layers: [2, 4]
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import runpy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -29,108 +29,50 @@ Number = int | FiniteFloat
 TOO_MANY = 10_000
 """Maximum number of combinations of a sweep."""
 
-Amount = Annotated[int, Field(gt=0, le=TOO_MANY)]
+LOG_SPREAD = 8
+"""Ratio of the largest value of a list to its smallest from which on its axis is logarithmic."""
 
 
 class SweptValues(Section):
     """The values of one key. A plain list is short for `values`."""
 
     values: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
-    """Explicit values, in this order."""
-    range: tuple[Number, Number, Number] | None = None
-    """Arithmetic progression `[start, stop, step]`, excluding `stop`, as in Python."""
-    linspace: tuple[Number, Number, Amount] | None = None
-    """Linear spacing `[first, last, n]`: n values at equal distances."""
-    logspace: tuple[Number, Number, Amount] | None = None
-    """Logarithmic spacing `[first, last, n]`: n values at equal ratios."""
-    choice: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
-    """Candidates; `count` of them are drawn without replacement."""
+    """Explicit values, in this order; `mode: random` draws from them."""
     uniform: tuple[Number, Number] | None = None
-    """Uniform distribution over `[low, high]`, of which `count` numbers are drawn."""
+    """Uniform distribution over `[low, high]`, from which `mode: random` draws."""
     loguniform: tuple[Number, Number] | None = None
-    """Log-uniform distribution over `[low, high]`, of which `count` numbers are drawn."""
-    count: Amount | None = None
-    """Number of values to draw."""
+    """Log-uniform distribution over `[low, high]`, from which `mode: random` draws."""
 
     @property
-    def kind(self) -> str:
-        """The field that defines the values, such as `linspace`; empty if there is none."""
-        return next((name for name in KINDS if getattr(self, name) is not None), "")
+    def is_logarithmic(self) -> bool:
+        """True if a logarithmic axis shows the values best."""
+        given = self.values or ()
+        numbers = [value for value in given if isinstance(value, int | float) and value > 0]
+        if not numbers or len(numbers) < len(given):
+            return self.loguniform is not None
+        return max(numbers) / min(numbers) >= LOG_SPREAD
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each invalid or contradictory definition of values."""
-        kinds = [name for name in KINDS if getattr(self, name) is not None]
-        if len(kinds) != 1:
-            given = " and ".join(kinds) or "none"
-            yield "", f"takes a list, or one of {', '.join(KINDS[1:])} (got {given})"
-            return
-        if self.count is not None and self.kind not in DRAWN:
-            yield "count", f"is for {', '.join(DRAWN)}, not for {self.kind}"
-        if self.choice is not None and (self.count or 0) > len(self.choice):
-            yield "count", f"{self.count} of {len(self.choice)} values cannot be drawn"
-        if self.range is not None:
-            start, stop, step = self.range
-            if not step or not 0 < (stop - start) / step <= TOO_MANY:
-                why = f"[start, stop, step] = {[*self.range]}"
-                yield "range", f"contains no value, or too many: {why}"
-        for name in ("logspace", "loguniform"):
-            ends = getattr(self, name)
-            if ends is not None and not (ends[0] > 0 and ends[1] > 0):
-                yield name, f"requires positive bounds, got {list(ends[:2])}"
-
-    def listed(self, rng: random.Random) -> list[Any]:
-        """Return all values; random ones are drawn `count` times with `rng`."""
-        if self.choice is not None:
-            return sorted(self.choice, key=lambda _: rng.random())[: self.count]
-        if self.kind in DRAWN:
-            return [self.drawn(rng) for _ in range(self.count or 1)]
-        if self.range is not None:
-            start, stop, step = self.range
-            amount = math.ceil(round((stop - start) / step, 9))
-            values = [start + i * step for i in range(amount)]
-            # 3 · 0.1 - 0.3 is 5.6e-17.
-            return _rounded([v if abs(v) > 1e-9 * abs(step) else 0 for v in values], self.range)
-        if (spaced := self.linspace or self.logspace) is not None:
-            first, last, n = spaced
-            between = _between if self.linspace is not None else _between_logs
-            inner = [between(first, last, i / (n - 1)) for i in range(1, n - 1)]
-            return _rounded([first, *inner, last][:n], (first, last))
-        return list(self.values or ())
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            names = " and ".join(given) or "none"
+            yield "", f"takes a list, or one of uniform and loguniform (got {names})"
+        if self.loguniform is not None and not min(self.loguniform) > 0:
+            yield "loguniform", f"requires positive bounds, got {list(self.loguniform)}"
 
     def drawn(self, rng: random.Random) -> Any:
         """Draw one value with `rng`."""
-        if self.uniform is not None:
-            low, high = self.uniform
-            return float(f"{low + (high - low) * rng.random():.6g}")
-        if self.loguniform is not None:
-            return float(f"{_between_logs(*self.loguniform, rng.random()):.6g}")
-        values = list(self.choice or self.listed(rng))
-        return values[int(rng.random() * len(values))]
+        way = rng.random()
+        if self.values is not None:
+            return self.values[int(way * len(self.values))]
+        low, high = self.uniform or map(math.log, self.loguniform or ())
+        number = low + (high - low) * way
+        return float(f"{number if self.uniform else math.exp(number):.6g}")
 
 
-DRAWN = ("choice", "uniform", "loguniform")
-KINDS = tuple(name for name in SweptValues.model_fields if name != "count")
-
-
-def _between_logs(low: float, high: float, way: float) -> float:
-    """Interpolate between two numbers on a logarithmic scale; `way` is in [0, 1]."""
-    return math.exp(math.log(low) + way * (math.log(high) - math.log(low)))
-
-
-def _between(low: float, high: float, way: float) -> float:
-    """Interpolate between two numbers; `way` is in [0, 1]."""
-    return low * (1 - way) + high * way
-
-
-def _rounded(values: list[float], given: Sequence[int | float]) -> list[int | float]:
-    """Return values as they would be written: 0.1 + 2 · 0.1 is 0.30000000000000004 in floats.
-
-    They are integers if they and all given numbers are.
-    """
-    rounded = [v if isinstance(v, int) else float(f"{v:.12g}") for v in values]
-    if all(isinstance(number, int) for number in given) and all(v == int(v) for v in rounded):
-        return [int(value) for value in rounded]
-    return [float(value) for value in rounded]
+REMOVED = ("range", "linspace", "logspace", "choice", "count")
+"""Forms of values of earlier versions."""
 
 
 class SweepConfig(Section):
@@ -151,7 +93,7 @@ class SweepConfig(Section):
     mode: Literal["product", "zip", "random"] = "product"
     """Combination of values: `product`: every combination; `zip`: the first values together, then
     the second, …; `random`: `samples` randomly drawn combinations."""
-    samples: Amount | None = None
+    samples: Annotated[int, Field(gt=0, le=TOO_MANY)] | None = None
     """Number of combinations that `mode: random` draws."""
     draw_seed: NonNegativeInt = 0
     """Random seed of all values that are drawn."""
@@ -174,14 +116,16 @@ class SweepConfig(Section):
         for key, values in self.parameters.items():
             for name, why in values.problems():
                 yield f"parameters.{key}.{name}".rstrip("."), why
-            if key not in known:
+            word = key.rpartition(".")[2]
+            if key not in known and word in REMOVED:
+                why = "no longer exists: write the values out, or draw them with mode: random"
+                yield f"parameters.{key}", why
+            elif key not in known:
                 close = explain.nearest(key, self.trials)
                 why = f"; did you mean {close}?" if close in known else ""
                 yield f"parameters.{key}", "is not a key that a sweep can change" + why
-            if self.mode == "random" and values.count is not None:
-                yield f"parameters.{key}.count", "mode: random draws `samples` of every key"
-            if self.mode != "random" and values.kind in DRAWN and values.count is None:
-                yield f"parameters.{key}", f"{values.kind} needs a count with mode: {self.mode}"
+            if self.mode != "random" and values.values is None:
+                yield f"parameters.{key}", f"is drawn: mode: {self.mode} needs a list"
         if (self.mode == "random") != (self.samples is not None):
             yield "samples", "mode: random needs it, and no other mode takes it"
         if self.seeds and "seed" in self.parameters:
@@ -201,13 +145,11 @@ def combinations(sweep: SweepConfig) -> list[dict[str, Any]]:
     Raises ConfigError if there are more than TOO_MANY, or if the lengths do not match with
     `mode: zip`.
     """
-    rngs = {key: random.Random(f"{sweep.draw_seed} {key}") for key in sweep.parameters}
-    columns = {
-        key: [values.drawn(rngs[key]) for _ in range(sweep.samples or 0)]
-        if sweep.mode == "random"
-        else values.listed(rngs[key])
-        for key, values in sweep.parameters.items()
-    }
+    columns: dict[str, list[Any]] = {}
+    for key, values in sweep.parameters.items():
+        rng = random.Random(f"{sweep.draw_seed} {key}")
+        drawn = [values.drawn(rng) for _ in range(sweep.samples or 0)]
+        columns[key] = drawn if sweep.mode == "random" else list(values.values or ())
     lengths = {key: len(column) for key, column in columns.items()}
     # zip of no columns yields nothing, but the product of none yields the one row of the base.
     together = sweep.mode != "product" and bool(columns)
@@ -304,7 +246,7 @@ def _key_types() -> KeyTypes:
     values = {
         ("parameters", *key, *word, "*"): types
         for key, types in explain.key_types().texts.items()
-        for word in ((), ("values",), ("choice",))
+        for word in ((), ("values",))
     }
     return KeyTypes({**own.texts, **base.texts, **values}, base.mappings, base.variants)
 

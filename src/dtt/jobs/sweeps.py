@@ -31,8 +31,6 @@ from dtt.jobs.job_state import State
 from dtt.track import jsonl
 from dtt.track.plot import Curve
 
-LOGARITHMIC = ("logspace", "loguniform")
-
 
 class TrialRecord(Record):
     """A trial in the manifest: the values it sets, and its folder within that of the sweep."""
@@ -134,7 +132,7 @@ class SweepPlan:
             name=sweep.name,
             source=str(self.file.path),
             keys=sweep.keys,
-            logarithmic=tuple(k for k, v in sweep.parameters.items() if v.kind in LOGARITHMIC),
+            logarithmic=tuple(k for k, v in sweep.parameters.items() if v.is_logarithmic),
             metric=sweep.metric,
             goal=sweep.goal,
             concurrency=sweep.concurrency,
