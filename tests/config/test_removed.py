@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,9 @@ from dtt.config.removed import REMOVED
 VALUES = {
     "optim.cautious_weight_decay": True, "optim.ns_steps": 7, "guard.rewind_around": 5,
     "train.finish_by": "07:00", "train.remat_every": 2, "launch.lead_seconds": 300,
-    "launch.nccl_logs": True,
+    "launch.nccl_logs": True, "guard.spike_sigmas": 5.0, "guard.max_skips": 3,
+    "train.batch_schedule.lr_rule": "sqrt", "export.out": "out", "launch.nsys": True,
+    "optim.groups.decay": "60%",
 }  # fmt: skip
 """A value of each removed key that is not its default."""
 
@@ -30,10 +33,17 @@ def test_a_removed_key_is_refused_with_what_replaces_it_unless_it_has_its_defaul
     key: str,
 ) -> None:
     default, instead = REMOVED[tuple(key.split("."))]
-    given = yaml.safe_dump(default).split("\n")[0]
-    assert resolve(None, [f"{key}={given}"], env={}).config == resolve(None, env={}).config
+    listed = key.startswith("optim.groups.")
+
+    def argument(value: Any) -> str:
+        text = yaml.safe_dump(value).splitlines()[0]
+        return f"optim.groups=[{{match: embed, decay: {text}}}]" if listed else f"{key}={text}"
+
+    without = ["optim.groups=[{match: embed}]"] if listed else []
+    expected = resolve(None, without, env={}).config
+    assert resolve(None, [argument(default)], env={}).config == expected
     with pytest.raises(ConfigError) as error:
-        resolve(None, [f"{key}={yaml.safe_dump(VALUES[key]).splitlines()[0]}"], env={})
+        resolve(None, [argument(VALUES[key])], env={})
     assert f"{key} no longer exists" in str(error.value)
     assert instead in str(error.value)
     replacement = instead.rpartition(", or ")[2].replace("'", "")

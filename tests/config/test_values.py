@@ -13,7 +13,6 @@ from dtt.config import explain, sweep
 from dtt.config.base import Length
 from dtt.config.load import changes_on_resume, resolve
 from dtt.config.model import ModelConfig
-from dtt.config.optim import own_decays
 from dtt.config.parallel import ParallelConfig, Sizes, mesh_sizes
 from dtt.config.value_types import Averaging, parse_averaging, parse_decay, seconds
 from dtt.model import families
@@ -96,12 +95,6 @@ def test_a_step_and_the_whole_run_are_a_change_on_resume(tmp_path: Path, key: st
         assert json.dumps(again.model_dump(mode="json")) == json.dumps(
             resolved.config.model_dump(mode="json")
         )
-
-
-def test_a_step_and_the_whole_run_are_two_decays_of_groups() -> None:
-    groups = "[{match: embed, decay: 1}, {match: head, decay: 1.0}, {match: vector, decay: 100%}]"
-    config = resolve(None, [f"optim.groups={groups}"], env={}).config
-    assert own_decays(config.optim) == (Length(1), Length(1.0))
 
 
 def test_a_start_of_the_batch_is_a_step_or_the_whole_run() -> None:

@@ -545,9 +545,9 @@ def test_an_export_requires_a_checkpoint(dtt: Dtt, tiny: Settings, slurm: dict[s
     dtt("submit", "train", *tiny(), **slurm)
     assert "no checkpoint" in dtt("submit", "export", "jobs/t", expect=66, **slurm).stderr
     (dtt.folder / "jobs/t/checkpoints/step-000004").mkdir(parents=True)
-    dtt("submit", "export", "jobs/t", "export.out=a b", "export.dtype=fp32", **slurm)
+    dtt("submit", "export", "jobs/t", "export.license=a b", "export.dtype=fp32", **slurm)
     script = (dtt.folder / "jobs/t-export/slurm.sh").read_text()
-    assert " -- export jobs/t 'export.out=a b' export.dtype=fp32\n" in script
+    assert " -- export jobs/t export.dtype=fp32 'export.license=a b'\n" in script
 
 
 def test_a_watch_is_submitted_next_to_its_job_with_the_options_of_eval(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from dtt.base.errors import ConfigError
 from dtt.config.load import resolve
 from dtt.config.optim import ROLES as ROLE_NAMES
-from dtt.config.optim import AdamWGroup, own_decays
+from dtt.config.optim import AdamWGroup
 from dtt.config.optim import Optimizer as OptimConfig
 from dtt.config.parallel import Sizes
 from dtt.config.schedule import RunFacts
@@ -25,9 +24,7 @@ from dtt.model.decoder import parameter_role
 from dtt.optim.adamw import AdamWConfig, AdamWSettings
 from dtt.optim.built import build
 from dtt.optim.groups import describe, set_learning_rate
-from dtt.optim.lr_curves import WsdConfig
 from dtt.optim.muon.variant import MuonConfig, MuonGroup
-from dtt.optim.schedule import resolve_schedule
 from dtt.params.table import Param, Params
 
 SHAPES = {
@@ -161,50 +158,6 @@ def test_a_role_without_parameters_is_an_error() -> None:
     tied = {name: p for name, p in parameters().items() if name != "head.weight"}
     with pytest.raises(ConfigError, match=r"no parameter has the role head(.|\n)*tied"):
         build(AdamWConfig(groups=(AdamWGroup(match="head"),)), table(tied, ROLES), RunFacts(1))
-
-
-def test_groups_decay_over_their_own_part_of_the_run_as_in_torch() -> None:
-    entries = (AdamWGroup(match="embed", decay=0.6), AdamWGroup(match="head", decay="100%", lr=0.3))
-    config = AdamWConfig(lr=0.2, groups=entries)
-    optimizers = made(config)
-    wsd = WsdConfig(warmup=2, decay=4, shape="linear", floor=0.1)
-    resolved = resolve_schedule(wsd, 20, lambda step: 10 * step, own_decays(config))
-
-    def multiplier(decay: int, step: int) -> float:
-        rise = min(1.0, (step + 1) / 2)
-        return min(rise, 0.1 + 0.9 * (1 - max(0, step - (20 - decay)) / decay))
-
-    names = {"embed.weight": 12, "head.weight": 18, "norm.weight": 4}
-    plain = torch.optim.AdamW(
-        [{"params": [nn.Parameter(torch.ones(1))], "lr": 0.3 if n == "head.weight" else 0.2}
-         for n in names]
-    )  # fmt: skip
-    theirs = torch.optim.lr_scheduler.LambdaLR(
-        plain, [partial(multiplier, decay) for decay in names.values()]
-    )
-    for step in range(20):
-        set_learning_rate(
-            optimizers, resolved.multiplier(step), resolved.multipliers_of_groups(step)
-        )
-        rates = [group_of(optimizers, name)[1]["lr"] for name in names]
-        assert rates == pytest.approx(theirs.get_last_lr())
-        plain.step()
-        theirs.step()
-    assert resolved.first_decay is not None
-    assert resolved.first_decay.begin == 2  # the warm-up comes first, whatever the decay
-    assert "; 0.6 in their own groups from step 9" in resolved.describe()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["schedule.type=cosine"], r"decay needs schedule\.type=wsd, not cosine"),
-        (["train.budget=6h"], "decay needs a run of known length"),
-    ],
-)
-def test_an_own_decay_needs_a_stable_phase_and_a_length(more: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"optim\.groups: {message}"):
-        resolve(None, ["optim.groups=[{match: embed, decay: 60%}]", *more], env={})
 
 
 def test_the_first_entry_that_matches_a_name_decides() -> None:

@@ -149,7 +149,7 @@ def _configuration(texts: Iterator[str]) -> dict[str, Any]:
         "tokenizer.special_tokens": [next(texts), "<|endoftext|>"],
         "tokenize.out": next(texts),
         "train.sample_prompt": next(texts), "eval.tasks": [next(texts), next(texts)],
-        "eval.data": next(texts), "export.license": next(texts), "export.out": next(texts),
+        "eval.data": next(texts), "export.license": next(texts),
         "launch.setup": [next(texts)], "launch.environment": {"HOSTILE": next(texts)},
         "track": [{"type": "wandb", "project": next(texts), "entity": next(texts)}],
     }  # fmt: skip

@@ -118,7 +118,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "groups": (
         ("optim.groups=[{match: head, lr: 0.01, betas: [0.5, 0.9]}]",),
-        ("optim.groups=[{match: embed, weight_decay: 0.1, decay: 50%, eps: 1e-6}]",),
+        ("optim.groups=[{match: embed, weight_decay: 0.1, eps: 1e-6}]",),
         ("optim.type=muon", "optim.groups=[{match: layers.1.*, optimizer: adamw}]"),
         ("optim.type=muon", "optim.groups=[{match: '*.mlp.up.weight', split: 2}]"),
     ),
@@ -130,8 +130,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("schedule={type: wsd, warmup: 5%, decay: 20%, shape: exponential, floor: 0.1}",),
     ),
     "batch": (
-        ("train.batch_schedule={type: doubling, start: 8192, every: 10%, lr_rule: sqrt}",),
-        ("train.batch_schedule={type: linear, start: 8192, length: 20%, lr_rule: linear}",),
+        ("train.batch_schedule={type: doubling, start: 8192, every: 10%}",),
         ("train.batch_schedule={type: list, stages: [[0, 32768], [0.5, 65536]]}",),
     ),
     "context schedule": (("train.context_schedule=[[0, 512], [0.5, 1024]]",),),
@@ -167,7 +166,6 @@ WITHOUT_EFFECT = (
     "adapter[lora].base",
     "data[synthetic].vocab_size", *(f"parallel.{dim}" for dim in Sizes._fields),
     "parallel.layers_per_stage", "parallel.stages_per_rank", "parallel.expert",
-    "guard.max_skips", "guard.spike_sigmas",
 )  # fmt: skip
 """Beginnings of keys that no feature needs."""
 

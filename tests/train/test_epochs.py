@@ -25,7 +25,6 @@ SCHEDULES: list[dict[str, Any]] = [
     {"type": "constant"},
     {"type": "doubling", "start": 64, "every": "20%"},
     {"type": "doubling", "start": 64, "every": 2},
-    {"type": "linear", "start": 64, "length": "50%"},
     {"type": "list", "stages": [[0, 128], ["300 tokens", 512]]},
 ]
 

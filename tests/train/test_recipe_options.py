@@ -34,9 +34,6 @@ OPTIONS = {
         "optim.normuon_beta2=0.9",
         "optim.scale=hyperball",
     ],
-    "own decay by role": [
-        "optim.groups=[{match: embed, lr: 3e-2, decay: 100%}, {match: head, decay: 6}]"
-    ],
     "late average": ["train.eval_every=2", "train.ema_decay={decay: 0.8, start: 50%, blend: 0.6}"],
     "muon by horizon": ["optim.weight_decay={value: 0.2, horizon: true}"],
 }
@@ -115,18 +112,6 @@ def test_a_horizon_trains_as_its_number_does_and_follows_the_length_of_the_run(
     assert "8.333" in next(line for line in longer.splitlines() if "matrix" in line)
     again = dtt("train", job).stderr
     assert "divided" not in again
-
-
-@pytest.mark.slow
-def test_a_branch_starts_before_the_first_decay_of_any_group(dtt: Dtt, tiny: Settings) -> None:
-    """The group decays over steps 7 to 12, all others over the last two."""
-    own = "optim.groups=[{match: embed, decay: 6}]"
-    dtt("train", *tiny(schedule__decay=2, checkpoint__keep_last=9), own)
-    refused = dtt("train", "--branch", "jobs/t@8", "train.steps=20", expect=2).stderr
-    assert "the learning rate of jobs/t decays after step 6, before the branch point 8" in refused
-    dtt("train", "--branch", "jobs/t@4", "train.steps=14", "schedule.decay=2", "name=b")
-    dtt("train", *tiny(schedule__decay=2, train__steps=14, name="whole"), own)
-    assert_same_state(dtt.folder / "jobs/b", dtt.folder / "jobs/whole")
 
 
 @pytest.mark.slow

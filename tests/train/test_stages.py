@@ -27,7 +27,7 @@ Settings = Callable[..., list[str]]
 def growing(tiny: Settings, **changes: object) -> list[str]:
     """Batches of 2, 4, 6, then 8 sequences; contexts of 8, 16, then 32 tokens."""
     schedules: dict[str, object] = {
-        "train__batch_schedule": "{type: linear, start: 64, length: 12, lr_rule: sqrt}",
+        "train__batch_schedule": "{type: list, stages: [[0, 64], [4, 128], [8, 192], [12, 256]]}",
         "train__context_schedule": "[[0, 8], [1k tokens, 16], [50%, 32]]",
         "train__steps": STEPS,
         "train__micro_batch": 3,
@@ -67,15 +67,6 @@ def test_metrics_record_the_size_of_each_step(whole: Path) -> None:
     assert [r["seq_len"] for r in found] == [8] * 10 + [16] * 2 + [32] * 12
 
 
-def test_the_learning_rate_follows_the_batch(whole: Path, tiny: Settings, tmp_path: Path) -> None:
-    train(tmp_path, *growing(tiny, train__batch_schedule="{type: linear, start: 64, length: 12}"))
-    plain = records(tmp_path / "jobs/t", "train")
-    for scaled, given, size in zip(records(whole, "train"), plain, SIZES, strict=True):
-        assert scaled["lr"] == pytest.approx(given["lr"] * (size / 256) ** 0.5)
-        assert scaled["ledger"] == given["ledger"]
-    assert plain[-1]["loss"] != records(whole, "train")[-1]["loss"]
-
-
 @pytest.mark.parametrize("step", [8, 12])
 def test_a_resume_on_the_way_up_ends_as_if_nothing_had_happened(
     whole: Path, tmp_path: Path, step: int
@@ -112,6 +103,12 @@ def test_what_a_step_was_trained_on_is_found_again(
 
 def test_a_job_does_not_resume_after_steps_of_other_sizes(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "jobs/t")
-    key = "train.batch_schedule.length"
+    key, sizes = "train.batch_schedule.stages", "[[0, 64], [4, 128], [7, 192], [12, 256]]"
     with pytest.raises(DamagedError, match="not in the order that this job was trained in"):
-        train(tmp_path, "jobs/t", f"{key}=10", allow=[key], from_step=8)
+        train(
+            tmp_path,
+            "jobs/t",
+            f"{key}={sizes}",
+            allow=[key],
+            from_step=8,
+        )

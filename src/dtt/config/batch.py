@@ -19,16 +19,7 @@ class ConstantBatch(Section):
     type: Literal["constant"] = "constant"
 
 
-class GrowingBatch(Section):
-    """The common keys of all batch sizes that grow up to `train.global_batch_tokens`."""
-
-    lr_rule: Literal["none", "sqrt", "linear"] = "none"
-    """Factor on the scheduled learning rate while the batch is smaller than the full one, where r
-    is their ratio (at most 1): none, sqrt(r) (for Adam, arXiv 2205.10287), or linear: r (for SGD,
-    arXiv 1706.02677)."""
-
-
-class DoublingBatch(GrowingBatch):
+class DoublingBatch(Section):
     """A batch size that doubles at regular intervals; the last increase may be smaller."""
 
     type: Literal["doubling"] = "doubling"
@@ -38,17 +29,7 @@ class DoublingBatch(GrowingBatch):
     """Interval between doublings: steps, a share of the run (`5%`), or `50M tokens`."""
 
 
-class LinearBatch(GrowingBatch):
-    """A batch size that grows by equal amounts, linearly in steps or tokens."""
-
-    type: Literal["linear"] = "linear"
-    start: PositiveInt = 8_192
-    """Tokens per step at the start of the run, and tokens added at each increase."""
-    length: LengthKey = Length(0.2)
-    """Time until the batch is full: steps, a share of the run (`20%`), or `50M tokens`."""
-
-
-class ListedBatch(GrowingBatch):
+class ListedBatch(Section):
     """An explicit list of batch sizes."""
 
     type: Literal["list"] = "list"
@@ -57,9 +38,7 @@ class ListedBatch(GrowingBatch):
     `[[0, 8192], [50M tokens, 65536]]`. The last size must be the full batch."""
 
 
-BatchSchedule = Annotated[
-    ConstantBatch | DoublingBatch | LinearBatch | ListedBatch, Field(discriminator="type")
-]
+BatchSchedule = Annotated[ConstantBatch | DoublingBatch | ListedBatch, Field(discriminator="type")]
 
 
 def batch_problems(schedule: BatchSchedule, full: int, seq_len: int) -> Iterator[tuple[str, str]]:
@@ -73,13 +52,11 @@ def batch_problems(schedule: BatchSchedule, full: int, seq_len: int) -> Iterator
         for _, tokens in schedule.stages:
             if tokens % seq_len:
                 yield "stages", f"{tokens} is not a multiple of train.seq_len = {seq_len}"
-    elif isinstance(schedule, DoublingBatch | LinearBatch):
+    elif isinstance(schedule, DoublingBatch):
         if schedule.start >= full:
             yield "start", f"{schedule.start} is not below train.global_batch_tokens = {full}"
         if schedule.start % seq_len:
             yield "start", f"{schedule.start} is not a multiple of train.seq_len = {seq_len}"
-        elif isinstance(schedule, LinearBatch) and full % schedule.start:
-            yield "start", f"{schedule.start} does not divide train.global_batch_tokens = {full}"
 
 
 def stage_problems(stages: BatchStages, last: int, key: str) -> Iterator[str]:

@@ -34,8 +34,6 @@ class EvalConfig(Section):
 class ExportConfig(Section):
     """The exported Hugging Face folder."""
 
-    out: Path | None = resumable(None)
-    """Folder of the export; null: `exports/<name>`."""
     dtype: Literal["fp32", "bf16", "fp16"] = resumable("bf16")
     """Data type of the exported weights."""
     max_shard_size: str = Field(

@@ -203,8 +203,6 @@ class LaunchConfig(Section):
     preflight: bool = resumable(False)
     """Run `dtt doctor` with all processes before training: it reports a faulty disk, GPU or link,
     and training does not start on it."""
-    nsys: bool = resumable(False)
-    """Profile with NVIDIA Nsight Systems; the reports are written to the job's `logs/`."""
     template: Path | None = resumable(None)
     """Jinja2 template to use in place of dtt's own job script."""
     steps: dict[Step, dict[Resource, Value]] = resumable({})

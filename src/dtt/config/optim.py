@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveFloat
 
-from dtt.config.base import Length, LengthKey, Section
+from dtt.config.base import Section
 from dtt.config.schedule import RunFacts
 from dtt.config.value_types import Decayed, parse_decay
 
@@ -77,9 +77,6 @@ class AdamWGroup(Section):
     weight_decay: Decayed | None = None
     """Decoupled weight decay, as in `optim`; null: that of `optim` for hidden matrices and
     adapters, 0 for the others."""
-    decay: LengthKey | None = None
-    """Duration of the learning-rate decay of these parameters at the end of the run, in the form
-    and shape of `schedule.decay` (`60%`); null: that of `schedule`, which must be wsd."""
 
 
 class GroupedOptimizer(Optimizer):
@@ -108,10 +105,3 @@ def horizon_keys(optim: Optimizer) -> Iterator[str]:
     for key, decay in given:
         if parse_decay(decay).horizon:
             yield f"optim.{key}"
-
-
-def own_decays(optim: Optimizer) -> tuple[Length, ...]:
-    """Return the distinct durations of learning-rate decays that entries of `groups` set."""
-    if not isinstance(optim, GroupedOptimizer):
-        return ()
-    return tuple(dict.fromkeys(e.decay for e in optim.groups if e.decay is not None))

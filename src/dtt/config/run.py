@@ -27,7 +27,7 @@ from dtt.config.key_types import tag_of
 from dtt.config.launch import LaunchConfig
 from dtt.config.model import MIXTURES, Family, ModelConfig
 from dtt.config.objective import Objective
-from dtt.config.optim import Optimizer, horizon_keys, own_decays
+from dtt.config.optim import Optimizer, horizon_keys
 from dtt.config.parallel import ParallelConfig
 from dtt.config.scaling import ScalingConfig, StandardConfig
 from dtt.config.schedule import Schedule
@@ -158,11 +158,6 @@ class RunConfig(Section):
         if train.timed and average is not None and average.start.unit == "share":
             why = "the time budget determines the length of the run: specify its start in steps"
             yield "train.ema_decay", why
-        if own_decays(self.optim) and self.schedule.type != "wsd":
-            yield "optim.groups", f"decay needs schedule.type=wsd, not {self.schedule.type}"
-        elif own_decays(self.optim) and train.timed:
-            why = "decay needs a run of known length, without train.budget"
-            yield "optim.groups", why
         warmup = self.schedule.warmup
         most = {"steps": train.steps, "tokens": train.steps * train.global_batch_tokens}
         if train.steps and warmup.unit in most and warmup.amount > most[warmup.unit]:

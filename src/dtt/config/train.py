@@ -249,14 +249,11 @@ class GuardConfig(Section):
     investigated."""
     spike: Literal["none", "stop", "skip"] = resumable("none")
     """Action when the gradient norm is far above that of the preceding steps. The default is none:
-    clipping bounds the effect of such a step, and a change in the data may look like a spike."""
-    spike_sigmas: PositiveFloat = resumable(6.0)
-    """A norm is a spike if its logarithm is this many standard deviations above the mean of the
-    last 128 steps, without skipped ones, and the norm is at least four times the usual one. Until
-    there are 128, no step is judged a spike."""
-    max_skips: PositiveInt = resumable(10)
-    """Number of skipped steps among the last 100 at which the run stops: then the cause is not a
-    single batch."""
+    clipping bounds the effect of such a step, and a change in the data may look like a spike.
+
+    A norm is a spike if its logarithm is six standard deviations above the mean of the last 128
+    steps, without skipped ones, and the norm is at least four times the usual one. Until there are
+    128, no step is judged a spike."""
 
 
 ProfileKind = Literal["torch", "memory", "nsys"]

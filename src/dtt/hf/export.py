@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from dtt.checkpoint import store
 from dtt.config.adapter import LoraConfig
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.run import RunConfig
-from dtt.jobs.job_paths import home
 from dtt.track import jsonl
 from dtt.track.base import Record
 
@@ -74,12 +73,12 @@ def export(
     _check_options(overrides if adapter else (), of_repository)
     checkpoints, step = store.parse(source)
     job = checkpoints.parent
-    cfg = _configuration(job, overrides, {} if out is None else {"export.out": str(out)})
+    cfg = _configuration(job, overrides)
     from dtt.hf import bucket, publish
     from dtt.hf import upload as hub
     from dtt.hf.read_checkpoint import find_checkpoint, read_adapter
 
-    folder = _folder(job, cfg, "-adapter" if adapter else "")
+    folder = out or Path("exports") / f"{cfg.name}{'-adapter' if adapter else ''}"
     checkpoint = find_checkpoint(checkpoints, step)
     identity = sha256_file(checkpoint.path / checkpoint.manifest.filename)
     part = read_adapter(cfg, checkpoint, average=ema) if adapter else None
@@ -108,17 +107,6 @@ def export(
                 message = f"{cfg.name}, step {manifest.step}"
                 url = hub.upload(folder, names, upload, revision, message=message)
     return folder, manifest, url
-
-
-def _folder(job: Path, cfg: RunConfig, suffix: str) -> Path:
-    """Return the folder to write; `suffix` keeps an adapter apart from the merged model."""
-    configured = load_job(job).export.out
-    if cfg.export.out is None:
-        return Path("exports") / f"{cfg.name}{suffix}"
-    if cfg.export.out != configured:  # given on this command line
-        return cfg.export.out
-    configured = home(job) / configured
-    return configured.with_name(f"{configured.name}{suffix}")
 
 
 def _described(manifest: ExportManifest) -> str:
@@ -234,13 +222,13 @@ def _check_options(
         raise ConfigError("--private creates the Hub repository that --upload names as private")
 
 
-def _configuration(job: Path, overrides: Sequence[str], options: Mapping[str, str]) -> RunConfig:
-    """Return the job's configuration with `overrides` and `options`, which may change `export`.
+def _configuration(job: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the job's configuration with `overrides`, which may change `export`.
 
     Raises ConfigError if they change keys that determined the training.
     """
     trained = load_job(job)
-    cfg = resolve(None, overrides, options, job_config=JobDir(job).config, run_code=False).config
+    cfg = resolve(None, overrides, job_config=JobDir(job).config, run_code=False).config
     changed = changes_on_resume(trained, cfg)
     if changed:
         raise ConfigError(

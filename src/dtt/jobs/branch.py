@@ -30,7 +30,7 @@ from dtt.checkpoint import store
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.load import changes_on_resume, load_job, resolve
 from dtt.config.merging import Resolved
-from dtt.config.optim import horizon_keys, own_decays
+from dtt.config.optim import horizon_keys
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay, before_last
 from dtt.data.epochs import with_epochs_resolved
@@ -253,7 +253,7 @@ def _schedule(cfg: RunConfig, steps: int | None = None) -> ResolvedSchedule:
     """
     steps = steps or cfg.train.steps
     tokens_before = step_sizes_of(cfg.train).tokens_before
-    resolved = resolve_schedule(cfg.schedule, steps, tokens_before, own_decays(cfg.optim))
+    resolved = resolve_schedule(cfg.schedule, steps, tokens_before)
     return resolved.with_decay(None) if cfg.train.timed else resolved
 
 
@@ -280,13 +280,13 @@ def _check_stable_phase(branch: Branch, parent: RunConfig, resolved: Resolved) -
     """Raise ConfigError unless parent and branch train identically up to the branch point."""
     step = branch.step
     recorded = _recorded_schedule(branch, parent)
-    if (decay := recorded.first_decay) is not None and decay.begin < step:
+    if (decay := recorded.decay) is not None and decay.begin < step:
         raise ConfigError(
             f"the learning rate of {branch.parent.root} decays after step {decay.begin}, "
             f"before the branch point {step}",
             next=f"choose an earlier checkpoint: dtt ckpt ls {branch.parent.root}",
         )
-    branch.check(_schedule(resolved.config).first_decay, resolved.config.train.steps)
+    branch.check(_schedule(resolved.config).decay, resolved.config.train.steps)
     # A horizon divides by the number of steps, so another length is another weight decay from the
     # first step on.
     by_horizon = next(horizon_keys(resolved.config.optim), None)

@@ -93,7 +93,7 @@ class PipelineStep:
                 final = FinalCheckpoint.of(self.run.job)
                 return final is not None and final.step >= cfg.train.steps > 0
             case "export":
-                final, folder = FinalCheckpoint.of(self.run.job), _export_folder(cfg)
+                final, folder = FinalCheckpoint.of(self.run.job), Path("exports") / cfg.name
                 exported = ExportManifest.exists(folder) and ExportManifest.read(folder)
                 return bool(exported and final and exported.checkpoint_sha256 == final.sha256)
             case _:
@@ -165,7 +165,7 @@ def run(
             "tokens_folders": [str(source.path) for source in token_sources(cfg)],
             "job": str(cfg.job_dir),
             "report": page and str(page),
-            "model": str(_export_folder(cfg)),
+            "model": str(Path("exports") / cfg.name),
         }
         if stages := [{"name": one.stage, "job": str(one.job.root)} for one in runs if one.stage]:
             facts["stages"] = stages
@@ -259,10 +259,6 @@ def run_steps(todo: Sequence[PipelineStep], *, as_json: bool, redo: str | None) 
         sys.exit(code)
 
 
-def _export_folder(cfg: RunConfig) -> Path:
-    return cfg.export.out or Path("exports") / cfg.name
-
-
 def _check_tokenized(cfg: RunConfig) -> None:
     check_tokens(cfg, cfg.tokenize_dir, TokensManifest.read(cfg.tokenize_dir))
 
@@ -313,7 +309,7 @@ def closing_summary(
     `summary` is that of the last run, and `page` the report of all runs, if it could be written.
     """
     cfg = runs[-1].cfg
-    export = _export_folder(cfg)
+    export = Path("exports") / cfg.name
     lines = ["", f"{cfg.name}: done in {seconds:.0f} s", ""]
     lines += [f"  stage            {one.stage}: {one.job.root}" for one in runs if one.stage]
     if summary.first_eval and summary.last_eval:

@@ -64,8 +64,7 @@ class ShortTraining:
         loss = loss_function(z_loss=self._train.z_loss)
         for step, batch in enumerate(self._batches):
             multiplier = 1.0 if at_peak else self._schedule.multiplier(step)
-            own = {} if at_peak else self._schedule.multipliers_of_groups(step)
-            groups.set_learning_rate(self._optimizers, multiplier, own)
+            groups.set_learning_rate(self._optimizers, multiplier)
             losses = passes.run(batch.micro_batches, loss, batch.targets)
             self._params.clip(self._train.clip_norm or float("inf"))
             # Without an anomaly guard.

@@ -104,7 +104,6 @@ def adamw_settings(
         lr=lr,
         weight_decay=decay,
         cautious=cautious or None,
-        decay=entry.decay,
         betas=entry.betas or given.betas,
         eps=entry.eps or given.eps,
     )

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from dtt.base.errors import ConfigError
 from dtt.config import optim
-from dtt.config.base import Length
 from dtt.config.optim import ROLES, AdamWGroup, GroupedOptimizer
 from dtt.config.schedule import RunFacts
 from dtt.config.value_types import parse_decay
@@ -37,8 +36,6 @@ class Settings(NamedTuple):
     eps: float | None = None
     split: tuple[int, ...] | None = None
     """For Muon only: rows of each matrix in the parameter."""
-    decay: Length | None = None
-    """Own duration of the learning-rate decay; None: that of the schedule."""
 
 
 def grouped(
@@ -199,18 +196,8 @@ def peak_lr(config: optim.Optimizer, optimizers: Mapping[str, Optimizer]) -> flo
     return float(first.param_groups[0]["peak_lr"])
 
 
-def set_learning_rate(
-    optimizers: Mapping[str, Optimizer],
-    multiplier: float,
-    own: Mapping[Length, float] | None = None,
-) -> None:
-    """Set the learning rate of every group to `multiplier` times its peak.
-
-    `own` are the multipliers of groups with their own decay, by its duration.
-    """
+def set_learning_rate(optimizers: Mapping[str, Optimizer], multiplier: float) -> None:
+    """Set the learning rate of every group to `multiplier` times its peak."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            decay: Length | None = group.get("decay")
-            # Without a multiplier of its own, a group follows the schedule.
-            of_group = multiplier if decay is None or own is None else own.get(decay, multiplier)
-            group["lr"] = of_group * group["peak_lr"]
+            group["lr"] = multiplier * group["peak_lr"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dtt.base.reading import is_kind
-from dtt.config.base import Length
 from dtt.config.own import own_code
 from dtt.config.schedule import (
     Decay,
@@ -16,7 +14,7 @@ from dtt.config.schedule import (
     TokensBefore,
     first_steps,
 )
-from dtt.optim.lr_curves import ConstantConfig, WsdConfig
+from dtt.optim.lr_curves import ConstantConfig
 
 CONSTANT = ConstantConfig().curve
 DECAY = {"begin": int, "end": int}
@@ -29,8 +27,6 @@ class ResolvedSchedule:
 
     config: Schedule
     facts: RunFacts
-    own: Mapping[Length, ResolvedSchedule] = field(default_factory=dict)
-    """Schedules of the parameter groups that have their own duration of the decay."""
 
     @property
     def warmup(self) -> int:
@@ -59,16 +55,6 @@ class ResolvedSchedule:
         warmup = self.facts.warmup
         return min((step + 1) / warmup, rate) if step < warmup else rate
 
-    def multipliers_of_groups(self, step: int) -> dict[Length, float]:
-        """Return the multipliers of groups with their own decay, by its duration."""
-        return {length: schedule.multiplier(step) for length, schedule in self.own.items()}
-
-    @property
-    def first_decay(self) -> Decay | None:
-        """The decay that starts first, of those of all groups; None without any."""
-        decays = [s.decay for s in (self, *self.own.values()) if s.decay is not None]
-        return min(decays, key=lambda decay: decay.begin, default=None)
-
     def with_decay(self, decay: Decay | None) -> ResolvedSchedule:
         """Return the same schedule with another decay."""
         return replace(self, facts=replace(self.facts, decay=decay))
@@ -85,31 +71,15 @@ class ResolvedSchedule:
             return start + (f"decay ({self.name}) in time" if self.waits else self.name)
         last = self.decay.end
         share = f"{100 * self.multiplier(last - 1):.3g}% of the peak in step {last}"
-        own = [
-            f"; {length} in their own groups from step {schedule.decay.begin + 1}"
-            for length, schedule in self.own.items()
-            if schedule.decay is not None
-        ]
-        return f"{start}decay ({self.name}) from step {self.decay.begin + 1}, {share}{''.join(own)}"
+        return f"{start}decay ({self.name}) from step {self.decay.begin + 1}, {share}"
 
 
-def resolve_schedule(
-    config: Schedule, steps: int, tokens_before: TokensBefore, own: Iterable[Length] = ()
-) -> ResolvedSchedule:
-    """Resolve a schedule for a run of `steps` steps.
-
-    `own` are the durations of the decays of parameter groups, for a WSD schedule.
-    """
+def resolve_schedule(config: Schedule, steps: int, tokens_before: TokensBefore) -> ResolvedSchedule:
+    """Resolve a schedule for a run of `steps` steps."""
     facts = RunFacts(steps, first_steps(config.warmup, steps, tokens_before), tokens_before)
     begin = config.begin(facts)
     # Otherwise no step is left to decay in: the warm-up takes the whole run, or the decay is 0
     # steps long.
     if begin is not None and begin < steps:
         facts = replace(facts, decay=Decay(begin, steps))
-    groups = {}
-    for length in own:
-        assert isinstance(config, WsdConfig), "the configuration was checked"
-        # A copy of the configuration with another decay, so that groups use the same code path.
-        other = config.model_copy(update={"decay": length})
-        groups[length] = resolve_schedule(other, steps, tokens_before)
-    return ResolvedSchedule(config, facts, groups)
+    return ResolvedSchedule(config, facts)

@@ -148,7 +148,7 @@ def _next_command(status: Status) -> str:
         command = ["export", str(job.root)]
         try:
             cfg = load_job(job.root)
-            folder = cfg.export.out or Path("exports") / cfg.name
+            folder = Path("exports") / cfg.name
             exported = ExportManifest.read(folder)
             if (exported.job, exported.step) == (cfg.name, status.files.step):
                 does = ["chat"] if job.chat_template.is_file() else ["generate", "-p", "TEXT"]

@@ -39,8 +39,12 @@ LEAST_FACTOR = 4.0
 some small batches of good text have norms two to three times the usual one."""
 SPIKE_WINDOW = 128
 """Number of normal steps over which the mean and the standard deviation of norms are computed."""
+SPIKE_SIGMAS = 6.0
+"""Number of standard deviations above the mean at which a norm is a spike."""
 RECENT = 100
 """Number of most recent steps among which skipped steps are counted."""
+MAX_SKIPS = 10
+"""Number of skipped steps among these at which the run stops: the cause is not a single batch."""
 WINDOW = "guard/grad_norm/window"
 """Path in a checkpoint of the window of gradient norms."""
 
@@ -58,7 +62,7 @@ class StepVerdict:
 class Guard:
     """Anomaly guard: it judges every step on the device, and acts on it as configured.
 
-    A gradient norm is a spike when its logarithm lies more than `spike_sigmas` standard deviations
+    A gradient norm is a spike when its logarithm lies more than SPIKE_SIGMAS standard deviations
     above its mean over the last SPIKE_WINDOW normal steps. That is the rule of OLMo's
     SkipStepOptimizer (arXiv 2501.00656: 6 deviations, 128 steps), with two differences: it uses the
     logarithm, because norms change by factors, and it leaves out the norms of anomalous steps,
@@ -87,7 +91,7 @@ class Guard:
             # Until the window is full it holds NaN: mean and std are NaN, which nothing exceeds.
             std, mean = torch.std_mean(self._window)
             # A quiet stretch has a tiny deviation, so that normal steps would exceed six of them.
-            margin = (self._config.spike_sigmas * std).clamp(min=math.log(LEAST_FACTOR))
+            margin = (SPIKE_SIGMAS * std).clamp(min=math.log(LEAST_FACTOR))
             # Arithmetic instead of `if`: a branch would wait for the device in every step.
             verdict += SPIKE * (log.isfinite() & (log > mean + margin) & (verdict == FINE))
             # A spike does not enter the window: it would raise the deviation and hide the next one.
@@ -136,11 +140,11 @@ class Guard:
         if action == "stop":
             reason = "nothing was saved since; the newest checkpoint is from before"
             instead = f"skip that batch and resume: dtt train {self._job} guard.{why}=skip"
-        elif len(recent) >= self._config.max_skips:
+        elif len(recent) >= MAX_SKIPS:
             reason = (
                 f"{len(recent)} of the last {RECENT} steps were anomalous, the first {recent[0]}"
             )
-            instead = "allow more: guard.max_skips"
+            instead = f"resume from an earlier checkpoint: dtt train {self._job} --from-step N"
         else:
             position.recent_skips = recent
             return

@@ -207,7 +207,7 @@ def prepare(
     plan = make_plan(cfg, dataset, dist.World(ranks, device, None), done)  # without collectives
     if branch is not None:
         # Again, now that the length of the data is known.
-        branch.check(plan.schedule.first_decay, plan.steps)
+        branch.check(plan.schedule.decay, plan.steps)
     if ranks.first:
         if branch is None or store.steps(job.checkpoints):
             staged = predecessor is not None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtt.base.errors import ConfigError
-from dtt.config.optim import own_decays
 from dtt.config.parallel import Sizes, mesh_sizes
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay, RunFacts
@@ -106,9 +105,8 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
     check_layout(cfg, sizes, arch)
     precision = choose(train.precision, world.device)
     check_memory(cfg, arch, sizes, precision, world)
-    tokens_before, own = step_sizes.tokens_before, own_decays(cfg.optim)
     # If a time limit ends the run, it has no decay yet: `TimeBudget` starts it.
-    schedule = resolve_schedule(cfg.schedule, dataset.steps, tokens_before, own)
+    schedule = resolve_schedule(cfg.schedule, dataset.steps, step_sizes.tokens_before)
     return RunPlan(
         sizes=sizes,
         scaling=scaling,
@@ -124,7 +122,7 @@ def make_plan(cfg: RunConfig, dataset: Dataset, world: World, done: int = 0) -> 
             requested=train.attention,
             dtype=precision.compute_dtype,
         ),
-        tokens=tokens_before(dataset.steps),
+        tokens=step_sizes.tokens_before(dataset.steps),
         step_size=step_sizes.describe(dataset.steps),
         steps=dataset.steps,
         schedule=schedule.with_decay(None) if train.timed else schedule,

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from dtt.config.base import Length
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay, TokensBefore, before_last
 from dtt.data.samples.step_sizes import StepSizes
@@ -161,13 +160,7 @@ class RunSchedule:
 
     def multiplier(self, step: int) -> float:
         """Return the learning rate of a step (counted from 0) as a fraction of the peak."""
-        return self.step_sizes.at(step).lr_factor * self.schedule.multiplier(step)
-
-    def multipliers_of_groups(self, step: int) -> dict[Length, float]:
-        """Return the same for groups with their own decay, by its duration."""
-        factor = self.step_sizes.at(step).lr_factor
-        own = self.schedule.multipliers_of_groups(step)
-        return {length: factor * multiplier for length, multiplier in own.items()}
+        return self.schedule.multiplier(step)
 
     def proposed_end(self, step: int, worked: float, pauses: Mapping[str, float]) -> int:
         """Return the step that the run ends with if its decay starts now; 0 if it does not.

@@ -90,8 +90,7 @@ class Trainer(Run):
                     break
                 step = self.position.step
                 multiplier = self.schedule.multiplier(step)
-                own = self.schedule.multipliers_of_groups(step)
-                set_learning_rate(self.state.optimizers, multiplier, own)
+                set_learning_rate(self.state.optimizers, multiplier)
                 tokens, seq_len = step_sizes.batch_tokens(step), step_sizes.at(step).seq_len
                 with self.observers.profiler.step(step + 1), meter.step(tokens, seq_len):
                     batch = next(batches)

@@ -218,8 +218,6 @@ def _train(shrinking: _Shrinking) -> Nested:
     match schedule.type:
         case "doubling":
             values["batch_schedule"] |= {"start": batch // 2, "every": 1}
-        case "linear":
-            values["batch_schedule"] |= {"start": batch // 2, "length": 1}
         case "list":
             values["batch_schedule"]["stages"] = [[0, batch // 2], [1, batch]]
         case _:

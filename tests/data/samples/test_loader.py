@@ -123,7 +123,7 @@ def test_row_i_of_a_step_does_not_depend_on_start_ranks_or_micro_batches(
 
 
 GROWING = (
-    "train.batch_schedule={type: linear, start: 64, length: 12}",  # 2, 4, 6, 8 sequences
+    "train.batch_schedule={type: list, stages: [[0, 64], [4, 128], [8, 192], [12, 256]]}",
     "train.context_schedule=[[0, 8], [600 tokens, 16], [50%, 32]]",
 )
 

@@ -74,19 +74,6 @@ def test_a_batch_doubles_each_time_until_it_is_full(unit: str, every: int, start
 
 
 @settings(max_examples=40)
-@given(unit=units, length=lengths, start=st.sampled_from([64, 128, 256, 1024, 2048]))
-def test_a_batch_grows_along_a_straight_line(unit: str, length: int, start: int) -> None:
-    over = in_unit(length, unit)
-    sizes = [
-        (over * (size - start) / (FULL - start), size) for size in range(start, FULL + 1, start)
-    ]
-    if unit == "share":  # a step begins where it rounds to
-        sizes = [(Fraction(round(at)), size) for at, size in sizes]
-    schedule = {"type": "linear", "start": start, "length": spelt(over, unit)}
-    assert_grows(schedule, sizes, unit)
-
-
-@settings(max_examples=40)
 @given(
     unit=units,
     starts=st.lists(lengths, min_size=1, max_size=6, unique=True).map(sorted),
@@ -106,21 +93,19 @@ def test_a_list_gives_the_start_of_each_size(
 
 @settings(max_examples=40)
 @given(
-    batch=st.sampled_from(["constant", "doubling", "linear"]),
+    batch=st.sampled_from(["constant", "doubling"]),
     unit=units,
     length=st.integers(1, 9),  # doubled four times from 256 tokens, within 300 steps
     contexts=st.lists(st.sampled_from([8, 16, 32]), unique=True).map(sorted),
     context_unit=units,
-    rule=st.sampled_from(["none", "sqrt", "linear"]),
 )
 def test_steps_use_every_sample_once_and_positions_invert_steps(
-    batch: str, unit: str, length: int, contexts: list[int], context_unit: str, rule: str
+    batch: str, unit: str, length: int, contexts: list[int], context_unit: str
 ) -> None:
     schedule: dict[str, Any] = {"type": batch}
     if batch != "constant":
         over = spelt(in_unit(length, unit), unit)
-        schedule |= {"start": 256, "lr_rule": rule}
-        schedule |= {"every" if batch == "doubling" else "length": over}
+        schedule |= {"start": 256, "every": over}
     starts = [in_unit(7 * i, context_unit) for i in range(len(contexts) + 1)]
     cut = [*zip((spelt(at, context_unit) for at in starts), [*contexts, SEQ_LEN], strict=True)]
     sizes = step_sizes_of(train(batch_schedule=schedule, context_schedule=cut))
@@ -136,9 +121,6 @@ def test_steps_use_every_sample_once_and_positions_invert_steps(
         assert stage.seq_len == next(
             seq_len for at, (_, seq_len) in reversed([*zip(starts, cut, strict=True)]) if at <= come
         )
-        share = sizes.batch_tokens(step) / FULL
-        factor = {"none": 1.0, "sqrt": math.sqrt(share), "linear": share}[rule]
-        assert stage.lr_factor == pytest.approx(1.0 if batch == "constant" else factor, rel=1e-15)
         samples += stage.sequences
         tokens += sizes.batch_tokens(step)
     assert all(one.step < two.step for one, two in pairwise(sizes.ranges))
@@ -151,10 +133,8 @@ def test_steps_use_every_sample_once_and_positions_invert_steps(
          "train.batch_schedule.start: 100 is not a multiple of train.seq_len = 64"),
         (["batch_schedule.type=doubling", "batch_schedule.start=4096"],
          "train.batch_schedule.start: 4096 is not below train.global_batch_tokens = 4096"),
-        (["batch_schedule.type=linear", "batch_schedule.start=192"],
-         "train.batch_schedule.start: 192 does not divide train.global_batch_tokens = 4096"),
-        (["batch_schedule.type=linear", "batch_schedule.start=64", "batch_schedule.length=soon"],
-         "train.batch_schedule.length: must be steps (500), a share of the run (0.2, 20%) or"),
+        (["batch_schedule.type=doubling", "batch_schedule.every=soon"],
+         "train.batch_schedule.every: must be steps (500), a share of the run (0.2, 20%) or"),
         (["batch_schedule={type: list, stages: [[0, 64], [9, 4100], [20, 4096]]}"],
          "train.batch_schedule.stages: must grow from stage to stage (got 64, 4100, 4096)"),
         (["batch_schedule={type: list, stages: [[0, 100], [20, 4096]]}"],
@@ -187,7 +167,7 @@ def test_stages_out_of_order_are_refused_with_their_steps() -> None:
 
 
 def test_a_stage_after_the_end_of_the_run_is_refused() -> None:
-    schedule = {"type": "linear", "start": 256, "length": "10M tokens"}
+    schedule = {"type": "doubling", "start": 256, "every": "3M tokens"}
     with pytest.raises(ConfigError) as caught:
         step_sizes_of(train(batch_schedule=schedule))
     assert "only after the end of the run" in str(caught.value)

@@ -136,7 +136,7 @@ PROFILES = sorted(path.stem for path in (shipped_configs() / "clusters").glob("*
 def variants(profile: str) -> Iterator[Script]:
     """Scripts of a profile that together hold every branch of the template."""
     path = shipped_configs() / f"clusters/{profile}.yaml"
-    switches = {"continuation": "singleton", "start": "srun", "preflight": True, "nsys": True}
+    switches = {"continuation": "singleton", "start": "srun", "preflight": True}
     for changes in ({}, switches, {"continuation": "none", "cpus_per_task": 8}):
         arguments = [f"launch.{key}={value}" for key, value in changes.items()]
         launch = resolve(path, arguments, env={}).config.launch

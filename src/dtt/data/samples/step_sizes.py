@@ -28,11 +28,8 @@ from typing import Any, assert_never
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.config.base import Unit
-from dtt.config.batch import ConstantBatch, DoublingBatch, LinearBatch, ListedBatch
+from dtt.config.batch import ConstantBatch, DoublingBatch, ListedBatch
 from dtt.config.train import TrainConfig
-
-LR_EXPONENT = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-"""Exponent p by `lr_rule`: the learning rate is scaled by (batch / full batch) ** p."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ class StepRange:
     """Samples per step."""
     seq_len: int
     """Context length in tokens: the length of a sample, or a divisor of it."""
-    lr_factor: float
-    """Factor by which the scheduled learning rate is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +170,7 @@ def steps_of_epochs(train: TrainConfig, samples: int) -> int:
 
 def _batches(train: TrainConfig) -> StepSizes:
     """Resolve the batch-size schedule alone, at the full context length."""
-    schedule, full, seq_len = train.batch_schedule, train.global_batch_tokens, train.seq_len
-    exponent = 0.0 if isinstance(schedule, ConstantBatch) else LR_EXPONENT[schedule.lr_rule]
+    seq_len = train.seq_len
     sizes = StepSizes(seq_len, ())
     for unit, amount, tokens in _sizes(train):
         step = _step(unit, amount, train, sizes)
@@ -185,7 +179,7 @@ def _batches(train: TrainConfig) -> StepSizes:
         _check_place("train.batch_schedule", tokens, step, ahead, train)
         # If both start at the same step, the preceding range has no steps and is dropped.
         kept = sizes.ranges[:-1] if step == ahead else sizes.ranges
-        added = StepRange(step, samples, tokens // seq_len, seq_len, (tokens / full) ** exponent)
+        added = StepRange(step, samples, tokens // seq_len, seq_len)
         sizes = StepSizes(seq_len, (*kept, added))
     return sizes
 
@@ -203,11 +197,6 @@ def _sizes(train: TrainConfig) -> Iterator[tuple[Unit, Fraction, int]]:
             unit, every = schedule.every.unit, schedule.every.amount
             for k in range(((full - 1) // start).bit_length() + 1):
                 yield unit, k * every, min(start << k, full)
-        case LinearBatch(start=start):
-            unit, length = schedule.length.unit, schedule.length.amount
-            count = (full - start) // start
-            for k in range(count + 1):  # a size starts where the linear ramp reaches it
-                yield unit, k * length / count, start + k * start
         case ListedBatch():
             for begin, tokens in schedule.stages:
                 yield begin.unit, begin.amount, tokens

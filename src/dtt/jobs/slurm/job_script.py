@@ -265,11 +265,9 @@ def _program(script: Script) -> str:
     launch = script.launch
     if script.kind != "train":
         return "exec python"
-    profiler = 'nsys profile --output="$_dtt_job/logs/nsys-$_dtt_tag-%h-%p" '
-    exec_ = f"exec {profiler if launch.nsys else ''}"
     if launch.start == "srun":
-        return f"export MASTER_ADDR=$_dtt_host MASTER_PORT=$_dtt_port\n    {exec_}python"
-    return exec_ + " \\\n        ".join(
+        return "export MASTER_ADDR=$_dtt_host MASTER_PORT=$_dtt_port\n    exec python"
+    return "exec " + " \\\n        ".join(
         (
             f'torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node={launch.processes}',
             '--node_rank="$SLURM_NODEID" --rdzv_endpoint="$_dtt_host:$_dtt_port"',

@@ -115,7 +115,6 @@ class MuonConfig(GroupedOptimizer):
             lr=lr,
             weight_decay=decay,
             cautious=cautious,
-            decay=entry.decay,
             split=split,
         )
 
