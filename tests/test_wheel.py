@@ -35,11 +35,11 @@ def test_the_profiles_of_a_wheel_need_no_clone(profile: str, site: Path, tmp_pat
     env = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
     dtt = [sys.executable, "-m", "dtt", "submit", "pipeline", "-c", "quickstart", "name=x"]
     done = subprocess.run(
-        [*dtt, "--cluster", profile, "--dry-run", "--in-one-job"],
+        [*dtt, "--cluster", profile, "--dry-run"],
         cwd=work, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "jobs/x-pipeline/slurm.sh" in done.stdout
+    assert "jobs/x-pipeline: each step waits" in done.stdout
     where = subprocess.run(
         [sys.executable, "-c", "import dtt; print(dtt.__file__)"],
         cwd=work, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=True,

@@ -176,34 +176,21 @@ def test_a_disk_too_small_for_the_checkpoints_is_reported(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "changes", "problem"),
+    ("changes", "problem"),
     [
         (
-            "train",
             {"launch__gpus_per_node": 2, "launch__processes_per_node": 8},
             "8 processes per node, but 2",
         ),
-        (
-            "pipeline",
-            {"launch__gpus_per_node": 1, "pipeline__train_processes": 2},
-            "2 processes per node, but 1",
-        ),
-        ("pipeline", {"launch__gpus_per_node": 3}, "cannot be divided evenly among 3 processes"),
-        (
-            "pipeline",
-            {"pipeline__train_processes": 3},
-            "cannot be divided evenly among 3 processes",
-        ),
-        ("train", {"launch__nodes": 3, "parallel__tensor": 2}, "do not make the mesh"),
-        ("train", {"launch__nodes": 3, "parallel__tensor": 3}, "is not a multiple of tensor 3"),
+        ({"launch__gpus_per_node": 3}, "cannot be divided evenly among 3 processes"),
+        ({"launch__nodes": 3, "parallel__tensor": 2}, "do not make the mesh"),
+        ({"launch__nodes": 3, "parallel__tensor": 3}, "is not a multiple of tensor 3"),
     ],
 )
 def test_invalid_process_counts_are_reported(
-    command: str, changes: dict[str, int], problem: str, dtt: Dtt, tiny: Settings
+    changes: dict[str, int], problem: str, dtt: Dtt, tiny: Settings
 ) -> None:
-    settings = tiny(download__dataset="python-stdlib", **changes)
-    how = ["--dry-run", *(["--in-one-job"] if command == "pipeline" else [])]
-    assert problem in dtt("submit", command, *settings, *how, expect=2).stderr
+    assert problem in dtt("submit", "train", *tiny(**changes), "--dry-run", expect=2).stderr
 
 
 @pytest.mark.slow
@@ -224,10 +211,10 @@ def test_only_the_batches_that_are_left_must_fit_the_processes(
         env={},
     ).config
     job = JobDir(tmp_path)
-    [found] = checks.batch_problems("train", cfg, job)
+    [found] = checks.batch_problems(cfg, job)
     assert "the batch of step 1, 2 sequences, cannot be divided" in str(found)
     (job.checkpoints / "step-000003").mkdir(parents=True)
-    assert not list(checks.batch_problems("train", cfg, job))
+    assert not list(checks.batch_problems(cfg, job))
 
 
 @pytest.mark.slow
@@ -451,13 +438,11 @@ def test_the_other_commands_have_directories_of_their_own(
     (dtt.folder / "books.txt").write_text("words " * 100)
     data = ["name=n", "download.dataset=books.txt", "launch.nodes=2"]
     data.append("tokenize.validation_fraction=0")  # of one document
-    for command in ("download", "pipeline"):
-        how = ["--in-one-job"] if command == "pipeline" else []
-        dtt("submit", command, *data, *how, **slurm)
-        script = (dtt.folder / f"jobs/n-{command}/slurm.sh").read_text()
-        assert f" -- {command} -c jobs/n-{command}/config.yaml\n" in script
-        assert "#SBATCH --nodes=1\n" in script
-        assert f"#SBATCH --job-name=n-{command}\n" in script
+    dtt("submit", "download", *data, **slurm)
+    script = (dtt.folder / "jobs/n-download/slurm.sh").read_text()
+    assert " -- download -c jobs/n-download/config.yaml\n" in script
+    assert "#SBATCH --nodes=1\n" in script
+    assert "#SBATCH --job-name=n-download\n" in script
     missing = dtt("submit", "tokenize", *data, expect=66, **slurm)
     assert "dtt download" in missing.stderr
     dtt("download", "-c", "jobs/n-download/config.yaml")
@@ -513,18 +498,6 @@ def test_a_rejected_submission_of_stages_leaves_nothing(
     stages = tiny(name="s", stages="[{name: a}, {name: b}]")
     assert "no such partition" in dtt("submit", "train", *stages, expect=78, **slurm).stderr
     assert not (dtt.folder / "jobs/s").exists()
-
-
-def test_a_submitted_pipeline_reads_the_stages_from_its_own_configuration(
-    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
-) -> None:
-    stages = tiny(name="s", stages="[{name: a}, {name: b, seed: 5}]")
-    dtt("submit", "pipeline", *stages, "--in-one-job", **slurm)
-    script = (dtt.folder / "jobs/s-pipeline/slurm.sh").read_text()
-    assert " -- pipeline -c jobs/s-pipeline/config.yaml\n" in script
-    shown = dtt("config", "show", "-c", "jobs/s-pipeline/config.yaml", "--stage", "b").stdout
-    assert "seed: 5 " in shown
-    assert "from: jobs/s/a " in shown
 
 
 def test_the_directory_of_another_job_is_refused(

@@ -339,26 +339,6 @@ def test_a_limit_of_one_trial_of_an_array_leaves_the_others_alone(
     assert "dtt sweep retry two" in first.slurm_log()
 
 
-def test_a_pipeline_starts_its_own_ranks_and_resumes_after_a_limit(
-    cluster: Any, dtt: Any, tokens: Path, settings: Callable[..., list[str]], follow: Submit
-) -> None:
-    shutil.copy(tokens.parent / "counting.jsonl", dtt.folder)
-    keys = [*settings(launch__nodes=1, data__tokens="null"), *TOKENIZE, "launch.cpus_per_task=2"]
-    keys += ["pipeline.tokenize_processes=2", "pipeline.train_processes=2"]
-    report = json.loads(dtt("submit", "pipeline", *keys, "--in-one-job", "-y", "--json").stdout)
-    own, trained = (follow(path, report["job_id"]) for path in (report["job_dir"], "jobs/t"))
-    trained.wait_for_step(80)
-    cluster.ask_to_save(own.id)
-    assert "slurm: time limit" in trained.exit_record(1)["reason"]
-    record = own.exit_record(1)
-    assert (record["code"], record["reason"]) == (75, "stopped by slurm: time limit")
-    cluster.wait_for_state(own.id, "COMPLETED")
-    assert cluster.field(own.id, "Restarts") == "1"
-    assert own.exit_record(2)["code"] == 0
-    log = "".join(path.read_text() for path in (dtt.folder / own.path / "logs").glob("pipeline-*"))
-    assert log.count("mpirun -n 2") == (1 if shutil.which("mpirun") else 0)
-
-
 TOKENIZE = (
     "download.dataset=counting.jsonl", "tokenizer.vocab_size=300",
     "tokenize.validation_fraction=0.1", "tokenize.unit_bytes=8192", "tokenize.out=tokens",

@@ -39,9 +39,6 @@ def submit(
     allow_change: AllowChange = None,
     redo_from: RedoFrom = None,
     after: After = None,
-    in_one_job: Annotated[
-        bool, option("--in-one-job", "Run all steps of a pipeline in one Slurm job.")
-    ] = False,
     dry_run: Annotated[
         bool, option("--dry-run", "Check and print the plan; submit nothing.")
     ] = False,
@@ -75,7 +72,7 @@ def submit(
         as_json=json,
         code_copy=code_copy,
     )
-    if what == "pipeline" and not in_one_job:
+    if what == "pipeline":
         from dtt.launch import chain  # with all that a pipeline may need
 
         chain.run(config, job_or_overrides or [], options)

@@ -105,16 +105,6 @@ def _of_stages(
     return found
 
 
-def expected_seconds(stages: Sequence[RunConfig]) -> float | None:
-    """Return the duration of a training on a cluster; None if `launch` does not name its GPUs."""
-    launch = stages[0].launch
-    kind = gpus.known_name(str(launch.gpus_per_node).rpartition(":")[0]) if launch.gpus else "cpu"
-    if kind is None:
-        return None
-    device = gpus.find(kind, launch.processes)
-    return sum(one.run.seconds for one in _of_stages(stages, device, None))
-
-
 def _table(head: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield a table of the facts of several estimates, by name; a sum has no memory."""
     width = max(map(len, [*found, head]))

@@ -13,18 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, DttError
 from dtt.base.files import exclusive
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import stage_names
 from dtt.config.run import RunConfig
-from dtt.data.corpus.file_choice import FilePatterns
-from dtt.data.corpus.local_files import local_files
 from dtt.jobs import chain_steps, job_state
 from dtt.jobs.chain_steps import EVAL, LinkedStep
-from dtt.jobs.clock import in_words
 from dtt.jobs.listing import columns
 from dtt.jobs.slurm import squeue, submissions
 from dtt.jobs.slurm.job_script import Script
@@ -32,19 +28,6 @@ from dtt.launch import checks, pipeline, submit
 from dtt.launch.pipeline import PipelineRun
 from dtt.launch.submission import Submission, amounts
 from dtt.launch.submit import SubmitOptions
-from dtt.model import count
-from dtt.model.scaling import scaled
-
-START = 10.0
-"""Seconds until a process has imported torch from the file system of a cluster."""
-RATES = {"download": 500e6, "clean": 50e6, "tokenize": 50e6}
-"""Bytes a second that a process hashes, cleans or tokenizes: about half of what benchmarks/log.md
-has for long documents, because those of the Web are shorter, and nodes are shared."""
-TEXT_IN_A_BYTE = {".parquet": 2.5, ".gz": 3.0, ".zst": 3.0}
-"""Bytes of text in a byte of a file; other files are text."""
-EXPORT = 5e-8
-"""Seconds a parameter, which is read, written, and computed twice in fp32 on the CPU: 308M take two
-slow cores 22 s."""
 
 Link = tuple[str, Submission | None]
 """Title of a step of a chain, and what submits it; None if the step is done."""
@@ -61,7 +44,7 @@ def run(config: str | None, arguments: Sequence[str], options: SubmitOptions) ->
     if of_one_job := [name for name, value in given.items() if value]:
         raise ConfigError(
             f"a pipeline is a Slurm job per step, and {of_one_job[0]} concerns one job",
-            next="--in-one-job, or submit the steps one by one",
+            next="submit the steps one by one, such as dtt submit train",
         )
     dry_run, as_json = options.dry_run, options.as_json
     if shutil.which("sbatch") is None and not dry_run:
@@ -204,18 +187,13 @@ def _with_launch(cfg: RunConfig, launch: LaunchConfig) -> RunConfig:
 
 def problems(folder: Path, waiting: Sequence[Submission], *, dry_run: bool) -> Iterator[DttError]:
     """Yield every error that would make a step fail, as far as its inputs are known now."""
-    if JobDir(folder).config.is_file():
-        yield ConfigError(
-            f"{folder} is the directory of a pipeline in one job",
-            next=f"dtt job rm {folder}, or --in-one-job",
-        )
     for number, submission in enumerate(waiting):
         command, cfg, script = submission.command, submission.config, submission.script
         if script.launch.continuation == "singleton":
             yield ConfigError(
                 "the steps of a chain cannot wait for a job with launch.continuation=singleton",
                 why="it continues as another Slurm job",
-                next="launch.continuation=requeue, or --in-one-job",
+                next="launch.continuation=requeue",
             )
         if command == "train" and number:
             yield from submit.known_problems(submission)
@@ -235,10 +213,10 @@ def problems(folder: Path, waiting: Sequence[Submission], *, dry_run: bool) -> I
 def plan(folder: Path, links: Sequence[Link], *, dry_run: bool) -> Iterator[str]:
     """Yield a line for each step with its resources, limit and largest cost.
 
-    For a dry run, also how long each is expected to take, and when it could start alone.
+    For a dry run, also when it could start alone.
     """
     header = ["step", "nodes", "tasks", "GPUs", "time limit", "at most", "partition"]
-    rows = [header + ["expected", "earliest start alone"] * dry_run]
+    rows = [header + ["earliest start alone"] * dry_run]
     trained: list[str] = []
     for title, submission in links:
         if submission is None:
@@ -251,7 +229,7 @@ def plan(folder: Path, links: Sequence[Link], *, dry_run: bool) -> Iterator[str]
         cells = [title, str(script.nodes), str(each), str(launch.gpus), limit, cost]
         cells.append(launch.partition or "the default")
         if dry_run:
-            cells += [_expected(submission), submissions.earliest_start(script)]
+            cells.append(submissions.earliest_start(script))
         rows.append(cells)
         trained += [f"train      {line}" for line in amounts(submission)]
     beside = ", eval runs beside train" if EVAL in dict(links) else ""
@@ -265,55 +243,3 @@ def plan(folder: Path, links: Sequence[Link], *, dry_run: bool) -> Iterator[str]
 def _cost(script: Script, seconds: float) -> str:
     unit = "GPU-hours" if script.launch.gpus else "node-hours"
     return f"{script.nodes * (script.launch.gpus or 1) * seconds / 3600:.1f} {unit}"
-
-
-def _expected(submission: Submission) -> str:
-    """Return the expected duration and cost of a step, that of a training as of `dtt plan`."""
-    command, script = submission.command, submission.script
-    if command == EVAL:
-        return "as train"
-    if command == "train":
-        from dtt.estimate import plan as estimate  # it loads torch
-
-        try:
-            stages = [stage.config for stage in submission.stages] or [submission.config]
-            seconds = estimate.expected_seconds(stages)
-        except DttError:  # the number of epochs says nothing before there are token files
-            seconds = None
-    else:
-        processes = script.nodes * script.tasks_per_node
-        seconds = expected_seconds(command, submission.config, processes)
-    return "unknown" if seconds is None else f"≈ {in_words(seconds)}, {_cost(script, seconds)}"
-
-
-def expected_seconds(command: str, cfg: RunConfig, processes: int) -> float | None:
-    """Return the duration of a step other than a training; None if too little is known.
-
-    Of a corpus of the Hub or of a bucket that is not here yet, neither the size nor the speed of
-    the network is known.
-    """
-    files: list[tuple[Path, int]] = []
-    try:
-        if command == "export":
-            from dtt.estimate.estimates import vocabulary_and_steps  # it loads torch
-
-            # The vocabulary is known where the number of steps, which no export needs, is not.
-            cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 1})})
-            size, _, cfg = vocabulary_and_steps(cfg)
-            return START + EXPORT * count.parameters(scaled(cfg, size).arch)
-        for one in cfg.corpora:
-            folder = Path(str(one.download.dataset)).expanduser()
-            if CorpusManifest.exists(one.corpus_dir):
-                manifest = CorpusManifest.read(one.corpus_dir)
-                files += [(Path(file.path), file.bytes) for file in manifest.files]
-            elif folder.exists():  # it comes from this machine
-                chosen = local_files(folder, one.download.split, FilePatterns(one.download))
-                files += [(p, p.stat().st_size) for p in chosen[: one.download.max_files]]
-    except DttError:
-        return None
-    if not files or command not in RATES:
-        return None
-    if command == "download":  # of local files: one process hashes them as they are
-        return START + sum(size for _, size in files) / RATES[command]
-    text = sum(size * TEXT_IN_A_BYTE.get(path.suffix, 1) for path, size in files)
-    return START + text / (RATES[command] * processes)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest, TokensManifest
 from dtt.artifacts.token_folders import token_paths, token_sources
@@ -48,13 +47,8 @@ def raise_all(problems: list[DttError]) -> None:
 
 def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     """Yield all problems that would make `dtt COMMAND` fail at its start; `job` is for `train`."""
-    if command in ("download", "pipeline") and not cfg.download.is_named:
-        if (command == "download" and not cfg.eval.tasks) or (
-            command == "pipeline" and cfg.reads_corpus and not CorpusManifest.exists(cfg.corpus_dir)
-        ):
-            yield ConfigError(
-                "no dataset is named", next="set download.dataset=org/name, or a folder"
-            )
+    if command == "download" and not cfg.download.is_named and not cfg.eval.tasks:
+        yield ConfigError("no dataset is named", next="set download.dataset=org/name, or a folder")
     elif command == "clean":
         if cfg.clean is None:
             why = "the configuration has no section `clean`"
@@ -74,7 +68,7 @@ def problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
             where="eval.tasks",
             next=f"dtt submit eval {job.root} eval.tasks=[core]",
         )
-    if command in ("train", "eval", "pipeline") and cfg.eval.tasks:
+    if command in ("train", "eval") and cfg.eval.tasks:
         from dtt.evaluate.tasks.definition import load_tasks  # most runs evaluate no tasks
 
         yield from caught(lambda: load_tasks(cfg.eval.tasks))
@@ -207,20 +201,19 @@ def launch_problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttEr
     `job` is that of the training, which has measured how long it takes to save.
     """
     yield from _setup_problems(cfg.launch)
-    if command not in ("train", "pipeline"):
+    if command != "train":
         return
     yield from _time_problems(job, cfg.launch)
     # Training processes need a GPU each.
     launch, device = cfg.launch, cfg.train.device
     gpus = launch.gpus if device != "cpu" else 0
-    of_pipeline = command == "pipeline"
-    key = "pipeline.train_processes" if of_pipeline else "launch.processes_per_node"
-    each = _processes_per_node(command, cfg)
+    each = launch.processes
     if gpus and each > gpus and device != "cuda:0":
         yield ConfigError(
             f"{each} processes per node, but {gpus} GPUs",
             why="each process needs its own GPU",
-            next=f"set {key}=0, launch.gpus_per_node={each} or train.device=cpu",
+            next="set launch.processes_per_node=0, "
+            f"launch.gpus_per_node={each} or train.device=cpu",
         )
     requested = any(d.startswith(("--exclusive", "--gres=")) for d in launch.directives)
     if device.startswith("cuda") and not gpus and not requested:
@@ -248,22 +241,12 @@ def _time_problems(job: JobDir, launch: LaunchConfig) -> Iterator[DttError]:
         )
 
 
-def batch_problems(command: str, cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
+def batch_problems(cfg: RunConfig, job: JobDir) -> Iterator[DttError]:
     """Yield a problem if the training processes cannot divide a batch that is left to train."""
-    each, nodes = _processes_per_node(command, cfg), cfg.launch.nodes
-    processes = each if command == "pipeline" else each * nodes
+    processes = cfg.launch.processes * cfg.launch.nodes
     done = max(store.steps(job.checkpoints), default=0)
     yield from caught(
         lambda: compatibility.check_batches(cfg.train, mesh_sizes(cfg.parallel, processes), done)
-    )
-
-
-def _processes_per_node(command: str, cfg: RunConfig) -> int:
-    """Return the number of training processes per node; `dtt pipeline` uses one node."""
-    if command != "pipeline":
-        return cfg.launch.processes
-    return (
-        cfg.pipeline.train_processes or (cfg.launch.gpus if cfg.train.device != "cpu" else 1) or 1
     )
 
 

@@ -40,8 +40,6 @@ class Submission:
     script: job_script.Script
     stages: tuple[Stage, ...] = ()
     """The stages of training that are not done, if the configuration defines stages."""
-    text: str = ""
-    """The configuration of all stages, which a pipeline reads."""
 
     @property
     def config(self) -> RunConfig:
@@ -104,12 +102,11 @@ def _copy_code(folder: Path, before: Path) -> None:
 
 def configurations(submission: Submission) -> dict[Path, str | bytes]:
     """Return each configuration file that the Slurm job reads, and its user's own code."""
-    stages = submission.stages if submission.command == "train" else ()
-    jobs = [(stage.job, stage.resolved) for stage in stages]
+    jobs = [(stage.job, stage.resolved) for stage in submission.stages]
     texts: dict[Path, str | bytes] = {}
     for job, resolved in jobs or [(submission.job, submission.resolved)]:
         texts |= kept_files(resolved.config, job.root)
-        texts[job.config] = (not jobs and submission.text) or explain.show(resolved)
+        texts[job.config] = explain.show(resolved)
     return texts
 
 
@@ -123,13 +120,13 @@ def progress(command: str, configs: Sequence[RunConfig]) -> tuple[tuple[str, ...
     received: dict[str, None] = {}
     for one in (one for cfg in configs for one in cfg.corpora):
         corpus, tokens = escape(str(one.corpus_dir)), escape(str(one.tokenize_dir))
-        if command in ("clean", "pipeline") and one.clean is not None:
+        if command == "clean" and one.clean is not None:
             from dtt.artifacts.selection_manifest import SelectionManifest  # training needs none
 
             units[f"{corpus}/selection-*/{SelectionManifest.work}/*.json"] = None
-        if command in ("tokenize", "pipeline"):
+        if command == "tokenize":
             units[f"{tokens}/{TokensManifest.work}/*.json"] = None
-        if command in ("download", "pipeline"):
+        if command == "download":
             # Complete files, and what the Hub and other stores have sent of the others.
             incomplete = (".parts/*", ".cache/huggingface/download/**/*.incomplete")
             received |= dict.fromkeys(f"{corpus}/{name}" for name in ("**/*", *incomplete))

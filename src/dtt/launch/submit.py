@@ -140,7 +140,7 @@ def prepare(
             job = _beside(trained, command)
             argv = [command, f"{trained.root}" if step is None else f"{trained.root}@{step}"]
             argv += ["--watch"] * (command == "eval") + changed_keys(command, trained, resolved)
-        case "download" | "clean" | "tokenize" | "pipeline":
+        case "download" | "clean" | "tokenize":
             refuse_folders(command, folders)
             resolved = resolve(base, overrides, model_of=model_of)
             trained = JobDir(resolved.config.job_dir)
@@ -207,7 +207,7 @@ def _prepare_stages(
 
     Raises ConfigError if all are done, or if they need different resources.
     """
-    if command not in ("train", "pipeline"):
+    if command != "train":
         raise ConfigError(
             f"cannot submit {command!r} for a configuration with stages",
             next="dtt submit pipeline prepares the data of all stages; "
@@ -218,7 +218,7 @@ def _prepare_stages(
     finals = done(stages)
     waiting = tuple(s for s, final in zip(stages, finals, strict=True) if final is None)
     whole = JobDir(stages[0].job.root.parent)
-    if command == "train" and not waiting:
+    if not waiting:
         raise ConfigError(f"all stages of {whole.root} are done", next="dtt export JOB")
     for stage in waiting[1:]:
         if stage.config.launch != waiting[0].config.launch:
@@ -228,12 +228,11 @@ def _prepare_stages(
                 next="write `launch` in the common part, or submit the stages one by one: "
                 f"dtt config show --stage {waiting[0].name} > FILE; dtt submit train -c FILE",
             )
-    first = (waiting or stages)[0]
-    job = whole if command == "train" else _beside(whole, command)
-    argv = ["train"] if command == "train" else [command, "-c", str(job.config)]
-    script = make_script(command, job, argv, first.config, stages, code_copy=options.code_copy)
-    text = explain.show_stages([s.resolved for s in stages])
-    return Submission(command, first.resolved, job, whole, script, waiting, text)
+    first = waiting[0]
+    script = make_script(
+        command, whole, ["train"], first.config, stages, code_copy=options.code_copy
+    )
+    return Submission(command, first.resolved, whole, whole, script, waiting)
 
 
 def profile(cluster: str) -> Path:
@@ -294,8 +293,8 @@ def problems(submission: Submission, *, dry_run: bool) -> Iterator[DttError]:
         if command == "train" and unstarted:
             check = compatibility.check_vocabulary
             yield from checks.caught(partial(check, submission.resolved, one))
-        if command in ("train", "pipeline"):  # other commands save no checkpoints
-            yield from checks.batch_problems(command, config, one)
+        if command == "train":  # other commands save no checkpoints
+            yield from checks.batch_problems(config, one)
     yield from checks.launch_problems(command, cfg, stages[0].job if stages else trained)
     if not dry_run:
         yield from checks.sbatch_problems()
@@ -311,7 +310,7 @@ def known_problems(submission: Submission) -> Iterator[DttError]:
     configs = _configs(submission)
     for job, cfg in configs:
         yield from checks.problems_before_data(cfg, job)
-        yield from checks.batch_problems("train", cfg, job)
+        yield from checks.batch_problems(cfg, job)
     yield from checks.launch_problems("train", submission.config, configs[0][0])
 
 

@@ -106,11 +106,10 @@ def example(command: str) -> Script:
 
 def test_the_progress_of_each_command_is_that_of_its_folders() -> None:
     cfg = resolve(None, ["download.dataset=docs", "clean.exact=true"], env={}).config
-    named = {command: progress(command, [cfg]) for command in (*EXAMPLES, "clean", "pipeline")}
+    named = {command: progress(command, [cfg]) for command in (*EXAMPLES, "clean")}
     for command, given in UNITS.items():
         assert named[command] == (given.get("units", ()), given.get("received", ()))
     assert named["clean"] == (("data/corpus/docs/selection-*/.work/*.json",), ())
-    assert named["pipeline"] == (named["clean"][0] + named["tokenize"][0], named["download"][1])
     # A folder may have characters of a pattern.
     two = resolve(None, ["download.datasets=[{dataset: a}, {dataset: b}]", "tokenize.out=t[1]"])
     assert progress("tokenize", [two.config])[0] == ("t[[]1]/a/.units/*.json",
@@ -468,20 +467,6 @@ def test_a_stage_that_did_not_finish_is_trained_again(ending: str, node: Node) -
     assert [words[-1] for words in asked if words[0] == "torchrun"] == ["jobs/run/pretrain"] * 2
 
 
-def test_a_pipeline_counts_the_checkpoints_of_all_its_stages(node: Node) -> None:
-    install(node.folder / "jobs/run-pipeline", MAX_STALLED_ATTEMPTS=2)
-    argv = ("pipeline", "-c", "run.yaml")
-    text = node.script(job=Path("jobs/run-pipeline"), argv=argv, kind="other",
-            stages=STAGES)  # fmt: skip
-    for number, stage in enumerate(("pretrain", "pretrain", "sft", "sft"), start=1):
-        (node.folder / f"jobs/run/{stage}/checkpoints/step-{number:06d}").mkdir(parents=True)
-        _, output = node.execute(text, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
-        assert "requeued" in output, output
-    for _ in range(2):
-        _, output = node.execute(text, PYTHON_CODE="78", SLURM_RESTART_COUNT="1")
-    assert "consecutive attempts without a new checkpoint" in output
-
-
 def test_finished_units_and_received_bytes_are_progress(node: Node) -> None:
     """A tokenization, or a download, may reach any number of time limits."""
     job, kinds = Path("jobs/run-x"), {"units": ("t/.units/*.json",), "received": ("c/.parts/*",)}
@@ -823,8 +808,8 @@ def test_a_successor_does_not_continue_a_finished_or_cancelled_job(node: Node) -
 @pytest.mark.parametrize(
     ("command", "ended", "code", "expected", "requeued"),
     [("download", "0", 0, 0, False), ("tokenize", "2", 2, 2, False),
-     ("pipeline", "130", 130, 130, False), ("download", "74", 74, 74, True),
-     ("tokenize", "143", 1, 143, True), ("pipeline", "127", 1, 127, False)],
+     ("export", "130", 130, 130, False), ("download", "74", 74, 74, True),
+     ("tokenize", "143", 1, 143, True), ("export", "127", 1, 127, False)],
 )  # fmt: skip
 def test_the_other_commands_have_attempts_and_endings_too(
     command: str, ended: str, code: int, expected: int, requeued: bool, node: Node

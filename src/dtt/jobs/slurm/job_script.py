@@ -226,7 +226,7 @@ def _directives(script: Script) -> Iterator[str]:
 def _options(script: Script) -> Iterator[str]:
     """Yield the options of the supervisor."""
     launch, command = script.launch, script.argv[0]
-    trains = command in ("train", "pipeline")
+    trains = command == "train"
     yield f"--job={_quoted(script.job)} --continuation={launch.continuation}"
     if script.array is not None:
         yield f"--trials {' '.join(map(_quoted, script.array.trials))}"

@@ -264,7 +264,7 @@ def _drop_invalid(plan: SweepPlan, local: int | None) -> SweepPlan:
         found = list(checks.problems("train", config, job))
         if local is None:
             found += checks.launch_problems("train", config, job)
-            found += checks.batch_problems("train", config, job)
+            found += checks.batch_problems(config, job)
         errors[trial.id] = {str(error): error for error in found}
     first, *others = errors.values()
     raise_all([error for text, error in first.items() if all(text in other for other in others)])

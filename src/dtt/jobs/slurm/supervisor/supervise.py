@@ -79,12 +79,8 @@ class Supervisor:
             "host": self.nodes[0],
             "port": str(first_free_port(10000 + (number + 7919 * self.restarts) % 20000)),
         }
-        self.trained = self.job  # the directory of checkpoints and stop requests
-        if command[0] == "pipeline":
-            self.trained = self.job.with_name(re.sub("-pipeline$", "", self.job.name))
-        self.stop = self.trained / "control/stop"
+        self.stop = self.job / "control/stop"
         self.stop_reason = ""  # of a request by this supervisor
-        self.trained_before = largest(self.trained / "attempts")
         self.successor = ""
         self.step: Optional["subprocess.Popen[bytes]"] = None
         # Python writes the number of each signal into the pipe. A handler that acted at once would
@@ -124,11 +120,10 @@ class Supervisor:
             most = newest.get("saved") if continued else 0
             self.before = max(self.before, most if isinstance(most, int) else 0)
         self.stalled = stalled_before(newest, self.before, continued)
-        saves = self.trains or self.command[0] == "pipeline"
         # `dtt job status` recognizes "N consecutive attempts".
         self.give_up = "{} consecutive attempts {}: see logs/latest.log, then run {}".format(
             MAX_STALLED_ATTEMPTS,
-            "without a new checkpoint" if saves else "finished nothing more",
+            "without a new checkpoint" if self.trains else "finished nothing more",
             self.resume,
         )
         if self.stalled >= MAX_STALLED_ATTEMPTS:
@@ -177,11 +172,9 @@ class Supervisor:
             answers = Path(self.command[1]).glob("evals/*/*.jsonl")
             return sum(read(path).count("\n") for path in answers)
         if self.trains:
-            return largest(self.trained / "checkpoints", "step-")
-        # Tokens, selections and texts, and in a pipeline the checkpoints of all stages; 0: none.
-        folders = [*self.trained.glob("checkpoints"), *self.trained.glob("*/checkpoints")]
-        saved = sum(1 + largest(folder, "step-") for folder in folders)
-        return saved + finished_work(self.plan.units, self.plan.received)
+            return largest(self.job / "checkpoints", "step-")
+        # Tokens, selections and texts; 0: none.
+        return finished_work(self.plan.units, self.plan.received)
 
     def _time_limit(self) -> Optional[int]:
         return seconds(slurm_record(self.id).get("EndTime", ""))
@@ -208,8 +201,6 @@ class Supervisor:
         else:
             code, status = self._record_end(status)
         asked_by = str(attempt_record(self.job).get("asked_by") or "")
-        if self._training_has_begun():
-            asked_by = str(attempt_record(self.trained).get("asked_by") or asked_by)
         stages = self.plan.stages if self.trains else []
         stage = self.job.name if stages and str(self.job) != stages[-1] else ""
         # Slurm is asked only if it matters: a controller that does not answer costs a minute.
@@ -244,10 +235,6 @@ class Supervisor:
         )  # fmt: skip
         return code, status
 
-    def _training_has_begun(self) -> bool:
-        pipeline = self.command[0] == "pipeline"
-        return pipeline and largest(self.trained / "attempts") > self.trained_before
-
     def _launch(self, name: str, arguments: Sequence[str]) -> int:
         """Run dtt on all nodes; return the exit code of the launcher. Each node has its own log."""
         log = "{}-{}".format(name, self.variables["tag"])
@@ -268,7 +255,7 @@ class Supervisor:
         while self.step.poll() is None:  # SIGCHLD ends the wait, too
             if select.select([self.signals], [], [], TICK)[0]:
                 self._answer(os.read(self.signals, 4096))
-            lead = read(self.trained / "lead") if self.limit else ""
+            lead = read(self.job / "lead") if self.limit else ""
             if limit_is_near(time.time(), self.start, self.limit, lead):
                 before, self.limit = self.limit, self._time_limit()  # a user may have changed it
                 if self.limit == before:
@@ -314,10 +301,7 @@ class Supervisor:
             return
         self.stop_reason = reason
         write(self.stop, reason + "\n")
-        reads_file = self.trains or (
-            self._training_has_begun() and "code" not in attempt_record(self.trained)
-        )
-        if reads_file or self.step is None:
+        if self.trains or self.step is None:
             return
         if self.plan.mpirun:
             self.step.terminate()
@@ -366,8 +350,8 @@ class Supervisor:
             self.successor = ""
             self._tell_next_stage()
         # Nothing depends on the page: it comes last and may fail. A run that is done has one.
-        if self.plan.report and decision.code and largest(self.trained / "attempts") >= 0:
-            command = f"timeout 120 python -m dtt.main report {quote(str(self.trained))}"
+        if self.plan.report and decision.code and largest(self.job / "attempts") >= 0:
+            command = f"timeout 120 python -m dtt.main report {quote(str(self.job))}"
             path = self.job / "logs/report.log"
             with reported(path), path.open("ab") as log:
                 shell = f"{self._shell('report')}_dtt_set_up && {command}"
