@@ -53,56 +53,6 @@ def test_layers_go_from_defaults_to_options(tmp_path: Path) -> None:
     assert resolved.origin("train.clip_norm") == "default"
 
 
-def test_a_key_with_a_plus_adds_to_the_list_of_lower_layers(tmp_path: Path) -> None:
-    (tmp_path / "site.yaml").write_text("launch:\n  setup: [module load gcc]\n")
-    for name, text in {
-        "run.yaml": "extends: [site.yaml]\nlaunch.setup+: [on, 'x: y', module load gcc]\n",
-        "run.toml": "extends = ['site.yaml']\n[launch]\n'setup+' = ['on', 'x: y']\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-        arguments = ["launch.setup+=[echo 1]", "launch.setup+=[echo 2]"]
-        resolved = resolve(tmp_path / name, arguments, env={})
-        # `on` is text as it is written, and an entry that the list has is not added.
-        lines = ("module load gcc", "on", "x: y", "echo 1", "echo 2")
-        assert resolved.config.launch.setup == lines
-        site, here = resolved.origin("launch.setup").split(" + ", 1)
-        assert site == f"{tmp_path}/site.yaml:2"
-        line = ":2" if name == "run.yaml" else ""
-        assert here == f"{tmp_path / name}{line} + argument"
-        shown = explain.explain("launch.setup", resolved.config, resolved.layer) or ""
-        assert f"({site} + {here})" in shown
-    # A job that resumes has the lines already.
-    (tmp_path / "config.yaml").write_text(explain.show(resolved))
-    again = resolve(tmp_path / "run.toml", arguments, env={}, job_config=tmp_path / "config.yaml")
-    assert again.config.launch.setup == lines
-    # The same in the entry of a stage, which adds to the common part.
-    (tmp_path / "s.yaml").write_text(
-        "launch: {setup: [a]}\nstages: [{name: one, launch: {setup+: [b]}}]\n"
-    )
-    assert resolve(tmp_path / "s.yaml", env={}, stage="one").config.launch.setup == ("a", "b")
-    # Names of variables are free: theirs is no plus of a list.
-    with pytest.raises(ConfigError, match="name of a variable"):
-        resolve(None, ["launch.environment.A+=1"], env={})
-
-
-@pytest.mark.parametrize(
-    ("argument", "said"),
-    [("launch.setup+=echo", "'echo' is no list"), ("train.steps+=[3]", "1000 is no list"),
-     ("launch.setup+={a: 1}", "is no list"), ("launch.stup+=[a]", "did you mean launch.setup")],
-)  # fmt: skip
-def test_only_a_list_can_be_added_to_a_list(argument: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve(None, [argument], env={})
-    assert said in str(caught.value)
-    assert "argument" in str(caught.value)
-
-
-def test_a_list_is_set_or_added_to_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("launch:\n  setup: [a]\n  setup+: [b]\n")
-    with pytest.raises(ConfigError, match=r"launch\.setup appears twice"):
-        resolve(tmp_path / "a.yaml", env={})
-
-
 def test_explicit_zero_false_and_null_win() -> None:
     cfg = resolve(
         None, ["train.eval_every=0", "train.compile=false", "train.clip_norm=null"], env={}
@@ -125,13 +75,22 @@ def test_infinity_is_not_a_number(text: str) -> None:
         resolve(None, [f"optim.weight_decay={text}"], env={})
 
 
-def test_json_and_toml_are_read_as_yaml_is(tmp_path: Path) -> None:
+def test_a_plus_behind_a_key_is_an_unknown_key(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("launch:\n  setup+: [b]\n")
+    for config, arguments in ((tmp_path / "a.yaml", []), (None, ["launch.setup+=[b]"])):
+        with pytest.raises(ConfigError, match=r"launch\.setup\+: .*did you mean launch\.setup\?"):
+            resolve(config, arguments, env={})
+
+
+def test_json_is_read_as_yaml_is_and_toml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"train": {"steps": 3}, "optim": {"type": "adamw"}}')
-    (tmp_path / "a.toml").write_text('[train]\nsteps = 3\n[optim]\ntype = "adamw"\n')
     (tmp_path / "a.yaml").write_text("train: {steps: 3}\noptim: {type: adamw}\n")
-    configs = [resolve(tmp_path / f"a.{kind}", env={}).config for kind in ("json", "toml", "yaml")]
-    assert configs[0] == configs[1] == configs[2]
+    configs = [resolve(tmp_path / f"a.{kind}", env={}).config for kind in ("json", "yaml")]
+    assert configs[0] == configs[1]
     assert isinstance(configs[0].optim, AdamWConfig)
+    (tmp_path / "a.toml").write_text("[train]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match="write it as YAML or JSON"):
+        resolve(tmp_path / "a.toml", env={})
 
 
 def test_a_section_in_flow_style_sets_its_keys(tmp_path: Path) -> None:

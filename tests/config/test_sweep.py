@@ -133,13 +133,6 @@ seeds: [0, 1]
 """,
     "s.json": '{"name": "s", "base": "quickstart", "seeds": [0, 1], "parameters": '
     '{"optim.lr": [1e-3, -1e-3], "train.sample_prompt": ["a-b c", "\\"", "-1e-3"]}}',
-    "s.toml": """\
-base = "quickstart"
-seeds = [0, 1]
-[parameters]
-"optim.lr" = [1e-3, -1e-3]
-train.sample_prompt = ['a-b c', '"', "-1e-3"]
-""",
     "s.py": f"sweep = {SAID!r}",
     "function.py": f"name = 's'\ndef sweep():\n    return dict({SAID!r}, name=name)",
 }
@@ -214,7 +207,7 @@ seds: [1]
         ("parameters: {optim.lr: {logspace: [1, 2, 3]}}", "no longer exists"),
         ("parameters: {optim.lr: [1]}\nmode: random\nsamples: 10001", "equal to 10000"),
         ("parameters: {optim.lr: [1]}\nmetric: loss", "metric"),
-        ("parameters: {launch.setup+: [[a], [b]]}", "launch.setup+ adds to nothing"),
+        ("parameters: {launch.setup+: [[a], [b]]}", "did you mean launch.setup?"),
         ("parameters: {optim.lr: [1]}\nexclude: [{optim.lr: 1}]", "exclude: unknown key"),
     ],
 )

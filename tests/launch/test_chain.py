@@ -203,7 +203,7 @@ def test_a_rejected_step_takes_back_those_before_it(dtt: Dtt, slurm: Fake) -> No
         (("launch.continuation=singleton",), 2, "cannot wait for a job with launch.continuation"),
         (("launch.steps.tokenize.time=never",), 2, "launch.steps.tokenize.time"),
         (("launch.steps.train.nodes=2",), 2, "launch.steps.train"),
-        (("--no-submit",), 2, "--no-submit concerns one job"),
+        (("--print-script",), 2, "--print-script concerns one job"),
         (("model.vocab_size=30", "tokenizer.vocab_size=300"), 2, "outside the embedding"),
         (("--after", "4000"), 2, "Slurm does not know it"),
         (("--after", "jobs/none"), 66, "jobs/none is not a job directory"),

@@ -43,9 +43,6 @@ def submit(
         bool, option("--dry-run", "Check and print the plan; submit nothing.")
     ] = False,
     print_script: Annotated[bool, option("--print-script", "Print only the job script.")] = False,
-    no_submit: Annotated[
-        bool, option("--no-submit", "Create the job directory, to be submitted with sbatch.")
-    ] = False,
     yes: Yes = False,
     json: Json = False,
     code_copy: Annotated[
@@ -67,7 +64,6 @@ def submit(
         after=after or (),
         dry_run=dry_run,
         print_script=print_script,
-        no_submit=no_submit,
         yes=yes,
         as_json=json,
         code_copy=code_copy,

@@ -49,15 +49,6 @@ class KeyTypes:
         lengths = (length for length in range(len(key) + 1) if key[:length] in self.mappings)
         return next((len(key) - length for length in lengths), None)
 
-    def extended(self, key: Key) -> Key | None:
-        """Return the list that `key` extends, such as `launch.setup` for `launch.setup+`.
-
-        None for other keys, and for a free name, which may end with a plus.
-        """
-        if not key or not key[-1].endswith("+") or self.depth(key):
-            return None
-        return (*key[:-1], key[-1][:-1])
-
     def below(self, key: Key, name: str) -> Key:
         """Return the key of a `name` that a file has below `key`; it may be dotted."""
         if (depth := self.depth(key)) is None:

@@ -25,7 +25,6 @@ from dtt.config.key_types import STAGES
 from dtt.config.merging import (
     STEPS,
     Resolved,
-    extended_lists,
     length_layer,
     merge,
     nested,
@@ -123,16 +122,12 @@ def stage_names(
 
 
 def on_profile(config: str | Path | Layer | None, profile: Path) -> Layer:
-    """Return a configuration whose keys a cluster profile overrides, one by one.
-
-    What the configuration adds to a list, as with `launch.setup+`, is added to that of the profile.
-    """
+    """Return a configuration whose keys a cluster profile overrides, one by one."""
     names, own = take_extends(config if isinstance(config, dict) else {})
     names += [] if config is None or isinstance(config, dict) else [str(config)]
     theirs = [key for layer in _with_extends(profile, ()) for key in layer]
     kept = {k: leaf for k, leaf in own.items() if not any(overlap(k, key) for key in theirs)}
-    added = extended_lists(_with_extended(names, own, Path(), ()))
-    return {**kept, **added, ("extends",): Leaf([*names, str(profile)], "--cluster")}
+    return {**kept, ("extends",): Leaf([*names, str(profile)], "--cluster")}
 
 
 def _layers(

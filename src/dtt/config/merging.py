@@ -12,7 +12,7 @@ from typing import Any
 from dtt.base.errors import ConfigError
 from dtt.config.key_types import TAGS, Key, Variants
 from dtt.config.run import RunConfig
-from dtt.config.source import Layer, Leaf, entries, shown
+from dtt.config.source import Layer, Leaf, shown
 
 STEPS: Key = ("train", "steps")
 EPOCHS: Key = ("train", "epochs")
@@ -73,43 +73,8 @@ def merge(layers: Iterable[Layer], variants: Variants | None = None) -> tuple[La
         for key, leaf in layer.items():
             for other in [k for k in merged if k != key and overlap(k, key)]:
                 del merged[other]
-            merged[key] = _extended(key, merged[key], leaf) if key in merged else leaf
+            merged[key] = leaf
     return merged, {key: leaf for key, leaf in dropped.items() if key not in merged}
-
-
-def _extended(key: Key, below: Leaf, leaf: Leaf) -> Leaf:
-    """Return `leaf`, or the list of both if it extends a list.
-
-    Entries that the list has are not added: else a job that resumes with its file, on top of its
-    own configuration, would get the lines of `setup+` twice.
-    """
-    if not leaf.extends:
-        return leaf
-    before = entries(key, below, leaf.origin)
-    added = [entry for entry in entries(key, leaf, leaf.origin) if entry not in before]
-    if before and not added:
-        return below
-    origin = f"{below.origin} + {leaf.origin}" if before else leaf.origin
-    return Leaf([*before, *added], origin, below.extends)
-
-
-def extended_lists(layers: Iterable[Layer]) -> Layer:
-    """Return all entries that layers add to lists, as one layer that adds them."""
-    found: Layer = {}
-    for key, leaf in (pair for layer in layers for pair in layer.items()):
-        if leaf.extends:
-            found[key] = _extended(key, found[key], leaf) if key in found else leaf
-    return found
-
-
-def refuse_extended(layer: Layer) -> None:
-    """Raise ConfigError if a file that extends nothing adds to a list, as with `setup+`."""
-    for key, leaf in layer.items():
-        if leaf.extends:
-            name = ".".join(key)
-            why = "there is no list below this file"
-            next = f"set {name}"
-            raise ConfigError(f"{name}+ adds to nothing", where=leaf.origin, why=why, next=next)
 
 
 def overlap(one: Key, other: Key) -> bool:

@@ -1,4 +1,4 @@
-"""Sources of values: YAML, JSON and TOML files, the environment, `key=value` arguments.
+"""Sources of values: YAML and JSON files, the environment, `key=value` arguments.
 
 Each source becomes a `Layer`, a mapping of dotted keys (as tuples) to values and their origins.
 Layers are merged key by key.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +41,11 @@ class Leaf:
 
     value: Any
     origin: str
-    extends: bool = False
-    """True if its entries are added to the list of lower layers, as those of `setup+` are."""
 
 
 Layer = dict[Key, Leaf]
 
-SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def is_config(argument: str | Path) -> bool:
@@ -158,9 +155,7 @@ class _Nodes:
         elif key == STAGES and isinstance(node, yaml.SequenceNode):
             layer[key] = Leaf([*map(self._stage, node.value)], self._origin(node))
         else:
-            own = self._types.extended(key)
-            value = self._value(node, own or key)
-            _set(layer, own or key, Leaf(value, self._origin(node), own is not None))
+            _set(layer, key, Leaf(self._value(node, key), self._origin(node)))
 
     def _stage(self, node: yaml.Node) -> Layer:
         """Return the layer of an entry of `stages`; raise ConfigError if it is not a section."""
@@ -224,8 +219,8 @@ def _twice(key: Key, here: str, first: str) -> ConfigError:
 def read_file(path: Path, types: KeyTypes) -> Layer:
     """Read a config file; return its values with their lines.
 
-    Values of keys that hold text are text as it is written, unless the file is TOML, where text
-    has quotes. Raises ConfigError for a key that appears twice, nested or dotted.
+    Values of keys that hold text are text as it is written. Raises ConfigError for a key that
+    appears twice, nested or dotted.
     """
     try:
         text = read_small(path).decode()
@@ -237,11 +232,7 @@ def read_file(path: Path, types: KeyTypes) -> Layer:
 
     layer: Layer = {}
     try:
-        if path.suffix == ".toml":
-            for key, leaf in from_mapping(tomllib.loads(text), str(path)).items():
-                own = types.extended(key)
-                _set(layer, own or key, Leaf(leaf.value, leaf.origin, own is not None))
-        elif (node := yaml.compose(text, _Loader)) is not None:
+        if (node := yaml.compose(text, _Loader)) is not None:
             if not isinstance(node, yaml.MappingNode):
                 raise ConfigError(
                     f"{path} does not contain `key: value` lines",
@@ -254,12 +245,14 @@ def read_file(path: Path, types: KeyTypes) -> Layer:
         raise ConfigError(
             f"{path} is nested too deeply", next="use a file with `key: value` lines"
         ) from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        kind = {".toml": "TOML", ".json": "JSON"}.get(path.suffix, "YAML")
+    except yaml.YAMLError as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
         mark = getattr(error, "problem_mark", None)
         fix = "fix that line or the one above: indent with spaces, close quotes and brackets"
         if isinstance(error, yaml.reader.ReaderError):
             fix = "use a text file with `key: value` lines"
+        elif path.suffix == ".toml":
+            fix = "write it as YAML or JSON, which dtt reads"
         elif path.suffix not in SUFFIXES:
             fix = "specify a configuration file; -d takes a dataset"
         raise ConfigError(
@@ -334,10 +327,6 @@ def _said(key: Key, text: str, origin: str, types: KeyTypes) -> Layer:
     a section such as `{type: wsd, decay: 5%}` is split into its keys. An argument has no comments,
     which YAML has: `5 # five` stays whole, and validation reports it.
     """
-    own = types.extended(key)
-    if own is not None:
-        listed = _said(own, text, origin, types).get(own, Leaf(text, origin))
-        return {own: Leaf(listed.value, origin, extends=True)}
     kinds = types.text(key)
     if kinds is not None:
         return {key: Leaf(_as_written(text, kinds), origin)}
@@ -383,8 +372,7 @@ def from_environment(env: Mapping[str, str], sections: Iterable[str], types: Key
 def from_arguments(arguments: Iterable[str], types: KeyTypes) -> Layer:
     """Return the layer of `key.path=value` arguments; of several for a key, the last counts.
 
-    `key.path+=[…]` adds to the list of earlier arguments and of lower layers. Values of keys that
-    hold text are text as it is typed.
+    Values of keys that hold text are text as it is typed.
     """
     layer: Layer = {}
     for argument in arguments:
@@ -399,19 +387,5 @@ def from_arguments(arguments: Iterable[str], types: KeyTypes) -> Layer:
                 why="arguments after the options have the form key.path=value",
                 next="for example train.steps=500; `dtt config explain` lists the keys",
             )
-        for own, leaf in _said(key, text, "argument", types).items():
-            if leaf.extends and own in layer:
-                before, more = (entries(own, one, leaf.origin) for one in (layer[own], leaf))
-                leaf = Leaf([*before, *more], leaf.origin, layer[own].extends)
-            layer[own] = leaf
+        layer |= _said(key, text, "argument", types)
     return layer
-
-
-def entries(key: Key, leaf: Leaf, where: str) -> list[Any]:
-    """Return the entries of a list that `key+` extends at `where`; ConfigError if it is none."""
-    value = [] if leaf.value is None else leaf.value
-    if not isinstance(value, list):
-        name, why = ".".join(key), f"{shown(value)} is no list"
-        next = f"for example {name}+=[ENTRY], or set {name} itself"
-        raise ConfigError(f"{name}+ adds entries to a list", where=where, why=why, next=next)
-    return value

@@ -18,7 +18,7 @@ from dtt.base.errors import ConfigError, DttError
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
 from dtt.config.key_types import Key, KeyTypes
-from dtt.config.merging import Resolved, nested, refuse_extended, take_extends
+from dtt.config.merging import Resolved, nested, take_extends
 from dtt.config.own import OwnCodeError
 from dtt.config.run import NAME, RunConfig
 from dtt.config.shipped import find
@@ -197,7 +197,7 @@ class SweepFile:
 
 
 def read(path: Path) -> SweepFile:
-    """Read a sweep file: YAML, JSON, TOML or Python, or a shipped one by name.
+    """Read a sweep file: YAML, JSON or Python, or a shipped one by name.
 
     A Python file is executed. Raises ConfigError, which lists every mistake with its line.
     """
@@ -208,7 +208,6 @@ def read(path: Path) -> SweepFile:
         extends, layer = take_extends(source.read_file(path, _key_types()))
         if extends:
             raise ConfigError(f"{path}: a sweep cannot extend a file", next=f"base: {extends[0]}")
-    refuse_extended({key: leaf for key, leaf in layer.items() if key[0] != "base"})
     layer.setdefault(("name",), Leaf(path.stem, "the file's name"))
     base = {key[1:]: leaf for key, leaf in layer.items() if key[0] == "base" and len(key) > 1}
     values = nested({k: v for k, v in layer.items() if k[0] != "parameters"})

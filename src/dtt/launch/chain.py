@@ -39,7 +39,7 @@ def run(config: str | None, arguments: Sequence[str], options: SubmitOptions) ->
     Without Slurm, runs them here, as `dtt pipeline` does. Raises ConfigError for options that
     concern one job.
     """
-    given = {"--no-submit": options.no_submit, "--print-script": options.print_script}
+    given = {"--print-script": options.print_script}
     given["--allow-change"] = bool(options.allow_change)
     if of_one_job := [name for name, value in given.items() if value]:
         raise ConfigError(
@@ -103,7 +103,6 @@ def _submit(
                 id = submit.submit(
                     one, next(records), copy_code=code_copy, after=before, beside=beside
                 )
-                assert id is not None, "it was sent"
                 queued[title] = id
         except DttError:
             for id in queued.values():

@@ -46,7 +46,6 @@ class SubmitOptions:
     after: Sequence[str] = ()
     dry_run: bool = False
     print_script: bool = False
-    no_submit: bool = False
     yes: bool = False
     as_json: bool = False
     code_copy: bool = False
@@ -57,13 +56,13 @@ def run(command: str, config: str | None, arguments: Sequence[str], options: Sub
 
     Prints the id of the Slurm job.
     """
-    dry_run, no_submit, as_json = options.dry_run, options.no_submit, options.as_json
+    dry_run, as_json = options.dry_run, options.as_json
     if options.redo_from is not None and (dry_run or options.print_script):
         raise ConfigError("--redo-from renames jobs: use it without --dry-run and --print-script")
     if options.print_script and as_json:
         raise ConfigError("--print-script and --json are mutually exclusive")
-    if options.after and (no_submit or options.print_script):
-        raise ConfigError("--after is an option of sbatch: use it without --no-submit")
+    if options.after and options.print_script:
+        raise ConfigError("--after is an option of sbatch: use it without --print-script")
     submission = prepare(command, config, arguments, options)
     text = job_script.render(submission.script)
     if options.print_script:
@@ -71,20 +70,16 @@ def run(command: str, config: str | None, arguments: Sequence[str], options: Sub
         return
     ids = chain_steps.ids_to_wait_for(options.after)
     known = submission.job.submission_record()
-    checks.raise_all(list(problems(submission, dry_run=dry_run or no_submit)))
+    checks.raise_all(list(problems(submission, dry_run=dry_run)))
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
-    if no_submit and not dry_run:
-        submit(submission, known, copy_code=options.code_copy, send=False)
-    elif not dry_run and (options.yes or confirmed("submit?")):
+    if not dry_run and (options.yes or confirmed("submit?")):
         job_id = submit(submission, known, copy_code=options.code_copy, after=ids)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
         facts = {"job_id": job_id, "job_dir": str(submission.job.root)}
         print(json.dumps(facts | {"script": str(submission.job.script)}))
-    elif no_submit and not dry_run:
-        print(f"not submitted: sbatch {submission.job.script}")
     elif job_id is not None:
         print(f"submitted  {job_id}")
 
@@ -340,13 +335,12 @@ def submit(
     known: dict[str, Any] | None,
     *,
     copy_code: bool,
-    send: bool = True,
     after: Sequence[str] = (),
     beside: Sequence[str] = (),
-) -> str | None:
+) -> str:
     """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
-    Without `send`, it is not submitted, and the result is None. It starts when the Slurm jobs
+    It starts when the Slurm jobs
     `after` have succeeded, and those `beside` have started. Raises ConfigError unless
     `known` is still the record of the newest submission, as it was before the checks.
     If Slurm rejects the script, a new job directory is removed, and the files of an existing one
@@ -366,4 +360,4 @@ def submit(
         with written(submission, new, copy_code=copy_code):
             job.write_environment()
             job.make_control()
-            return submissions.submit(submission.script, send=send, after=after, beside=beside)
+            return submissions.submit(submission.script, after=after, beside=beside)

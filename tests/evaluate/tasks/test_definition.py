@@ -157,7 +157,7 @@ def test_a_mistake_is_reported_with_its_line_beside_all_others(lines: str, tmp_p
         ("a: b: c", "not YAML"),
         ("just text", "key: value"),
         ("extends: other.yaml", "cannot extend"),
-        ("stop+: [x]", "adds to nothing"),
+        ("stop+: [x]", r"stop\+: unknown key"),
         ("<<: {a: 1}", "merge keys"),
         ("", "data: field required"),
         ("a: 1\na.b: 2\ntype: cloze", "a appears twice"),

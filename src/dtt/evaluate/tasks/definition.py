@@ -21,7 +21,7 @@ from dtt.base.patterns import pattern_problem, replacement_problem
 from dtt.base.reading import read_small
 from dtt.config import explain, load, source, validation
 from dtt.config.base import Section
-from dtt.config.merging import nested, refuse_extended
+from dtt.config.merging import nested
 from dtt.config.shipped import shipped_configs
 from dtt.config.source import Layer
 from dtt.evaluate.tasks.prompt_template import fields, template_problems
@@ -380,5 +380,4 @@ def _read(path: Path) -> Layer:
         raise ConfigError(f"cannot read {path}", why=str(error)) from None
     if ("extends",) in layer:
         raise ConfigError(f"{path}: a task cannot extend a file")
-    refuse_extended(layer)
     return layer

@@ -36,16 +36,11 @@ class SlurmUnreachable(EnvironmentUnfit):
     """Raised for a submission when it is unknown whether Slurm accepted it."""
 
 
-def submit(
-    script: Script, *, send: bool = True, after: Sequence[str] = (), beside: Sequence[str] = ()
-) -> str | None:
+def submit(script: Script, *, after: Sequence[str] = (), beside: Sequence[str] = ()) -> str:
     """Write the job script and its supervisor, and submit it.
 
     Return the job id, for an array that of all tasks. It starts when the jobs with the ids `after`
     have succeeded and those with the ids `beside` have started.
-
-    Without `send`, only write it and return None. Slurm is then asked for jobs of this script, and
-    finds one as soon as a user submits it.
     """
     folder = JobDir(script.job)
     folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create the folder of --output
@@ -59,11 +54,8 @@ def submit(
     for number, path in enumerate(script.array.trials if script.array else [script.job]):
         argv = [*script.argv, *([str(path)] if script.kind == "train" else [])]
         task = number if script.array else None
-        records[JobDir(path)] = _record(argv, script.directory, folder.script, task, send)
-    if send:
-        return _send(records, folder.script, after, beside)
-    _write(records, None)
-    return None
+        records[JobDir(path)] = _record(argv, script.directory, folder.script, task)
+    return _send(records, folder.script, after, beside)
 
 
 def submit_again(job: JobDir, after: Sequence[str] = (), beside: Sequence[str] = ()) -> str:
@@ -74,7 +66,7 @@ def submit_again(job: JobDir, after: Sequence[str] = (), beside: Sequence[str] =
     """
     # The directory of the first submission: sbatch would use the current one.
     options = [f"--chdir={directory(job)}"] if job.submission_record() else []
-    record = _record(job_argv(job), directory(job), job.script, None, True)
+    record = _record(job_argv(job), directory(job), job.script, None)
     return _send({job: record}, job.script, after, beside, *options)
 
 
@@ -98,11 +90,11 @@ def find_unanswered(job: JobDir) -> list[str]:
 
 
 def _record(
-    argv: Sequence[str], directory: Path, script: Path, task: int | None, send: bool
+    argv: Sequence[str], directory: Path, script: Path, task: int | None
 ) -> dict[str, object]:
     """Return the record of a submission now, without its id.
 
-    `task` is the index of a task of an array, else None. `send` is False if sbatch is not asked.
+    `task` is the index of a task of an array, else None.
     """
     return {
         # Before sbatch answers, the job may have started: the submission is older than that.
@@ -114,7 +106,7 @@ def _record(
         "script": str(script.absolute()),
         "script_sha256": sha256_file(script),
         "task": task,
-        "sent": send,
+        "sent": True,  # earlier versions also wrote scripts without asking sbatch
     }
 
 
