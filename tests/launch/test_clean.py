@@ -23,7 +23,7 @@ def corpus(dtt: Dtt) -> Path:
 
 
 def steps(*settings: str) -> list[pipeline.PipelineStep]:
-    return [*pipeline.steps(*pipeline.find_runs(None, settings, settings, None))]
+    return [*pipeline.steps(*pipeline.find_runs(None, settings, settings))]
 
 
 def commands(*settings: str) -> list[str]:

@@ -52,15 +52,6 @@ Dataset = Annotated[
 Stage = Annotated[str | None, option("Stage to use if the configuration defines several.")]
 
 
-RedoFrom = Annotated[
-    str | None,
-    option(
-        "Train this stage and the later ones again; their old jobs are renamed, not deleted.",
-        metavar="STAGE",
-    ),
-]
-
-
 After = Annotated[
     list[str] | None,
     option("Start when this job, chain or Slurm id has succeeded; repeatable.", metavar="JOB"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, RedoFrom
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet
 
 
 @cli.command(
@@ -15,7 +15,6 @@ def pipeline(
     overrides: Overrides = None,
     config: Config = None,
     dataset: Dataset = None,
-    redo_from: RedoFrom = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -26,4 +25,4 @@ def pipeline(
     """
     from dtt.launch import pipeline
 
-    pipeline.run(config, overrides or [], dataset, redo_from=redo_from, as_json=json)
+    pipeline.run(config, overrides or [], dataset, as_json=json)

@@ -11,7 +11,6 @@ from dtt.cli.options import (
     Cluster,
     Config,
     Json,
-    RedoFrom,
     Yes,
     argument,
     option,
@@ -37,7 +36,6 @@ def submit(
     config: Config = None,
     cluster: Cluster = None,
     allow_change: AllowChange = None,
-    redo_from: RedoFrom = None,
     after: After = None,
     dry_run: Annotated[
         bool, option("--dry-run", "Check and print the plan; submit nothing.")
@@ -60,7 +58,6 @@ def submit(
     options = launch.SubmitOptions(
         cluster=cluster,
         allow_change=allow_change or (),
-        redo_from=redo_from,
         after=after or (),
         dry_run=dry_run,
         print_script=print_script,

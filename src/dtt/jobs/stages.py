@@ -1,4 +1,4 @@
-"""The stages of a configuration as jobs: what each starts from, which are done, how to redo one.
+"""The stages of a configuration as jobs: what each starts from, and which are done.
 
 A stage is identified by its configuration, its data and the checkpoint it started from; its job
 directory records them in config.yaml and stage.json. Nothing here imports torch.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest, DataManifest, TokensManifest
 from dtt.artifacts.token_folders import token_sources
 from dtt.base.errors import ConfigError, DttError, ExitCode, InputError
-from dtt.base.files import exclusive, sha256_file, write_atomically
+from dtt.base.files import sha256_file, write_atomically
 from dtt.base.log import log
 from dtt.base.reading import fits
 from dtt.checkpoint import store
@@ -25,7 +24,6 @@ from dtt.config.key_types import STAGES
 from dtt.config.merging import Resolved, origin_of
 from dtt.config.run import RunConfig
 from dtt.data.samples import compatibility
-from dtt.jobs import job_state
 
 PREDECESSOR = {"job": str, "step": int, "checkpoint_sha256": str}
 """Fields of the record of the checkpoint that a stage started from."""
@@ -172,7 +170,8 @@ class Stage:
                     f"{self.job.root} was trained from {self.predecessor.root}, which is not done "
                     "now",
                     why="its final checkpoint is gone, or it is being trained again",
-                    next=f"{remedy(self.name)}; dtt train {self.job.root} resumes it alone",
+                    next=remedy(self.job, self.names)
+                    + f"; dtt train {self.job.root} resumes it alone",
                 )
         if final is not None:
             self._check_origin(final)
@@ -188,7 +187,7 @@ class Stage:
                 why=f"{final.job.root} has since been trained again or for longer; the "
                 f"checkpoint{step} that "
                 "the stage started from is not its final checkpoint",
-                next=remedy(self.name),
+                next=remedy(self.job, self.names),
             )
 
     def _check_data(self) -> None:
@@ -202,16 +201,15 @@ class Stage:
             raise ConfigError(
                 f"{self.job.root} was trained on token files that have changed since",
                 where=", ".join(str(source.path) for source in sources),
-                next=remedy(self.name),
+                next=remedy(self.job, self.names),
             )
 
 
-def remedy(name: str) -> str:
-    """Return the advice for a stage whose job can no longer be used."""
-    return (
-        f"--redo-from {name} (of dtt pipeline and dtt submit) trains it and the later stages "
-        "again; their old jobs are renamed, not deleted"
-    )
+def remedy(job: JobDir, names: Sequence[str]) -> str:
+    """Return the advice for a stage whose job can no longer be used; `names` are all stages."""
+    later = [job.root.with_name(name) for name in names[names.index(job.root.name) :]]
+    folders = " ".join(str(root) for root in later if root.exists())
+    return f"mv {folders} ELSEWHERE, and the same command trains these stages again"
 
 
 def done(stages: Sequence[Stage]) -> list[FinalCheckpoint | None]:
@@ -233,23 +231,6 @@ def done(stages: Sequence[Stage]) -> list[FinalCheckpoint | None]:
         waits = bool(found) and found[-1] is None
         found.append(None if waits else FinalCheckpoint.of(stage.job))
     return found
-
-
-def rename_jobs(jobs: Sequence[JobDir]) -> None:
-    """Rename the jobs of a stage and of all later ones, in order, so that they are trained again.
-
-    Nothing is deleted: `dtt job rm` does that. The last job is renamed first, so that an
-    interruption leaves no stage without the one it started from. Raises ConfigError if one runs.
-    """
-    there = [job for job in jobs if job.exists or job.attempt()]
-    for status in job_state.examine(there):
-        status.check_idle()
-    for job in reversed(there):
-        with exclusive(job.root, "dtt train", patience=10):
-            names = (f"{job.root.name}-superseded-{number}" for number in count(1))
-            aside = next(path for path in map(job.root.with_name, names) if not path.exists())
-            job.root.rename(aside)
-        log.info("renamed %s to %s", job.root, aside)
 
 
 def report_shadowed(stages: Sequence[Stage], arguments: Sequence[str]) -> None:

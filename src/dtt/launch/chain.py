@@ -51,7 +51,7 @@ def run(config: str | None, arguments: Sequence[str], options: SubmitOptions) ->
         if options.after:
             checks.raise_all(list(checks.sbatch_problems()))
         print("no Slurm on this machine: the steps run here, in turn", file=sys.stderr)
-        pipeline.run(config, arguments, None, redo_from=options.redo_from, as_json=as_json)
+        pipeline.run(config, arguments, None, as_json=as_json)
         return
     folder, links = prepare(config, arguments, options)
     waiting = [one for _, one in links if one is not None]
@@ -122,10 +122,7 @@ def prepare(
     submit.refuse_folders("pipeline", [one for one in arguments if "=" not in one])
     base = submit.with_profile(config, options.cluster)
     staged = bool(stage_names(base, arguments))
-    redo_from = options.redo_from
-    if redo_from is not None and not staged:
-        raise ConfigError(f"--redo-from {redo_from}: the configuration defines no stages")
-    runs, waiting = pipeline.find_runs(base, arguments, (), redo_from)
+    runs, waiting = pipeline.find_runs(base, arguments, ())
     trained = runs[-1].job
     whole = JobDir(trained.root.parent) if staged else trained
     links: list[Link] = []

@@ -130,13 +130,12 @@ def run(
     overrides: Sequence[str],
     dataset: str | None,
     *,
-    redo_from: str | None = None,
     as_json: bool = False,
 ) -> None:
     """Run download, clean, tokenize, train and export, and print a summary.
 
     Each step skips work that is done already; stages of training that are done are skipped without
-    starting a process. The jobs of the stage `redo_from` and of the later ones are renamed before.
+    starting a process.
     With `as_json`, only the summary goes to stdout. If a step fails, exits with its exit code.
     """
     arguments = [f"download.dataset={dataset}"] if dataset else []
@@ -144,13 +143,13 @@ def run(
     if config is None and not arguments:
         raise _no_dataset()
     options = ((*("-c", config),) if config else ()) + tuple(arguments)
-    runs, waiting = find_runs(config, arguments, options, redo_from)
+    runs, waiting = find_runs(config, arguments, options)
     for one in waiting:
         missing = not one.cfg.download.is_named and one.cfg.reads_corpus
         if missing and not CorpusManifest.exists(one.cfg.corpus_dir):
             raise _no_dataset(one.stage)
     start = time.monotonic()
-    run_steps([*steps(runs, waiting)], as_json=as_json, redo=redo_from)
+    run_steps([*steps(runs, waiting)], as_json=as_json)
     seconds = time.monotonic() - start
     last = runs[-1].job
     folder = last.root if runs[-1].stage is None else last.root.parent
@@ -187,13 +186,12 @@ def find_runs(
     config: str | Layer | None,
     arguments: Sequence[str],
     options: tuple[str, ...],
-    redo_from: str | None,
 ) -> tuple[list[PipelineRun], list[PipelineRun]]:
     """Return the runs of a configuration in order, and those of them that are not done.
 
     A configuration without stages has one run; the command `train` itself detects that it is done.
     """
-    stages = find_stages(config, arguments, redo_from)
+    stages = find_stages(config, arguments)
     if not stages:
         resolved, job = find_job(config, arguments, ())
         only = PipelineRun(resolved, job, None, options)
@@ -231,7 +229,7 @@ def steps(runs: Sequence[PipelineRun], waiting: Sequence[PipelineRun]) -> Iterat
     yield PipelineStep("export", runs[-1])
 
 
-def run_steps(todo: Sequence[PipelineStep], *, as_json: bool, redo: str | None) -> None:
+def run_steps(todo: Sequence[PipelineStep], *, as_json: bool) -> None:
     """Run each step as a process; exit with the code of the first that fails, and say so."""
     quiet = not log.isEnabledFor(logging.INFO)
     stdout = None if not as_json else subprocess.DEVNULL if quiet else sys.stderr
@@ -252,7 +250,7 @@ def run_steps(todo: Sequence[PipelineStep], *, as_json: bool, redo: str | None) 
         code, reason = reported_code(code, job, started=job.attempt() > before)
         reason = reason and f"\n{reason}"
         print(f"\nthe pipeline stopped in {step.title}, exit code {code}{reason}", file=sys.stderr)
-        resume = f"run the same command{' without --redo-from' if redo else ''} to resume"
+        resume = "run the same command to resume"
         if code == ExitCode.DIVERGED:
             resume = "the same command would diverge again, so change its settings"
         print(f"finished work is kept; {resume}", file=sys.stderr)

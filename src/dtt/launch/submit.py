@@ -42,7 +42,6 @@ class SubmitOptions:
 
     cluster: str | None = None
     allow_change: Sequence[str] = ()
-    redo_from: str | None = None
     after: Sequence[str] = ()
     dry_run: bool = False
     print_script: bool = False
@@ -57,8 +56,6 @@ def run(command: str, config: str | None, arguments: Sequence[str], options: Sub
     Prints the id of the Slurm job.
     """
     dry_run, as_json = options.dry_run, options.as_json
-    if options.redo_from is not None and (dry_run or options.print_script):
-        raise ConfigError("--redo-from renames jobs: use it without --dry-run and --print-script")
     if options.print_script and as_json:
         raise ConfigError("--print-script and --json are mutually exclusive")
     if options.after and options.print_script:
@@ -112,8 +109,6 @@ def prepare(
     overrides = [argument for argument in arguments if "=" in argument]
     if not folders and stage_names(base, overrides):
         return _prepare_stages(command, base, overrides, options)
-    if options.redo_from is not None:
-        raise ConfigError(f"--redo-from {options.redo_from}: the configuration defines no stages")
     match command:
         case "train":
             if folders:
@@ -208,7 +203,7 @@ def _prepare_stages(
             next="dtt submit pipeline prepares the data of all stages; "
             "dtt config show --stage NAME prints one stage as a file",
         )
-    stages = find_stages(base, overrides, options.redo_from)
+    stages = find_stages(base, overrides)
     report_shadowed(stages, overrides)
     finals = done(stages)
     waiting = tuple(s for s, final in zip(stages, finals, strict=True) if final is None)

@@ -23,7 +23,7 @@ from dtt.config.own import own_keys, trained_files
 from dtt.config.run import RunConfig
 from dtt.config.source import Layer
 from dtt.jobs.job_paths import enter
-from dtt.jobs.stages import Stage, remedy, rename_jobs
+from dtt.jobs.stages import Stage, remedy
 
 
 def _job_to_resume(
@@ -106,32 +106,26 @@ def find_job(
     changed = changes_on_resume(load_job(job.root, run_code=True), resolved.config)
     refused = [key for key in changed if key not in with_both_lengths(allow_change)]
     if refused:
+        again = "start a new job with name=ANOTHER"
+        if stage:
+            again = remedy(job, stage_names(config, overrides))
         raise ConfigError(
             f"{job.root} was started with different values of: {', '.join(refused)}",
             where=", ".join(resolved.origin(key) for key in refused),
             why="changing them on resume would change what is trained",
-            next=(remedy(stage) if stage else "start a new job with name=ANOTHER")
-            + ", or use "
-            + " ".join(f"--allow-change {key}" for key in refused),
+            next=f"{again}, or use " + " ".join(f"--allow-change {key}" for key in refused),
         )
     return resolved, job
 
 
-def find_stages(
-    config: str | Layer | None, arguments: Sequence[str], redo_from: str | None = None
-) -> list[Stage]:
+def find_stages(config: str | Layer | None, arguments: Sequence[str]) -> list[Stage]:
     """Return the stages that a configuration describes, in order; none for any other.
 
-    The jobs of the stage `redo_from` and of the later ones are renamed before. Raises ConfigError
-    if the job of a stage has started with other values.
+    Raises ConfigError if the job of a stage has started with other values.
     """
     if config is None and any("=" not in argument for argument in arguments):
         return []
     names = stage_names(config, arguments)
-    if redo_from is not None:
-        described = resolve(config, arguments, model_of=model_of, stage=redo_from).config.job_dir
-        jobs = [JobDir(described.with_name(name)) for name in names]
-        rename_jobs(jobs[names.index(redo_from) :])
     found = (find_job(config, arguments, (), name) for name in names)
     return [Stage(job, names, resolved) for resolved, job in found]
 
