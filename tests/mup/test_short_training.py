@@ -52,7 +52,7 @@ def test_a_transfer_trains_as_a_run_with_this_rate_does(
     horizon = "{value: 0.5, horizon: true}"
     arguments = tiny(
         optim__type="muon", optim__weight_decay=horizon, optim__adamw__lr=8e-3,
-        optim__groups=f"[{{match: embed, lr: 4e-3, weight_decay: {horizon}, decay: 60%}}]",
+        optim__groups=f"[{{match: embed, lr: 4e-3, weight_decay: {horizon}}}]",
         train__steps=6, schedule__type="wsd",
     )  # fmt: skip
     dtt("train", *arguments)
@@ -60,7 +60,7 @@ def test_a_transfer_trains_as_a_run_with_this_rate_does(
     world = World(Ranks(), torch.device("cpu"), None)
     cfg = load_job(dtt.folder / "jobs/t")
     doubled = resolve(None, [*arguments, f"optim.lr={2 * cfg.optim.lr}", "optim.adamw.lr=1.6e-2",
-        f"optim.groups=[{{match: embed, lr: 8e-3, weight_decay: {horizon}, decay: 60%}}]",
+        f"optim.groups=[{{match: embed, lr: 8e-3, weight_decay: {horizon}}}]",
     ]).config  # fmt: skip
     assert with_rate(cfg.optim, 2 * cfg.optim.lr) == doubled.optim
     width = cfg.model.dim
