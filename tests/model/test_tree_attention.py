@@ -57,11 +57,7 @@ def logits(model: Decoder, packed: PackedTrees) -> Tensor:
     return model(tokens, context=GivenContext(tokens, positions, attention_fns))[0]
 
 
-@pytest.mark.parametrize("tile", [0, 16, 512])
-def test_every_branch_is_computed_as_a_sequence_of_its_own(
-    arch: Architecture, tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tree_attention, "TILE", tile)
+def test_every_branch_is_computed_as_a_sequence_of_its_own(arch: Architecture) -> None:
     model = make(arch)
     packed, paths = pack(forest(), multiple=8)
     assert len(packed.tokens) % 8 == 0
@@ -95,11 +91,11 @@ def test_flex_attention_over_trees_equals_tiles(window: int | None) -> None:
     q, k, v = torch.randn(3, 1, 4, T, 16, generator=torch.Generator().manual_seed(0)).unbind()
     ends, positions = torch.tensor(packed.ends), torch.tensor(packed.positions)
     rule = tree_attention._mask_mod(ends, positions, window)
-    masks = [tree_attention._mask(tile, ends, positions, window) for tile in packed.tiles]
-    expected = tree_attention.TreeAttention(0.3, packed.tiles, masks, window)(q, k, v)
+    masks = [tree_attention._mask(*tile, ends, positions, window) for tile in packed.tiles]
+    expected = tree_attention.TreeAttention(0.3, packed.tiles, masks)(q, k, v)
     blocks = create_block_mask(rule, None, None, T, T, device="cpu", BLOCK_SIZE=16)
     got = flex_attention(q, k, v, block_mask=blocks, scale=0.3)
     dense = Flex(0.3, rule, (1, T, T), CPU, None, {}).dense(q, k, v)
-    real = packed.tiles[-1].own.start  # positions of padding are all 0
+    real = packed.tiles[-1][0]  # positions of padding are all 0
     for out in (got, dense):
         torch.testing.assert_close(out[:, :, :real], expected[:, :, :real], rtol=1e-5, atol=1e-5)
