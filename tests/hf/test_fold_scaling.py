@@ -55,11 +55,14 @@ def test_an_export_gives_transformers_the_logits_of_the_model_with_multipliers(
 @pytest.mark.parametrize("multiplier", MULTIPLIERS)
 def test_each_multiplier_matters_and_is_checked(multiplied: LoadedModel, multiplier: str) -> None:
     plain = fold(multiplied)
-    verify.check_folded(plain, verify.random_logits(multiplied.state, multiplied.arch))
+    got = verify.random_logits(plain.tensors, plain.decoder)
+    expected = verify.random_logits(multiplied.state, multiplied.arch)
+    verify.differing_logits(None, expected, got, "the folded weights")
     standard = getattr(plain.arch, multiplier)
     forgotten = dataclasses.replace(multiplied.arch, **{multiplier: standard})
+    wrong = verify.random_logits(multiplied.state, forgotten)
     with pytest.raises(DamagedError, match="folded weights differ"):
-        verify.check_folded(plain, verify.random_logits(multiplied.state, forgotten))
+        verify.differing_logits(None, wrong, got, "the folded weights")
 
 
 def test_weights_in_bf16_are_not_rounded_again(multiplied: LoadedModel) -> None:

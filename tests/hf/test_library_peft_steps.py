@@ -165,7 +165,10 @@ def steps(world: World, kind: str, layout: str) -> tuple[list[float], dict[str, 
         )
         assert isinstance(output, Output)
         (output.loss * world.size / (ROWS * LENGTH)).backward()
-        losses.append(float(world.sum_(output.loss.detach().clone())) / (ROWS * LENGTH))
+        total = output.loss.detach().clone()
+        if world.size > 1:
+            torch.distributed.all_reduce(total)
+        losses.append(float(total) / (ROWS * LENGTH))
         updates.step()
         updates.zero_grad()
     full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in trained.items()}

@@ -138,27 +138,6 @@ def test_peft_applies_an_adapter_of_the_text_model_to_the_whole_one(
     assert all(torch.equal(back[name], parameter) for name, parameter in state.items())
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_an_adapter_of_peft_for_the_text_model_is_read(
-    kind: str, tokenizer_json: Path, tmp_path: Path
-) -> None:
-    folder, out = tmp_path / "whole", tmp_path / "adapter"
-    write_multimodal(kind, folder, tokenizer_json)
-    found, tokens = read_hf_folder(folder), torch.randint(320, (1, 20))
-    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=OF_TEXT)
-    theirs: Any = peft.get_peft_model(whole_model(folder), settings)
-    randomised(dict(theirs.named_parameters()))
-    theirs.save_pretrained(out)
-    cfg = LoraConfig(rank=4, alpha=6.0, targets=targets(found))
-    state = ours.read_peft(out, found.arch, cfg)
-    merged_state = merged(found.state, state, adapted_layers(cfg, found.arch))
-    trained = replace(found, state={name: one[()] for name, one in merged_state.items()})
-    expected = logits(theirs.base_model.model, tokens)
-    got = on_device(trained, torch.device("cpu")).float().eval()(tokens)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
-    assert verify.check_adapter(out, folder, trained) < 1e-4
-
-
 def renamed(folder: Path, out: Path, old: str, new: str) -> None:
     """Write the adapter in `folder` to `out` with another prefix of its layers."""
     shutil.copytree(folder, out)
@@ -175,25 +154,39 @@ def merged_with(folder: Path, found: LoadedModel, cfg: LoraConfig) -> LoadedMode
     return replace(found, state={name: one[()] for name, one in whole.items()})
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_an_adapter_of_the_class_for_text_is_read(
-    kind: str, tokenizer_json: Path, tmp_path: Path
-) -> None:
-    """AutoModelForCausalLM makes the text model alone of a folder of Qwen3.5 or Llama 4."""
-    folder, out = tmp_path / "whole", tmp_path / "adapter"
-    whole = write_multimodal(kind, folder, tokenizer_json)
-    found, tokens = read_hf_folder(folder), torch.randint(320, (1, 20))
+def text_class(folder: Path) -> Any:
+    """Return what AutoModelForCausalLM makes of a folder of Qwen3.5 or Llama 4: the text alone."""
+    whole = whole_model(folder)
     of_text = transformers.AutoModelForCausalLM.from_config(whole.config.get_text_config()).eval()
     named = {multimodal.text_name(name): one for name, one in whole.state_dict().items()}
     of_text.load_state_dict({name: one for name, one in named.items() if name is not None})
-    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"])
-    theirs: Any = peft.get_peft_model(of_text, settings)
+    return of_text
+
+
+def write_adapter(model: Any, out: Path, modules: Any) -> Any:
+    """Write an adapter of PEFT into `out`, and return the model with it."""
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=modules)
+    theirs: Any = peft.get_peft_model(model, settings)
     randomised(dict(theirs.named_parameters()))
     theirs.save_pretrained(out)
-    cfg = LoraConfig(rank=4, alpha=6.0, targets=targets(found))
-    trained = merged_with(out, found, cfg)
+    return theirs
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize(
+    ("load", "modules"), [(whole_model, OF_TEXT), (text_class, ["q_proj", "down_proj"])]
+)
+def test_an_adapter_of_peft_for_the_text_model_is_read(
+    kind: str, load: Any, modules: Any, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "whole", tmp_path / "adapter"
+    write_multimodal(kind, folder, tokenizer_json)
+    found, tokens = read_hf_folder(folder), torch.randint(320, (1, 20))
+    theirs = write_adapter(load(folder), out, modules)
+    trained = merged_with(out, found, LoraConfig(rank=4, alpha=6.0, targets=targets(found)))
+    expected = logits(theirs.base_model.model, tokens)
     got = on_device(trained, torch.device("cpu")).float().eval()(tokens)
-    torch.testing.assert_close(got, theirs(input_ids=tokens).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
     assert verify.check_adapter(out, folder, trained) < 1e-4
 
 
@@ -209,10 +202,7 @@ def test_a_prefix_of_older_versions_is_accepted_where_peft_renames_it(
     folder, out, old = tmp_path / "whole", tmp_path / "adapter", tmp_path / "old"
     write_multimodal(kind, folder, tokenizer_json)
     found = read_hf_folder(folder)
-    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=OF_TEXT)
-    theirs: Any = peft.get_peft_model(whole_model(folder), settings)
-    randomised(dict(theirs.named_parameters()))
-    theirs.save_pretrained(out)
+    write_adapter(whole_model(folder), out, OF_TEXT)
     renamed(out, old, NEW, OLD)
     cfg = LoraConfig(rank=4, alpha=6.0, targets=targets(found))
     trained = merged_with(old, found, cfg)
@@ -230,8 +220,7 @@ def test_an_adapter_that_names_a_layer_under_two_prefixes_is_refused(
 ) -> None:
     folder, out = tmp_path / "whole", tmp_path / "adapter"
     write_multimodal("qwen3_5", folder, tokenizer_json)
-    settings = peft.LoraConfig(r=4, target_modules=OF_TEXT)
-    peft.get_peft_model(whole_model(folder), settings).save_pretrained(out)
+    write_adapter(whole_model(folder), out, OF_TEXT)
     path = out / "adapter_model.safetensors"
     tensors = load_file(path)
     twice = {name.replace(NEW, "model."): tensor + 1 for name, tensor in tensors.items()}
@@ -242,13 +231,9 @@ def test_an_adapter_that_names_a_layer_under_two_prefixes_is_refused(
 
 
 def test_an_adapter_of_another_part_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "whole"
+    folder, out = tmp_path / "whole", tmp_path / "adapter"
     write_multimodal("llava", folder, tokenizer_json)
-    theirs: Any = peft.get_peft_model(
-        whole_model(folder), peft.LoraConfig(target_modules=["q_proj"])
-    )
-    theirs.save_pretrained(tmp_path / "adapter")
+    write_adapter(whole_model(folder), out, ["q_proj"])
+    arch = read_hf_folder(folder).arch
     with pytest.raises(InputError, match=r"vision_tower[\s\S]*the text model alone"):
-        ours.read_peft(
-            tmp_path / "adapter", read_hf_folder(folder).arch, LoraConfig(targets=("q_proj",))
-        )
+        ours.read_peft(out, arch, LoraConfig(targets=("q_proj",)))

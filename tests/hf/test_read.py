@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.multimodal_folders import write_multimodal
 from support.running import Dtt
 
 from dtt.base.errors import DamagedError, InputError
@@ -108,52 +109,6 @@ def write(config: Any, folder: Path, tokenizer: Path, **changes: object) -> None
     (folder / "config.json").write_text(json.dumps(written | changes))
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "named"),
-    [
-        # Ministral, as it is published
-        (
-            transformers.MistralConfig(**SIZES, sliding_window=8),
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            r"layer_types: \['full_attention', 'sliding_attention'\], unknown to dtt",
-        ),
-        (transformers.MistralConfig(**SIZES), {"sliding_window": 0}, "sliding_window: 0"),
-        (transformers.LlamaConfig(**SIZES), {"is_causal": False}, "is_causal: False"),
-        (transformers.LlamaConfig(**SIZES), {"is_causal": None}, "is_causal: None"),
-        (
-            transformers.LlamaConfig(**SIZES),
-            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-            r"a rope_scaling \(.*linear.*\) that contradicts its rope_parameters",
-        ),
-        (
-            transformers.LlamaConfig(**SIZES),
-            {"rope_theta": 5e5},
-            r"rope_theta: 500000.0 and rope_parameters.rope_theta: 10000.0",
-        ),
-        (
-            transformers.Gemma3TextConfig(**SIZES),
-            {"sliding_window": None},
-            "but the sliding_window is off",
-        ),
-        (
-            transformers.Gemma3TextConfig(**SIZES),
-            {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-            "rope_parameters: .* an object for sliding_attention",
-        ),
-        (transformers.Qwen3Config(**SIZES), {"layer_types": ["full_attention"]}, "2 layers"),
-    ],
-    ids=lambda value: value.model_type if isinstance(value, transformers.PreTrainedConfig) else "",
-)
-def test_unsupported_settings_are_refused_by_name(
-    config: Any, changes: dict[str, object], named: str, tokenizer_json: Path, tmp_path: Path
-) -> None:
-    write(config, tmp_path, tokenizer_json)
-    read_hf_folder(tmp_path)
-    write(config, tmp_path, tokenizer_json, **changes)
-    with pytest.raises(InputError, match=named):
-        read_hf_folder(tmp_path)
-
-
 def test_equal_rope_settings_in_two_places_are_read(tokenizer_json: Path, tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 4.0}
     config = transformers.LlamaConfig(**SIZES, rope_parameters=scaling | {"rope_theta": 5e5})
@@ -206,34 +161,12 @@ def test_a_tied_head_that_is_another_matrix_is_refused(
     check_import(tmp_path, read_hf_folder(tmp_path))
 
 
-VISION: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 8, "patch_size": 4,
-}  # fmt: skip
-
-
-def multimodal(folder: Path, tokenizer: Path) -> Any:
-    """A Gemma 3 with a vision tower, in `folder`, as transformers writes it."""
-    text = {**SIZES, "sliding_window": 8, "query_pre_attn_scalar": 8, "head_dim": 8}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=VISION, mm_tokens_per_image=4, eos_token_id=[0, 5]
-    )
-    torch.manual_seed(0)
-    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    theirs.save_pretrained(folder)
-    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    return theirs
-
-
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 @torch.no_grad()
 def test_the_text_model_of_a_multimodal_folder_is_read_and_exported_alone(
     prefix: str, tokenizer_json: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = multimodal(tmp_path, tokenizer_json)
+    theirs = write_multimodal("gemma3", tmp_path, tokenizer_json)
     state = load_file(tmp_path / "model.safetensors")
     form = re.compile(r"(model\.)?language_model\.(model\.)?")
     renamed = {form.sub(prefix, name): tensor for name, tensor in state.items()}
@@ -256,7 +189,7 @@ def test_the_text_model_of_a_multimodal_folder_is_read_and_exported_alone(
 def test_an_unknown_key_beside_the_text_config_is_refused(
     tokenizer_json: Path, tmp_path: Path
 ) -> None:
-    multimodal(tmp_path, tokenizer_json)
+    write_multimodal("gemma3", tmp_path, tokenizer_json)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"audio_config": {"layers": 2}}))
     with pytest.raises(InputError, match="audio_config"):

@@ -22,16 +22,15 @@ def talk(world: World) -> dict[str, Any]:
     return {
         "rank": (world.rank, world.size, world.first),
         "maximum": world.maximum(world.rank * 7 - 3),
-        "sum": world.sum_(torch.tensor([world.rank + 1.0, 10.0], dtype=torch.float64)).tolist(),
         "shared": world.from_first({"from": world.rank, "path": Path("x")}),
     }
 
 
-def test_two_ranks_agree_add_up_and_share() -> None:
+def test_two_ranks_agree_and_share() -> None:
     first, second = on_ranks(2, talk)
     assert first.pop("rank") == (0, 2, True)
     assert second.pop("rank") == (1, 2, False)
-    expected = {"maximum": 4, "sum": [3.0, 20.0], "shared": {"from": 0, "path": Path("x")}}
+    expected = {"maximum": 4, "shared": {"from": 0, "path": Path("x")}}
     assert first == second == expected
 
 
@@ -55,7 +54,6 @@ def test_a_single_rank_communicates_with_itself() -> None:
     assert (world.rank, world.size, world.first, world.control) == (0, 1, True, None)
     assert world.maximum(5) == 5
     value = torch.ones(2)
-    assert world.sum_(value) is value
     assert world.from_first(value) is value
     world.barrier()
 

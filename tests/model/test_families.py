@@ -121,6 +121,43 @@ def test_a_config_that_asks_for_more_is_refused(family: str, key: str, value: ob
         facts.from_hf_config(config | {key: value})
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        # Ministral, as it is published
+        (
+            "mistral",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types: \['full_attention', 'sliding_attention'\], unknown to dtt",
+        ),
+        ("mistral", {"sliding_window": 0}, "sliding_window: 0"),
+        ("llama", {"is_causal": False}, "is_causal: False"),
+        ("llama", {"is_causal": None}, "is_causal: None"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            r"a rope_scaling \(.*linear.*\) that contradicts its rope_parameters",
+        ),
+        (
+            "llama",
+            {"rope_theta": 5e5},
+            r"rope_theta: 500000.0 and rope_parameters.rope_theta: 10000.0",
+        ),
+        ("gemma3", {"sliding_window": None}, "but the sliding_window is off"),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "rope_parameters: .* an object for sliding_attention",
+        ),
+        ("qwen3", {"layer_types": ["full_attention"]}, "2 layers"),
+    ],
+)
+def test_what_is_refused_is_named(family: str, changes: dict[str, Any], named: str) -> None:
+    facts = families.get(family)
+    with pytest.raises(InputError, match=named):
+        facts.from_hf_config(_tiny_config(facts) | changes)
+
+
 def _tiny_config(family: DecoderFamily) -> dict[str, Any]:
     variant = next(name for name, cfg in VARIANTS.items() if cfg.family == family.name)
     return family.to_hf_config(tiny_architecture(variant), 0)

@@ -22,7 +22,7 @@ from dtt.mesh.sharding import local, local_shard
 from dtt.model import families, init
 from dtt.model.architecture import Architecture
 from dtt.model.decoder import Decoder
-from dtt.model.init import RESIDUAL_WRITERS, fill_normal, init_std, initialize
+from dtt.model.init import RESIDUAL_WRITERS, init_std, initialize, normal
 from dtt.model.scaling import scaled
 
 
@@ -118,8 +118,7 @@ def test_a_seed_and_a_name_decide_a_parameter_alone(arch: Architecture) -> None:
 
 def stack(experts: int, rows: int = 6, columns: int = 4) -> Tensor:
     parameter = nn.Parameter(torch.empty(experts, rows, columns))
-    with torch.no_grad():
-        fill_normal(parameter, 0.02, 7, "layers.0.mlp.experts.gate")
+    init._draw(normal(parameter, 0.02, 7, "layers.0.mlp.experts.gate"))
     return parameter.detach()
 
 
@@ -139,8 +138,7 @@ def sharded(world: World) -> bool:
         parameter = nn.Parameter(
             distribute_tensor(torch.empty(5, 6, 4), mesh, list(map(Shard, axes)))
         )
-        with torch.no_grad():
-            fill_normal(parameter, 0.02, 7, "layers.0.mlp.experts.gate")
+        init._draw(normal(parameter, 0.02, 7, "layers.0.mlp.experts.gate"))
         equal.append(torch.equal(local(parameter), full[local_shard(parameter).box.slices]))
     return all(equal)
 
@@ -181,8 +179,7 @@ def test_stacks_that_write_into_the_residual_stream_are_as_small_as_matrices(
 def test_values_of_a_known_seed_and_name_stay_the_same() -> None:
     """Jobs of earlier versions resume, and results can be repeated."""
     parameter = nn.Parameter(torch.empty(2, 2))
-    with torch.no_grad():
-        fill_normal(parameter, 1.0, 0, "embed.weight")
+    init._draw(normal(parameter, 1.0, 0, "embed.weight"))
     generator = torch.Generator().manual_seed(
         int.from_bytes(hashlib.sha256(b"0:embed.weight").digest()[:8], "big", signed=True)
     )

@@ -19,7 +19,7 @@ from dtt.config.scaling import MupConfig
 from dtt.config.schedule import RunFacts
 from dtt.model import families
 from dtt.model.decoder import Decoder, parameter_role, params_of
-from dtt.model.init import fill_normal, init_std, initialize
+from dtt.model.init import init_std, initialize, normal
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import built
 from dtt.optim.adamw import AdamWConfig
@@ -147,8 +147,10 @@ def test_hyperballs_update_keeps_its_spectral_norm_at_all_widths() -> None:
         optim = MuonConfig(scale="hyperball", ns_coefficients="polar-express", weight_decay=0.0)
         scaling = scaled(cfg, 100)
         weight = nn.Parameter(torch.empty(dim, 2 * dim))
+        std = init_std("layers.0.w", scaling.arch, scaling.base)
         with torch.no_grad():
-            fill_normal(weight, init_std("layers.0.w", scaling.arch, scaling.base), 0, "layers.0.w")
+            for fill in normal(weight, std, 0, "layers.0.w"):
+                fill()
         before = weight.detach().clone()
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
         params = table({"layers.0.w": weight})

@@ -1,4 +1,7 @@
-"""Gradients are divided by the targets of all ranks, of which some may have none."""
+"""Gradients on two ranks, and of accumulated micro-batches, are those of the one big batch.
+
+They are divided by the targets of all ranks, of which some may have none.
+"""
 
 from __future__ import annotations
 
@@ -92,15 +95,21 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         )
 
 
-def test_micro_batches_without_targets_change_nothing(alone: dict[str, Any]) -> None:
+@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+def test_micro_batches_without_targets_change_nothing(
+    micro_batch: int, alone: dict[str, Any]
+) -> None:
     assert alone["own targets"] == ROWS // 2 * 8
-    assert_same(outcome(start(Ranks(), "cpu"), {}, 1), alone)
+    assert_same(outcome(start(Ranks(), "cpu"), {}, micro_batch), alone)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_without_targets_change_nothing(layout: str, alone: dict[str, Any]) -> None:
+def test_ranks_without_targets_change_nothing(
+    layout: str, micro_batch: int, alone: dict[str, Any]
+) -> None:
     sizes = LAYOUTS[layout]
-    found = on_ranks(2, outcome, sizes._asdict(), 1)
+    found = on_ranks(2, outcome, sizes._asdict(), micro_batch)
     if sizes.data > 1:
         assert [one["own targets"] > 0 for one in found] == [True, False]
     for one in found:

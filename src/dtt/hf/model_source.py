@@ -48,7 +48,14 @@ def load_model(source: str, *, ema: bool, world: World | None = None) -> LoadedM
     """
     folder = on_first(world, lambda: find_folder(source))
     if folder is None:
-        return _read_job(source, ema, world)
+        from dtt.checkpoint import store
+        from dtt.hf.read_checkpoint import find_checkpoint, read_checkpoint
+
+        checkpoints, step = store.parse(source)
+        job = JobDir(checkpoints.parent)
+        log_on_terminal("reading the model in %s", source)
+        checkpoint = on_first(world, lambda: find_checkpoint(checkpoints, step))
+        return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema, world=world)
     if ema:
         raise ConfigError(
             f"--ema requires a job, and {source} is not one",
@@ -113,17 +120,6 @@ def job_of(source: str) -> JobDir:
 def on_first(world: World | None, action: Callable[[], T]) -> T:
     """Return `world.on_first(action)`, or `action()` if `world` is None: there are no others."""
     return action() if world is None else world.on_first(action)
-
-
-def _read_job(source: str, ema: bool, world: World | None) -> LoadedModel:
-    from dtt.checkpoint import store
-    from dtt.hf.read_checkpoint import find_checkpoint, read_checkpoint
-
-    folder, step = store.parse(source)
-    job = JobDir(folder.parent)
-    log_on_terminal("reading the model in %s", source)
-    checkpoint = on_first(world, lambda: find_checkpoint(folder, step))
-    return read_checkpoint(load_job(job.root), job, checkpoint, ema=ema, world=world)
 
 
 def weight_bytes(source: str) -> int:

@@ -165,8 +165,10 @@ def _read_peft(folder: Path, arch: AnyArchitecture, cfg: LoraConfig) -> dict[str
     rules = {rule.hf_name.removesuffix(".weight"): rule for rule in linear_rules(arch)}
     if config.fan_in_fan_out and not all(rule.transpose for rule in rules.values()):
         raise _refused(where, "fan_in_fan_out", "the layers of this model are not transposed")
-    tensors = _tensors(folder / TENSORS)
-    found, like = _layers(tensors, folder / TENSORS)
+    if not (folder / TENSORS).is_file():
+        remedy = "adapters in pickle files are not read"
+        raise DamagedError(f"{folder / TENSORS} is missing", next=remedy)
+    found, like = _layers(load_tensors(folder / TENSORS), folder / TENSORS)
     names = {name: _named_like(name, like) for name in rules}
     _check_targets(config, names, found.keys(), where)
     state: dict[str, Tensor] = {}
@@ -220,26 +222,14 @@ def linear_rules(arch: AnyArchitecture) -> Iterator[WeightRule]:
     if isinstance(arch, BuiltArchitecture):  # its names are those of transformers
         yield from (WeightRule(name, (name,)) for name in adaptable(arch))
         return
-    for rule in families.get(arch.family).weight_rules(arch):
-        if all(_shape(name, arch) is not None for name in rule.dtt_names):
-            yield rule
-
-
-def _shape(weight: str, arch: AnyArchitecture) -> tuple[int, ...] | None:
-    """Return the shape of a matrix in a layer; None for any other parameter."""
-    return adaptable(arch).get(weight)
+    rules, shapes = families.get(arch.family).weight_rules(arch), adaptable(arch)
+    yield from (rule for rule in rules if shapes.keys() >= set(rule.dtt_names))
 
 
 def _parts(rule: WeightRule, arch: AnyArchitecture) -> list[tuple[str, tuple[int, ...]]]:
     """Return name and shape [out, in] of each of dtt's layers in one of transformers."""
-    shapes = [(name.removesuffix(".weight"), _shape(name, arch)) for name in rule.dtt_names]
-    return [(name, shape) for name, shape in shapes if shape is not None]
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise DamagedError(f"{path} is missing", next="adapters in pickle files are not read")
-    return load_tensors(path)
+    shapes = adaptable(arch)
+    return [(name.removesuffix(".weight"), shapes[name]) for name in rule.dtt_names]
 
 
 def _named_like(name: str, like: str | None) -> str:
@@ -337,12 +327,15 @@ def _described(adapted: Adapted | None) -> str:
 def adapter_section(layers: Mapping[str, Adapted], n_layers: int) -> dict[str, Any]:
     """Return an `adapter` section with these adapters of a model with `n_layers` layers."""
     (rank, alpha), _ = Counter((one.rank, one.alpha) for one in layers.values()).most_common(1)[0]
+    ends = Counter(map(inner, layers))  # without `layers.N.`
     return {
         "type": "lora",
         "rank": rank,
         "alpha": alpha,
         "rslora": next(iter(layers.values())).rslora,
-        "targets": _shortest(layers, n_layers),
+        # Of the model, not of the adapter: short names would also adapt the layers that it leaves
+        # out.
+        "targets": sorted(ends if set(ends.values()) == {n_layers} else layers),
         "rank_pattern": {
             f"^{re.escape(name)}": own.rank for name, own in layers.items() if own.rank != rank
         },
@@ -350,13 +343,6 @@ def adapter_section(layers: Mapping[str, Adapted], n_layers: int) -> dict[str, A
             f"^{re.escape(n)}": o.alpha for n, o in layers.items() if o.alpha != alpha
         },
     }
-
-
-def _shortest(layers: Iterable[str], n_layers: int) -> list[str]:
-    """Return names of layers, without `layers.N.` if all layers of the model have all of them."""
-    ends = Counter(map(inner, layers))
-    # Of the model, not of the adapter: short names would also adapt the layers that it leaves out.
-    return sorted(ends) if set(ends.values()) == {n_layers} else sorted(layers)
 
 
 @dataclass(frozen=True)
@@ -431,7 +417,8 @@ def _joined(
     rank = sum(one.rank for _, _, one in adapted)
     if len(parts) == 1:
         only = adapted[0][0]
-        return _fp32(state[f"{only}.{LORA_A}"]), _fp32(state[f"{only}.{LORA_B}"]), first
+        a, b = (state[f"{only}.{part}"].float().contiguous() for part in (LORA_A, LORA_B))
+        return a, b, first
     b = torch.zeros(sum(shape[0] for _, shape in parts), rank)
     row = column = 0
     for part, shape in parts:
@@ -444,7 +431,3 @@ def _joined(
     a = torch.cat([state[f"{part}.{LORA_A}"].float() for part, _, _ in adapted])
     alpha = first.scale * (sqrt(rank) if first.rslora else rank)
     return a, b, Adapted(rank, alpha, first.rslora)
-
-
-def _fp32(tensor: Tensor) -> Tensor:
-    return tensor.float().contiguous()

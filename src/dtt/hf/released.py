@@ -45,7 +45,7 @@ class Released:
     generation: dict[str, Any] = field(default_factory=dict)
     """generation_config.json."""
     ids: dict[str, int | None] = field(default_factory=dict)
-    """`bos_token_id` and `pad_token_id` of config.json."""
+    """`bos_token_id` and `pad_token_id` of config.json; empty if the job has other tokens."""
     stops: tuple[int, ...] = ()
     """Ids that end generation."""
     context: int | None = None
@@ -96,11 +96,6 @@ class Released:
             model if model.is_file() else None,
             str(folder.absolute()) if multimodal.is_multimodal(whole) else None,
         )
-
-    @property
-    def names_tokens(self) -> bool:
-        """True if the tokens of the release are those of the job."""
-        return bool(self.ids)
 
     def without_tokens(self) -> Released:
         """Return the settings that hold with another tokenizer; log which ones do not."""

@@ -116,12 +116,6 @@ def random_logits(state: Mapping[str, Tensor], arch: Architecture) -> Tensor:
     return logits
 
 
-def check_folded(folded: LoadedModel, expected: Tensor) -> None:
-    """Raise DamagedError unless the folded weights give the `expected` logits of random ids."""
-    with _export_errors(None):
-        _difference(expected, random_logits(folded.tensors, folded.decoder), "the folded weights")
-
-
 def rounding_difference(
     expected: Tensor, rounded: Mapping[str, Tensor], arch: Architecture, dtype: str
 ) -> float:
@@ -277,10 +271,12 @@ def check_token_ids(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def differing_logits(folder: Path, expected: Tensor, got: Tensor) -> float:
+def differing_logits(
+    folder: Path | None, expected: Tensor, got: Tensor, what: str = "random ids"
+) -> float:
     """Return the largest difference of a logit; DamagedError if it exceeds rounding."""
     with _export_errors(folder):
-        return _difference(expected, got, "random ids")
+        return _difference(expected, got, what)
 
 
 class _Mismatch(Exception):

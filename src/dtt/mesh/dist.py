@@ -70,12 +70,6 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
         return list(map(int, tensor.tolist()))
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` (on this rank's device) over all ranks, in place; return it."""
-        if self.control is not None:
-            dist.all_reduce(tensor)
-        return tensor
-
     def gather(self, value: T) -> list[T]:
         """Return every rank's `value` in rank order, on every rank; a host-side collective."""
         if self.control is None:

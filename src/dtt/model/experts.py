@@ -155,14 +155,14 @@ class Experts(nn.Module):
         order_M = experts_NK.flatten().to(torch.int16).argsort(stable=True)
         place_M = inverse(order_M)
         counts_E = load(experts_NK[None], self.experts)[0]
-        rows_MD = _sorted(x_ND, order_M, place_M, experts_NK.shape[1])
+        rows_MD = permuted(x_ND, order_M, place_M, experts_NK.shape[1])
         if self.exchange is None:
             out_MD = self.compute(rows_MD, counts_E)
         else:
             out_MD = self.exchange(rows_MD, counts_E, self.compute)
         # Back in the order of the tokens, where the outputs of a token are next to each other: the
         # sum has one order. `index_add_` would add in another order each time on a GPU.
-        out_NKD = permuted(out_MD, place_M, order_M).view(*experts_NK.shape, -1)
+        out_NKD = permuted(out_MD, place_M, order_M, 1).view(*experts_NK.shape, -1)
         return (out_NKD * weights_NK[..., None].to(out_NKD.dtype)).sum(1)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
@@ -254,33 +254,22 @@ def inverse(order_M: Tensor) -> Tensor:
 # `x[order]` is a permutation, which autograd does not know: its backward pass would add rows to
 # zeros one by one, on a GPU in any order. On a CPU `index_select` copies whole rows, four times as
 # fast as indexing.
-class _Sorted(torch.autograd.Function):
+class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, place_M: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(place_M)
         ctx.k = k
-        return x_ND.index_select(0, order_M // k)
+        return x_ND.index_select(0, order_M if k == 1 else order_M // k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place_M,) = ctx.saved_tensors
         grad_MD = grads[0].index_select(0, place_M)
-        grad_ND = grad_MD.view(-1, ctx.k, grad_MD.shape[-1]).sum(1)
-        return grad_ND, None, None, None
+        if ctx.k > 1:
+            grad_MD = grad_MD.view(-1, ctx.k, grad_MD.shape[-1]).sum(1)
+        return grad_MD, None, None, None
 
 
-class _Permuted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
-        ctx.save_for_backward(place_M)
-        return rows_MD.index_select(0, order_M)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (place_M,) = ctx.saved_tensors
-        return grads[0].index_select(0, place_M), None, None
-
-
-_sorted: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Sorted.apply
-permuted: Callable[[Tensor, Tensor, Tensor], Tensor] = _Permuted.apply
-"""Return `rows[order]`; the third argument is the inverse of the permutation."""
+permuted: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Permuted.apply
+"""Return the rows [M, D] in the order of `order`, of which k in a row are one of [M / k, D]; the
+third argument is the inverse of the permutation."""

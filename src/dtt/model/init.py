@@ -65,7 +65,7 @@ def _drawn(model: Model, arch: Architecture, seed: int, base: Architecture) -> I
             zero = name.endswith("bias") or arch.norm == "rmsnorm_plus_one"
             local(parameter).fill_(0.0 if zero else 1.0)
         else:
-            yield from _normal(parameter, init_std(name, arch, base), seed, name)
+            yield from normal(parameter, init_std(name, arch, base), seed, name)
 
 
 def _draw(blocks: Iterable[Fill]) -> None:
@@ -162,16 +162,12 @@ def _adapter(parameter: Tensor, seed: int, name: str) -> Iterator[Fill]:
     yield from _matrix(local_part, box, shape, draw, f"{seed}:{name}")
 
 
-def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fill a matrix, or a stack of them, with normal numbers.
+def normal(parameter: Tensor, std: float, seed: int, name: str) -> Iterator[Fill]:
+    """Yield what fills a matrix, or a stack of them, with normal numbers.
 
     Each matrix of a stack [experts, out, in] is keyed by its index, so its values depend neither on
     the number of experts nor on which of them this rank holds.
     """
-    _draw(_normal(parameter, std, seed, name))
-
-
-def _normal(parameter: Tensor, std: float, seed: int, name: str) -> Iterator[Fill]:
     local_part, box, shape = local_shard(parameter)
 
     def draw(drawn: Tensor, generator: torch.Generator) -> None:

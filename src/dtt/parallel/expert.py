@@ -95,8 +95,8 @@ class RowExchange:
         expert_R = of_expert_R.repeat_interleave(received_PE.flatten(), output_size=len(rows_RD))
         order_R = expert_R.argsort(stable=True)
         place_R = inverse(order_R)
-        out_RD = compute(permuted(rows_RD, order_R, place_R), received_PE.sum(0))
-        return _exchanged(permuted(out_RD, place_R, order_R), got_P, sent_P, self.group)
+        out_RD = compute(permuted(rows_RD, order_R, place_R, 1), received_PE.sum(0))
+        return _exchanged(permuted(out_RD, place_R, order_R, 1), got_P, sent_P, self.group)
 
 
 class _Exchanged(torch.autograd.Function):

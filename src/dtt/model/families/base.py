@@ -93,14 +93,6 @@ def renamed(names: Mapping[str, str], *suffixes: str) -> tuple[WeightRule, ...]:
     )
 
 
-def _as_is(config: dict[str, Any]) -> dict[str, Any]:
-    return config
-
-
-def _nothing(_arch: Architecture) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecoderFamily:
     """A published model architecture, and its Hugging Face format."""
@@ -130,10 +122,10 @@ class DecoderFamily:
     local_theta: float | None = None
     """The same for layers with a window; None: all layers have one base."""
     rope_types: tuple[str, ...] = rope_scaling.USUAL
-    read: Callable[[dict[str, Any]], dict[str, Any]] = _as_is
+    read: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Function that replaces values of a checked config.json by those of the fields they stand for.
     It raises InputError if they contradict each other."""
-    write: Callable[[Architecture], dict[str, Any]] = _nothing
+    write: Callable[[Architecture], dict[str, Any]] = lambda arch: {}
     """Function that returns further entries of config.json."""
     weights: tuple[WeightRule, ...]
     """The first one is the embedding."""

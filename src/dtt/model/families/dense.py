@@ -290,15 +290,6 @@ OLMO3 = replace(
 )
 
 
-def _read_gemma3(values: dict[str, Any]) -> dict[str, Any]:
-    return {**values, "query_pre_attn_scalar": values["query_pre_attn_scalar"] ** -0.5}
-
-
-def _write_gemma3(arch: Architecture) -> dict[str, Any]:
-    # transformers reads an integer and takes its inverse root. muP's multiplier may round to 0.
-    return {"query_pre_attn_scalar": max(1, round(arch.attn_scale**-2))}
-
-
 # Gemma 3, text models only (Gemma Team, 2025, arXiv 2503.19786). Most layers have a sliding window,
 # with their own RoPE base. RMSNorm with 1 + weight is applied before and after attention and MLP,
 # and to queries and keys. The MLP is GeGLU, embeddings are multiplied by sqrt(dim), and the head is
@@ -335,8 +326,12 @@ GEMMA3 = replace(
     },
     theta=1e6,
     local_theta=1e4,
-    read=_read_gemma3,
-    write=_write_gemma3,
+    read=lambda values: {
+        **values,
+        "query_pre_attn_scalar": values["query_pre_attn_scalar"] ** -0.5,
+    },
+    # transformers reads an integer and takes its inverse root. muP's multiplier may round to 0.
+    write=lambda arch: {"query_pre_attn_scalar": max(1, round(arch.attn_scale**-2))},
     weights=(
         *BODY,
         *QK_NORM,

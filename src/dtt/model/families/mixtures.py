@@ -136,11 +136,6 @@ QWEN3_MOE = replace(
 )
 
 
-def _read_dots1(values: dict[str, Any]) -> dict[str, Any]:
-    width = values["n_shared_experts"] * values["moe_intermediate_size"]
-    return {**values, "n_shared_experts": width}
-
-
 def _write_dots1(arch: Architecture) -> dict[str, Any]:
     assert arch.mixture is not None
     return {"n_shared_experts": arch.mixture.shared_dim // arch.mixture.ffn_dim}
@@ -172,7 +167,11 @@ DOTS1 = replace(
         "norm_topk_prob": Key(FLAG, "mixture.normalise", False),
         "routed_scaling_factor": Key(NUMBER, "mixture.scale", 1.0),
     },
-    read=_read_dots1,
+    # The number of shared experts there, the width of one that computes them all here.
+    read=lambda values: {
+        **values,
+        "n_shared_experts": values["n_shared_experts"] * values["moe_intermediate_size"],
+    },
     write=_write_dots1,
     weights=(
         *QWEN3.weights,
