@@ -246,7 +246,7 @@ HOSTILE = {
         "submission.json", job_id=None, argv=["\x1b"], directory="/dev/null/x"
     ),
     "odd facts of the supervisor": lambda: _forge(
-        "attempts/2/attempt.json", decision=["over:"], decided="x", successor=7, stalled={}
+        "attempts/2/attempt.json", decision=["over:"], decided="x", stalled={}
     ),
     "a log without line breaks": lambda: (JOB / "logs/latest.log").write_text("x" * 2_000_000),
     "a log that is a device": lambda: _link("logs/latest.log", "/dev/zero"),

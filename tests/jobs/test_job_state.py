@@ -59,10 +59,6 @@ class Written:
         self._write(f"attempts/{number}/attempt.json", json.dumps(record | facts))
         return self
 
-    def succeeded(self, id: str) -> Written:
-        """A successor that the supervisor has submitted."""
-        return self.recorded(successor=id)
-
     def decided(self, decision: str, *, ago: float = 50) -> Written:
         return self.recorded(decision=decision, decided=time.time() - ago)
 
@@ -250,10 +246,6 @@ WITH_SLURM = {
         lambda w: trained(w).ended(75, TIME_LIMIT),
         "queued", f"waiting in the queue (Resources); attempt 1: {STOPPED}", ("PENDING", 90),
     ),
-    "preempted, killed without a word": case(
-        lambda w: trained(w).beat(ago=95), "preempted", "waiting in the queue (Resources); …",
-        ("PENDING", 90), sacct=[("PREEMPTED",), ("PENDING", 90)],
-    ),
     "preempted with grace, by the script's own word": case(
         lambda w: trained(w).ended(75, TERM).decided("again: preempted, exit code 75; requeued"),
         "preempted", "waiting in the queue (Resources); …", ("PENDING", 90),
@@ -271,16 +263,6 @@ WITH_SLURM = {
     "cancelled and submitted again": case(
         lambda w: w.submitted("9", ago=9).attempt(slurm="7").ended(75, TERM),
         "queued", "…", ("CANCELLED", 99), ("PENDING", 9, "9"),
-    ),
-    "the successor of a failed node": case(
-        lambda w: trained(w).succeeded("8").ended(75, TERM),
-        "queued", f"waiting in the queue (Resources); attempt 1, NODE_FAIL: {STOPPED}",
-        ("NODE_FAIL", 99), ("PENDING", 98, "8"),
-    ),
-    "the successor of a preempted job": case(
-        lambda w: trained(w).succeeded("8").ended(75, TERM)
-        .decided("again: preempted, exit code 75"),
-        "preempted", "…", ("FAILED", 99), ("PENDING", 98, "8"),
     ),
     "suspended": case(
         lambda w: trained(w).beat(ago=500),
@@ -318,19 +300,6 @@ WITH_SLURM = {
             ("CANCELLED", "cancelled"), ("TIMEOUT", "timed out"), ("NODE_FAIL", "node failed")
         )
     },
-    "a successor that somebody cancelled": case(
-        lambda w: trained(w).succeeded("8").ended(75, TERM),
-        "cancelled", STOPPED, ("FAILED", 99), ("CANCELLED", 98, "8"),
-    ),
-    "a successor that the supervisor cancelled when a user stopped the job": case(
-        lambda w: trained(w).succeeded("8").ended(75, SAVED.format(by=ALICE))
-        .decided("over: stopped on request"),
-        "stopped", f"{STOPPED}; requested by {ALICE}", ("FAILED", 99), ("CANCELLED", 98, "8"),
-    ),
-    "a successor that the supervisor cancelled when it gave up": case(
-        lambda w: trained(w).succeeded("8").decided(GAVE_UP),
-        "out of attempts", "…", ("FAILED", 99), ("CANCELLED", 98, "8"),
-    ),
     "on a failed node": case(
         lambda w: trained(w).checkpoint(4),
         "node failed", "step-000004 is the newest checkpoint", ("NODE_FAIL", 99),
@@ -475,13 +444,6 @@ def test_a_running_or_queued_job_is_not_started_again(written: Written, slurm: F
     written.ended(75, SAVED.format(by="bob: x"))
     slurm.says("squeue", error=FORGOTTEN)
     written.status().check_idle()
-
-
-def test_of_a_chain_the_running_job_counts(written: Written, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", squeue_line("RUNNING"), squeue_line("PENDING", id="8"))
-    status = trained(written).succeeded("8").beat().status()
-    assert (status.state, status.slurm and status.slurm.id) == ("running", "7")
-    assert "--jobs=7,8" in slurm.asked("squeue")[0]
 
 
 def test_an_unreachable_slurm_does_not_affect_jobs_without_slurm(

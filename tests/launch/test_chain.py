@@ -200,7 +200,6 @@ def test_a_rejected_step_takes_back_those_before_it(dtt: Dtt, slurm: Fake) -> No
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("launch.continuation=singleton",), 2, "cannot wait for a job with launch.continuation"),
         (("launch.steps.tokenize.time=never",), 2, "launch.steps.tokenize.time"),
         (("launch.steps.train.nodes=2",), 2, "launch.steps.train"),
         (("--print-script",), 2, "--print-script concerns one job"),

@@ -155,19 +155,6 @@ class Submitted:
         )
         return record
 
-    def submissions(self) -> list[str]:
-        """Slurm's ids, those of successors included."""
-        job = JobDir(self.dtt.folder / self.path)
-        records = [job.attempt_record(number) or {} for number in job.attempts()]
-        submission = job.submission_record() or {}
-        ids = [submission["job_id"], *(record.get("successor") for record in records)]
-        return [id for id in ids if id is not None]
-
-    def wait_for_submissions(self, number: int) -> list[str]:
-        """Wait until there have been that many; returns Slurm's ids."""
-        wait_for(f"submission {number}", lambda: len(self.submissions()) >= number)
-        return self.submissions()
-
     def slurm_log(self) -> str:
         """What the job script said."""
         return (self.dtt.folder / self.path / "logs/latest-slurm.log").read_text()

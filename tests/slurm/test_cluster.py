@@ -170,7 +170,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled_until_plain_sbatch(
 
 @pytest.mark.parametrize(
     ("continuation", "then"),
-    [("none", "NODE_FAIL"), ("requeue", "PENDING"), ("singleton", "NODE_FAIL")],
+    [("none", "NODE_FAIL"), ("requeue", "PENDING")],
 )
 def test_a_lost_node_is_reported_and_the_job_resumes(
     continuation: str, then: str, cluster: Any, submit: Submit, assert_as_undisturbed: Check
@@ -188,8 +188,6 @@ def test_a_lost_node_is_reported_and_the_job_resumes(
     again = job.id
     if continuation == "none":
         again = job.dtt("job", "resume", job.path).stdout.split()[-1]
-    if continuation == "singleton":
-        again = job.submissions()[1]
     cluster.wait_for_state(again, "COMPLETED")
     assert job.reported()["state"] == "done"
     assert_as_undisturbed(job)
@@ -214,11 +212,8 @@ def test_a_second_job_ends_and_a_suspended_job_is_reported(
     assert_as_undisturbed(job)
 
 
-@pytest.mark.parametrize("continuation", ["requeue", "singleton"])
-def test_a_job_stopped_by_a_user_stays_stopped(
-    continuation: str, cluster: Any, submit: Submit
-) -> None:
-    job = submit(launch__continuation=continuation, train__steps=100_000)
+def test_a_job_stopped_by_a_user_stays_stopped(cluster: Any, submit: Submit) -> None:
+    job = submit(train__steps=100_000)
     job.wait_for_step(20)
     assert "acknowledged at step" in job.dtt("job", "save", job.path).stdout
     assert "acknowledged at step" in job.dtt("job", "stop", job.path).stdout
@@ -280,38 +275,14 @@ def test_a_permanent_failure_is_not_retried(cluster: Any, submit: Submit) -> Non
     assert cluster.run("squeue", "-h", "-o", "%A") == ""
 
 
-@pytest.mark.parametrize("continuation", ["requeue", "singleton"])
 def test_after_three_attempts_without_a_checkpoint_it_gives_up(
-    continuation: str, cluster: Any, submit: Submit
+    cluster: Any, submit: Submit
 ) -> None:
-    job = submit(launch__setup="[exit 3]", launch__continuation=continuation)
-    last = job.id
-    if continuation == "singleton":  # job, two successors, and one that is cancelled
-        last = job.wait_for_submissions(4)[2]
-    cluster.wait_for_state(last, "FAILED")
-    assert cluster.field(last, "Restarts") == ("2" if continuation == "requeue" else "0")
+    job = submit(launch__setup="[exit 3]")
+    cluster.wait_for_state(job.id, "FAILED")
+    assert cluster.field(job.id, "Restarts") == "2"
     assert job.reported()["state"] == "out of attempts"
     assert "3 consecutive attempts" in job.slurm_log()
-
-
-def test_a_chain_of_singletons_ends_with_the_last_step(
-    cluster: Any, submit: Submit, assert_as_undisturbed: Check
-) -> None:
-    job = submit(launch__continuation="singleton")
-    job.wait_for_step(80)
-    reported = job.reported()
-    assert (reported["state"], reported["slurm"]["id"]) == ("running", job.id)
-    # Not the name: a job of the same name in another folder is none of its business.
-    depends = cluster.field(job.submissions()[1], "Dependency")
-    assert depends.startswith(f"afterany:{job.id}(")
-    cluster.ask_to_save(job.id)
-    assert job.exit_record(1)["code"] == 75
-    successor = job.submissions()[1]
-    cluster.wait_for_state(successor, "COMPLETED")
-    reported = job.reported()
-    assert (reported["state"], reported["attempt"]) == ("done", 2)
-    assert cluster.run("squeue", "-h", "-o", "%A") == ""
-    assert_as_undisturbed(job)
 
 
 def test_a_limit_of_one_trial_of_an_array_leaves_the_others_alone(

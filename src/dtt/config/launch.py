@@ -185,11 +185,10 @@ class LaunchConfig(Section):
     mpi: Name | None = resumable(None)
     """Launcher of the processes of `tokenize`: `mpirun`, or a plugin of `srun --mpi=…`, such as
     `pmix` or `pmi2`; null: `srun` with the cluster's default plugin."""
-    continuation: Literal["requeue", "singleton", "none"] = resumable("requeue")
+    continuation: Literal["requeue", "none"] = resumable("requeue")
     """Continuation of a job after its time limit or a transient failure: `requeue` puts it back
-    into the queue under the same id; `singleton` submits a successor that waits in the queue for
-    its end; `none` does not continue it. After three consecutive attempts without a new checkpoint,
-    or a finished unit of another command, the job gives up."""
+    into the queue under the same id; `none` does not continue it. After three consecutive attempts
+    without a new checkpoint, or a finished unit of another command, the job gives up."""
     modules: tuple[Module, ...] = resumable(())
     """Environment modules to load on every node."""
     environment: dict[Variable, Value] = resumable({})

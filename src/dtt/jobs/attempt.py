@@ -10,7 +10,6 @@ set-up of the nodes, and rank 0 adds its fields:
                         attempt by it
     saved, stalled      of the supervisor: step of the newest checkpoint at the start; number of
                         attempts in a row that started from it
-    successor           id of the Slurm job that continues this one, with continuation: singleton
 The rank that ends first completes it; for a command other than `train`, and for an attempt that no
 rank has started, the supervisor does:
     ended               the end, in seconds since 1970

@@ -17,7 +17,7 @@ from pathlib import Path
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.base.files import write_atomically
-from dtt.base.reading import Kind, fits, read_record, read_text
+from dtt.base.reading import Kind, fits, read_record
 from dtt.config.load import load_job
 from dtt.jobs import job_state
 from dtt.jobs.job_state import State, Status
@@ -156,13 +156,6 @@ def ids_to_wait_for(after: Sequence[str]) -> list[str]:
                     "cannot be waited for",
                     why=one.status.detail or None,
                     next=f"dtt job resume {named}, or omit --after",
-                )
-            if "--continuation=singleton" in (read_text(one.job.script) or ""):
-                raise ConfigError(
-                    f"no job can wait for {named}",
-                    where=one.job.script,
-                    why="with launch.continuation=singleton, it continues as another Slurm job",
-                    next="launch.continuation=requeue, or submit when it is done",
                 )
             ids.append(id)
     return ids

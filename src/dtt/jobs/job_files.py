@@ -78,14 +78,12 @@ class JobFiles:
 
     @property
     def slurm_ids(self) -> list[str]:
-        """Slurm's ids of the newest attempt, its successor and the newest submission, newest last.
+        """Slurm's ids of the newest attempt and the newest submission, newest last.
 
-        Others are over: a job is submitted again only when nothing of it is in the queue. The
-        supervisor records those that train several stages in turn with their submission.
+        Others are over: a job is submitted again only when nothing of it is in the queue.
         """
-        submitted = [self.submission.get(key) for key in ("job_id", "slurm", "successor")]
-        chain = [self.record.get("slurm"), self.record.get("successor")]
-        ids = chain + submitted if self.submitted > self.started else submitted + chain
+        submitted, own = self.submission.get("job_id"), self.record.get("slurm")
+        ids = (own, submitted) if self.submitted > self.started else (submitted, own)
         return list(dict.fromkeys(str(id) for id in ids if is_kind(id, str)))
 
     @property

@@ -190,10 +190,6 @@ def _is_job(path: Path) -> bool:
 def _status(files: JobFiles, ids: Sequence[str], answer: QueueReply) -> Status:
     if not ids:  # Slurm was asked about other jobs only, so a failure to answer is irrelevant here
         answer = QueueReply({})
-    successor = answer.jobs.get(str(files.record.get("successor")))
-    if successor is not None and successor.withdrawn and files.decided_to_end:
-        # The job script cancelled it when it decided to end the job.
-        ids = [id for id in ids if id != successor.id]
     slurm = squeue.current(ids, answer)
     state, detail = _verdict(files, ids, slurm, answer)
     return Status(state, detail, files, slurm, answer.error)
@@ -214,7 +210,7 @@ def _verdict(
         return _running(files)
     # Slurm says it is alive, and the files do not say that it is over.
     if slurm is not None and slurm.live and _may_continue(files, slurm):
-        return _queued(files, slurm, own) if slurm.queued else _without_heartbeat(files, slurm)
+        return _queued(files, slurm) if slurm.queued else _without_heartbeat(files, slurm)
     # A final exit code outranks how Slurm ended the batch script afterwards. An older job's end
     # says nothing about an attempt that started later; only training records its start.
     if slurm is not None and slurm.state in ENDED_BY_SLURM and code not in FINAL:
@@ -264,22 +260,16 @@ def _running(files: JobFiles) -> Verdict:
     return State.RUNNING, "" if phase == "step" else f"in phase {phase}"
 
 
-def _queued(files: JobFiles, slurm: SlurmJob, own: SlurmJob | None) -> Verdict:
-    """Return the state of a job in Slurm's queue; `own` is the Slurm job of its newest attempt."""
+def _queued(files: JobFiles, slurm: SlurmJob) -> Verdict:
+    """Return the state of a job in Slurm's queue."""
     why = f"waiting in the queue ({slurm.reason or 'no reason given'})"
     if not files.attempt:
         return State.QUEUED, why
-    previous = ""
-    # Only a requeue or a successor continues a run, not a job that a user submitted again.
-    if slurm.id in (files.record.get("slurm"), files.record.get("successor")):
-        previous = slurm.before if own is None or own.live else own.state
-        # Slurm records a preemption as a requeue or a failure; the job script knows better.
-        if files.decision.startswith("again: preempted"):
-            previous = "PREEMPTED"
-    if previous == "PREEMPTED":
+    # Only a requeue continues a run, not a job that a user submitted again. Slurm records a
+    # preemption as a requeue or a failure; the job script knows better.
+    if slurm.id == files.record.get("slurm") and files.decision.startswith("again: preempted"):
         return State.PREEMPTED, f"{why}; {files.reason}"
-    how = f", {previous}" if previous in ENDED_BY_SLURM else ""
-    return State.QUEUED, f"{why}; attempt {files.attempt}{how}: {files.reason}"
+    return State.QUEUED, f"{why}; attempt {files.attempt}: {files.reason}"
 
 
 def _without_heartbeat(files: JobFiles, slurm: SlurmJob) -> Verdict:

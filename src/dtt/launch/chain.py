@@ -185,12 +185,6 @@ def problems(folder: Path, waiting: Sequence[Submission], *, dry_run: bool) -> I
     """Yield every error that would make a step fail, as far as its inputs are known now."""
     for number, submission in enumerate(waiting):
         command, cfg, script = submission.command, submission.config, submission.script
-        if script.launch.continuation == "singleton":
-            yield ConfigError(
-                "the steps of a chain cannot wait for a job with launch.continuation=singleton",
-                why="it continues as another Slurm job",
-                next="launch.continuation=requeue",
-            )
         if command == "train" and number:
             yield from submit.known_problems(submission)
         elif command == "train":

@@ -26,7 +26,6 @@ from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import resolve
 from dtt.config.shipped import shipped_configs
-from dtt.jobs.job_files import JobFiles
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.slurm.job_script import Array, Script, render
 from dtt.launch.submission import progress
@@ -135,15 +134,15 @@ PROFILES = sorted(path.stem for path in (shipped_configs() / "clusters").glob("*
 def variants(profile: str) -> Iterator[Script]:
     """Scripts of a profile that together hold every branch of the template."""
     path = shipped_configs() / f"clusters/{profile}.yaml"
-    switches = {"continuation": "singleton", "start": "srun", "preflight": True}
-    for changes in ({}, switches, {"continuation": "none", "cpus_per_task": 8}):
+    switches = {"continuation": "none", "start": "srun", "preflight": True}
+    for changes in ({}, switches, {"cpus_per_task": 8}):
         arguments = [f"launch.{key}={value}" for key, value in changes.items()]
         launch = resolve(path, arguments, env={}).config.launch
         yield script(launch=launch, code=bool(changes))
     for argv, kind in EXAMPLES.values():
         yield script(launch=launch, argv=argv, kind=kind)
     stages = (Path("jobs/run/pretrain"), Path("jobs/run/sft"))
-    yield script(stages=stages, continuation="singleton")
+    yield script(stages=stages)
     yield script(stages=stages, argv=("pipeline", "-c", "run.yaml"), kind="other")
     trials = (Path("jobs/sweep/a"), Path("jobs/sweep/b"))
     yield script(job=Path("jobs/sweep"), array=Array(trials, cap=1), modules=("cuda/12", "gcc"))
@@ -195,11 +194,6 @@ def test_a_users_template_gets_the_same_values_and_an_unknown_name_is_named(tmp_
         render(script(template=path))
     with pytest.raises(InputError, match=r"nix\.j2"):
         render(script(template=tmp_path / "nix.j2"))
-
-
-def test_an_array_cannot_be_a_chain() -> None:
-    with pytest.raises(ConfigError, match=r"launch\.continuation=requeue"):
-        script(continuation="singleton", array=Array((Path("jobs/a"),)))
 
 
 # ---- hostile values ----------------------------------------------------------------------------
@@ -519,7 +513,7 @@ def test_lines_of_set_up_are_run_on_the_node_and_cannot_close_what_surrounds_the
     [
         ("requeue", "false"),
         ("none", "exit 3"),
-        ("singleton", "exit 0"),
+        ("none", "exit 0"),
         ("requeue", "source env.sh"),
         ("none", "PATH=; exit"),
     ],
@@ -537,9 +531,7 @@ def test_a_failed_set_up_is_reported_and_counted_and_starts_nothing(
     record = newest(node.folder / "jobs/run")
     assert (record["saved"], record["stalled"], record["code"]) == (-1, 1, 78)
     assert record["reason"] == "exit code 78: see logs/latest.log"
-    assert [call for call in node.calls() if not call.startswith("sbatch")] == (
-        ["scancel 77"] if continuation == "singleton" else []
-    )
+    assert node.calls() == []
 
 
 def test_a_set_up_that_exits_on_a_node_only_ends_with_78_there(node: Node) -> None:
@@ -721,7 +713,7 @@ def test_how_an_attempt_ended_decides_whether_the_job_is_requeued(
 
 
 def test_a_second_job_in_the_same_directory_ends_and_changes_nothing(node: Node) -> None:
-    text = node.script(continuation="singleton")
+    text = node.script()
     assert node.execute(text, CODE="1")[0] == 1
     path = node.folder / "jobs/run/attempts/1/attempt.json"
     running = {"started": 1.0, "slurm": "42", "launch": "", "ranks": 2, "host": "n1"}
@@ -735,74 +727,6 @@ def test_a_second_job_in_the_same_directory_ends_and_changes_nothing(node: Node)
     # The job itself, requeued, goes on; and another once it has ended.
     assert node.execute(text, SLURM_RESTART_COUNT="1")[0] == 0
     assert node.execute(text, SLURM_JOB_ID="43", STATE="COMPLETED")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("env", "cancelled"),
-    [
-        ({"CODE": "76"}, True),
-        ({"CODE": "75", **SAVES, **LIMIT}, False),
-        ({"CODE": "75", **SAVES, **TERM, "STATE": "COMPLETING"}, True),
-        ({"CODE": "75", **SAVES, **TERM, **PREEMPTED}, False),
-        ({"CODE": "none", **TERM, "STATE": "COMPLETING", "REASON": "TimeLimit"}, False),
-    ],
-)
-def test_a_successor_is_queued_at_the_start_and_cancelled_at_the_end(
-    env: dict[str, str], cancelled: bool, node: Node
-) -> None:
-    text = node.script(continuation="singleton")
-    assert "no-requeue" in directives(text)
-    _, output = node.execute(text, **env)
-    successor = "sbatch --parsable --dependency=afterany:42 jobs/run/slurm.sh --continues=42"
-    assert node.calls()[0] == successor
-    assert ("scancel 77" in node.calls()) == cancelled, output
-    assert REQUEUE not in node.calls()
-    assert JobFiles.read(JobDir(node.folder / "jobs/run")).slurm_ids == ["42", "77"]
-
-
-def test_a_successor_gets_no_variable_of_its_predecessor(node: Node) -> None:
-    (node.fakes / "sbatch").write_text("#!/bin/bash\nenv >given\necho Welcome\necho '77;cluster'\n")
-    text = node.script(continuation="singleton")
-    node.execute(text, SLURM_CONF="/etc/slurm.conf", SLURM_NTASKS="3", MINE="1")
-    given = (node.folder / "given").read_text().splitlines()
-    assert [line for line in given if line.startswith("SLURM")] == ["SLURM_CONF=/etc/slurm.conf"]
-    assert "MINE=1" in given
-    assert newest(node.folder / "jobs/run")["successor"] == "77"
-
-
-def test_a_successor_is_known_before_the_next_stage_has_started(node: Node) -> None:
-    text = node.script(stages=STAGES, continuation="singleton")
-    whole = JobDir(node.folder / "jobs/run")
-    whole.root.mkdir(parents=True)
-    sent = {"time": time.time(), "job_id": "42", "argv": ["train"], "directory": str(node.folder)}
-    whole.submission.write_text(json.dumps(sent))
-    node.execute(text, SAVES="step-000001")
-    assert (
-        newest(node.folder / STAGES[0])["decision"]
-        == "again: stage pretrain is done; job 77 continues"
-    )
-    assert not (node.folder / STAGES[1]).exists()
-    assert JobFiles.read(whole).slurm_ids == ["42", "77"]
-    # The successor has a successor of its own, and the last stage cancels that.
-    node.execute(text, "--continues=42", SLURM_JOB_ID="77", SAVES="step-000001")
-    assert newest(node.folder / STAGES[1])["decision"] == "over: done"
-    assert JobFiles.read(whole).slurm_ids == ["42", "77"]
-    assert json.loads(whole.submission.read_text()) == {**sent, "slurm": "77", "successor": None}
-
-
-def test_a_successor_does_not_continue_a_finished_or_cancelled_job(node: Node) -> None:
-    text = node.script(continuation="singleton")
-    node.execute(text, CODE="76")
-    started = len(node.calls())
-    successor = ("--continues=42",)
-    assert node.execute(text, *successor, SLURM_JOB_ID="77", STATE="FAILED")[0] == 0
-    assert len(node.calls()) == started
-    # Who submits it again knows better.
-    assert node.execute(text, SLURM_JOB_ID="78", STATE="FAILED", CODE="none")[0] == 137
-    started = len(node.calls())
-    code, output = node.execute(text, "--continues=78", SLURM_JOB_ID="79", STATE="CANCELLED")
-    assert (code, output.split("slurm: ")[1]) == (0, "job 78 was cancelled\n")
-    assert len(node.calls()) == started
 
 
 @pytest.mark.parametrize(

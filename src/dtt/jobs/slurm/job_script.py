@@ -106,11 +106,6 @@ class Script:
                 why="`:` and `,` separate options of apptainer",
                 next="submit from another folder",
             )
-        if self.array is not None and self.launch.continuation == "singleton":
-            raise ConfigError(
-                "launch.continuation=singleton does not support arrays",
-                next="set launch.continuation=requeue",
-            )
 
     @property
     def nodes(self) -> int:

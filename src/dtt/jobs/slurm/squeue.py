@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from dtt.base.errors import EnvironmentUnfit
@@ -20,10 +21,8 @@ RUNNING = frozenset(
 )
 
 SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%V|%S|%e|%r")
-# --duplicates lists every run of a requeued job: without it, the last row hides how the first
-# ended.
 SACCT = (
-    "sacct", "--noheader", "--allocations", "--duplicates", "--parsable2",
+    "sacct", "--noheader", "--allocations", "--parsable2",
     "--format=JobID,State,NodeList,Submit,Start,End,Reason",
 )  # fmt: skip
 ROW = re.compile(r"([0-9][^|]*)\|([A-Z_]+)[^|]*\|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|(.*)")
@@ -48,8 +47,6 @@ class SlurmJob:
     since: float
     """Unix time of the event that led to the state: submission or requeue of a queued job, start of
     a running job, end of a finished one. 0 if Slurm does not report it."""
-    before: str = ""
-    """Final state of the previous run, if Slurm itself requeued the job; needs accounting."""
 
     @property
     def queued(self) -> bool:
@@ -65,11 +62,6 @@ class SlurmJob:
     def suspended(self) -> bool:
         """True if the job's processes are stopped until Slurm resumes them."""
         return self.state in ("STOPPED", "SUSPENDED")
-
-    @property
-    def withdrawn(self) -> bool:
-        """True if the job was cancelled before it had nodes."""
-        return self.state == "CANCELLED" and not self.nodes
 
     @property
     def live(self) -> bool:
@@ -101,17 +93,11 @@ def ask(ids: Collection[str]) -> QueueReply:
         jobs = _parse(out)
     except ValueError:
         return QueueReply({}, error="unexpected output of squeue")
-    # Accounting knows jobs that the controller has forgotten, and how runs before a requeue ended.
-    if any(id not in jobs or jobs[id].queued for id in ids):
+    # Accounting knows jobs that the controller has forgotten.
+    if not jobs.keys() >= set(ids):
         _, out, _ = _run([*SACCT, listed])
-        try:
-            past = _parse(out)
-        except ValueError:  # unusable output of sacct: the jobs' own files must suffice
-            past = {}
-        for id, job in past.items():
-            # The last row of a queued job may be of its wait: then the row before it counts.
-            before = job.before if job.live else job.state
-            jobs[id] = replace(jobs[id], before=before) if id in jobs else job
+        with suppress(ValueError):  # unusable output of sacct: the jobs' own files must suffice
+            jobs = _parse(out) | jobs
     return QueueReply(jobs)
 
 
@@ -160,7 +146,7 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
 
 
 def _parse(out: str) -> dict[str, SlurmJob]:
-    """Return the last row of each job; `before` is the state of the row before it.
+    """Return the last row of each job.
 
     Other lines, such as the greeting of a wrapper, are ignored. Raises ValueError if there are only
     such lines.
@@ -176,7 +162,6 @@ def _parse(out: str) -> dict[str, SlurmJob]:
             nodes="" if nodes == "None assigned" else nodes,
             reason="" if reason == "None" else reason,
             since=float(when) if when.isdecimal() else 0.0,
-            before=jobs[id].state if id in jobs else "",
         )
     if not jobs and any(line.strip() for line in lines):
         raise ValueError("no row of a job")
@@ -186,8 +171,7 @@ def _parse(out: str) -> dict[str, SlurmJob]:
 def current(ids: Iterable[str], answer: QueueReply) -> SlurmJob | None:
     """Return the current one of a job's submissions, whose ids are given oldest first.
 
-    That is the running one, else the queued one, else the last. A running one takes precedence over
-    a queued one, which may be its successor.
+    That is the running one, else the queued one, else the last.
     """
     # In the order of submission, so that the last one wins among equals.
     known = [answer.jobs[id] for id in ids if id in answer.jobs]

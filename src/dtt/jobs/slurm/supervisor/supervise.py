@@ -37,7 +37,6 @@ from .tolerant_io import (
     link,
     message,
     nodes_of_job,
-    parsed,
     read,
     remove,
     reported,
@@ -81,7 +80,6 @@ class Supervisor:
         }
         self.stop = self.job / "control/stop"
         self.stop_reason = ""  # of a request by this supervisor
-        self.successor = ""
         self.step: Optional["subprocess.Popen[bytes]"] = None
         # Python writes the number of each signal into the pipe. A handler that acted at once would
         # interrupt decisions, and a signal that comes before anybody waits would be lost.
@@ -108,14 +106,8 @@ class Supervisor:
         log = "{}/logs/{}-{}.log".format(self.plan.job, os.environ["SLURM_JOB_NAME"], self.id)
         link(self.job / "logs/latest-slurm.log", os.path.relpath(log, str(self.job / "logs")))
         self._remove_own_request()
-        predecessor = self.plan.continues
-        if predecessor:  # which may have ended without the time to cancel this job
-            if str(newest.get("decision")).startswith("over:"):
-                return 0
-            if slurm_record(predecessor).get("JobState") == "CANCELLED":
-                return self._end(Decision(False, 0, f"job {predecessor} was cancelled"))
         self.before = self._saved_steps()
-        continued = bool(predecessor) or self.restarts > 0
+        continued = self.restarts > 0
         if self.plan.units or self.plan.received:  # files that are begun anew are no progress
             most = newest.get("saved") if continued else 0
             self.before = max(self.before, most if isinstance(most, int) else 0)
@@ -131,8 +123,6 @@ class Supervisor:
         self.stalled += 1
         if not self._begin():
             return UNFIT
-        if self.plan.continuation == "singleton":
-            self._submit_successor()
         self.start, self.limit = time.time(), None if self.plan.fixed_lead else self._time_limit()
         return self._carry_out(decide(self._run(), self.resume, self.give_up))
 
@@ -281,9 +271,6 @@ class Supervisor:
                 self._on_limit()
             if number in (signal.SIGTERM, signal.SIGQUIT):
                 message("received " + signal.Signals(number).name)
-                # After scancel no successor may remain, and later there may be no time for it.
-                if self.successor and slurm_state(slurm_record(self.id)) == "cancelled":
-                    run("scancel", self.successor)
                 self._request_stop("slurm: SIGTERM")
 
     def _on_limit(self) -> None:
@@ -325,15 +312,9 @@ class Supervisor:
         if not decision.again:
             return self._end(decision)
         how, resume = decision.reason, f"resume with {self.resume}"
-        if self.plan.continuation == "singleton" and not self.successor:
-            self._submit_successor()
-        if self.plan.continuation == "requeue":
-            self._record("again", f"{how}; requeued")
-        elif self.successor:
-            self._record("again", f"{how}; job {self.successor} continues")
-            return decision.code
-        else:
+        if self.plan.continuation == "none":
             return self._end(decision._replace(reason=f"{how}; {resume}"))
+        self._record("again", f"{how}; requeued")
         while run("scontrol", "requeue", self.id) is None:
             state = slurm_state(slurm_record(self.id))
             if state == "ended":  # a node failed: Slurm has requeued the job by itself
@@ -345,10 +326,6 @@ class Supervisor:
 
     def _end(self, decision: Decision) -> int:
         self._record("over", decision.reason)
-        if self.successor:
-            run("scancel", self.successor)
-            self.successor = ""
-            self._tell_next_stage()
         # Nothing depends on the page: it comes last and may fail. A run that is done has one.
         if self.plan.report and decision.code and largest(self.job / "attempts") >= 0:
             command = f"timeout 120 python -m dtt.main report {quote(str(self.job))}"
@@ -366,34 +343,6 @@ class Supervisor:
         self._remove_own_request()
         self._update(decision=f"{word}: {reason}", decided=time.time())
 
-    def _submit_successor(self) -> None:
-        predecessor = os.environ["SLURM_JOB_ID"]
-        answer = run(
-            "sbatch", "--parsable",
-            # Not by name, which jobs in other folders may have, too.
-            f"--dependency=afterany:{predecessor}",
-            f"{self.plan.job}/slurm.sh", f"--continues={predecessor}",
-        ) or ""  # fmt: skip
-        # The last line is `id`, or `id;cluster`; a wrapper of the site may print others before it.
-        found = re.search(r"^([0-9]+)(;.*)?$", (answer.strip().splitlines() or [""])[-1].strip())
-        if found is None:
-            message("no successor{}".format(": sbatch printed " + repr(answer) if answer else ""))
-            return
-        self.successor = found.group(1)
-        self._update(successor=self.successor)
-        self._tell_next_stage()
-
-    def _tell_next_stage(self) -> None:
-        """Record this job and its successor in the submission of all stages.
-
-        Between two stages the successor waits, and the next stage has no attempt that names it.
-        """
-        path = Path(self.plan.job) / "submission.json"
-        record = parsed(path)
-        if self.plan.stages and record:
-            record.update(slurm=self.id, successor=self.successor or None)
-            write(path, json.dumps(record, indent=1) + "\n")
-
 
 def main(argv: List[str]) -> int:
     """Supervise the attempt that the arguments describe; return the exit code of the script."""
@@ -401,8 +350,7 @@ def main(argv: List[str]) -> int:
     parser = argparse.ArgumentParser(usage="supervisor OPTIONS -- COMMAND [ARGUMENT]...")
     parser.add_argument("--job", required=True, help="job directory; for an array, its parent")
     parser.add_argument("--functions", required=True, help="the functions of the job script")
-    parser.add_argument("--continuation", choices=("requeue", "singleton", "none"), required=True)
-    parser.add_argument("--continues", default="", help="id of the job that this one succeeds")
+    parser.add_argument("--continuation", choices=("requeue", "none"), required=True)
     parser.add_argument("--trials", nargs="*", default=[], help="job directories of an array")
     parser.add_argument("--stages", nargs="*", default=[], help="job directories of all stages")
     parser.add_argument("--units", action="append", default=[], help="pattern of finished work")

@@ -95,8 +95,6 @@ def attempt_record(job: Path) -> Dict[str, Any]:
 def run(*argv: str, silent: bool = False) -> Optional[str]:
     """Return the output of a command of Slurm; None if it fails."""
     env = dict(os.environ, SLURM_TIME_FORMAT="%s")  # seconds, whatever format the user prefers
-    if argv[0] == "sbatch":  # whose job would take the variables of this one for options of srun
-        env = {k: v for k, v in env.items() if k == "SLURM_CONF" or not k.startswith("SLURM")}
     stderr = subprocess.DEVNULL if silent else None
     try:
         return subprocess.run(
