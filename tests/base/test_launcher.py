@@ -169,22 +169,3 @@ def test_a_signal_in_the_rendezvous_ends_a_rank_at_once(
     assert "stopped before the first step of this attempt" in stopped.stderr
     record = json.loads((job / "attempts/1/attempt.json").read_text())
     assert (record["code"], number.name in record["reason"]) == (75, True)
-
-
-@pytest.mark.parametrize(("starter", "says"), [("mine", "torchrun -c"), ("dtt", "None")])
-def test_the_torchrun_command_that_a_user_typed_is_known(
-    tmp_path: Path, starter: str, says: str
-) -> None:
-    rank = "from dtt.base import launcher; print(launcher.typed_torchrun())"
-    env = "{**os.environ, 'TORCHELASTIC_RUN_ID': 'x'}"
-    agent = (
-        f"import os, subprocess; subprocess.run([{sys.executable!r}, '-c', {rank!r}], env={env})"
-    )
-    start = [sys.executable, str(tmp_path / "torchrun"), "-c"]
-    (tmp_path / "torchrun").write_text(agent)
-    (tmp_path / starter).write_text(f"import subprocess; subprocess.run({start!r})")
-    env_here = {k: v for k, v in os.environ.items() if k not in ("SLURM_JOB_ID",)}
-    done = subprocess.run(
-        [sys.executable, tmp_path / starter], env=env_here, capture_output=True, text=True
-    )
-    assert says in done.stdout, done.stderr

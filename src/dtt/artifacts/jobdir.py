@@ -22,7 +22,7 @@ from typing import Any
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE
 from dtt.base.errors import ExitCode
-from dtt.base.files import fsync_folder, remove, write_atomically, write_once
+from dtt.base.files import fsync_folder, named, remove, write_atomically
 from dtt.base.ranks import slurm_id
 from dtt.base.reading import (
     Kind,
@@ -283,11 +283,22 @@ class JobDir:
             "checkpoint": self.newest_checkpoint_name(),
             "asked_by": asked_by,
         }
-        # Who creates this file ends the attempt. To replace the record at once would let the last
-        # rank win, and to create it under its own name is impossible, because it exists.
+        # Who creates this file ends the attempt; the file server decides. To replace the record at
+        # once would let the last rank win, and to create it under its own name is impossible,
+        # because it exists.
         aside = path.with_name(".ending.tmp")
-        if not write_once(aside, json.dumps(record, indent=1) + "\n"):
+        try:
+            file = retrying(lambda: aside.open("x", encoding="utf-8"))
+        except FileExistsError:
             return
+        try:
+            with named(path), file:
+                file.write(json.dumps(record, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            aside.unlink(missing_ok=True)  # so that a rank with more luck can do it
+            raise
         # Another rank may have ended, and removed its own file, since the look above.
         if self.exit_record(attempt) is None:
             retrying(lambda: aside.replace(path))

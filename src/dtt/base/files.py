@@ -88,27 +88,6 @@ def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
         fsync_folder(path.parent)
 
 
-def write_once(path: Path, content: str) -> bool:
-    """Write `content` unless `path` exists; return True if this call has created it.
-
-    It creates a hard link, which the file server decides atomically; a client could answer an
-    existence check from its cache.
-    """
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with named(path):
-        try:
-            write_atomically(aside, content)
-            retrying(lambda: os.link(aside, path))
-        except FileExistsError:
-            # Two names: it is the link of this call, whose first answer got lost.
-            return aside.stat().st_nlink == 2
-        finally:
-            aside.unlink(missing_ok=True)
-        # It is created: an error now would tell the caller that it is not.
-        retrying(lambda: fsync_folder(path.parent))
-    return True
-
-
 def append(path: Path, line: str) -> None:
     """Append a line to a file; replace a FIFO or device at `path`, which would block forever."""
 

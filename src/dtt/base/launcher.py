@@ -22,7 +22,6 @@ import psutil
 
 from dtt.base.errors import DttError, PeerLost
 from dtt.base.ranks import Launcher, Ranks
-from dtt.base.secrets import redacted
 
 VARIABLES: Mapping[Launcher, str] = {
     "torchrun": "TORCHELASTIC_RUN_ID",
@@ -68,28 +67,6 @@ def find(variable: str) -> int:
     ancestors = psutil.Process().parents()
     found = next((process for process in ancestors if not _has(process, variable)), None)
     return os.getppid() if found is None else found.pid
-
-
-def typed_torchrun() -> str | None:
-    """Return the torchrun command that a user typed to start this rank.
-
-    None without torchrun, in a Slurm job, and if dtt itself started torchrun.
-    """
-    variable = VARIABLES["torchrun"]
-    if variable not in os.environ or "SLURM_JOB_ID" in os.environ:
-        return None
-    try:
-        torchrun = psutil.Process(find(variable))
-        above = torchrun.parent()
-        starters = [] if above is None else [Path(one).name for one in above.cmdline()[:3]]
-        if not {"dtt", "dtt.main"}.isdisjoint(starters):
-            return None
-        # Only here: a submission, which opens few files, needs nothing of it.
-        from dtt.base import local
-
-        return redacted(local.shell_command(torchrun.cmdline()))
-    except psutil.Error:
-        return None
 
 
 def _has(process: psutil.Process, variable: str) -> bool:

@@ -22,7 +22,6 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import CheckpointManifest
 from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError, DttError, ExitCode, Preempted
-from dtt.base.launcher import typed_torchrun
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
 from dtt.base.reading import outages_limited, waiting_for_space
@@ -359,7 +358,10 @@ def build_and_train(
             f"stopped at step {trainer.position.step} of {trainer.schedule.steps}, with a "
             "checkpoint",
             why=attempt.requests.reason or "another rank received a stop request",
-            next=typed_torchrun() or f"dtt train {job.root}",
+            # `dtt train` would be one process of a torchrun that the user typed.
+            next="run the same command again"
+            if world.ranks.launcher == "torchrun" and "SLURM_JOB_ID" not in os.environ
+            else f"dtt train {job.root}",
         )
 
 
