@@ -139,22 +139,19 @@ def test_ranks_that_end_together_leave_one_complete_record(job: JobDir) -> None:
     assert json.loads((folder / "attempt.json").read_text())["reason"] == "disk full"
 
 
-def test_the_ending_names_the_step_and_the_checkpoint(job: JobDir) -> None:
+def test_the_ending_names_the_step_and_the_checkpoint_if_there_are_any(job: JobDir) -> None:
+    job.begin_attempt()
+    job.end_attempt(ExitCode.USAGE, "a typo", rank=0, attempt=1)
+    record = json.loads((job.root / "attempts" / "1" / "attempt.json").read_text())
+    assert (record["step"], record["checkpoint"]) == (None, None)
     job.begin_attempt()
     for name in ("step-000900", "step-001000", "step-001000-by-hand", "step-notes"):
         (job.checkpoints / name).mkdir(parents=True)
     lines = [json.dumps({"kind": "train", "step": step}) + "\n" for step in range(1, 1003)]
     job.metrics.write_text("".join(lines) + '{"kind": "train", "st')
-    job.end_attempt(ExitCode.PREEMPTED, "SIGTERM", rank=0, attempt=1)
-    record = json.loads((job.root / "attempts" / "1" / "attempt.json").read_text())
+    job.end_attempt(ExitCode.PREEMPTED, "SIGTERM", rank=0, attempt=2)
+    record = json.loads((job.root / "attempts" / "2" / "attempt.json").read_text())
     assert (record["step"], record["checkpoint"]) == (1002, "step-001000")
-
-
-def test_before_anything_was_measured_an_ending_names_neither(job: JobDir) -> None:
-    job.begin_attempt()
-    job.end_attempt(ExitCode.USAGE, "a typo", rank=0, attempt=1)
-    record = json.loads((job.root / "attempts" / "1" / "attempt.json").read_text())
-    assert (record["step"], record["checkpoint"]) == (None, None)
 
 
 def test_the_run_id_is_made_once_and_differs_between_jobs(job: JobDir, tmp_path: Path) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
-import sys
 
 import pytest
+from support import pseudo_terminal
 
 from dtt.base.log import log, progress, setup_logging
 from dtt.base.ranks import Ranks
@@ -72,16 +69,8 @@ def test_progress_on_a_terminal_is_a_transient_bar_on_stderr() -> None:
         "with progress('tokenizing', 4, 'files') as advance:\n    advance(4)\n"
         "print('result')"
     )
-    here, there = pty.openpty()
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE, stderr=there, env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
-        text=True, check=True,
-    )  # fmt: skip
-    os.close(there)
-    seen = os.read(here, 100_000).decode()
-    os.close(here)
-    assert run.stdout == "result\n"
+    stdout, seen = pseudo_terminal.run_python(code, TERM="xterm", COLUMNS="80")
+    assert stdout == "result\n"
     assert "tokenizing" in seen
     assert "4/4" in seen
     assert seen.rstrip().endswith("\x1b[2K")  # the line is erased at the end

@@ -30,46 +30,39 @@ STEP = BATCH | {
 }  # fmt: skip
 
 
+BY_HAND = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "localhost"}
+UNEVEN = STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+
+
 @pytest.mark.parametrize(
-    ("env", "launcher"),
+    ("env", "expected"),
     [
-        (TORCHRUN, "torchrun"),
-        (OPENMPI, "openmpi"),
-        (MPICH, "pmi"),
-        (STEP, "slurm"),
-        (STEP | OPENMPI, "openmpi"),
-        (STEP | MPICH, "pmi"),
-        (STEP | TORCHRUN, "torchrun"),
-        (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, "pmi"),  # srun --mpi=pmi2
+        (TORCHRUN, Ranks(5, 8, 1, 4, "torchrun")),
+        (OPENMPI, Ranks(5, 8, 1, 4, "openmpi")),
+        (MPICH, Ranks(5, 8, 1, 4, "pmi")),
+        (STEP, Ranks(5, 8, 1, 4, "slurm")),
+        # Within a job of Slurm, and with srun --mpi=pmi2.
+        (STEP | OPENMPI, Ranks(5, 8, 1, 4, "openmpi")),
+        (STEP | MPICH, Ranks(5, 8, 1, 4, "pmi")),
+        (STEP | TORCHRUN, Ranks(5, 8, 1, 4, "torchrun")),
+        (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, Ranks(5, 8, 1, 4, "pmi")),
+        (UNEVEN, Ranks(5, 8, 1, 4, "slurm")),
+        (UNEVEN | {"SLURM_NODEID": "1"}, Ranks(5, 8, 1, 4, "slurm")),
+        (UNEVEN | {"SLURM_NODEID": "2"}, Ranks(5, 8, 1, 3, "slurm")),
+        # A batch script is one process, whatever its job.
+        (BATCH, Ranks()),
+        (BATCH | {"SLURM_STEP_ID": "batch"}, Ranks()),
+        ({"PATH": "/bin"}, Ranks(0, 1, 0, 1, "alone")),
+        # Other tools set RANK, too: without torchrun, its variables count only together.
+        ({"RANK": "3"}, Ranks()),
+        (BY_HAND, Ranks(3, 4, 3, 1, "torchrun")),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_every_launcher_is_understood_also_inside_a_slurm_job(
-    env: dict[str, str], launcher: str
+    env: dict[str, str], expected: Ranks
 ) -> None:
-    assert Ranks.detect(env) == Ranks(5, 8, 1, 4, launcher)  # type: ignore[arg-type]
-
-
-def test_a_process_started_by_hand_is_alone() -> None:
-    assert Ranks.detect({"PATH": "/bin"}) == Ranks(0, 1, 0, 1, "alone")
-    assert Ranks.detect({"PATH": "/bin"}).first
-
-
-@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "batch"}])
-def test_a_batch_script_is_one_process_whatever_its_job(step: dict[str, str]) -> None:
-    assert Ranks.detect(BATCH | step) == Ranks()
-
-
-def test_uneven_slurm_nodes_give_this_nodes_count() -> None:
-    step = STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
-    assert [Ranks.detect(step | {"SLURM_NODEID": node}).local_size for node in "012"] == [4, 4, 3]
-
-
-def test_variables_without_torchrun_count_only_together() -> None:
-    alone = {"RANK": "3"}  # other tools set it too
-    assert Ranks.detect(alone) == Ranks()
-    by_hand = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "localhost"}
-    assert Ranks.detect(by_hand).launcher == "torchrun"
+    assert Ranks.detect(env) == expected
+    assert expected.first == (expected.rank == 0)
 
 
 def test_every_rank_of_a_real_mpirun_is_detected(mpirun: MpiRun) -> None:

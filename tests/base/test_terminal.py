@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import pseudo_terminal
 
 from dtt.base.errors import ConfigError
 from dtt.base.terminal import Message, one_line, part_of_message
@@ -56,11 +55,8 @@ def _run(body: str) -> str:
 
 def _on_terminal(body: str) -> str:
     """Return what a process writes to a terminal."""
-    leader, follower = pty.openpty()
     code = PROGRAM.format(forged=FORGED, body=body)
-    subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, check=True)
-    os.close(follower)
-    return os.read(leader, 10_000).decode()
+    return pseudo_terminal.run_python(code, stdout=None)[1]
 
 
 @pytest.mark.parametrize("body", WRITERS.values(), ids=WRITERS.keys())

@@ -29,21 +29,6 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("keep_last", "left"),
-    [
-        (1, [1_000_000]),
-        (2, [15, 1_000_000]),
-        (4, [5, 10, 15, 1_000_000]),
-        (9, [5, 10, 15, 1_000_000]),
-    ],
-)
-def test_the_newest_checkpoints_are_kept(folder: Path, keep_last: int, left: list[int]) -> None:
-    retention.prune(folder, CheckpointConfig(keep_last=keep_last))
-    assert store.steps(folder) == left
-    assert (folder / "step-000005-by-hand").exists()
-
-
 def test_only_leftovers_of_interrupted_saves_are_deleted(folder: Path) -> None:
     retention.sweep_staging(folder)
     assert list(folder.glob(".tmp*")) == []
@@ -61,6 +46,10 @@ def losses(folder: Path, losses: dict[int, float | None]) -> None:
 @pytest.mark.parametrize(
     ("rules", "diverged", "left"),
     [
+        ({}, None, [1_000_000]),
+        ({"keep_last": 2}, None, [15, 1_000_000]),
+        ({"keep_last": 4}, None, [5, 10, 15, 1_000_000]),
+        ({"keep_last": 9}, None, [5, 10, 15, 1_000_000]),
         ({"keep_every": 10}, None, [10, 1_000_000]),
         ({"keep_best": 1}, None, [5, 1_000_000]),
         ({"keep_best": 2, "keep_every": 15}, None, [5, 15, 1_000_000]),
@@ -70,13 +59,14 @@ def losses(folder: Path, losses: dict[int, float | None]) -> None:
         ({}, 4, [1_000_000]),
     ],
 )
-def test_rules_keep_more_than_the_newest(
+def test_the_newest_checkpoint_is_kept_and_those_of_the_rules(
     folder: Path, rules: dict[str, int], diverged: int | None, left: list[int]
 ) -> None:
     losses(folder, {5: 1.0, 10: 3.0, 15: 2.0, 1_000_000: None})
     found = retention.eval_losses(JobDir(folder.parent))
-    gone = retention.prune(folder, CheckpointConfig(keep_last=1, **rules), diverged, found)
+    gone = retention.prune(folder, CheckpointConfig(**{"keep_last": 1} | rules), diverged, found)
     assert store.steps(folder) == left
+    assert (folder / "step-000005-by-hand").exists()
     assert sorted([*gone, *left]) == [5, 10, 15, 1_000_000]
 
 

@@ -86,11 +86,10 @@ def test_all_ranks_fall_back_together_whichever_of_them_finds_the_damage(
     assert [step for step, *_ in on_ranks(2, resumed, tmp_path)] == [5, 5]
 
 
-def test_elements_that_no_file_has_are_found_although_all_hashes_are_right(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    save(tmp_path, 10, gap=True)
-    assert [step for step, *_ in on_ranks(2, resumed, tmp_path)] == [5, 5]
-
-
-def test_without_a_checkpoint_no_rank_resumes(tmp_path: Path) -> None:
-    assert [step for step, *_ in on_ranks(2, resumed, tmp_path)] == [None, None]
+@pytest.mark.parametrize("saved", [True, False])
+def test_without_a_complete_checkpoint_no_rank_resumes_from_it(tmp_path: Path, saved: bool) -> None:
+    """Such as one that lacks elements, although all hashes are right."""
+    if saved:
+        save(tmp_path, 5)
+        save(tmp_path, 10, gap=True)
+    assert [step for step, *_ in on_ranks(2, resumed, tmp_path)] == [5 if saved else None] * 2

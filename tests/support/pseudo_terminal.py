@@ -31,3 +31,19 @@ def start_dtt(
     )  # fmt: skip
     os.close(terminal)
     return process, number
+
+
+def run_python(code: str, *, stdout: int | None = subprocess.PIPE, **env: str) -> tuple[str, str]:
+    """Run a program whose stderr is a terminal; return its stdout, and what the terminal got.
+
+    With a `stdout` of None, that is the terminal, too.
+    """
+    number, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=terminal if stdout is None else stdout,
+        stderr=terminal, env=os.environ | env, text=True, check=True,
+    )  # fmt: skip
+    os.close(terminal)
+    seen = os.read(number, 100_000).decode()
+    os.close(number)
+    return done.stdout or "", seen

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import subprocess
 import sys
 
 import pytest
+from support import pseudo_terminal
 
 SCRIPT = """
 from dtt.base.log import log, setup_logging
@@ -90,14 +89,8 @@ def on_screen(output: str) -> list[str]:
 
 
 def test_on_a_terminal_the_progress_line_is_rewritten_and_reports_stay() -> None:
-    here, there = pty.openpty()
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=there, text=True, check=True
-    )
-    os.close(there)
-    seen = os.read(here, 100_000).decode()
-    os.close(here)
-    assert run.stdout == ""
+    stdout, seen = pseudo_terminal.run_python(SCRIPT)
+    assert stdout == ""
     bar = "─" * 20  # ten of 2000 steps
     assert f"{bar} step 10/2000  loss 3.9000  12.3ktok/s  eta 1h06m" in seen
     screen = on_screen(seen)
@@ -109,14 +102,7 @@ def test_on_a_terminal_the_progress_line_is_rewritten_and_reports_stay() -> None
 
 @pytest.mark.parametrize("columns", [40, 80])
 def test_the_progress_line_fits_the_terminal(columns: int) -> None:
-    here, there = pty.openpty()
-    subprocess.run(
-        [sys.executable, "-c", SCRIPT], stderr=there, env=os.environ | {"COLUMNS": str(columns)},
-        check=True,
-    )  # fmt: skip
-    os.close(there)
-    seen = os.read(here, 100_000).decode()
-    os.close(here)
+    _, seen = pseudo_terminal.run_python(SCRIPT, COLUMNS=str(columns))
     lines = re.findall(r"\x1b\[K([━─]+ [^\r\n]*)", seen)
     assert lines
     assert max(map(len, lines)) == columns - 1

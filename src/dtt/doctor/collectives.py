@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -74,9 +74,8 @@ class ReceivedTiming:
 
     node: str = field(default_factory=socket.gethostname)
     timings: list[Timing] = field(default_factory=list)
-    wrong: list[tuple[str, int]] = field(default_factory=list)
-    """(collective, rank) for each rank whose values arrived wrong here."""
-    wrong_sums: list[str] = field(default_factory=list)
+    wrong: list[tuple[str, int | None]] = field(default_factory=list)
+    """(collective, rank) for each rank whose values arrived wrong here; None: a sum over all."""
     swaps: dict[int, list[Timing]] = field(default_factory=dict)
     """Swaps with each neighbour, from the smallest size to the largest."""
 
@@ -210,11 +209,8 @@ def _try(world: World, one: Collective, calls: int, received: ReceivedTiming) ->
         ) from None
     ordered = sorted(seconds[WARM_UP:])
     p50, p99 = (ordered[math.ceil(share * calls) - 1] for share in (0.50, 0.99))
-    for source, is_wrong in zip(one.sources, wrong.tolist(), strict=True):
-        if is_wrong and source is None:
-            received.wrong_sums.append(what)
-        elif is_wrong and source is not None:
-            received.wrong.append((what, source))
+    faults = zip(one.sources, wrong.tolist(), strict=True)
+    received.wrong += [(what, source) for source, is_wrong in faults if is_wrong]
     return Timing(one.name, dtype, largest * out.element_size(), ordered[0], p50, p99)
 
 
@@ -243,12 +239,10 @@ def _wrong(results: Sequence[ReceivedTiming]) -> Iterator[EnvironmentUnfit]:
     That is both ranks of a link if a single one is wrong. Without a rank, sums may be wrong.
     """
     faults = [(what, (a, b)) for b, received in enumerate(results) for what, a in received.wrong]
-    others = defaultdict[int, set[int]](set)
-    for _, (a, b) in faults:
-        others[a].add(b)
-        others[b].add(a)
-    most = max(map(len, others.values()), default=0)
-    culprits = sorted(rank for rank, found in others.items() if len(found) == most)
+    links = {frozenset((a, b)) for _, (a, b) in faults if a is not None}
+    wrong_links = Counter(rank for link in links for rank in link)
+    most = max(wrong_links.values(), default=0)
+    culprits = sorted(rank for rank, number in wrong_links.items() if number == most)
     for rank in culprits:
         yield EnvironmentUnfit(
             f"rank {rank}: collectives return wrong values",
@@ -256,12 +250,12 @@ def _wrong(results: Sequence[ReceivedTiming]) -> Iterator[EnvironmentUnfit]:
             why="; ".join(dict.fromkeys(what for what, pair in faults if rank in pair)),
             next=without(results[rank].node),
         )
-    sums = {rank: one.wrong_sums for rank, one in enumerate(results) if one.wrong_sums}
-    if sums and not culprits:
+    if faults and not culprits:
+        ranks = list(dict.fromkeys(rank for _, (_, rank) in faults))
         yield EnvironmentUnfit(
-            f"sums are wrong on rank {', '.join(map(str, sums))}",
-            where=f"node {', '.join(dict.fromkeys(results[rank].node for rank in sums))}",
-            why="; ".join(dict.fromkeys(what for wrong in sums.values() for what in wrong)),
+            f"sums are wrong on rank {', '.join(map(str, ranks))}",
+            where=f"node {', '.join(dict.fromkeys(results[rank].node for rank in ranks))}",
+            why="; ".join(dict.fromkeys(what for what, _ in faults)),
             next="collectives without a sum are correct: try half of the nodes, then half of those",
         )
 
