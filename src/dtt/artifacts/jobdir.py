@@ -345,8 +345,12 @@ class JobDir:
                         remove(path)
 
     def write_lead(self, step: float, save: float) -> None:
-        """Write `lead` for a job whose slowest step and save take `step` and `save` seconds."""
-        write_atomically(self.lead, f"{lead_seconds(step, save)}\n")
+        """Write `lead` for a job whose slowest step and save take `step` and `save` seconds.
+
+        It is twice their time, plus 30 s because Slurm may be early or late.
+        """
+        seconds = max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
+        write_atomically(self.lead, f"{seconds}\n")
 
     def diverged_after(self) -> int | None:
         """Return the last step before the latest divergence, or None.
@@ -397,14 +401,6 @@ def own_slurm_id() -> str | None:
     if not batch and env.get("DTT_SUPERVISED") != id:
         return None
     return slurm_id(env)
-
-
-def lead_seconds(step: float, save: float) -> int:
-    """Return the seconds before a time limit at which to request a stop.
-
-    This is twice the time of a step and a save, plus 30 s because Slurm may be early or late.
-    """
-    return max(SHORTEST_LEAD, math.ceil(30 + 2 * (step + save)))
 
 
 def installed_packages() -> dict[str, str]:
