@@ -1,20 +1,16 @@
-"""What a rerun keeps, what it makes anew and why; shards that stay on nodes' own disks."""
+"""What a rerun keeps, what it makes anew and why."""
 
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from support.corpora import json_lines
 from support.tokenizing import ask, run
 
-from dtt.artifacts.manifests import TokenShard, TokensManifest
-from dtt.artifacts.token_folders import shard_stem
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.data.tokenize import markers
 
@@ -121,89 +117,3 @@ def test_a_lost_file_is_made_again_and_no_unit_is_encoded_again(
     assert ask(corpus, tmp_path).pending == {}
     assert run(corpus, tmp_path).units == 0
     assert (tmp_path / name).read_bytes() == content
-
-
-# ---- nodes' own disks ----------------------------------------------------------------------------
-
-
-def test_shards_stay_on_the_node_and_the_manifest_records_it(corpus: Path, tmp_path: Path) -> None:
-    plain, out, local = tmp_path / "plain", tmp_path / "out", tmp_path / "nvme"
-    run(corpus, plain)
-    manifest = run(corpus, out, local=local).manifest
-    assert not list(out.glob("*.bin"))
-    for shard in manifest.shards:
-        assert shard.host == socket.gethostname()
-        stem = shard_stem(out, shard)
-        assert stem == Path(str(shard.path))
-        assert stem.parent.parent == local
-        for suffix in (".bin", ".idx"):
-            expected = (plain / f"{shard.stem}{suffix}").read_bytes()
-            assert stem.with_name(stem.name + suffix).read_bytes() == expected
-    assert "host" not in (plain / "manifest.json").read_text()
-    assert run(corpus, out, local=local).units == 0
-    next(local.rglob("train-00001.bin")).unlink()
-    assert run(corpus, out, local=local).units == 1
-
-
-def test_no_file_of_an_earlier_run_hides_a_new_one_on_the_nodes_disk(
-    corpus: Path, tmp_path: Path
-) -> None:
-    out, local = tmp_path / "out", tmp_path / "nvme"
-    run(corpus, out)
-    (out / "train-00001.bin").unlink()
-    manifest = run(corpus, out, local=local).manifest
-    (shard,) = [shard for shard in manifest.shards if shard.stem == "train-00001"]
-    assert shard_stem(out, shard) == Path(str(shard.path))
-    assert run(corpus, out, local=local).units == 0
-
-
-def test_copied_into_the_folder_they_are_found_there(corpus: Path, tmp_path: Path) -> None:
-    out, local = tmp_path / "out", tmp_path / "nvme"
-    manifest = run(corpus, out, local=local).manifest
-    for path in local.glob("out-*/[tv]*.*"):
-        path.rename(out / path.name)
-    assert shard_stem(out, manifest.shards[0]) == out / manifest.shards[0].stem
-    assert run(corpus, out, local=local).units == 0
-
-
-def test_shards_of_an_absent_node_are_encoded_again_and_reported_when_read(
-    corpus: Path, tmp_path: Path
-) -> None:
-    out, local = tmp_path / "out", tmp_path / "nvme"
-    run(corpus, out, local=local)
-    marker = out / ".units/00001.json"
-    for path in (marker, out / "manifest.json"):
-        reported = path.read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "n7"')
-        path.write_text(reported.replace(str(local), "/disk-of-n7"))
-    manifest = TokensManifest.read(out)
-    with pytest.raises(
-        InputError, match=r"rsync -a 'n7:/disk-of-n7/out-\w+/train-0\d+\.\*'"
-    ) as error:
-        shard_stem(out, manifest.shards[0])
-    assert "where: n7:/disk-of-n7/out-" in str(error.value)
-    (out / "manifest.json").unlink()
-    lost = {1: "on the disk of n7, which is not part of this run"}
-    assert ask(corpus, out, local=local).pending == lost
-    assert run(corpus, out, local=local).units == 1
-
-
-@pytest.mark.parametrize("forged", [{"host": "n7; touch ran"}, {"path": "/x\nnext: touch ran"}])
-def test_text_that_would_enter_a_command_is_no_place_of_a_shard(
-    corpus: Path, tmp_path: Path, forged: dict[str, str]
-) -> None:
-    out = tmp_path / "out"
-    run(corpus, out, local=tmp_path / "nvme")
-    shard = TokensManifest.read(out).shards[0].model_dump()
-    with pytest.raises(ValidationError, match="must be"):
-        TokenShard.model_validate(shard | forged)
-
-
-def test_files_that_another_node_is_said_to_have_are_not_read_here(
-    corpus: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    run(corpus, out, local=tmp_path / "nvme")
-    shard = TokensManifest.read(out).shards[0]
-    assert shard_stem(out, shard) == Path(shard.path or "")
-    with pytest.raises(InputError, match="is not on this node"):
-        shard_stem(out, shard.model_copy(update={"host": "n7"}))

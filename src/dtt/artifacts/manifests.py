@@ -8,12 +8,10 @@ folder unless they are absolute.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -50,23 +48,6 @@ class SplitCounts(Record):
         )
 
 
-def _host(name: str) -> str:
-    """Return the name of a node; ValueError for other text, which would enter a command.
-
-    A folder may come from a stranger. `checked_file` checks the names of files in it.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-        raise ValueError("it must be the name of a node")
-    return name
-
-
-def _printable(path: str) -> str:
-    """Return an absolute path; ValueError if it has control characters, such as a new line."""
-    if not path.startswith("/") or not path.isprintable():
-        raise ValueError("it must be an absolute path without control characters")
-    return path
-
-
 class TokenShard(Record):
     """One `.bin`/`.idx` pair in Megatron's format."""
 
@@ -79,16 +60,10 @@ class TokenShard(Record):
     mask_sha256: str | None = None
     """Hash of the `.mask` file, one byte per token: 1 if the token is a target. None: there is no
     such file, and every token is a target."""
-    host: Annotated[str, AfterValidator(_host)] | None = None
-    """Node whose local disk holds the files; None: they are at `stem`."""
-    path: Annotated[str, AfterValidator(_printable)] | None = None
-    """Absolute path on the local disk of `host`, without the suffix."""
 
     @model_serializer(mode="wrap")
     def _leave_out_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = plain(self)
-        if self.host is None:
-            del content["host"], content["path"]
         if self.mask_sha256 is None:
             del content["mask_sha256"]
         return content

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -153,27 +151,6 @@ def _holds_tokens(folder: Path, names: set[str]) -> bool:
             next="run it to the end, or move the folder elsewhere",
         )
     return any(name.endswith(INDEXES) for name in names)
-
-
-def shard_stem(folder: Path, shard: TokenShard) -> Path:
-    """Return the path of a shard's files without the suffix, in `folder` or on this node's disk.
-
-    Raises InputError, with the command that fetches them, if they are on another node's disk.
-    """
-    stem = folder / shard.stem
-    if shard.path is None or stem.with_name(f"{stem.name}.idx").exists():
-        return stem
-    local = Path(shard.path)
-    # Only what this node has written itself: the manifest of a stranger names any path.
-    here = shard.host == socket.gethostname() and local.name == stem.name
-    if here and local.with_name(f"{local.name}.idx").exists():
-        return local
-    raise InputError(
-        "a token file is not on this node",
-        where=f"{shard.host}:{shard.path}.bin",
-        why=f"`dtt tokenize` left it on the disk of {shard.host}",
-        next=f"rsync -a {shlex.quote(f'{shard.host}:{shard.path}.*')} {shlex.quote(f'{folder}/')}",
-    )
 
 
 ID_BYTES = {"uint16": 2, "int32": 4}

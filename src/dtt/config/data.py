@@ -200,9 +200,6 @@ class TokenizeConfig(Section):
     """Tokenizer implementation: `gigatoken`, or `hf`, the slower Hugging Face `tokenizers`. Both
     yield the same ids: `auto` selects gigatoken if it agrees with `hf` on a sample of the
     corpus. Conversations are encoded by `hf`."""
-    local: Path | None = None
-    """Folder on each node's local disk. Token files stay below it on the node that writes them;
-    `out` (on a shared disk) gets the manifest with their locations. null: all files go to `out`."""
 
 
 class ChatConfig(Section):

@@ -13,7 +13,7 @@ from pathlib import Path
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import CheckpointManifest, DataManifest, TokensManifest
-from dtt.artifacts.token_folders import files_of, shard_stem, token_paths
+from dtt.artifacts.token_folders import files_of, token_paths
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.safe_names import checked_file
@@ -206,15 +206,9 @@ def file_problems(path: Path) -> Iterator[DttError]:
 
 def _shard_problems(folder: Path, tokens: TokensManifest) -> Iterator[DttError]:
     for shard in tokens.shards:
-        try:
-            stem = shard_stem(folder, shard)
-        except InputError as error:
-            yield error
-            continue
-        for path, expected, _ in files_of(stem, shard, tokens.dtype):
+        for path, expected, _ in files_of(folder / shard.stem, shard, tokens.dtype):
             try:
-                if path.parent == folder:
-                    checked_file(path.name, folder / TokensManifest.filename)
+                checked_file(path.name, folder / TokensManifest.filename)
                 size = path.stat().st_size  # one call only: each is a request to the file server
             except FileNotFoundError:
                 yield InputError(

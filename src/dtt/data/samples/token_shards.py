@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import TokenShard, TokensManifest
-from dtt.artifacts.token_folders import shard_stem
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.data.samples.raw_tokens import (
     HEAD_BYTES,
@@ -287,10 +286,7 @@ def _made_by_dtt(folder: Path, split: Split | None) -> TokenFiles:
 
 def _named(folder: Path, dtype: str, record: TokenShard) -> Shard:
     """Return the shard that a manifest record describes, without accessing its files."""
-    if record.path is None:
-        path = folder / f"{record.stem}.bin"
-    else:
-        path = bin_path(shard_stem(folder, record))
+    path = folder / f"{record.stem}.bin"
     masked = record.mask_sha256
     return Shard(
         path,

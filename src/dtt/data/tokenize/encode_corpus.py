@@ -33,7 +33,7 @@ from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype
 from dtt.data.tokenize.markers import SPLITS, UnitMarker, marker_path, read_marker
 from dtt.data.tokenize.shards import encode_units
-from dtt.data.tokenize.work_plan import TOKENIZER, Plan, clear, local_folder, make_plan
+from dtt.data.tokenize.work_plan import TOKENIZER, Plan, clear, make_plan
 from dtt.mesh.comm import Comm
 
 BYTES_PER_TOKEN = 2.5
@@ -97,13 +97,15 @@ def tokenize(
         one_core = encoder.engine == "gigatoken" or encoder.chat is not None
         if comm.size == 1 and cores > 1 and one_core and len(plan.pending) > 1:
             log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)
-        place = local_folder(cfg, out)
-        _check_space(place, plan, encoder, comm)
+        if first:
+            token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize + encoder.has_mask
+            text = sum(unit.text_bytes for unit in plan.share(0, 1))
+            check_space(out, int(text / BYTES_PER_TOKEN * token_bytes), "the token files")
         start = time.monotonic()
         units = plan.share(comm.rank, comm.size)
         # Of rank 0 alone: all ranks have about as much to do.
         with progress("tokenizing", sum(u.text_bytes for u in units), shown=first) as advance:
-            encoded = encode_units(plan, units, encoder, place, cfg, cores, advance)
+            encoded = encode_units(plan, units, encoder, cfg, cores, advance)
         # A gather is also a barrier: all units have their markers after it.
         text_bytes = sum(comm.gather(encoded))
         done = None
@@ -131,20 +133,6 @@ def _share_cores(comm: Comm) -> int:
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if threads > 1 else "false")
     return threads
-
-
-def _check_space(place: Path, plan: Plan, encoder: UnitEncoder[Any], comm: Comm) -> None:
-    """Raise an error if the disk of `place` is too small for all ranks that write to it."""
-    mine = "" if place == plan.out else socket.gethostname()
-    disks = comm.gather(mine)
-    beside = [rank for rank, disk in enumerate(disks) if disk == mine]
-    # One rank per disk checks for all that write there: each alone would find enough space.
-    if comm.rank == beside[0]:
-        pending = plan.share(0, 1)
-        units = [unit for rank in beside for unit in pending[rank :: comm.size]]
-        token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize + encoder.has_mask
-        needed = sum(unit.text_bytes for unit in units) / BYTES_PER_TOKEN * token_bytes
-        check_space(place, int(needed), "the token files")
 
 
 def _finish(
@@ -223,7 +211,7 @@ def _check_splits(
     corpus = plan.corpus
     train, validation = (manifest.counts(split).documents for split in SPLITS)
     if manifest.blank_documents == train + validation:
-        clear(cfg, plan.out)
+        clear(plan.out)
         raise nothing_usable(
             corpus,
             manifest.left_out,
@@ -233,7 +221,7 @@ def _check_splits(
             refused=bool(manifest.refused),
         )
     if train == 0 or (validation == 0 and cfg.validation_fraction > 0):
-        clear(cfg, plan.out)  # the files are unusable for any other validation fraction
+        clear(plan.out)  # the files are unusable for any other validation fraction
         enough = min(0.3, max(10 / (train + validation), 0.01))
         raise InputError(
             f"no document fell into the {'validation' if train else 'train'} split",

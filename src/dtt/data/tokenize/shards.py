@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -42,18 +41,15 @@ def encode_units(
     plan: Plan,
     units: list[Unit],
     encoder: UnitEncoder[D],
-    place: Path,
     cfg: TokenizeConfig,
     cores: int,
     advance: Advance,
 ) -> int:
     """Write the shards of some units of `plan`, each with a marker after it; return bytes of text.
 
-    `place` is the folder of the shards: that of the plan, where the markers are, or one on this
-    node's local disk. `cores` is the number of cores of this rank alone. With more than one,
-    documents are read and decoded ahead in a second thread; on a single core the threads would only
-    alternate. Shards are written by another thread. `advance` is called with the bytes of each
-    batch.
+    `cores` is the number of cores of this rank alone. With more than one, documents are read and
+    decoded ahead in a second thread; on a single core the threads would only alternate. Shards are
+    written by another thread. `advance` is called with the bytes of each batch.
 
     The content of the shards depends only on the unit, the selection of the corpus, the tokenizer
     and `cfg.validation_fraction`. Memory use is a few batches, regardless of the size of files and
@@ -66,7 +62,7 @@ def encode_units(
 
         def read() -> Iterator[tuple[_UnitShards, list[D] | None]]:
             for unit in units:
-                shards = _UnitShards(plan, place, unit.index, splits, encoder, stop)
+                shards = _UnitShards(plan, unit.index, splits, encoder, stop)
                 # Closed also if a later batch fails: half-written files must not look complete.
                 files.enter_context(shards.open_files)
                 for batch in encoder.read(plan.corpus, unit, shards.bad):
@@ -112,7 +108,6 @@ class _UnitShards:
     def __init__(
         self,
         plan: Plan,
-        place: Path,
         unit: int,
         splits: tuple[Split, ...],
         encoder: UnitEncoder[D],
@@ -122,10 +117,9 @@ class _UnitShards:
         """Documents that could not be read."""
         self.refused = BadDocuments(stop=stop, what="a row is refused")
         """Rows that the encoder refused. Separate, because the reader may be one batch ahead."""
-        self._plan, self._place, self._unit = plan, place, unit
-        self._host = None if place == plan.out else socket.gethostname()
-        (place / WORK).mkdir(parents=True, exist_ok=True)
-        self._asides = {split: place / WORK / f"{unit:05d}.{split}" for split in splits}
+        self._plan, self._unit = plan, unit
+        (plan.out / WORK).mkdir(parents=True, exist_ok=True)
+        self._asides = {split: plan.out / WORK / f"{unit:05d}.{split}" for split in splits}
         self.open_files = ExitStack()
         """Closes the writers that are still open when it is left."""
         self._writers = {
@@ -159,15 +153,13 @@ class _UnitShards:
                 bin_sha256=written.bin_sha256,
                 idx_sha256=written.idx_sha256,
                 mask_sha256=written.mask_sha256,
-                host=self._host,
-                path=self._host and str(self._place / stem),
             )
             # A unit may have no held-out document; then there is no file.
-            _put(self._asides[split], self._place / stem, shard, keep=written.sequences > 0)
+            _put(self._asides[split], self._plan.out / stem, shard, keep=written.sequences > 0)
             if written.sequences:
                 shards.append(shard)
         # Before the marker: after a power failure, a marker must not name missing files.
-        fsync_folder(self._place)
+        fsync_folder(self._plan.out)
         marker = UnitMarker(
             key=self._plan.key.fingerprint,
             shards=tuple(shards),
@@ -182,8 +174,8 @@ class _UnitShards:
             lost=self.lost if self.lost.of else None,
             problems=(*self.bad.examples, *self.refused.examples),
         )
-        made = [path for s in shards for path, _ in hashed_files(self._place / s.stem, s)]
         out = self._plan.out
+        made = [path for s in shards for path, _ in hashed_files(out / s.stem, s)]
         write_marker(out, self._unit, marker, states(out, made))
 
 

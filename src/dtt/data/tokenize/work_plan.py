@@ -119,7 +119,7 @@ def make_plan(
     found = None if overwrite else _shared(comm, read_key(out) if comm.rank == 0 else None)
     corpus, units, unit_bytes = _divide(cfg, clean, corpus_folder, comm, found)
     if overwrite:
-        clear(cfg, out)
+        clear(out)
         comm.barrier()
     key = None
     if comm.rank == 0:
@@ -132,7 +132,7 @@ def make_plan(
         if found and _is_same(found, key, out, "token files", may_be_resized=resizable):
             key = found
         elif found:
-            clear(cfg, out)
+            clear(out)
         if not has_sha256(out / TOKENIZER, key.tokenizer_sha256):
             if key is found:
                 log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
@@ -231,27 +231,15 @@ def _removed_key(corpus: Corpus) -> str | None:
     return None if corpus.selection is None else removals_key(corpus.selection.removals)
 
 
-def local_folder(cfg: TokenizeConfig, out: Path) -> Path:
-    """Return the folder for this node's shards: below `tokenize.local` if it is set, else `out`.
-
-    The folder name below `tokenize.local` contains a hash of the full path of `out`, because
-    several folders may be called `tokens`.
-    """
-    if cfg.local is None:
-        return out
-    return (cfg.local / f"{out.name}-{fingerprint(str(out.absolute()))[:8]}").absolute()
-
-
-def clear(cfg: TokenizeConfig, out: Path) -> None:
+def clear(out: Path) -> None:
     """Remove everything that `tokenize` writes, the manifest first.
 
     Several ranks may call this concurrently.
     """
     (out / TokensManifest.filename).unlink(missing_ok=True)
-    for folder in {out, local_folder(cfg, out)}:
-        work = (path for path in (folder / WORK).glob("*") if path.name != RENDEZVOUS)
-        for path in (*work, *_shard_files(folder)):
-            path.unlink(missing_ok=True)
+    work = (path for path in (out / WORK).glob("*") if path.name != RENDEZVOUS)
+    for path in (*work, *_shard_files(out)):
+        path.unlink(missing_ok=True)
     for name in (TOKENIZER, CHAT_TEMPLATE):
         (out / name).unlink(missing_ok=True)
 
@@ -297,10 +285,7 @@ def _write_tokenizer(out: Path, content: bytes, asked: TokensKey, work: str) -> 
 
 
 def _tidy(out: Path, pending: dict[int, str]) -> None:
-    """Remove leftovers of a killed run, and the markers and files of units to encode again.
-
-    The files must be removed because the new ones may be written elsewhere, to a node's local disk.
-    """
+    """Remove leftovers of a killed run, and the markers and files of units to encode again."""
     for torn in [*out.glob(".*.tmp"), *(out / WORK).glob(".*.tmp")]:
         torn.unlink()
     (out / TokensManifest.filename).unlink(missing_ok=True)
