@@ -36,11 +36,13 @@ def test_only_leftovers_of_interrupted_saves_are_deleted(folder: Path) -> None:
     assert (folder / "step-000005-by-hand").exists()
 
 
-def losses(folder: Path, losses: dict[int, float | None]) -> None:
-    """Let each step have been evaluated, or not (None)."""
-    for step, loss in losses.items():
-        position = {"step": step, "evaluated": None if loss is None else step, "eval_loss": loss}
-        (folder / f"step-{step:06d}" / store.POSITION).write_text(json.dumps(position))
+def evaluated(folder: Path, losses: dict[int, float | None]) -> dict[int, float]:
+    """The losses of a job with records of these; None is no finite number."""
+    job = JobDir(folder.parent)
+    records = [{"kind": "eval", "step": step, "loss": loss} for step, loss in losses.items()]
+    records.insert(1, {"kind": "train", "step": 15, "loss": 0.1})
+    job.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return retention.eval_losses(job)
 
 
 @pytest.mark.parametrize(
@@ -62,33 +64,12 @@ def losses(folder: Path, losses: dict[int, float | None]) -> None:
 def test_the_newest_checkpoint_is_kept_and_those_of_the_rules(
     folder: Path, rules: dict[str, int], diverged: int | None, left: list[int]
 ) -> None:
-    losses(folder, {5: 1.0, 10: 3.0, 15: 2.0, 1_000_000: None})
-    found = retention.eval_losses(JobDir(folder.parent))
+    found = evaluated(folder, {5: 1.0, 10: 3.0, 12: 0.5, 15: 2.0, 1_000_000: None})
+    assert found == {5: 1.0, 10: 3.0, 12: 0.5, 15: 2.0}
     gone = retention.prune(folder, CheckpointConfig(**{"keep_last": 1} | rules), diverged, found)
     assert store.steps(folder) == left
     assert (folder / "step-000005-by-hand").exists()
     assert sorted([*gone, *left]) == [5, 10, 15, 1_000_000]
-
-
-def test_a_damaged_checkpoint_is_never_the_best_one(folder: Path) -> None:
-    losses(folder, {10: 3.0, 15: None})
-    (folder / "step-000005" / store.POSITION).write_bytes(b"\xff")
-    found = retention.eval_losses(JobDir(folder.parent))
-    retention.prune(folder, CheckpointConfig(keep_last=1, keep_best=3), losses=found)
-    assert store.steps(folder) == [10, 1_000_000]
-
-
-def test_the_loss_of_a_step_that_was_evaluated_after_its_save_counts(folder: Path) -> None:
-    losses(folder, {5: 1.0, 10: 3.0})
-    records = [
-        {"kind": "train", "step": 15, "loss": 0.1},
-        {"kind": "eval", "step": 10, "loss": 0.5},
-        {"kind": "eval", "step": 15, "loss": None},
-        {"kind": "eval", "step": 12, "loss": 0.2},
-    ]
-    metrics = JobDir(folder.parent).metrics
-    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert retention.eval_losses(JobDir(folder.parent)) == {5: 1.0, 10: 0.5, 12: 0.2}
 
 
 @pytest.fixture

@@ -285,9 +285,9 @@ class Mirror:
         newest = max(local, default=0)
         # Until this run has saved, a newer copy may be all that is left of a damaged checkpoint.
         current = [step for step in whole if step <= newest or not self._saved]
-        needed = retention.dependents(self._job.checkpoints).keys()
         diverged = self._job.diverged_after()
-        keep = retention.selected(current, self._rules, diverged, self._losses(), needed)
+        places = self._job.checkpoints
+        keep = retention.kept(places, self._rules, diverged, self._losses(), current)
         gone = [step for step in whole if step not in keep]
         for step in gone:
             folder = store.folder_of(Path(), step).name

@@ -13,33 +13,28 @@ from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError
 from dtt.base.files import remove, write_atomically
 from dtt.base.log import log
-from dtt.base.reading import fits, read_json, read_record, read_records, retrying, tolerant
+from dtt.base.reading import fits, read_record, read_records, retrying
 from dtt.checkpoint import store
 from dtt.config.train import CheckpointConfig
 
 
 def kept(
-    folder: Path, rules: CheckpointConfig, diverged: int | None, losses: Mapping[int, float]
+    folder: Path,
+    rules: CheckpointConfig,
+    diverged: int | None,
+    losses: Mapping[int, float],
+    steps: Sequence[int] | None = None,
 ) -> set[int]:
     """Return the steps to keep: those selected by the rules, and the newest up to `diverged`.
 
-    `losses` are the validation losses by step, as `eval_losses` returns them.
+    `losses` are the validation losses by step, as `eval_losses` returns them. `steps` are those to
+    choose from, ascending; None: those in `folder`.
 
     The rules always keep the newest checkpoint, and those that adapters of other jobs need.
     `diverged` is the step before the latest divergence, or None if there was none: weights after it
     may already have been diverging, so the newest checkpoint from before is kept, too.
     """
-    return selected(store.steps(folder), rules, diverged, losses, dependents(folder))
-
-
-def selected(
-    steps: Sequence[int],
-    rules: CheckpointConfig,
-    diverged: int | None,
-    losses: Mapping[int, float],
-    needed: Container[int],
-) -> set[int]:
-    """Return those of the ascending `steps` to keep, as `kept`; `needed` are kept in any case."""
+    steps, needed = store.steps(folder) if steps is None else steps, dependents(folder)
     # The newest one is among them, as keep_last is at least 1.
     keep = set(steps[-rules.keep_last :]) | {step for step in steps if step in needed}
     if rules.keep_every:
@@ -56,16 +51,13 @@ def selected(
 
 
 def eval_losses(job: JobDir) -> dict[int, float]:
-    """Return the validation loss of each checkpoint, and of other steps, that has one.
+    """Return the finite validation losses by step.
 
-    A checkpoint is saved before its step is evaluated, so the loss is in metrics.jsonl.
+    A checkpoint is saved before its step is evaluated, so they are in metrics.jsonl.
     """
-    folder = job.checkpoints
-    losses = {step: eval_loss(store.folder_of(folder, step)) for step in store.steps(folder)}
     records = read_records(job.metrics, {"kind": str, "step": int}, mark=b'"eval"')
     measured = {"loss": float}  # null, if it is not finite
-    losses |= {r["step"]: r["loss"] for r in records if r["kind"] == "eval" and fits(r, measured)}
-    return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+    return {r["step"]: r["loss"] for r in records if r["kind"] == "eval" and fits(r, measured)}
 
 
 def note_dependent(checkpoint: Path, job: Path) -> None:
@@ -119,15 +111,6 @@ def check_dependents(job: JobDir, *, after: int = -1) -> None:
             why="a checkpoint of an adapter does not contain the frozen weights",
             next=f"delete the adapter first, if its export is all you need: dtt job rm {jobs[0]}",
         )
-
-
-def eval_loss(path: Path) -> float:
-    """Return the loss that a checkpoint itself has, as older ones do; infinite if it has none."""
-    position = tolerant(path / store.POSITION, read_json) or {}
-    measured = fits(position, {"evaluated": int, "step": int, "eval_loss": float})
-    # A checkpoint carries the loss of the last evaluation, which may belong to an earlier step.
-    evaluated = measured and position["evaluated"] == position["step"]
-    return float(position["eval_loss"]) if evaluated else math.inf
 
 
 def prune(

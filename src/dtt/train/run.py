@@ -358,10 +358,7 @@ def build_and_train(
             f"stopped at step {trainer.position.step} of {trainer.schedule.steps}, with a "
             "checkpoint",
             why=attempt.requests.reason or "another rank received a stop request",
-            # `dtt train` would be one process of a torchrun that the user typed.
-            next="run the same command again"
-            if world.ranks.launcher == "torchrun" and "SLURM_JOB_ID" not in os.environ
-            else f"dtt train {job.root}",
+            next=f"run the same command again, or dtt train {job.root}",
         )
 
 

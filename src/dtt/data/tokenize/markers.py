@@ -100,7 +100,7 @@ def changed_files(out: Path, stem: Path, shard: TokenShard) -> Iterator[tuple[Pa
             # Not validated as a marker: this runs for every shard that training opens.
             known = read_json(marker_path(out, int(unit)), LARGE).get("files")
     for path, sha256 in hashed_files(stem, shard):
-        ((name, state),) = states(out, [path]).items()
+        ((name, state),) = states([path]).items()
         if not isinstance(known, dict) or known.get(name) != [*state]:
             yield path, sha256
 
@@ -127,13 +127,10 @@ def write_marker(out: Path, unit: int, marker: UnitMarker, files: FileStates) ->
     write_atomically(marker_path(out, unit), content + "\n")
 
 
-def states(out: Path, files: Iterable[Path]) -> FileStates:
-    """Return the current size and modification time of files.
-
-    Files in `out` are keyed by their name, others by their full path, so that `out` can be moved.
-    """
+def states(files: Iterable[Path]) -> FileStates:
+    """Return the current size and modification time of files, by their names."""
     # Both change if a file is replaced, in all but deliberate cases.
-    stats = {path.name if path.parent == out else str(path): path.stat() for path in files}
+    stats = {path.name: path.stat() for path in files}
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
@@ -184,7 +181,7 @@ def _damage(
     now: FileStates = {}
     for path, sha256 in [file for one in shards for file in hashed_files(out / one.stem, one)]:
         try:
-            found = states(out, [path])
+            found = states([path])
             now |= found
             # Size and time first: hashing all files of a large folder takes minutes.
             if not found.items() <= known.items() and sha256_file(path) != sha256:

@@ -176,7 +176,7 @@ class _UnitShards:
         )
         out = self._plan.out
         made = [path for s in shards for path, _ in hashed_files(out / s.stem, s)]
-        write_marker(out, self._unit, marker, states(out, made))
+        write_marker(out, self._unit, marker, states(made))
 
 
 def _put(aside: Path, stem: Path, shard: TokenShard, *, keep: bool) -> None:
