@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -38,16 +37,6 @@ def test_listed_values_keep_their_types() -> None:
     got = values({"values": listed})
     assert got == listed
     assert list(map(type, got)) == list(map(type, listed))
-
-
-@pytest.mark.parametrize(
-    ("said", "logarithmic"),
-    [({"values": [1, 2, 8]}, True), ({"values": [1, 2, 7]}, False), ({"values": [0, 9]}, False),
-     ({"values": ["a", 1, 9]}, False), ({"loguniform": [1, 2]}, True),
-     ({"uniform": [1, 9]}, False)],
-)  # fmt: skip
-def test_far_spread_values_have_a_logarithmic_axis(said: Any, logarithmic: bool) -> None:
-    assert sweep.SweptValues.model_validate_json(json.dumps(said)).is_logarithmic == logarithmic
 
 
 @pytest.mark.parametrize("kind", ["uniform", "loguniform"])
@@ -205,7 +194,7 @@ seds: [1]
         ("parameters: {optim.lr: [1]}\nextends: quickstart", "base: quickstart"),
         ("parameters: {optim.lr: []}", "at least 1"),
         ("parameters: {optim.lr: {logspace: [1, 2, 3]}}", "no longer exists"),
-        ("parameters: {optim.lr: [1]}\nmode: random\nsamples: 10001", "equal to 10000"),
+        ("parameters: {optim.lr: [1]}\nmode: random\nsamples: 1001", "equal to 1000"),
         ("parameters: {optim.lr: [1]}\nmetric: loss", "metric"),
         ("parameters: {launch.setup+: [[a], [b]]}", "did you mean launch.setup?"),
         ("parameters: {optim.lr: [1]}\nexclude: [{optim.lr: 1}]", "exclude: unknown key"),
@@ -264,6 +253,6 @@ def test_the_base_may_be_a_file_a_shipped_name_or_keys(tmp_path: Path) -> None:
 def test_every_shipped_sweep_makes_trials(path: Path) -> None:
     file = sweep.read(path)
     found = combinations(file.sweep)
-    assert 1 < len(found) <= file.sweep.max_trials
+    assert len(found) > 1
     for combination in found:
         file.resolve(combination, "s/1")

@@ -124,10 +124,6 @@ def test_a_sweep_tells_a_step_from_the_whole_run(tmp_path: Path) -> None:
         ("{decay: 0.99, start: 300}", Averaging(0.99, Length(300))),
         ("{decay: 0.99, start: 5M tokens}", Averaging(0.99, Length("5M tokens"))),
         ("{decay: 0.99, blend: 0.6}", Averaging(0.99, Length(0), 0.6)),
-        # As jobs of earlier versions have them:
-        ("0.99 from 25% blend 1", Averaging(0.99, Length("25%"), 1.0)),
-        ("0.99 from 300", Averaging(0.99, Length(300))),
-        ("0.99 from 0.5 blend 0.6", Averaging(0.99, Length(0.5), 0.6)),
     ],
 )
 def test_each_form_of_an_average_is_read(value: str, expected: Averaging) -> None:
@@ -164,10 +160,6 @@ def test_with_a_budget_lengths_and_decays_may_be_absolute() -> None:
             {"value": 2, "horizon": True, "cautious": True},
         ),
         ("{value: 0.1, cautious: false}", {"value": 0.1, "cautious": False}),
-        # As jobs of earlier versions have them:
-        ("horizon 5e-2", {"value": 0.05, "horizon": True}),
-        ("cautious 0.1", {"value": 0.1, "cautious": True}),
-        ("cautious horizon 0.2", {"value": 0.2, "horizon": True, "cautious": True}),
     ],
 )
 def test_a_number_and_a_horizon_are_accepted_wherever_a_decay_stands(

@@ -102,12 +102,6 @@ def test_a_sweep_without_trials_reports_the_reasons() -> None:
         planned({"model.n_heads": [7, 11]})
 
 
-def test_more_than_max_trials_are_refused_with_their_number() -> None:
-    with pytest.raises(ConfigError, match="12 trials exceed max_trials = 11"):
-        planned({"seed": list(range(12))}, max_trials=11)
-    assert len(planned({"seed": list(range(12))}, max_trials=12).trials) == 12
-
-
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(

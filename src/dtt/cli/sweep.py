@@ -82,7 +82,6 @@ def sweep_retry(
 @sweep_cli.command()
 def sweep_results(
     name: SweepName,
-    csv: Annotated[bool, option("--csv", "Print CSV.")] = False,
     plot: Annotated[
         bool, option("--plot", "Write PNG files instead: the metric over each key, and all curves.")
     ] = False,
@@ -94,4 +93,4 @@ def sweep_results(
     """
     from dtt.launch.sweep import run as sweep
 
-    sweep.results(name, as_csv=csv, as_plots=plot, as_json=json)
+    sweep.results(name, as_plots=plot, as_json=json)

@@ -26,11 +26,8 @@ from dtt.config.source import Layer, Leaf
 
 Number = int | FiniteFloat
 
-TOO_MANY = 10_000
+TOO_MANY = 1000
 """Maximum number of combinations of a sweep."""
-
-LOG_SPREAD = 8
-"""Ratio of the largest value of a list to its smallest from which on its axis is logarithmic."""
 
 
 class SweptValues(Section):
@@ -42,15 +39,6 @@ class SweptValues(Section):
     """Uniform distribution over `[low, high]`, from which `mode: random` draws."""
     loguniform: tuple[Number, Number] | None = None
     """Log-uniform distribution over `[low, high]`, from which `mode: random` draws."""
-
-    @property
-    def is_logarithmic(self) -> bool:
-        """True if a logarithmic axis shows the values best."""
-        given = self.values or ()
-        numbers = [value for value in given if isinstance(value, int | float) and value > 0]
-        if not numbers or len(numbers) < len(given):
-            return self.loguniform is not None
-        return max(numbers) / min(numbers) >= LOG_SPREAD
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error for each invalid or contradictory definition of values."""
@@ -99,8 +87,6 @@ class SweepConfig(Section):
     """Random seed of all values that are drawn."""
     seeds: tuple[NonNegativeInt, ...] = ()
     """Values of `seed` with which every combination is trained; results are means over them."""
-    max_trials: PositiveInt = 100
-    """Maximum number of trials; a sweep with more is refused."""
     metric: str = Field(default="eval.loss", pattern=r"^[a-z]+\.[a-z_]+$")
     """Kind and field of a record in metrics.jsonl, such as `eval.bits_per_byte` or
     `perf.tokens_per_second`; the last such record of a trial counts."""

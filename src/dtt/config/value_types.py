@@ -13,24 +13,22 @@ from pydantic_core import PydanticCustomError
 from dtt.config.base import MAX_FLOAT, Length
 
 DEFAULT_STD = 0.02
-DECAY_TEXT = re.compile(r"(?=[ch])(cautious )?(horizon )?(\d+(?:\.\d*)?(?:e-?\d+)?)")
-"""Pattern of the text that earlier versions wrote, such as `cautious horizon 0.2`."""
-AVERAGE_TEXT = re.compile(
-    r"(0\.\d+)(?: from (\d+|\d*\.\d+|\d+(?:\.\d+)? ?%))?(?: blend (\d(?:\.\d*)?))?"
-)
-"""Pattern of the text that earlier versions wrote, such as `0.999 from 60% blend 0.6`."""
 SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 STRETCH = re.compile(r"(\d+(?:\.\d+)?) ?([dhms])")
 
 
-def _checked(recorded: Callable[[Any], Any], what: str) -> BeforeValidator:
-    """Return a validator that replaces a value by `recorded` of it; `what` says what it must be."""
+def _checked(parse: Callable[[Any], object], what: str) -> BeforeValidator:
+    """Return a validator of values that `parse` takes; `what` says what they must be.
+
+    The value stays as it was written, so that a job records what its user knows.
+    """
 
     def check(value: Any) -> Any:
         try:
-            return recorded(value)
+            parse(value)
         except (ValueError, TypeError, OverflowError):  # the last for an int that is no float
             raise PydanticCustomError("form", "must be {what}", {"what": what}) from None
+        return value
 
     return BeforeValidator(check)
 
@@ -71,15 +69,10 @@ def parse_std(given: float | Mapping[str, float]) -> InitialStd:
     return InitialStd(**{"matrix": matrix, "embed": matrix, "head": matrix} | numbers)
 
 
-def _std(value: Any) -> Any:
-    parse_std(value)
-    return value
-
-
 Std = Annotated[
     float | dict[str, float],
     _checked(
-        _std,
+        parse_std,
         "a number above 0, or a number for some of the roles matrix, embed, head and output, of "
         "which head and output may be 0 ({matrix: 0.02, output: 0})",
     ),
@@ -128,18 +121,10 @@ def parse_decay(given: float | Mapping[str, Any]) -> WeightDecay:
     return WeightDecay(float(value), horizon, cautious)
 
 
-def _decay(value: Any) -> Any:
-    if isinstance(value, str) and (found := DECAY_TEXT.fullmatch(value)):
-        flags = {"cautious": found[1], "horizon": found[2]}
-        value = {"value": float(found[3])} | {name: True for name, said in flags.items() if said}
-    parse_decay(value)
-    return value
-
-
 Decayed = Annotated[
     float | dict[str, float | bool],
     _checked(
-        _decay,
+        parse_decay,
         "a finite number of at least 0, or names and values: {value: 0.1, cautious: true}, or "
         "{value: 0.2, horizon: true} for a horizon above 0 as a fraction of the run",
     ),
@@ -173,22 +158,10 @@ def parse_averaging(given: float | Mapping[str, Any]) -> Averaging:
     return Averaging(named["decay"], start, float(blend))
 
 
-def _averaging(value: Any) -> Any:
-    if isinstance(value, str) and (found := AVERAGE_TEXT.fullmatch(value)):
-        decay, start, blend = found.groups()
-        if start or blend:
-            value = {"decay": float(decay)} | ({"blend": float(blend)} if blend else {})
-        if start:
-            is_text = start.endswith("%")
-            value["start"] = start if is_text else int(start) if start.isdigit() else float(start)
-    parse_averaging(value)
-    return value
-
-
 Averaged = Annotated[
     float | dict[str, int | float | str],
     _checked(
-        _averaging,
+        parse_averaging,
         "a number above 0 and below 1 (0.999), or names and values, of which start and blend, "
         "above 0, may be left out ({decay: 0.999, start: 60%, blend: 0.6})",
     ),
@@ -208,11 +181,6 @@ def seconds(stretch: str) -> float:
     return total
 
 
-def _stretch(value: Any) -> Any:
-    seconds(value)
-    return value
-
-
 Stretch = Annotated[
-    str, _checked(_stretch, "a duration of at most 10000d: 6h, 90m, 1h 30m, 2d or 45s")
+    str, _checked(seconds, "a duration of at most 10000d: 6h, 90m, 1h 30m, 2d or 45s")
 ]

@@ -54,8 +54,8 @@ class SweepManifest(Manifest):
     """Sweep file as given on the command line."""
     keys: tuple[str, ...]
     """Keys that vary between trials."""
-    logarithmic: tuple[str, ...]
-    """Keys whose values are spread logarithmically."""
+    logarithmic: tuple[str, ...] = ()
+    """Keys whose values are spread logarithmically, as earlier versions recorded them."""
     metric: str
     """Metric by which `dtt sweep results` ranks trials."""
     goal: Literal["min", "max"]
@@ -132,7 +132,6 @@ class SweepPlan:
             name=sweep.name,
             source=str(self.file.path),
             keys=sweep.keys,
-            logarithmic=tuple(k for k, v in sweep.parameters.items() if v.is_logarithmic),
             metric=sweep.metric,
             goal=sweep.goal,
             concurrency=sweep.concurrency,
@@ -194,11 +193,6 @@ def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = Non
             f"all {len(dropped)} combinations are dropped",
             why="\n         ".join(reasons),
             next="fix the base or the parameters",
-        )
-    if len(trials) > file.sweep.max_trials:
-        raise ConfigError(
-            f"{len(trials)} trials exceed max_trials = {file.sweep.max_trials}",
-            next=f"set max_trials: {len(trials)}, or reduce them with mode: zip or random",
         )
     return SweepPlan(file, tuple(trials.values()), tuple(dropped))
 

@@ -153,7 +153,7 @@ def of_sweep(sweep: Sweep) -> dict[str, Any]:
     plots = []
     for key in keys if any(row.mean is not None for row in rows) else ():
         curves = results.against(sweep, rows, key)
-        log_x = key in manifest.logarithmic or spread([curve.x for curve in curves])
+        log_x = spread([curve.x for curve in curves])
         plots.append({"key": key, "log_x": log_x, "curves": [asdict(curve) for curve in curves]})
     return {
         "metric": manifest.metric,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import getpass
 import json
 import shutil
@@ -205,10 +204,10 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     _print_progress(sweep, sweeps.progress(sweep), as_json=as_json)
 
 
-def results(name: str, *, as_csv: bool, as_plots: bool, as_json: bool) -> None:
+def results(name: str, *, as_plots: bool, as_json: bool) -> None:
     """Print the mean metric of each combination over its seeds, best first; or plot it."""
-    if as_csv + as_plots + as_json > 1:
-        raise ConfigError("--csv, --plot and --json are mutually exclusive")
+    if as_plots and as_json:
+        raise ConfigError("--plot and --json are mutually exclusive")
     sweep = sweeps.find(name)
     rows = sweeps.table(sweep)
     if as_plots:
@@ -220,16 +219,12 @@ def results(name: str, *, as_csv: bool, as_plots: bool, as_json: bool) -> None:
                      "rows": [asdict(row) for row in rows]})  # fmt: skip
         return
     head = [*keys, metric, "error", "n", "trials"]
-    number = _exact if as_csv else _number
     lines = [
-        [*sweeps.cells(row.values, keys), number(row.mean), number(row.error),
+        [*sweeps.cells(row.values, keys), _number(row.mean), _number(row.error),
          str(len(row.done)), " ".join(row.trials)]
         for row in rows
     ]  # fmt: skip
-    if as_csv:
-        csv.writer(sys.stdout, lineterminator="\n").writerows([head, *lines])
-    else:
-        print("\n".join(columns([head, *lines])))
+    print("\n".join(columns([head, *lines])))
 
 
 def _plot(sweep: Sweep, rows: Sequence[ResultRow]) -> None:
@@ -241,7 +236,7 @@ def _plot(sweep: Sweep, rows: Sequence[ResultRow]) -> None:
         curves = sweeps.against(sweep, rows, one)
         figure = draw.figure(
             curves, one, metric,
-            log_x=one in sweep.manifest.logarithmic or draw.spread(c.x for c in curves),
+            log_x=draw.spread(c.x for c in curves),
             log_y=draw.spread(c.y for c in curves),
         )  # fmt: skip
         print(draw.save(figure, folder / f"{one}.png"))
@@ -321,10 +316,6 @@ def _print_progress(sweep: Sweep, progress: Iterable[TrialProgress], *, as_json:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
-
-
-def _exact(value: float | None) -> str:
-    return "" if value is None else repr(value)
 
 
 def _print_json(document: Any) -> None:
