@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Overrides, Stage, argument, option, resolve_each
+from dtt.cli.options import Config, Dataset, Overrides, Stage, argument, resolve_each
 
 config_cli = cli.group("config", "Inspect the configuration.")
 
@@ -38,18 +38,12 @@ def explain(
     key: Annotated[str, argument("[KEY]", "Dotted key or section; default: all sections.")] = "",
     config: Config = None,
     stage: Stage = None,
-    schema: Annotated[
-        bool, option("--schema", "Print the JSON schema of a file, for use in editors.")
-    ] = False,
 ) -> None:
     """Describe a key: its meaning, type and value, in the first stage if there are several."""
     from dtt.base.errors import ConfigError
     from dtt.config import explain as keys
     from dtt.config.load import resolve, stage_names
 
-    if schema:
-        _print_schema()
-        return
     names = stage_names(config) if stage is None else ()
     resolved = resolve(config, stage=names[0] if names else stage)
     if key.split(".")[0] == "stages":
@@ -64,22 +58,3 @@ def explain(
     print(text)
     if names:
         print(f"  stage    {names[0]}; --stage NAME shows the value in another")
-
-
-def _print_schema() -> None:
-    import json
-
-    from dtt.config.run import RunConfig
-
-    schema = RunConfig.model_json_schema()
-    name = {"type": "string"}
-    schema["properties"]["extends"] = {
-        "description": "Configs that this one overrides: relative paths or shipped names.",
-        "anyOf": [name, {"type": "array", "items": name}],
-    }
-    schema["properties"]["stages"] = {
-        "description": " ".join(STAGES.split()[1:]),
-        "type": "array",
-        "items": {"type": "object", "required": ["name"]},
-    }
-    print(json.dumps(schema, indent=1))

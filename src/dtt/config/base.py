@@ -19,14 +19,11 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetJsonSchemaHandler,
     PlainSerializer,
     PlainValidator,
-    WithJsonSchema,
     field_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 RESUMABLE: dict[str, Any] = {"x-on-resume": "may change"}
 
@@ -72,17 +69,6 @@ class Section(BaseModel):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield `(key, why)` for combinations of values that cannot work; `key` is relative."""
         return iter(())
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Return pydantic's JSON schema with the documentation of every field added."""
-        schema = handler(core_schema)
-        for name, described in handler.resolve_ref_schema(schema)["properties"].items():
-            if doc := field_docs(cls).get(name):
-                described["description"] = doc
-        return schema
 
 
 def walk(section: Section, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Section]]:
@@ -198,6 +184,5 @@ LengthKey = Annotated[
     Length,
     PlainValidator(_length),
     PlainSerializer(lambda length: length.written),
-    WithJsonSchema({"anyOf": [{"type": name} for name in ("integer", "number", "string")]}),
 ]
 """A key that holds a Length."""
