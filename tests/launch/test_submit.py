@@ -281,16 +281,14 @@ def test_a_rejection_by_sbatch_is_reported_with_its_message(
     assert not config.exists()
     config.write_text("name: t")
     files = {config: "name: t"}
-    for name in ("slurm.sh", "env.json", "code/dtt/old.py", "supervisor/supervise.py"):
+    for name in ("slurm.sh", "env.json", "supervisor/supervise.py"):
         files[dtt.folder / "jobs/t" / name] = name
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    dtt("submit", "train", *tiny(), "--code-copy", expect=78, **slurm)
+    dtt("submit", "train", *tiny(), expect=78, **slurm)
     assert {path: path.read_text() for path in files} == files
-    for folder in ("code/dtt", "supervisor"):
-        [_] = (dtt.folder / "jobs/t" / folder).iterdir()
-    assert not (dtt.folder / "jobs/t/.code.before").exists()
+    [_] = (dtt.folder / "jobs/t/supervisor").iterdir()
 
 
 @pytest.mark.slow
@@ -394,24 +392,6 @@ def test_a_profile_overrides_the_config_key_by_key(
     assert "mine.yaml is not a cluster profile: it sets optim.lr" in done.stderr
     unknown = dtt("submit", "train", *tiny(), "--cluster", "generc", expect=66, **slurm)
     assert "clusters/generic" in unknown.stderr
-
-
-@pytest.mark.slow
-def test_a_job_with_code_copy_runs_the_copy(
-    dtt: Dtt, tiny: Settings, slurm: dict[str, str]
-) -> None:
-    code = dtt.folder / "jobs/t/code"
-    for arguments in ([*tiny(), "--code-copy"], ["jobs/t"]):  # it stays the job's own
-        reported = dtt("submit", "train", *arguments, **slurm).stdout
-        assert "the copy in jobs/t/code" in reported
-        script = (dtt.folder / "jobs/t/slurm.sh").read_text()
-        assert f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}" in script
-    show = (
-        "-c",
-        "import dtt.main, dtt.config.load as l; print(dtt.__file__, l.find('quickstart'))",
-    )
-    out, _ = dtt.start_python(*show, PYTHONPATH=str(code)).communicate(timeout=TIMEOUT)
-    assert out.split() == [f"{code}/dtt/__init__.py", f"{code}/dtt/configs/quickstart.yaml"]
 
 
 @pytest.mark.slow

@@ -43,9 +43,6 @@ def submit(
     print_script: Annotated[bool, option("--print-script", "Print only the job script.")] = False,
     yes: Yes = False,
     json: Json = False,
-    code_copy: Annotated[
-        bool, option("--code-copy", "Copy dtt's code into the job and run the copy.")
-    ] = False,
 ) -> None:
     """Submit a command to Slurm, as a job that resumes after its time limit.
 
@@ -63,7 +60,6 @@ def submit(
         print_script=print_script,
         yes=yes,
         as_json=json,
-        code_copy=code_copy,
     )
     if what == "pipeline":
         from dtt.launch import chain  # with all that a pipeline may need

@@ -64,7 +64,7 @@ def run(config: str | None, arguments: Sequence[str], options: SubmitOptions) ->
     print("\n".join(plan(folder, links, dry_run=dry_run)), file=out, flush=True)
     submitted: list[str] = []
     if not dry_run and (options.yes or submit.confirmed("submit?")):
-        submitted = _submit(folder, links, known, ids, code_copy=options.code_copy)
+        submitted = _submit(folder, links, known, ids)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
@@ -81,8 +81,6 @@ def _submit(
     links: Sequence[Link],
     known: Sequence[dict[str, Any] | None],
     after: Sequence[str],
-    *,
-    code_copy: bool,
 ) -> list[str]:
     """Submit the steps that are not done; return their Slurm ids.
 
@@ -100,9 +98,7 @@ def _submit(
                 if one is None:
                     continue
                 before, beside = chain_steps.dependencies(title, queued, after)
-                id = submit.submit(
-                    one, next(records), copy_code=code_copy, after=before, beside=beside
-                )
+                id = submit.submit(one, next(records), after=before, beside=beside)
                 queued[title] = id
         except DttError:
             for id in queued.values():
@@ -130,7 +126,7 @@ def prepare(
     for step in pipeline.steps(runs, waiting):
         command, cfg = step.command, step.run.cfg
         if command == "export":
-            evaluation = _evaluation(runs, whole, done=finished, code_copy=options.code_copy)
+            evaluation = _evaluation(runs, whole, done=finished)
             links += [(EVAL, evaluation[0])] if evaluation else []
         finished = finished and step.has_output()
         made = None
@@ -138,7 +134,7 @@ def prepare(
             if "train" in dict(links):
                 continue
             if not finished:  # one Slurm job trains all stages
-                one = SubmitOptions(cluster=options.cluster, code_copy=options.code_copy)
+                one = SubmitOptions(cluster=options.cluster)
                 made = submit.prepare("train", config, arguments, one)
         elif not finished:
             name = "-".join([whole.root.name, *step.title.split()])
@@ -147,16 +143,14 @@ def prepare(
             if command == "export":
                 argv = [command, str(step.run.job.root)]
             launch = cfg.launch.of_step(command, tasks=cfg.pipeline.tokenize_processes)
-            script = submit.make_script(
-                command, job, argv, _with_launch(cfg, launch), code_copy=options.code_copy
-            )
+            script = submit.make_script(command, job, argv, _with_launch(cfg, launch))
             made = Submission(command, step.run.resolved, job, step.run.job, script)
         links.append((step.title if command != "train" else command, made))
     return whole.root.with_name(f"{whole.root.name}-pipeline"), links
 
 
 def _evaluation(
-    runs: Sequence[PipelineRun], whole: JobDir, *, done: bool, code_copy: bool
+    runs: Sequence[PipelineRun], whole: JobDir, *, done: bool
 ) -> list[Submission | None]:
     """Return the evaluation beside a training, which may be done, if the configuration asks for it.
 
@@ -173,7 +167,7 @@ def _evaluation(
     if done and last.stage is None:
         argv += submit.changed_keys("eval", last.job, last.resolved)
     cfg = _with_launch(last.cfg, last.cfg.launch.of_step("eval"))
-    script = submit.make_script("eval", job, argv, cfg, code_copy=code_copy)
+    script = submit.make_script("eval", job, argv, cfg)
     return [Submission("eval", last.resolved, job, last.job, script)]
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 
-import dtt
 from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DttError
@@ -18,7 +17,6 @@ from dtt.config import explain
 from dtt.config.merging import Resolved
 from dtt.config.own import kept_files
 from dtt.config.run import RunConfig
-from dtt.config.shipped import shipped_configs
 from dtt.data.samples.step_sizes import step_sizes_of
 from dtt.jobs.slurm import job_script, submissions
 from dtt.jobs.stages import Stage
@@ -48,34 +46,25 @@ class Submission:
 
 
 @contextmanager
-def written(submission: Submission, new: Sequence[Path], *, copy_code: bool) -> Iterator[None]:
+def written(submission: Submission, new: Sequence[Path]) -> Iterator[None]:
     """Write the configurations of a submission; if Slurm rejects the job, undo all that is written.
 
     That includes the job script, the supervisor and the environment, which are written inside.
-    `new` are the job directories that did not exist before. With `copy_code`, also copies dtt's own
-    code into `code/`, which the job then runs; the previous copy, which the attempts so far have
-    run, returns if Slurm rejects the job.
+    `new` are the job directories that did not exist before.
     """
     texts, job = configurations(submission), submission.job
     supervisor = [job.supervisor / path.name for path in job_script.SUPERVISOR.glob("*.py")]
     paths = (*texts, job.script, job.root / "env.json", *supervisor)
     before = {path: path.read_bytes() if path.is_file() else None for path in paths}
-    code, code_before = job.root / "code", job.root / ".code.before"
     for stage in submission.stages:
         stage.create()
     for path, text in texts.items():
         write_atomically(path, text)
-    if copy_code:
-        _copy_code(code, code_before)
     try:
         yield
     except submissions.SlurmUnreachable:  # the job may be queued and needs its files
         raise
     except DttError:
-        if copy_code:
-            shutil.rmtree(code)
-            if code_before.exists():
-                code_before.rename(code)
         for path, content in before.items():
             if content is None:
                 path.unlink(missing_ok=True)
@@ -86,18 +75,6 @@ def written(submission: Submission, new: Sequence[Path], *, copy_code: bool) -> 
         for root in new:
             shutil.rmtree(root, ignore_errors=True)
         raise
-    finally:
-        shutil.rmtree(code_before, ignore_errors=True)
-
-
-def _copy_code(folder: Path, before: Path) -> None:
-    """Copy dtt's own code into `folder`, whose content so far becomes that of `before`."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.rmtree(before, ignore_errors=True)
-    if folder.exists():
-        folder.rename(before)
-    shutil.copytree(Path(dtt.__file__).parent, folder / "dtt", ignore=ignored)
-    shutil.copytree(shipped_configs(), folder / "dtt/configs", dirs_exist_ok=True, ignore=ignored)
 
 
 def configurations(submission: Submission) -> dict[Path, str | bytes]:
@@ -153,8 +130,6 @@ def plan(submission: Submission) -> Iterator[str]:
         yield f"warning    Slurm may send its signal {SIGNAL_EARLY} s early, which leaves no time"
     where = [f"{k} {v}" for k in ("partition", "account", "qos") if (v := getattr(launch, k))]
     yield f"where      {', '.join(where) or 'the default partition and account'}"
-    if script.code:
-        yield f"code       the copy in {submission.job.root / 'code'}"
     yield f"script     {submission.job.script}"
 
 

@@ -47,7 +47,6 @@ class SubmitOptions:
     print_script: bool = False
     yes: bool = False
     as_json: bool = False
-    code_copy: bool = False
 
 
 def run(command: str, config: str | None, arguments: Sequence[str], options: SubmitOptions) -> None:
@@ -71,7 +70,7 @@ def run(command: str, config: str | None, arguments: Sequence[str], options: Sub
     print("\n".join(plan(submission)), file=sys.stderr if as_json else sys.stdout, flush=True)
     job_id = None
     if not dry_run and (options.yes or confirmed("submit?")):
-        job_id = submit(submission, known, copy_code=options.code_copy, after=ids)
+        job_id = submit(submission, known, after=ids)
     elif not dry_run:
         print("not submitted", file=sys.stderr)
     if as_json:
@@ -142,7 +141,7 @@ def prepare(
                 next=f"use one of {', '.join(COMMANDS)}, such as dtt submit train",
             )
     own = resolved.config.model_copy(update={"launch": resolved.config.launch.of_step(command)})
-    script = make_script(command, job, argv, own, code_copy=options.code_copy)
+    script = make_script(command, job, argv, own)
     return Submission(command, resolved, job, trained, script)
 
 
@@ -165,8 +164,6 @@ def make_script(
     argv: Sequence[str],
     cfg: RunConfig,
     stages: Sequence[Stage] = (),
-    *,
-    code_copy: bool,
 ) -> job_script.Script:
     """Return the parameters of the job script of a command; `cfg` has its own resources."""
     units, received = progress(command, [stage.config for stage in stages] or [cfg])
@@ -183,7 +180,6 @@ def make_script(
         stages=tuple(stage.job.root for stage in stages),
         units=units,
         received=received,
-        code=code_copy or (job.root / "code").is_dir(),
     )
 
 
@@ -219,9 +215,7 @@ def _prepare_stages(
                 f"dtt config show --stage {waiting[0].name} > FILE; dtt submit train -c FILE",
             )
     first = waiting[0]
-    script = make_script(
-        command, whole, ["train"], first.config, stages, code_copy=options.code_copy
-    )
+    script = make_script(command, whole, ["train"], first.config, stages)
     return Submission(command, first.resolved, whole, whole, script, waiting)
 
 
@@ -329,7 +323,6 @@ def submit(
     submission: Submission,
     known: dict[str, Any] | None,
     *,
-    copy_code: bool,
     after: Sequence[str] = (),
     beside: Sequence[str] = (),
 ) -> str:
@@ -352,7 +345,7 @@ def submit(
                 where=job.submission,
                 next=f"dtt job status {job.root}",
             )
-        with written(submission, new, copy_code=copy_code):
+        with written(submission, new):
             job.write_environment()
             job.make_control()
             return submissions.submit(submission.script, after=after, beside=beside)

@@ -138,7 +138,7 @@ def variants(profile: str) -> Iterator[Script]:
     for changes in ({}, switches, {"cpus_per_task": 8}):
         arguments = [f"launch.{key}={value}" for key, value in changes.items()]
         launch = resolve(path, arguments, env={}).config.launch
-        yield script(launch=launch, code=bool(changes))
+        yield script(launch=launch)
     for argv, kind in EXAMPLES.values():
         yield script(launch=launch, argv=argv, kind=kind)
     stages = (Path("jobs/run/pretrain"), Path("jobs/run/sft"))

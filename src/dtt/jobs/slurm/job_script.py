@@ -70,8 +70,6 @@ class Script:
     """Patterns of files that are written when a unit of work is complete, which is progress."""
     received: tuple[str, ...] = ()
     """Patterns of files whose bytes are progress, as the next attempt continues them."""
-    code: bool = False
-    """True if the job runs the copy of dtt in `code/` of its directory."""
 
     def __post_init__(self) -> None:
         # The script quotes every value, but `#SBATCH` lines are parsed by Slurm, which knows no
@@ -245,9 +243,6 @@ def _set_up(script: Script) -> tuple[list[str], list[str]]:
     launch = script.launch
     modules = [f"module load {' '.join(launch.modules)} || return"] if launch.modules else []
     exports = [f"export {name}={_quoted(text)}" for name, text in launch.environment.items()]
-    if script.code:
-        code = script.directory / script.job / "code"
-        exports.append(f"export PYTHONPATH={_quoted(code)}${{PYTHONPATH:+:$PYTHONPATH}}")
     own = [*exports, *(f"{shell_line(line)} || return" for line in launch.setup), "return 0"]
     if isinstance(launch.container, NoContainer):
         return ["_dtt_set_up"], [*modules, *own]
