@@ -77,6 +77,34 @@ def test_a_checkpoint_holds_the_state_at_the_start_of_the_save(
             assert torch.equal(held[f"rng/{rank:05d}/cpu"], own(rank)[f"rng/{rank:05d}/cpu"].tensor)
 
 
+@pytest.mark.parametrize("done", [1, 3])
+def test_host_memory_is_allocated_ahead_of_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    """The save uses the memory of the `done` tensors that the thread had allocated by then."""
+    saver, threads = make(tmp_path, start(Ranks(), "cpu")), []
+    empty, due = torch.empty_like, threading.Event()
+
+    def allocated(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        if len(threads) == done:
+            due.set()
+            if done < 3:
+                assert saver._save_is_due.wait(TIMEOUT)
+        return empty(tensor, **how)
+
+    monkeypatch.setattr(torch, "empty_like", allocated)
+    saver.allocate(weights(1.0), state(1.0))
+    assert due.wait(TIMEOUT)
+    for step in (1, 2):
+        saver.begin(step, weights(float(step)), state(float(step)), {})
+    saver.wait()
+    assert threads == ["pinning"] * done + ["MainThread"] * (3 - done)
+    assert torch.equal(
+        store.at_step(tmp_path / "checkpoints", 2).tensors(store.MODEL)["b"], torch.full((3,), 2.0)
+    )
+
+
 def fail_on_the_last_rank(world: World, folder: Path) -> tuple[str, str, list[int]]:
     saver = make(folder, world)
     saver.begin(1, weights(1.0), state(1.0) | own(world.rank), {})

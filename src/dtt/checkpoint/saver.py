@@ -99,13 +99,37 @@ class Saver:
         """Validation losses by step, which decide which checkpoints are kept."""
         self._job, self._attempt, self._world, self._config = job, attempt, world, config
         self._facts = {"attempt": attempt, "world_size": world.size, **facts}
-        # Kept between saves, as allocating pinned memory is slow: 6.5 GB take 5 s, for which the
-        # first save of an attempt blocks training. (A thread that did it after the first step cost
-        # 45 lines.) They cost host memory of the size of this rank's part.
+        # Kept between saves: allocating pinned memory is slow. They cost host memory of the size of
+        # this rank's part.
         self._host_copies: dict[tuple[str, str], Tensor] = {}
+        self._allocating: threading.Thread | None = None
+        self._save_is_due = threading.Event()
         self._thread: threading.Thread | None = None
         self._done: list[Save] = []
         self._error: Exception | None = None
+
+    def allocate(self, params: Mapping[str, LaidOut], state: Mapping[str, LaidOut]) -> None:
+        """Allocate the host memory of the saves in a thread, from the first call on.
+
+        Pinning 6.5 GB takes 5 s, for which the first save would block training.
+        """
+        if self._allocating is not None or not self._copies:
+            return
+        shards = self._cut(params, state)
+
+        def allocate() -> None:
+            for kind, some in shards.items():
+                for shard in some:
+                    if self._save_is_due.is_set():
+                        return  # the save allocates what is left itself, and raises its errors
+                    try:
+                        self._host_copy(kind, shard)
+                    except RuntimeError as error:
+                        log.info("no host memory ahead of the first save: %s", error)
+                        return
+
+        self._allocating = threading.Thread(target=allocate, name="pinning", daemon=True)
+        self._allocating.start()
 
     def begin(
         self,
@@ -126,9 +150,10 @@ class Saver:
         # At most one save in flight: the host copies below are reused, and two saves would need
         # twice the memory.
         self.wait()
-        # For replicated tensors `cut` divides the work, so that no byte is written twice.
-        named = {store.MODEL: params, store.STATE: state}
-        shards = {kind: tensors.cut(held, self._world.rank) for kind, held in named.items()}
+        self._save_is_due.set()
+        if self._allocating is not None:
+            self._allocating.join()
+        shards = self._cut(params, state)
         own = [shard.tensor for shard in chain(*shards.values())]
         size = sum(tensor.numel() * tensor.itemsize for tensor in own)
         save = Save(step, self._copied(shards), position, size, flush, base)
@@ -169,6 +194,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait up to SECONDS_TO_SETTLE for a save in progress; call after a failure elsewhere."""
+        self._save_is_due.set()
         if self._thread is not None:
             self._thread.join(timeout=SECONDS_TO_SETTLE)
         if self.mirror is not None:
@@ -179,12 +205,25 @@ class Saver:
         done, self._done = self._done, []
         return done
 
+    def _cut(
+        self, params: Mapping[str, LaidOut], state: Mapping[str, LaidOut]
+    ) -> dict[str, list[TensorShard]]:
+        """Return the shards that this rank writes, by kind."""
+        # For replicated tensors `cut` divides the work, so that no byte is written twice.
+        named = {store.MODEL: params, store.STATE: state}
+        return {kind: tensors.cut(held, self._world.rank) for kind, held in named.items()}
+
+    @property
+    def _copies(self) -> bool:
+        """True if saves copy tensors to host memory."""
+        return self._world.device.type == "cuda" or self._config.asynchronous
+
     def _copied(self, shards: dict[str, list[TensorShard]]) -> dict[str, list[TensorShard]]:
         """Copy the shards to host memory, so that training may change the originals.
 
         Returns the shards themselves if they are on the CPU and the save is synchronous.
         """
-        if self._world.device.type == "cpu" and not self._config.asynchronous:
+        if not self._copies:
             return shards
         copied: dict[str, list[TensorShard]] = {kind: [] for kind in shards}
         for kind, some in shards.items():

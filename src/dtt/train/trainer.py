@@ -78,7 +78,7 @@ class Trainer(Run):
     def train(self) -> None:
         """Run the loop: a step, then all actions due after it; save when it ends."""
         meter = self.observers.meter
-        step_sizes = self.schedule.step_sizes
+        step_sizes, first = self.schedule.step_sizes, self.position.step
         # Closed on every way out: the prefetch thread would otherwise keep the files open, and read
         # on.
         with closing(self.batches_from(self.position.step)) as batches:
@@ -100,6 +100,9 @@ class Trainer(Run):
                         meter.leave_out(tokens - (batch.tokens - len(batch.samples)))
                     meter.end_phase("data")
                     self.step(batch, multiplier)
+                # After a step, as the first one creates the state of the optimizers.
+                if step == first:
+                    self.saver.allocate(self.state.params.trainable(), self.state.tensors())
                 step = self.position.step
                 if step % GC_EVERY == 0:
                     gc.collect()
