@@ -10,7 +10,7 @@ import torch
 from support.gpu_runs import SIZES, train, values
 from support.running import Dtt
 
-from dtt.model.grouped_linear import grouped_linear
+from dtt.model.linear import grouped_linear
 
 COUNTS = ([40, 0, 1, 87], [128, 0, 0, 0], [0, 0, 0, 128])
 """Rows of each of four experts."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from dtt.config.optim import own_decays
 from dtt.config.schedule import RunFacts
 from dtt.config.value_types import parse_averaging
 from dtt.data.samples.loader import MicroBatch
@@ -111,9 +110,7 @@ def plan_of(case: Case, world: World) -> RunPlan:
         tokens=step_sizes.tokens_before(case.steps),
         step_size=step_sizes.describe(case.steps),
         steps=case.steps,
-        schedule=resolve_schedule(
-            cfg.schedule, case.steps, step_sizes.tokens_before, own_decays(cfg.optim)
-        ),
+        schedule=resolve_schedule(cfg.schedule, case.steps, step_sizes.tokens_before),
         data="",
     )
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from dtt.base.errors import DttError
 from dtt.checkpoint.tensors import Stored
 from dtt.hf import library_folder
-from dtt.hf.library_weights import named_by_library
 from dtt.hf.read import stored_tensors, weight_files
 from dtt.mesh.sharding import FullTensor
 
@@ -67,7 +66,7 @@ def written(kind: str, folder: Path) -> Any:
 def read(folder: Path) -> dict[str, FullTensor]:
     config = json.loads((folder / "config.json").read_text())
     model = library_folder.architecture(config, folder).skeleton
-    return named_by_library(stored_tensors(weight_files(folder)), model, folder)
+    return library_folder.named_by_library(stored_tensors(weight_files(folder)), model, folder)
 
 
 class Reads:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtt.model.architecture import Architecture
 from dtt.model.experts import MixtureMLP, RouterLosses
-from dtt.model.grouped_linear import grouped_linear
+from dtt.model.linear import grouped_linear
 
 MIXTURES = ["mixtral", "qwen3_moe", "olmoe", "dots1"]
 

@@ -15,6 +15,7 @@ from dtt.config.train import AttentionKernel
 from dtt.model import attention_backend, sdpa
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+MATH = (SDPBackend.MATH,)
 
 
 @pytest.mark.parametrize("asked", ["auto", "flash", "math"])
@@ -50,10 +51,16 @@ def test_cudnn_is_for_training_alone_and_never_with_a_mask(monkeypatch: pytest.M
 
 
 def test_a_compiled_block_takes_the_kernel_too() -> None:
-    causal = attention_backend.Causal(0.125, (SDPBackend.MATH,))
     q, k, v = heads(CPU, torch.float32)
-    compiled = torch.compile(causal.__call__, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), attention_backend.Causal(0.125)(q, k, v))
+    given = 0.125, None, torch.zeros(1, q.shape[2]), None
+    math, default = (attention_backend.attention_within(*given, one) for one in (MATH, ()))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(attend: Any) -> torch.Tensor:
+        found: torch.Tensor = attend(q, k, v)
+        return found
+
+    torch.testing.assert_close(compiled(math), default(q, k, v))
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        compiled(q, k, v)
+        compiled(math)
     assert not any("flash" in event.key for event in trace.key_averages())

@@ -92,7 +92,7 @@ def test_flex_attention_over_trees_equals_tiles(window: int | None) -> None:
     ends, positions = torch.tensor(packed.ends), torch.tensor(packed.positions)
     rule = tree_attention._mask_mod(ends, positions, window)
     masks = [tree_attention._mask(*tile, ends, positions, window) for tile in packed.tiles]
-    expected = tree_attention.TreeAttention(0.3, packed.tiles, masks)(q, k, v)
+    expected = tree_attention.tree_attention(q, k, v, packed.tiles, masks, 0.3)
     blocks = create_block_mask(rule, None, None, T, T, device="cpu", BLOCK_SIZE=16)
     got = flex_attention(q, k, v, block_mask=blocks, scale=0.3)
     dense = Flex(0.3, rule, (1, T, T), CPU, None, {}).dense(q, k, v)

@@ -20,7 +20,7 @@ from dtt.mesh.mesh import make_mesh
 from dtt.model.adapted_layers import Adapted
 from dtt.model.linear import Linear
 from dtt.model.lora import LoraLinear
-from dtt.parallel import fp8, fp8_linear
+from dtt.parallel import fp8
 
 BF16, FP8 = 2.0**-7, 2.0**-3
 """Distance of two neighbours at 1."""
@@ -74,7 +74,7 @@ def test_all_three_products_are_those_of_rows_rounded_to_fp8() -> None:
     x.requires_grad_()
     layer = Linear(INPUTS, OUTPUTS, bias=False)
     layer.weight.data = weight.float()
-    layer.product = fp8_linear.linear
+    layer.product = fp8.linear
     y = passes(layer, x, grad)
     x2, grad2 = flat(x.detach()), flat(grad)
     assert x.grad is not None
@@ -87,7 +87,7 @@ def test_all_three_products_are_those_of_rows_rounded_to_fp8() -> None:
 
 @pytest.mark.parametrize("largest", [0.0, 1e-42, 1.75, 1.7578125, 448.0, 450.0, 3e38])
 def test_the_scale_of_a_row_is_the_smallest_power_of_two_with_which_it_fits(largest: float) -> None:
-    values, scale = fp8_linear.quantize(torch.tensor([[largest, -largest / 2]]))
+    values, scale = fp8.quantize(torch.tensor([[largest, -largest / 2]]))
     assert torch.frexp(scale).mantissa.item() == 0.5
     assert largest / scale.item() <= 448
     assert largest < 1e-30 or largest / scale.item() > 224
@@ -100,14 +100,14 @@ def test_the_scale_of_a_row_is_the_smallest_power_of_two_with_which_it_fits(larg
 def test_a_row_with_a_number_that_is_not_finite_is_not_a_number(bad: float) -> None:
     x = torch.ones(2, 16)
     x[1, 3] = bad
-    y = fp8_linear.product(x, torch.ones(16, 16))
+    y = fp8.product(x, torch.ones(16, 16))
     assert y[0].eq(16).all()
     assert y[1].isnan().all()
 
 
 def test_generation_which_has_no_autocast_computes_in_the_dtype_of_its_input() -> None:
     x, weight, _ = given()
-    assert torch.equal(fp8_linear.linear(x, weight, None), F.linear(x, weight))
+    assert torch.equal(fp8.linear(x, weight, None), F.linear(x, weight))
 
 
 # ---- below an adapter ----------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_the_base_of_an_adapter_is_in_fp8_and_its_own_products_are_in_bf16() -> 
     for name in ("bf16", "fp8"):
         layer, own_x = adapted(), x.clone().requires_grad_()
         if name == "fp8":
-            layer.product = fp8_linear.linear
+            layer.product = fp8.linear
         y = passes(layer, own_x, grad)
         assert layer.weight.grad is None
         assert own_x.grad is not None
@@ -142,7 +142,7 @@ def test_the_base_of_an_adapter_is_in_fp8_and_its_own_products_are_in_bf16() -> 
         assert torch.equal(mine, plain)
     with torch.autocast("cpu", torch.bfloat16):
         update = layer.update(x).detach()
-        base = fp8_linear.linear(x, weight, layer.bias)
+        base = fp8.linear(x, weight, layer.bias)
     assert torch.equal(found["fp8"][0], torch.add(base, update, alpha=layer.scale))
     assert not torch.equal(found["fp8"][0], found["bf16"][0])
 
@@ -156,7 +156,7 @@ def divided(world: World, by: str) -> list[Any]:
     x, weight, grad = given()
     layer = Linear(INPUTS, OUTPUTS, bias=True)
     layer.weight.data, layer.bias.data = weight.float(), torch.linspace(-1, 1, OUTPUTS)
-    layer.product = fp8_linear.linear
+    layer.product = fp8.linear
     for name, parameter in list(layer.named_parameters()):
         whole = by == "inputs" and name == "bias"
         place = Replicate() if whole else Shard(0 if by == "outputs" else 1)
@@ -180,7 +180,7 @@ def test_two_ranks_compute_what_one_does_but_for_the_rounding_of_sums(by: str) -
     assert found == others
     layer, own_x = Linear(INPUTS, OUTPUTS), x.clone().requires_grad_()
     layer.weight.data, layer.bias.data = weight.float(), torch.linspace(-1, 1, OUTPUTS)
-    layer.product = fp8_linear.linear
+    layer.product = fp8.linear
     y = passes(layer, own_x, grad)
     wanted = [y, own_x.grad, layer.weight.grad, layer.bias.grad]
     plain = F.linear(x.float(), weight.float(), layer.bias)

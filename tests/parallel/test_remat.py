@@ -21,8 +21,7 @@ from dtt.mesh.dist import World, start
 from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local
 from dtt.model.decoder import Decoder
-from dtt.parallel.apply import apply
-from dtt.parallel.remat import rematerialize
+from dtt.parallel.apply import apply, rematerialize
 
 ROWS, SEQ_LEN, LAYERS = 2, 64, 4
 KINDS: tuple[Literal["full", "selective"], ...] = ("full", "selective")

@@ -18,7 +18,7 @@ from dtt.mesh.mesh import make_mesh
 from dtt.mesh.sharding import local_shard
 from dtt.model.decoder import Decoder
 from dtt.model.init import initialize
-from dtt.parallel import fp8_linear
+from dtt.parallel import fp8
 from dtt.parallel.apply import apply, autocast
 from dtt.parallel.fp8 import linear_layers
 from dtt.parallel.tensor import overlap
@@ -176,7 +176,7 @@ def rough(world: World, precision: str) -> dict[str, Any]:
 def in_fp8(model: nn.Module, precision: str) -> nn.Module:
     if precision == "fp8":
         for layer in linear_layers(model).values():
-            layer.product = fp8_linear.linear
+            layer.product = fp8.linear
     return model
 
 

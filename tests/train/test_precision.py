@@ -26,7 +26,7 @@ from dtt.model.linear import Linear
 from dtt.optim import built
 from dtt.optim.ema import Ema
 from dtt.optim.muon.variant import MuonConfig
-from dtt.parallel import fp8, fp8_linear
+from dtt.parallel import fp8
 from dtt.track import jsonl
 from dtt.train import run as train
 from dtt.train.precision import Precision, choose
@@ -171,7 +171,7 @@ SECONDS = {(32, 32): (1.0, 0.99), (32, 64): (1.0, 0.5), (64, 32): (1.0, 3.0)}
 
 
 def in_fp8(layer: Linear) -> bool:
-    return layer.product is fp8_linear.linear
+    return layer.product is fp8.linear
 
 
 def timed(layer: Linear, *_: Any) -> float:

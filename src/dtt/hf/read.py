@@ -109,12 +109,11 @@ def read_hf_folder(folder: Path) -> LoadedModel:
     begin = begin_of_document(open_tokenizer(tokenizer), tokenizer)
     if not own:
         from dtt.hf import library_folder
-        from dtt.hf.library_weights import named_by_library
 
         built = library_folder.architecture(config, folder)
         found = stored_tensors(files)
         found = _text_tensors(found, folder) if multimodal.is_multimodal(whole) else found
-        state = named_by_library(found, built.skeleton, folder)
+        state = library_folder.named_by_library(found, built.skeleton, folder)
         return LoadedModel(built, state, tokenizer, end, until_ids, begin)
     arch = _architecture(config, folder)
     tensors = {name: tensor for file in files for name, tensor in load_tensors(file).items()}

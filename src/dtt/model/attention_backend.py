@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -210,38 +210,15 @@ def attention_within(
     documents = doc_ids_BS is not None
     match choose(tokens_BS.device, tokens_BS.shape[1], documents, window, by_sdpa):
         case "SDPA":
-            return Chunked(scale, starts, kernel) if kernel else Causal(scale, allowed)
+            if kernel:
+                return Chunked(scale, starts, kernel)
+            return partial(sdpa, allowed=allowed, scale=scale, is_causal=True)
         case "block-sparse SDPA":
-            return Tiled(scale, doc_ids_BS, window, starts)
+            return partial(
+                tiled_attention, doc_ids_BS=doc_ids_BS, window=window, scale=scale, starts=starts
+            )
         case "FlexAttention":
             return flex(scale, tokens_BS, doc_ids_BS, window, chunks)
-
-
-@dataclass(frozen=True)
-class Causal:
-    """Causal attention with SDPA."""
-
-    scale: float
-    allowed: Kernels = ()
-
-    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """Compute attention; see `AttentionFn`."""
-        return sdpa(q_BHTK, k_BGTK, v_BGTK, self.allowed, scale=self.scale, is_causal=True)
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """Block-sparse attention on a CPU, within the last `window` tokens of the same document."""
-
-    scale: float
-    doc_ids_BS: Tensor | None
-    window: int | None
-    starts: tuple[int, ...] = (0,)
-
-    def __call__(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
-        """Compute attention; with more keys than queries, the query chunks start at `starts`."""
-        limits = self.doc_ids_BS, self.window, self.scale, self.starts
-        return tiled_attention(q_BHTK, k_BGSK, v_BGSK, *limits)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from dtt.mesh.collectives import total
 from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import local, local_summand
 from dtt.model.architecture import Architecture, ExpertMixture
-from dtt.model.grouped_linear import grouped_linear
-from dtt.model.linear import Linear
+from dtt.model.linear import Linear, grouped_linear
 
 
 class RouterLosses(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,7 +88,9 @@ def make_tree_attention_fns(
         else:
             # Made once per batch for all layers and heads.
             masks = [_mask(*tile, ends_T, positions_T, window) for tile in trees.tiles]
-            by_window[window] = TreeAttention(arch.attn_scale, trees.tiles, masks)
+            by_window[window] = partial(
+                tree_attention, tiles=trees.tiles, masks=masks, scale=arch.attn_scale
+            )
     return [by_window[window] for window in limits]
 
 
@@ -117,22 +120,21 @@ def _mask(
     return _mask_mod(ends_T, positions_T, window)(q_t1, q_t1, q_t1, k_s)
 
 
-@dataclass(frozen=True)
-class TreeAttention:
-    """Attention over packed trees on a CPU, one tile at a time, without gradients."""
-
-    scale: float
-    tiles: Sequence[tuple[int, range]]
-    masks: Sequence[Tensor | None]
-
-    def __call__(self, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor) -> Tensor:
-        """Compute attention; see `AttentionFn`."""
-        # [T, H, K] in memory: the output projection then reads the heads of a token without a copy.
-        out_1THK = torch.empty_like(q_1HTK.transpose(1, 2), memory_format=torch.contiguous_format)
-        out_1HTK = out_1THK.transpose(1, 2)
-        for (first, queries), mask_ts in zip(self.tiles, self.masks, strict=True):
-            own, keys = slice(queries.start, queries.stop), slice(first, queries.stop)
-            q, k, v = q_1HTK[:, :, own], k_1GTK[:, :, keys], v_1GTK[:, :, keys]
-            how = {"scale": self.scale, "attn_mask": mask_ts, "is_causal": mask_ts is None}
-            out_1HTK[:, :, own] = sdpa(q, k, v, (), **how)
-        return out_1HTK
+def tree_attention(
+    q_1HTK: Tensor,
+    k_1GTK: Tensor,
+    v_1GTK: Tensor,
+    tiles: Sequence[tuple[int, range]],
+    masks: Sequence[Tensor | None],
+    scale: float,
+) -> Tensor:
+    """Return attention over packed trees on a CPU, one tile at a time, without gradients."""
+    # [T, H, K] in memory: the output projection then reads the heads of a token without a copy.
+    out_1THK = torch.empty_like(q_1HTK.transpose(1, 2), memory_format=torch.contiguous_format)
+    out_1HTK = out_1THK.transpose(1, 2)
+    for (first, queries), mask_ts in zip(tiles, masks, strict=True):
+        own, keys = slice(queries.start, queries.stop), slice(first, queries.stop)
+        q, k, v = q_1HTK[:, :, own], k_1GTK[:, :, keys], v_1GTK[:, :, keys]
+        how = {"scale": scale, "attn_mask": mask_ts, "is_causal": mask_ts is None}
+        out_1HTK[:, :, own] = sdpa(q, k, v, (), **how)
+    return out_1HTK
