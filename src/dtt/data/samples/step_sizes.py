@@ -28,8 +28,7 @@ from typing import Any, assert_never
 from dtt.base.errors import ConfigError
 from dtt.base.log import log
 from dtt.config.base import Unit
-from dtt.config.batch import ConstantBatch, DoublingBatch, ListedBatch
-from dtt.config.train import TrainConfig
+from dtt.config.train import ConstantBatch, DoublingBatch, ListedBatch, TrainConfig
 
 
 @dataclass(frozen=True)
