@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import ConfigError, ExitCode
 from dtt.checkpoint import store
@@ -26,6 +24,7 @@ from dtt.config.validation import validate
 from dtt.track import jsonl
 from dtt.verify import forked_ranks
 from dtt.verify.differences import Difference, compare_bits
+from dtt.verify.layout_runs import write_configurations
 from dtt.verify.layouts import reduced_layout
 from dtt.verify.random_text import write_inputs
 from dtt.verify.shrink import SEQUENCES, STEPS, Small, shrink
@@ -104,15 +103,13 @@ class Life:
         if key not in inputs:
             made = self.folder.with_name(f"inputs-{len(inputs)}")
             made.mkdir(parents=True)
-            ended = forked_ranks.run(made, 1, write_inputs, small.texts, small.rows, log="inputs")
+            named = write_configurations(made, {"texts": small.texts, "rows": small.rows})
+            ended = forked_ranks.run(made, 1, write_inputs, named, log="inputs")
             assert ended.code == 0, ended.text
             inputs[key] = made
         shutil.copytree(inputs[key], self.folder)
         write_tasks(self.folder / "tasks", 2)
-        for name, cfg in (("run", self.run), ("base", small.base)):
-            if cfg is not None:
-                text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
-                (self.folder / f"{name}.yaml").write_text(text)
+        write_configurations(self.folder, {"run": self.run, "base": small.base})
 
     def live(self) -> str | None:
         """Run all commands. Return why dtt refused the combination, or None; raise Broken."""

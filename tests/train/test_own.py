@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -277,14 +276,6 @@ def test_a_job_of_another_user_runs_no_code_unless_trusted(own: Dtt, theirs: str
     done = own(*arguments, expect=ExitCode.USAGE)
     assert "code of another user" in done.stderr
     own(*arguments, "--trust")
-
-
-def test_other_processes_get_the_configuration_with_its_classes(own: Dtt) -> None:
-    """As those of `dtt verify` do."""
-    cfg = resolve(own.folder / "lab/run.yaml", env={}).config
-    again = pickle.loads(pickle.dumps(cfg))
-    assert again == cfg
-    assert again.schedule.multiplier(1, RunFacts(4)) == 0.75**1.5
 
 
 def test_types_with_other_keys_say_what_they_drop(own: Dtt) -> None:

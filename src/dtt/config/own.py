@@ -125,49 +125,18 @@ def _leaves(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
         yield key, value
 
 
-class _OwnConfig(RunConfig):
-    """A configuration with classes of a user's own, which other processes get by pickle."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return what makes it again: its classes exist in this process only."""
-        own = [
-            (key, type(section).__name__, tag_of(section), file)
-            for key, section, file in own_sections(self)
-        ]
-        return _made_again, (own, self.model_dump_json())
-
-
-def _made_again(files: list[tuple[str, str, str, OwnFile]], text: str) -> RunConfig:
-    classes: dict[str, list[type[Section]]] = {}
-    for section, name, tag, file in files:
-        cls = _bound(getattr(_module(tag, file), name), tag, file, section)
-        if cls not in classes.setdefault(section, []):
-            classes[section].append(cls)
-    pairs = tuple((section, tuple(own)) for section, own in classes.items())
-    return _with_classes(pairs).model_validate_json(text)
-
-
-def _module(tag: str, file: OwnFile) -> ModuleType:
-    name = tag.rpartition(":")[0]
-    return _import_file(file) if name.endswith(".py") else importlib.import_module(name)
-
-
 @cache
 def _with_classes(classes: tuple[tuple[str, tuple[type[Section], ...]], ...]) -> type[RunConfig]:
     if not classes:
         return RunConfig
     own = {tuple(section.split(".")): found for section, found in classes}
-    return _extended(RunConfig, own, _OwnConfig)
+    return _extended(RunConfig, own)
 
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def _extended(
-    cls: type[SectionT],
-    own: Mapping[Key, tuple[type[Section], ...]],
-    base: type[SectionT] | None = None,
-) -> type[SectionT]:
+def _extended(cls: type[SectionT], own: Mapping[Key, tuple[type[Section], ...]]) -> type[SectionT]:
     """Return a section class whose keys, and those below, also take the classes in `own`."""
     fields: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path in own):
@@ -178,7 +147,7 @@ def _extended(
         fields[name] = (annotation, Field(default=field.default, json_schema_extra=extra))
     # The same name and module: the documentation of keys is read from the source of a class.
     extended: type[SectionT] = create_model(
-        cls.__name__, __base__=base or cls, __module__=cls.__module__, **fields
+        cls.__name__, __base__=cls, __module__=cls.__module__, **fields
     )
     extended.__doc__ = cls.__doc__
     return extended

@@ -23,6 +23,7 @@ from dtt.base.errors import DttError, ExitCode
 from dtt.base.files import write_atomically
 from dtt.config.key_types import tag_of
 from dtt.config.own import kept_files
+from dtt.config.run import RunConfig
 from dtt.hf import export
 from dtt.verify import forked_ranks, recording
 from dtt.verify.differences import (
@@ -73,6 +74,17 @@ def tolerances(noise: Mapping[str, float]) -> dict[str, float]:
     return found | {"S": max(found["S"], found["U"])}
 
 
+def write_configurations(folder: Path, configs: Mapping[str, RunConfig | None]) -> list[str]:
+    """Write configurations and the files of their own classes; return the names of the former."""
+    given = {f"{name}.yaml": cfg for name, cfg in configs.items() if cfg is not None}
+    for name, cfg in given.items():
+        text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
+        (folder / name).write_text(text)
+        for path, content in kept_files(cfg, folder).items():
+            write_atomically(path, content)
+    return list(given)
+
+
 @dataclass
 class LayoutRuns:
     """A small configuration with its runs, in a folder of its own."""
@@ -90,16 +102,13 @@ class LayoutRuns:
     def prepare(self) -> None:
         """Write the configuration, its inputs and the job that it starts from, if any."""
         self.folder.mkdir(parents=True)
-        inputs = self.small.texts, self.small.rows
-        made = forked_ranks.run(self.folder, 1, write_inputs, *inputs, log="inputs")
+        inputs = write_configurations(
+            self.folder, {"texts": self.small.texts, "rows": self.small.rows}
+        )
+        made = forked_ranks.run(self.folder, 1, write_inputs, inputs, log="inputs")
         if made.code != 0:
             raise CannotRun("the inputs of the comparison cannot be made", why=made.text)
-        for name, cfg in (("run", self.small.run), ("base", self.small.base)):
-            if cfg is not None:
-                text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
-                (self.folder / f"{name}.yaml").write_text(text)
-                for path, content in kept_files(cfg, self.folder).items():
-                    write_atomically(path, content)
+        write_configurations(self.folder, {"run": self.small.run, "base": self.small.base})
         if self.small.base is not None:
             self._run_alone("base", config="base.yaml")
 

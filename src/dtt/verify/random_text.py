@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtt.config.load import resolve
 from dtt.config.run import RunConfig
 from dtt.data.corpus import download
 from dtt.data.tokenize import run as tokenize
@@ -26,11 +27,13 @@ MEDIUM = 0.8
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
-def write_inputs(texts: RunConfig, rows: RunConfig | None) -> None:
-    """Write the token files of `texts` into the working directory, and those of `rows` if given.
+def write_inputs(configs: Sequence[str]) -> None:
+    """Write the token files of the configuration files into the working directory.
 
-    `texts` also trains the tokenizer, which `rows` uses.
+    That of the first also trains the tokenizer, which that of conversations, if any, uses. Code of
+    a user's own, which plays no part in them, does not run.
     """
+    texts, *others = (resolve(path, env={}, run_code=False).config for path in configs)
     source = random.Random(0)
     vocabulary = ["".join(source.choices(ALPHABET, k=source.randint(1, 3))) for _ in range(60)]
 
@@ -43,7 +46,7 @@ def write_inputs(texts: RunConfig, rows: RunConfig | None) -> None:
         return " ".join(medium) if source.random() < MEDIUM else text(LONGEST)
 
     _write(texts, [{"text": document()} for _ in range(DOCUMENTS)])
-    if rows is not None:
+    for rows in others:
         preference = rows.data.has_pairs
         _write(rows, list(_conversations(text, preference)))
 
