@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -63,23 +62,6 @@ def test_from_a_real_corpus_to_text_that_transformers_writes(
     write = pipeline("text-generation", str(dtt.folder / "exports/real"))
     [result] = write("The", max_new_tokens=5)
     assert result["generated_text"].startswith("The")
-
-
-@pytest.mark.slow
-def test_token_files_are_the_same_for_any_number_of_ranks(dtt: Dtt, shared: Path) -> None:
-    dtt("download", "-d", shared / "data/web/c4_sample.jsonl", "download.out=corpus")
-    hashes = set()
-    for ranks in (1, 2, 3):
-        mpirun(dtt, ranks, "tokenize", "download.out=corpus", f"tokenize.out=t{ranks}",
-               "tokenizer.vocab_size=1024", "tokenize.unit_bytes=50000",
-               "tokenize.validation_fraction=0.05")  # fmt: skip
-        folder = hashlib.sha256()
-        for path in sorted((dtt.folder / f"t{ranks}").glob("*.*")):
-            if not path.name.startswith("."):
-                folder.update(path.name.encode() + path.read_bytes())
-        hashes.add(folder.hexdigest())
-    assert len(list((dtt.folder / "t3").glob("train-*.bin"))) > 3
-    assert len(hashes) == 1
 
 
 def test_ids_are_those_of_the_hugging_face_library_over_the_whole_corpus(
