@@ -175,52 +175,6 @@ def test_insufficient_disk_space_is_detected_before_anything_is_written(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_checkpoint_that_waits_for_space_is_written_once_there_is_some(
-    tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    saver = make(tmp_path, alone, on_full="wait")
-    looked = threading.Event()
-    write = tensors.write
-
-    def full_at_first(path: Path, pieces: Any) -> Any:
-        if not looked.is_set():
-            looked.set()
-            full(path, pieces)
-        return write(path, pieces)
-
-    monkeypatch.setattr(tensors, "write", full_at_first)
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_LOOKS_FOR_SPACE", 0.01)
-    saver.begin(1, weights(1.0), state(1.0), {})
-    saver.wait()
-    assert looked.is_set()
-    assert "waits for space" in caplog.text
-    assert store.at_step(tmp_path / "checkpoints", 1).step == 1
-
-
-def wait_for_space_until_stopped(world: World, folder: Path) -> str:
-    wanted = threading.Event()
-    module.SECONDS_BETWEEN_LOOKS_FOR_SPACE = 0.01
-    job = JobDir(folder)
-    job.checkpoints.mkdir(parents=True, exist_ok=True)
-    config = CheckpointConfig(on_full="wait")
-    saver = Saver(job, 1, world, config, FACTS, wanted.is_set)
-    tensors.write = full  # type: ignore[assignment]
-    saver.begin(1, weights(1.0), state(1.0) | own(world.rank), {})
-    assert not saver.failed
-    if world.rank == 1:
-        wanted.set()
-    try:
-        saver.wait()
-    except DiskFull as error:
-        return str(error)
-    return ""
-
-
-def test_a_stop_request_on_any_rank_ends_the_wait_for_space(tmp_path: Path) -> None:
-    for message in on_ranks(2, wait_for_space_until_stopped, tmp_path):
-        assert "no space left on device" in message
-
-
 def test_a_file_that_vanishes_is_a_storage_error(
     tmp_path: Path, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,17 +8,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 from support.ranks import on_ranks
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base import files, reading
+from dtt.base import files
 from dtt.base.interrupts import STOP_SIGNALS
 from dtt.base.ranks import Ranks
-from dtt.base.reading import waiting_for_space
 from dtt.jobs.stop import Request, Requests
 from dtt.mesh.dist import World, start
 
@@ -85,33 +83,18 @@ def test_a_save_file_is_obeyed_once_and_removed(job: JobDir, alone: World) -> No
     assert requests.agreed(alone, 7).request is Request.NONE
 
 
-def test_the_acknowledgement_of_a_request_does_not_wait_for_space(
+def test_an_acknowledgement_that_finds_no_space_is_a_warning(
     job: JobDir, alone: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(path: Path) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    def waits(_: float) -> None:
-        pytest.fail("the steps wait for space")
-
     monkeypatch.setattr(files, "replacing", full)
-    monkeypatch.setattr(reading, "time", SimpleNamespace(sleep=waits))
     requests = listening(job)
     job.save.touch()
-    with waiting_for_space(requests.stop_asked_here):
-        assert requests.agreed(alone, 7).request is Request.SAVE
+    assert requests.agreed(alone, 7).request is Request.SAVE
     assert "could not be acknowledged" in caplog.text
     assert not job.save.exists()
-
-
-def test_a_rank_stops_waiting_once_an_error_ends_its_run_and_not_at_the_end_of_a_good_one(
-    job: JobDir,
-) -> None:
-    requests = listening(job)
-    requests.note_failure(None, None, None)
-    assert not requests.stop_asked_here()
-    requests.note_failure(OSError, OSError(), None)
-    assert requests.stop_asked_here()
 
 
 def test_a_stop_file_is_obeyed_and_removed_after_the_save(job: JobDir, alone: World) -> None:

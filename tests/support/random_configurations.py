@@ -150,7 +150,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
 """Alternatives for each feature, as arguments. The first configurations have two of them."""
 WITHOUT_EFFECT = (
     "name", "actions", "download", "clean", "tokenizer", "tokenize", "track", "eval", "profile",
-    "export", "pipeline", "launch", "checkpoint.every", "checkpoint.keep_", "checkpoint.on_full",
+    "export", "pipeline", "launch", "checkpoint.every", "checkpoint.keep_",
     "checkpoint.mirror",
     "train.device", "train.eval_", "train.sample_", "train.log_every", "train.hang_seconds",
     "train.compile", "train.attention", "chat.template", "chat.kwargs", "chat.control_text",

@@ -31,7 +31,6 @@ from dtt.base.reading import (
     read_records,
     read_text,
     retrying,
-    waiting_for_space,
 )
 from dtt.base.secrets import holds_secret, named_secret, redacted
 
@@ -250,7 +249,7 @@ class JobDir:
             "launch": launch,
         }
         # A full disk is for the checkpoints to report; readers then use the time of the folder.
-        with suppress(OSError), waiting_for_space(None):
+        with suppress(OSError):
             write_atomically(path, json.dumps(record, indent=1) + "\n")
         return number
 

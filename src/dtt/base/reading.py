@@ -16,7 +16,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +29,8 @@ a tuple of these."""
 
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR}
 """Error numbers of a busy or just restarted file server, which often succeed on a retry."""
+FULL = {errno.ENOSPC, errno.EDQUOT}
+"""Error numbers of a full disk."""
 PATIENCE = (0.5, 2.0, 8.0)
 """Seconds to wait before each retry."""
 OUTAGE = 16.0
@@ -40,8 +41,6 @@ good would keep a run for minutes after SIGTERM, of which Slurm allows 30 s.
 """
 APART = 60.0
 """Seconds without a failure after which the next one is the first of another outage."""
-FULL = {errno.ENOSPC, errno.EDQUOT}
-SECONDS_BETWEEN_LOOKS_FOR_SPACE = 10.0
 SMALL = 2**24
 """Maximum size in bytes of the small files of a job, and of a line in its record files."""
 LARGE = 2**28
@@ -64,9 +63,6 @@ STRICT = json.JSONDecoder(object_pairs_hook=_unique)
 keep."""
 log = logging.getLogger("dtt")
 _reported: set[Path] = set()
-
-
-_give_up: ContextVar[Callable[[], bool] | None] = ContextVar("give_up", default=None)
 
 
 @dataclass
@@ -99,38 +95,17 @@ def outages_limited() -> Iterator[None]:
         _outages.pop()
 
 
-@contextmanager
-def waiting_for_space(give_up: Callable[[], bool] | None) -> Iterator[None]:
-    """Let `retrying` wait for space on a full disk until `give_up()` returns True.
-
-    With None, a full disk is an error. Applies to the current thread (context) only.
-    """
-    token = _give_up.set(give_up)
-    try:
-        yield
-    finally:
-        _give_up.reset(token)
-
-
 def retrying(action: Callable[[], T]) -> T:
     """Return `action()`; retry it after transient file system errors.
 
-    Waits for space as well, if `waiting_for_space` is active.
     `action` must start over on each call: after a failed fsync, none of its earlier writes can be
     relied on.
     """
-    patience, waits, retried = iter(PATIENCE), False, False
+    patience, retried = iter(PATIENCE), False
     while True:
         try:
             result = action()
         except OSError as error:
-            give_up = _give_up.get()
-            if error.errno in FULL and give_up is not None and not give_up():
-                if not waits:
-                    log.warning("%s; waiting for space", error)
-                waits = True
-                time.sleep(SECONDS_BETWEEN_LOOKS_FOR_SPACE)
-                continue
             if error.errno not in TRANSIENT:
                 if retried:  # the file system answers again, as with ENOENT after ESTALE
                     _end_outage()

@@ -28,7 +28,7 @@ from dtt.artifacts.manifests import Reference
 from dtt.base.errors import DiskFull, DttError, PeerLost, StorageError
 from dtt.base.files import check_space, forget_cached, remove
 from dtt.base.log import log
-from dtt.base.reading import SECONDS_BETWEEN_LOOKS_FOR_SPACE, retrying, waiting_for_space
+from dtt.base.reading import retrying
 from dtt.checkpoint import retention, store, tensors
 from dtt.checkpoint.mirror import SECONDS_AT_END, SECONDS_AT_STOP, Mirror
 from dtt.checkpoint.tensors import TensorShard
@@ -90,8 +90,7 @@ class Saver:
         """Prepare to save to `job`; `facts` identify the run and go into every manifest.
 
         `mirror` gets each verified checkpoint, on rank 0.
-        While a save waits for disk space, it polls `stop_wanted`. If that is True on any rank, the
-        save fails with DiskFull on all ranks.
+        After `stop_wanted`, which asks no other rank, it waits less for the mirror.
         """
         self._stop_wanted, self.mirror = stop_wanted, mirror
         self._diverged = job.diverged_after()
@@ -254,34 +253,17 @@ class Saver:
             # Only on Linux does a priority apply to a single thread.
             if self._config.asynchronous and sys.platform == "linux":
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            # `retrying` must not wait for space by itself on one rank: if the disk is full, all
-            # ranks wait together below, and then write all files again.
-            with waiting_for_space(None):
-                # Rank 0 checks the free space for the whole checkpoint, of which a pipeline stage
-                # knows only a part.
-                save.bytes = sum(self._world.exchange(save.bytes))
-                full = self._write(save)
-            if full is not None and self._world.first:
-                log.warning("%s\n  the checkpoint of step %d waits for space", full, save.step)
-            while full is not None:
-                # Polled, since no event tells that a disk has space again.
-                time.sleep(SECONDS_BETWEEN_LOOKS_FOR_SPACE)
-                # All ranks, or none: a rank that gave up alone would leave the others in the next
-                # exchange.
-                if any(self._world.exchange(self._stop_wanted())):
-                    raise full
-                with waiting_for_space(None):
-                    full = self._write(save)
+            # Rank 0 checks the free space for the whole checkpoint, of which a pipeline stage knows
+            # only a part.
+            save.bytes = sum(self._world.exchange(save.bytes))
+            self._write(save)
             save.ended = time.perf_counter()
             self._done.append(save)
         except Exception as error:  # noqa: BLE001  raised again by `wait`
             self._error = error
 
-    def _write(self, save: Save) -> DiskFull | None:
-        """Write, commit, verify and prune; return DiskFull if the save should wait for space.
-
-        With on_full="stop", DiskFull is raised instead.
-        """
+    def _write(self, save: Save) -> None:
+        """Write, commit, verify and prune."""
         folder, staging = self._job.checkpoints, self._staging(save)
         # Each `_together` is a collective of the background group. All ranks pass them in the same
         # order, whatever fails.
@@ -295,13 +277,10 @@ class Saver:
             # After all ranks have flushed their files: the manifest is what makes the folder a
             # checkpoint.
             self._together(lambda: store.commit(staging, files, **facts) if first else None)
-        except DiskFull as error:
-            if first:
-                # The files of all ranks, which the next try writes again.
+        except DiskFull:
+            if first:  # the files of all ranks, which would keep the disk full
                 shutil.rmtree(staging, ignore_errors=True)
-            if self._config.on_full == "stop":
-                raise
-            return error
+            raise
         save.write_seconds = time.perf_counter() - started
         path = store.folder_of(folder, save.step)
         # Each rank reads back what it wrote: the work is divided, and a node's broken disk is found
@@ -315,7 +294,6 @@ class Saver:
                 self.mirror.add(save.step)
             self._prune()
             log.info("saved %s", path)
-        return None
 
     def _staging(self, save: Save) -> Path:
         return self._job.checkpoints / store.staging_name(save.step, self._attempt)

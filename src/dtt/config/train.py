@@ -240,9 +240,6 @@ class CheckpointConfig(Section):
     keep_best: NonNegativeInt = resumable(0)
     """Number of checkpoints with the lowest validation loss to keep as well; needs an evaluation at
     each save."""
-    on_full: Literal["wait", "stop"] = resumable("stop")
-    """Action when the disk is full: `wait` for space (training continues until the next save is
-    due), or `stop` with exit code 74. Existing checkpoints stay intact either way."""
     mirror: str | None = resumable(None)
     """Folder to which each verified checkpoint is copied in the background, kept by the same rules:
     `s3://bucket/prefix`, `gs://`, `abfs://`, `file://` or an absolute path on another disk. A

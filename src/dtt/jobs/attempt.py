@@ -182,8 +182,6 @@ def _ending_recorded(attempt: Attempt, ranks: Ranks) -> Iterator[None]:
         reason = redacted(f"{type(error).__name__}: {error}")
         raise
     finally:
-        # From here on nobody waits for disk space: the launcher ends the ranks soon.
-        attempt.requests.failing = code != ExitCode.DONE
         # These outcomes are the same on all ranks, and rank 0 records them for all; each rank
         # records any other outcome itself.
         together = code in (ExitCode.DONE, ExitCode.PREEMPTED)

@@ -21,7 +21,7 @@ from dtt.base.files import remove, write_atomically
 from dtt.base.interrupts import STOP_SIGNALS
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.base.reading import retrying, waiting_for_space
+from dtt.base.reading import retrying
 from dtt.jobs.job_files import trigger_lines
 
 if TYPE_CHECKING:  # torch is slow to import, and signals must be handled before
@@ -74,8 +74,6 @@ class Requests:
         self.job: JobDir | None = None
         self._checked = 0.0
         """Time of the last check of the trigger files."""
-        self.failing = False
-        """True once this rank ends with an error: nothing waits for space on a disk any more."""
         self.refusal: DttError | None = None
         """Error that prevents this rank from starting. Rank 0 reports it for all ranks, and the
         launcher ends the others."""
@@ -178,14 +176,9 @@ class Requests:
         """
         return world.maximum(self._own_request(world)) >= Request.STOP
 
-    def note_failure(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Note that an exception ends the run; an exit callback for an ExitStack."""
-        self.failing = kind is not None
-
     def stop_asked_here(self) -> bool:
-        """Return True if this rank has to stop, by a request or an error; asks no other rank."""
-        requested = bool(self.reason) or (self.job is not None and self.job.stop.exists())
-        return requested or self.failing
+        """Return True if this rank has been asked to stop; asks no other rank."""
+        return bool(self.reason) or (self.job is not None and self.job.stop.exists())
 
     def _own_request(self, world: World) -> Request:
         if self.reason:
@@ -213,8 +206,7 @@ class Requests:
         log.info("asked to %s by %s, after step %d", name, by, step)
         record = {"request": name, "by": by, "step": step, "time": time.time()}
         try:
-            with waiting_for_space(None):  # the steps must not wait for this file
-                write_atomically(self.job.acknowledged, json.dumps(record) + "\n")
+            write_atomically(self.job.acknowledged, json.dumps(record) + "\n")
         except OSError as error:
             log.warning("the request could not be acknowledged: %s", error)
         # A stop stays until all is saved: see `forget`.

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError, DttError, ExitCode, Preempted
 from dtt.base.log import log
 from dtt.base.ranks import Ranks
-from dtt.base.reading import outages_limited, waiting_for_space
+from dtt.base.reading import outages_limited
 from dtt.checkpoint import retention, store
 from dtt.config.load import stage_names, with_steps
 from dtt.config.merging import Resolved
@@ -271,12 +270,10 @@ def run_attempt(
     from dtt.mesh import dist
 
     job, cfg = start.job, start.cfg
-    waits = cfg.checkpoint.on_full == "wait"
     attempt = None
     try:
         with (
             outages_limited(),
-            waiting_for_space(requests.stop_asked_here if waits else None),
             holding(job, ranks),
             recorded_attempt(
                 job, ranks, requests, timed=cfg.train.timed, startup=startup, announced=True
@@ -285,10 +282,9 @@ def run_attempt(
         ):
             # Inside, every rank that fails for the same reason as rank 0 stays silent.
             with after_rank_0(ranks, requests):
-                # Of collectives: rank 0 may wait for space for days. The watchdog covers steps
-                # only, so a hang in the start, an evaluation or a save lasts this long.
-                timeout = timedelta(days=7) if waits else timedelta(minutes=30)
-                world = dist.start(ranks, cfg.train.device, timeout)
+                # The watchdog covers steps only: a collective that hangs in the start, an
+                # evaluation or a save lasts half an hour.
+                world = dist.start(ranks, cfg.train.device)
             # Ranks that start late may see a newer attempt folder. The number of rank 0 counts.
             attempt.number = world.from_first(attempt.number)
             attempt.startup.end_phase("process group")
@@ -350,8 +346,6 @@ def build_and_train(
                 # attempt writes new ones for these steps.
                 for path in store.supersede(job.checkpoints, start.from_step, attempt.number):
                     log.info("renamed newer checkpoint: %s", path)
-            # Called first, before the trackers are closed.
-            stack.push(attempt.requests.note_failure)
             finished = trainer.run()
     if not finished:
         raise Preempted(

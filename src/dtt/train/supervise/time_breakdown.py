@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.log import log
-from dtt.base.reading import waiting_for_space
 from dtt.jobs.clock import Clock, PhaseTimer
 from dtt.mesh.process import in_words
 from dtt.track.base import Record
@@ -32,13 +31,12 @@ class StopLead:
     def write(self) -> None:
         """Write the file that a job script reads; call it after a save.
 
-        On a full disk it logs a warning at once, and the next save writes the file again: waiting
-        for space, or ending the run, is up to the checkpoints.
+        On a full disk it logs a warning, and the next save writes the file again: ending the run is
+        up to the checkpoints.
         """
         try:
-            with waiting_for_space(None):
-                save = max(self.saves) + self.after_save
-                self.job.write_lead(max(self.steps, default=0.0), save)
+            save = max(self.saves) + self.after_save
+            self.job.write_lead(max(self.steps, default=0.0), save)
         except OSError as error:
             log.warning("lead is not up to date: %s", in_words(error))
 
