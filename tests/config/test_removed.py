@@ -19,7 +19,7 @@ VALUES = {
     "launch.nccl_logs": True, "guard.spike_sigmas": 5.0, "guard.max_skips": 3,
     "train.batch_schedule.lr_rule": "sqrt", "export.out": "out", "launch.nsys": True,
     "optim.groups.decay": "60%",
-    "tokenize.local": "/scratch", "checkpoint.on_full": "wait",
+    "tokenize.local": "/scratch", "checkpoint.on_full": "wait", "launch.template": "a",
 }  # fmt: skip
 """A value of each removed key that is not its default."""
 

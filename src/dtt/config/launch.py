@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
@@ -202,8 +201,6 @@ class LaunchConfig(Section):
     preflight: bool = resumable(False)
     """Run `dtt doctor` with all processes before training: it reports a faulty disk, GPU or link,
     and training does not start on it."""
-    template: Path | None = resumable(None)
-    """Jinja2 template to use in place of dtt's own job script."""
     steps: dict[Step, dict[Resource, Value]] = resumable({})
     """Resources of other steps than the training, by step (`download`, `clean`, `tokenize`, `eval`,
     `export`): `nodes`, `tasks_per_node`, `gpus_per_node`, `cpus_per_task`, `mem`, `time`,

@@ -25,6 +25,7 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
     ("train", "remat_every"): (1, "delete the key, or train.remat=selective"),
     ("tokenize", "local"): (None, "delete the key, or tokenize.out=/shared/tokens"),
     ("checkpoint", "on_full"): ("stop", "delete the key, or checkpoint.keep_last=1"),
+    ("launch", "template"): (None, "delete the key, or launch.setup='[source env.sh]'"),
     ("launch", "lead_seconds"): (None, "delete the key (it is measured), or launch.time=2:00:00"),
     ("train", "batch_schedule", "lr_rule"): ("none", "delete the key, or schedule.warmup=20%"),
     ("export", "out"): (None, "delete the key; dtt export JOB --out FOLDER, or name=ANOTHER"),

@@ -22,7 +22,7 @@ from support.fake_slurm import write_commands
 from support.running import ROOT, TIMEOUT
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError, EnvironmentUnfit, InputError
+from dtt.base.errors import ConfigError, EnvironmentUnfit
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import resolve
 from dtt.config.shipped import shipped_configs
@@ -178,21 +178,6 @@ def test_launch_keys_become_directives_and_nothing_else() -> None:
         "constraint": "a100&nvlink", "reservation": "r", "exclude": "n[1-3],m2",
         "signal": "B:USR2@300", "requeue": "", "exclusive": "",
     }  # fmt: skip
-
-
-def test_a_users_template_gets_the_same_values_and_an_unknown_name_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "mine.j2"
-    path.write_text("{{ job_name }} {{ directory | q }} {{ launch.nodes }} {{ launch.setup }}")
-    mine = script(template=path, directory=Path("/a b"))
-    assert render(mine) == "run '/a b' 2 ()"
-    path.write_text("{{ jobname }}")
-    with pytest.raises(ConfigError, match="'jobname' is undefined"):
-        render(script(template=path))
-    path.write_text("{{ launch.nodes + 'x' }}")
-    with pytest.raises(ConfigError, match="unsupported operand"):
-        render(script(template=path))
-    with pytest.raises(InputError, match=r"nix\.j2"):
-        render(script(template=tmp_path / "nix.j2"))
 
 
 # ---- hostile values ----------------------------------------------------------------------------

@@ -6,19 +6,14 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, assert_never
+from typing import Literal, assert_never
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError, InputError
+from dtt.base.errors import ConfigError
 from dtt.base.reading import read_text
 from dtt.config.launch import ApptainerConfig, LaunchConfig, NoContainer, PyxisConfig
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-TEMPLATE = Path(__file__).with_name("job.sh.j2")
 SUPERVISOR = Path(__file__).with_name("supervisor")
 """The package that each job directory holds a copy of."""
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9_./-]*"
@@ -118,40 +113,48 @@ class Script:
 
 
 def render(script: Script) -> str:
-    """Return the text of the job script. It executes the copy of SUPERVISOR next to it.
+    """Return the text of the job script. It executes the copy of SUPERVISOR next to it."""
+    prepare, set_up = _set_up(script)
+    directives = "\n".join(f"#SBATCH {option}" for option in _directives(script))
+    launcher, options = " \\\n        ".join(_launcher(script)), " \\\n    ".join(_options(script))
+    return f"""\
+#!/bin/bash
+{directives}
 
-    Raises InputError if the template cannot be read, ConfigError if the user's own template fails.
-    """
-    custom = script.launch.template
-    path = custom or TEMPLATE
-    try:
-        return str(_template(path.read_text(encoding="utf-8")).render(_variables(script)))
-    except OSError as error:
-        raise InputError(
-            f"cannot read the template {path}", why=error.strerror, next="set launch.template=FILE"
-        ) from None
-    except Exception as error:  # the expressions of a user's template can raise anything
-        if custom is None:
-            raise
-        raise ConfigError(
-            f"cannot render {path}",
-            why=str(error) or type(error).__name__,
-            next="see the variables listed in docs/slurm.md",
-        ) from None
+# Written by `dtt submit`. In the same folder, `sbatch {script.job}/slurm.sh` resumes the job.
+# The supervisor passes on stop requests and decides whether the job continues: see docs/slurm.md.
+# shellcheck disable=SC1091,SC2154,SC2329  # the supervisor sets _dtt_… and calls the functions
+
+cd -- {_quoted(script.directory)} || exit 66
+
+# On the first node, before and outside of all that runs on the nodes.
+_dtt_prepare() {{
+{_indented(prepare)}
+}}
+
+# Run a command on all nodes.
+_dtt_launch() {{
+    exec {launcher} "$@"
+}}
+
+# On every node, in the container if there is one.
+_dtt_set_up() {{
+{_indented(set_up)}
+}}
+
+# After set-up: run a module of dtt with its arguments.
+_dtt_program() {{
+    {_program(script)} -m "$@"
+}}
+
+exec python3 -IB {_quoted(script.job)}/supervisor {options} \\
+    --functions "$(declare -f _dtt_prepare _dtt_launch _dtt_set_up _dtt_program)" "$@" \\
+    -- {shlex.join(script.argv)}
+"""
 
 
-@cache
-def _template(text: str) -> Template:
-    """Compile a template in which an undefined name is an error and `| q` quotes for bash."""
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import SandboxedEnvironment
-
-    # Sandboxed, because launch.template is a file of the user that may come from elsewhere.
-    environment = SandboxedEnvironment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters.update(q=_quoted, shell_line=shell_line)
-    return environment.from_string(text)
+def _indented(lines: list[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _quoted(value: object) -> str:
@@ -167,25 +170,6 @@ def shell_line(line: str) -> str:
     words = line.split()
     simple = re.fullmatch(r"[A-Za-z0-9_./+=:@, -]+", line) and words
     return line.strip() if simple and words[0] not in RESERVED else f"eval {shlex.quote(line)}"
-
-
-def _variables(script: Script) -> dict[str, Any]:
-    """Return the variables that a template may use."""
-    prepare, set_up = _set_up(script)
-    return {
-        "job_name": script.job_name.replace("/", "."),
-        "job": script.job,
-        "directory": script.directory,
-        "argv": script.argv,
-        "kind": script.kind,
-        "launch": script.launch,
-        "directives": list(_directives(script)),
-        "prepare": prepare,
-        "set_up": set_up,
-        "launcher": " \\\n        ".join(_launcher(script)),
-        "program": _program(script),
-        "options": " \\\n    ".join(_options(script)),
-    }
 
 
 def _directives(script: Script) -> Iterator[str]:
