@@ -170,7 +170,7 @@ UNBOUNDED = {
     # Files of the machine, of the interpreter and of dtt's own package.
     "artifacts/jobdir.py", "base/host_memory.py", "base/launcher.py", "data/corpus/stdlib.py",
     "jobs/clock.py",
-    "jobs/slurm/job_script.py", "jobs/slurm/submissions.py", "launch/sweep/local_trials.py",
+    "jobs/slurm/submissions.py", "launch/sweep/local_trials.py",
     "mesh/environment.py", "report/page.py",
     # The temporary files of a process, or of its own children.
     "verify/differences.py", "verify/forked_ranks.py",
