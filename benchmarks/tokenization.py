@@ -37,7 +37,7 @@ from xxhash import xxh3_64_intdigest
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.data.text.tokenizer import open_tokenizer
-from dtt.data.token_file import TokenFile, token_dtype
+from dtt.data.token_file import TokenFile, bin_path, token_dtype
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -117,7 +117,7 @@ def documents(out: Path, end: int) -> Iterator[npt.NDArray[np.uint32]]:
     if TokensManifest.exists(out):
         for shard in TokensManifest.read(out).shards:
             file = TokenFile(out / shard.stem)
-            yield from (file[i] for i in range(len(file)))
+            yield from np.split(np.fromfile(bin_path(file.stem), file.dtype), file.bounds()[1:-1])
     elif (out / "ids.bin").exists():
         ids = np.fromfile(out / "ids.bin", token_dtype(end + 1))
         yield from np.split(ids, np.cumsum(np.load(out / "lengths.npy"))[:-1])

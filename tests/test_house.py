@@ -179,7 +179,7 @@ UNBOUNDED = {
     # A log that the user follows.
     "launch/job.py",
     # Written by this process just before, or looked at only after their names and kinds fit.
-    "base/files.py", "data/inspect/mixture_folder.py", "launch/submission.py",
+    "base/files.py", "launch/submission.py",
 }  # fmt: skip
 """Modules that read files whole by themselves."""
 

@@ -20,7 +20,7 @@ from support.token_files import END, random_documents, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
 from dtt.data.inspect import inspector, raw_text
-from dtt.data.inspect.inspector import IdStatistics, count, inspect_path, places
+from dtt.data.inspect.inspector import IdStatistics, inspect_path, places
 from dtt.data.inspect.report import InspectOptions, Report
 from dtt.data.samples import compatibility
 from dtt.data.samples.token_shards import DocumentEnds, Shard
@@ -34,14 +34,14 @@ def see(path: Path, **wishes: Any) -> Report:
 
 def test_sampled_ranges_are_spread_evenly_and_never_overlap() -> None:
     sizes = [10**9, 0, 3 * 10**9, 5, 10**7]
-    found = list(places(sizes, everything=False))
+    found = places(sizes, everything=False)
     assert len(found) == inspector.PLACES
     starts = np.cumsum([0, *sizes])
     spans = [(int(starts[file]) + a, int(starts[file]) + b) for file, a, b in found]
     assert spans[0][0] == 0
     assert spans[-1][1] == sum(sizes)
     gaps = [b[0] - a[0] for a, b in pairwise(spans)]
-    assert max(gaps) - min(gaps) <= 1
+    assert max(gaps) - min(gaps) <= 3 * inspector.PLACE_TOKENS
     assert all(a[1] <= b[0] for a, b in pairwise(spans))
     assert all(0 <= a < b <= sizes[file] for file, a, b in found)
 
@@ -60,7 +60,7 @@ def test_place_by_place_every_document_is_seen_once(
     where = TokenFile(stem) if pair else DocumentEnds(ends.astype("<u8"))
     total = sum(map(len, documents))
     shard = Shard(stem.with_suffix(".bin"), total, "<u2", "", lambda: where)
-    assert count(where) == len(documents)
+    assert len(where) == len(documents)
     seen = IdStatistics(10, None)
     for start in range(0, max(total, 1), size):
         seen.read(shard, where, start, min(start + size, total))
@@ -78,12 +78,7 @@ def test_raw_ids_have_no_documents_and_are_shown_as_text(tmp_path: Path) -> None
     assert report.kind == "raw ids"
     assert (report.documents, report.lengths, report.tokens) == (None, None, len(ids) + 2)
     assert report.samples[0]["text"] == "all in a row"
-    at = len(ids)
-    assert report.oddities == [
-        "ids outside the vocabulary of 257: 2",
-        f"train.bin, token {at}: 300",
-        f"train.bin, token {at + 1}: 400",
-    ]
+    assert report.oddities == ["ids outside the vocabulary of 257: 2"]
 
 
 def test_documents_without_an_end_are_counted(tmp_path: Path) -> None:
@@ -183,7 +178,7 @@ def test_a_large_corpus_is_sampled(
     assert some.read["amount"] < 2**18
     assert every.documents == 8000
     assert some.documents is not None
-    assert some.documents_estimated == (kind == "jsonl")  # the footers of Parquet tell
+    assert some.documents_estimated
     assert 0.85 < some.documents / 8000 < 1.2
 
 

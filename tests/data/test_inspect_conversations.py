@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from support import pseudo_terminal
 from support.conversation_files import conversation, jsonl, write_tokenizer
 from support.running import Dtt
-
-from dtt.data.conversations.template import CHATML
 
 ROWS = [conversation(i) for i in range(1, 60)]
 
@@ -39,43 +35,8 @@ def test_the_answer_of_a_conversation_is_between_the_marks(dtt: Dtt) -> None:
     text = "\n".join(line.removeprefix("    | ") for line in shown.splitlines())
     assert f"<|im_start|>assistant\n⟦{answer}<|im_end|>⟧" in text
     assert "trained tokens are between ⟦ and ⟧" in shown
-    assert "\x1b" not in shown  # not a terminal
     assert "stop_tokens        <|im_end|> (2)" in shown
     assert "anomalies" not in shown
-
-
-def test_a_terminal_shows_trained_tokens_in_color(dtt: Dtt) -> None:
-    tokenize(dtt)
-    shown = {color: in_terminal(dtt, NO_COLOR=color) for color in ("", "1")}
-    assert "\x1b[32m⟦" in shown[""]
-    assert "⟦" in shown["1"]
-    assert "\x1b[32m" not in shown["1"]
-
-
-def in_terminal(dtt: Dtt, **env: str) -> str:
-    """Return what `dtt data inspect` writes to a terminal; an empty variable is not set."""
-    env = {name: value for name, value in env.items() if value}
-    arguments = ["data", "inspect", "tokens", "--samples", "1"]
-    process, terminal = pseudo_terminal.start_dtt(arguments, dtt.folder, env)
-    shown = b""
-    while True:
-        try:
-            part = os.read(terminal, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(terminal)
-    process.wait()
-    return shown.decode()
-
-
-def test_a_doubled_start_token_is_reported(dtt: Dtt) -> None:
-    (dtt.folder / "double.jinja").write_text("<|endoftext|><|endoftext|>" + CHATML)
-    tokenize(dtt, "chat.template=double.jinja")
-    shown = dtt("data", "inspect", "tokens").stdout
-    assert "conversations that start with the same special token twice: 59" in shown
 
 
 def test_refused_rows_and_damaged_masks_are_reported(dtt: Dtt) -> None:

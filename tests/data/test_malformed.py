@@ -17,6 +17,7 @@ import pytest
 from support import tokenizing
 from support.malformed import FAULTS, GOOD, GOOD_FILES, LONG, Fault, parquet
 from support.running import ROOT, Dtt
+from support.token_files import read_documents
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, DttError
@@ -27,7 +28,6 @@ from dtt.data.corpus.units import Corpus
 from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.report import InspectOptions
 from dtt.data.samples.encoded_documents import CorpusDocuments
-from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.encode_corpus import Tokenized
 
 WISHES = InspectOptions(samples=0, everything=True, hashes=False, tokenizer=None, dtype="uint16")
@@ -78,8 +78,8 @@ def write_source(fault: Fault, folder: Path) -> None:
 
 
 def ids_outside(out: Path, manifest: TokensManifest) -> int:
-    files = [TokenFile(out / shard.stem) for shard in manifest.shards]
-    return sum(int(np.count_nonzero(file.tokens >= manifest.vocab_size)) for file in files)
+    ids = [one for shard in manifest.shards for one in read_documents(out / shard.stem)]
+    return sum(int(np.count_nonzero(one >= manifest.vocab_size)) for one in ids)
 
 
 Run = Callable[..., Tokenized]

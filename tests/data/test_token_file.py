@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.ranks import on_ranks
+from support.token_files import read_documents
 
 from dtt.base.errors import DamagedError, InputError
 from dtt.data.token_file import (
@@ -52,13 +53,11 @@ def megatron_index(
 def test_documents_round_trip(tmp_path: Path) -> None:
     write(tmp_path / "a", DOCUMENTS)
     file = TokenFile(tmp_path / "a")
-    assert [file[i].tolist() for i in range(len(file))] == DOCUMENTS
+    assert [one.tolist() for one in read_documents(tmp_path / "a")] == DOCUMENTS
     assert file.dtype == np.uint16
-    assert file.total == 11
-    assert file.lengths.tolist() == [4, 2, 5]
-    assert file.offsets.tolist() == [0, 4, 6]
+    assert (file.total, len(file)) == (11, 3)
     assert file.documents.tolist() == [0, 1, 2, 3]
-    assert file.tokens.tolist() == [5, 6, 7, 0, 8, 0, 1, 2, 3, 4, 0]
+    assert file.bounds().tolist() == [0, 4, 6, 11]
 
 
 def test_index_is_byte_for_byte_megatrons(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_dtype_follows_the_vocabulary_as_in_megatron(tmp_path: Path) -> None:
     assert token_dtype(65_499) == "uint16"
     assert token_dtype(65_500) == "int32"
     write(tmp_path / "big", [[100_000, 0]], vocab_size=151_643)
-    assert TokenFile(tmp_path / "big")[0].tolist() == [100_000, 0]
+    assert read_documents(tmp_path / "big")[0].tolist() == [100_000, 0]
     assert bin_path(tmp_path / "big").stat().st_size == 8
 
 
@@ -101,7 +100,7 @@ def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path) -> None:
 def test_a_file_of_no_documents_is_read(tmp_path: Path) -> None:
     write(tmp_path / "a", [])
     file = TokenFile(tmp_path / "a")
-    assert len(file) == file.total == len(file.tokens) == len(file.lengths) == 0
+    assert len(file) == file.total == 0
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from support.running import Dtt
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.data.token_file import TokenFile
 
 Settings = Callable[..., list[str]]
 
@@ -22,7 +21,7 @@ Settings = Callable[..., list[str]]
 def ids(tokens: Path) -> npt.NDArray[np.uint16]:
     """The training ids of a token folder, in a row."""
     train = [s.stem for s in TokensManifest.read(tokens).shards if s.split == "train"]
-    return np.concatenate([TokenFile(tokens / stem).tokens for stem in train])
+    return np.concatenate([np.fromfile(tokens / f"{stem}.bin", np.uint16) for stem in train])
 
 
 def train(dtt: Dtt, tiny: Settings, tokens: Path, name: str, expect: int = 0) -> str:

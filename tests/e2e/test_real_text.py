@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from support import forked_runs
 from support.running import Dtt
+from support.token_files import read_documents
 from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.local import dtt_argv, mpi_argv
-from dtt.data.token_file import TokenFile
 
 SMALL = (
     "model.dim=32", "model.n_layers=1", "model.n_heads=2", "train.steps=4", "train.seq_len=64",
@@ -77,7 +77,7 @@ def test_ids_are_those_of_the_hugging_face_library_over_the_whole_corpus(
     ours = sorted(
         document.tolist()
         for shard in manifest.shards
-        for document in TokenFile(dtt.folder / "tokens" / shard.stem)
+        for document in read_documents(dtt.folder / "tokens" / shard.stem)
     )
     tokenizer = Tokenizer.from_file(str(path))
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dtt.artifacts.corpus import CorpusSource
 from dtt.artifacts.manifests import ChatFacts, SplitCounts, TokenShard, TokensManifest
-from dtt.data.token_file import TokenFileWriter
+from dtt.data.token_file import TokenFile, TokenFileWriter, bin_path, map_file
 
 if TYPE_CHECKING:
     from dtt.data.samples.loader import SampleReader
@@ -93,6 +94,13 @@ def write_conversations(
         skipped_documents=0, empty_documents=0, chat=facts, pairs=pairs,
     )  # fmt: skip
     (folder / manifest.filename).write_text(manifest.dump())
+
+
+def read_documents(stem: Path) -> list[npt.NDArray[Any]]:
+    """The token ids of each document of a pair of files."""
+    file = TokenFile(stem)
+    ids = map_file(bin_path(stem)).view(file.dtype)
+    return [ids[start:stop] for start, stop in pairwise(file.bounds().tolist())]
 
 
 def row(documents: Sequence[Document]) -> npt.NDArray[np.int64]:

@@ -9,10 +9,10 @@ from dtt.artifacts.manifests import TokensManifest
 from dtt.config.clean import CleanConfig
 from dtt.config.data import TokenizeConfig, TokenizerConfig, TrainedTokenizerConfig
 from dtt.data.text.unit_encoder import DocumentKind, PlainText
-from dtt.data.token_file import TokenFile
 from dtt.data.tokenize.encode_corpus import Tokenized, tokenize
 from dtt.data.tokenize.work_plan import Plan, make_plan
 from dtt.mesh.comm import Serial
+from support.token_files import read_documents
 
 BPE = TrainedTokenizerConfig(vocab_size=300)
 UNIT_BYTES = 20_000
@@ -53,6 +53,5 @@ def documents(folder: Path) -> dict[str, list[list[int]]]:
     """The ids of the documents of each split, in order."""
     found: dict[str, list[list[int]]] = {"train": [], "validation": []}
     for shard in TokensManifest.read(folder).shards:
-        file = TokenFile(folder / shard.stem)
-        found[shard.split] += [file[i].tolist() for i in range(len(file))]
+        found[shard.split] += [ids.tolist() for ids in read_documents(folder / shard.stem)]
     return found

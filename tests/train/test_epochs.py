@@ -91,8 +91,7 @@ def test_a_run_lasts_its_epochs_and_a_resume_keeps_them(
     assert samples > 8
     planned = json.loads(dtt("plan", *arguments, "train.epochs=1.5", "--json").stdout)
     assert planned["steps"] == steps
-    mixed = json.loads(dtt("data", "mix", *arguments, "train.epochs=1.5", "--json").stdout)
-    assert mixed["steps"] == mixed["steps_asked"] == steps
+    assert f"{steps} steps of " in dtt("data", "mix", *arguments, "train.epochs=1.5").stdout
     dry = dtt("submit", "train", *arguments, "train.epochs=1.5", "--dry-run").stdout
     assert f"{steps} steps of 1024 tokens" in dry
     dtt("train", *arguments, "train.epochs=1.5")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from support.running import Dtt
 
+from dtt.config.load import resolve
+from dtt.data.samples.dataset import open_dataset
 from dtt.track import jsonl
 
 KINDS = ("train", "eval", "sample", "data")
@@ -33,8 +35,9 @@ def folders(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def project(dtt: Dtt, folders: Path) -> Dtt:
+def project(dtt: Dtt, folders: Path, monkeypatch: pytest.MonkeyPatch) -> Dtt:
     """A project with a copy of these folders."""
+    monkeypatch.chdir(dtt.folder)
     for name in ("tokens", "apart"):
         shutil.copytree(folders / name, dtt.folder / name)
     return dtt
@@ -62,8 +65,10 @@ def result(dtt: Dtt, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]
 
 
 def samples(dtt: Dtt, *more: str) -> dict[str, int]:
-    mix = json.loads(dtt("data", "mix", "--json", *settings(*more)).stdout)
-    return {source["name"]: source["samples"] for source in mix["sources"]}
+    dataset = open_dataset(resolve(None, settings(*more)).config)
+    shown = dtt("data", "mix", *settings(*more)).stdout
+    assert all(f"\n  {source.name} " in f"\n{shown}" for source in dataset.sources)
+    return {source.name: len(source) for source in dataset.sources}
 
 
 def test_a_pattern_trains_as_its_folders_listed_by_hand(project: Dtt) -> None:

@@ -60,29 +60,19 @@ def data_inspect(
 @data_cli.command(
     "dtt data mix -c run.yaml",
     "dtt data mix -c run.yaml train.steps=20000",
-    "dtt data mix -c run.yaml --write data/mix",
 )
 def data_mix(
     overrides: Overrides = None,
     config: Config = None,
     stage: Stage = None,
-    write: Annotated[
-        Path | None,
-        option(
-            "Write the mixture into a folder: links to the token files, their statistics, "
-            "and the list of weights and prefixes for Megatron's --data-path.",
-            metavar="FOLDER",
-        ),
-    ] = None,
-    json: Json = False,
 ) -> None:
-    """Show the share, tokens, epochs and exhaustion step of each data source of a run.
+    """Show the share, the tokens and the epochs of each data source of a run, and its steps.
 
     Reads the sizes of the token files. Needs no GPU.
     """
     from dtt.data.inspect import run as body
 
-    body.mix(resolve(config, overrides, {}, stage=stage), write, as_json=json)
+    body.mix(resolve(config, overrides, {}, stage=stage))
 
 
 @data_cli.command(

@@ -142,19 +142,9 @@ class TokenFile:
         return map_file(idx_path(self.stem))
 
     @cached_property
-    def lengths(self) -> Tokens:
-        """int32[sequences]: tokens of each sequence."""
-        return self._array("<i4", HEADER.size, self.sequences)
-
-    @cached_property
     def byte_offsets(self) -> Tokens:
         """int64[sequences]: byte offset in the `.bin` of each sequence's first token."""
         return self._array("<i8", HEADER.size + 4 * self.sequences, self.sequences)
-
-    @property
-    def offsets(self) -> Tokens:
-        """int64[sequences]: index into `tokens` of each sequence's first token."""
-        return self.byte_offsets // self.dtype.itemsize
 
     @cached_property
     def documents(self) -> Tokens:
@@ -164,13 +154,8 @@ class TokenFile:
             raise self._damaged("its document index does not cover its sequences")
         return entries
 
-    @cached_property
-    def tokens(self) -> Tokens:
-        """[total]: all token ids, memory-mapped."""
-        return map_file(bin_path(self.stem)).view(self.dtype)
-
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the index into `tokens` of the first token of documents first … stop - 1.
+        """Return the index into the file of the first token of documents first … stop - 1.
 
         `stop` may be one more than the number of documents; the last value is then `total`.
         """
@@ -191,13 +176,8 @@ class TokenFile:
         return self.starts(0, self._entries)
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
-        return self.sequences
-
-    def __getitem__(self, sequence: int) -> Tokens:
-        """Return the token ids of one sequence."""
-        start = int(self.byte_offsets[sequence]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[sequence])]
+        """Return the number of documents."""
+        return len(self.documents) - 1
 
     def _array(self, dtype: str, start: int, count: int) -> Tokens:
         return np.frombuffer(self._index, dtype=dtype, offset=start, count=count)

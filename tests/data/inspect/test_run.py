@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from support.running import Dtt
 from support.selections import write_selection
-from support.token_files import END, write_folder
+from support.token_files import END, read_documents, write_folder
 
 from dtt.artifacts.manifests import TokensManifest
-from dtt.data.token_file import TokenFile
 
 Settings = Callable[..., list[str]]
 
@@ -39,7 +38,8 @@ def test_inspect_reports_a_token_folder_as_text_and_json(dtt: Dtt, tokens: Path)
     assert report["facts"]["splits"]["train"] == train.model_dump()
     end = {"id": 0, "token": "<|endoftext|>", "documents": 400, "of": 400}
     assert report["facts"]["end_of_document"] == end
-    lengths = np.concatenate([TokenFile(tokens / s.stem).lengths for s in manifest.shards])
+    documents = (one for s in manifest.shards for one in read_documents(tokens / s.stem))
+    lengths = np.array([len(one) for one in documents])
     assert report["lengths"]["documents"] == 400
     assert report["lengths"]["max"] == lengths.max()
     assert report["lengths"]["median"] == np.sort(lengths)[199]
@@ -148,47 +148,25 @@ def two_sources(dtt: Dtt) -> list[str]:
 
 @pytest.mark.parametrize(
     ("on_exhausted", "steps", "small", "total"),
-    [("repeat", 100, 200, 800), ("stop", 39, 78, 312), ("renormalise", 49, 79, 392)],
+    [("repeat", 100, 200, 800), ("stop", 39, 79, 315), ("renormalise", 49, 79, 398)],
 )
 def test_mix_reports_shares_epochs_and_exhaustion(
     dtt: Dtt, on_exhausted: str, steps: int, small: int, total: int
 ) -> None:
-    command = two_sources(dtt)
-    command += [f"data.on_exhausted={on_exhausted}", "train.steps=100"]
-    mix = facts(dtt, *command)
-    by_name = {source["name"]: source for source in mix["sources"]}
-    assert by_name["small"]["samples"] == (2560 - 1) // 32 == 79
-    assert mix["steps"] == steps
-    assert mix["samples"] == total
-    assert mix["tokens"] == 32 * total
-    assert by_name["small"]["run_samples"] == small
-    assert by_name["small"]["run_samples"] + by_name["large"]["run_samples"] == total
-    assert by_name["small"]["epochs"] == pytest.approx(small / 79)
-    assert by_name["small"]["share"] == pytest.approx(small / total)
-    # Two of the eight samples of a step: the 79th is in step 40.
-    assert by_name["small"]["exhausted_at_step"] == 40
-    stdout = dtt("data", *command).stdout
-    then = {
-        "repeat": "then it starts its next epoch",
-        "stop": "then the run ends",
-        "renormalise": "then the other sources continue",
-    }
-    assert f"at step 40, {then[on_exhausted]}" in stdout
-    if on_exhausted == "renormalise":
-        assert [phase["shares"] for phase in mix["phases"]] == [
-            {"large": 0.75, "small": 0.25}, {"large": 1.0, "small": 0.0}
-        ]  # fmt: skip
-    if on_exhausted == "stop":
-        assert "39 steps of the 100 requested" in stdout
-
-
-def test_mix_reports_the_utilisation_of_packing(dtt: Dtt) -> None:
-    command = two_sources(dtt)
-    mix = facts(dtt, *command, "data.packing=best-fit")
-    # Three documents of 10 tokens in a sample of 33.
-    for source in mix["sources"]:
-        assert source["utilisation"] == pytest.approx(30 / 33, abs=0.01)
-    assert "best-fit packing fills 90." in dtt("data", *command, "data.packing=best-fit").stdout
+    for name, documents in (("large", 1024), ("small", 256)):
+        write_folder(dtt.folder / name, {"train-0": [[*range(1, 10), END]] * documents})
+    (dtt.folder / "run.yaml").write_text(
+        "train: {seq_len: 32, global_batch_tokens: 256, steps: 100}\n"
+        "data: {sources: [{path: large, weight: 3}, {path: small, weight: 1}]}\n"
+    )
+    shown = dtt("data", "mix", "-c", "run.yaml", f"data.on_exhausted={on_exhausted}").stdout
+    _, line, last = shown.splitlines()
+    # Of 79 samples. Two of the eight samples of a step: the 79th is in step 40.
+    small_epochs = f"{small / 79:.2f} epochs, the first ends at step 40"
+    assert line.split("% ", 1)[1].strip() == f"0.0M tokens, {small_epochs}"
+    assert float(line.split()[1].rstrip("%")) == pytest.approx(100 * small / total, abs=0.1)
+    asked = "" if steps == 100 else " of the 100 requested"
+    assert last == f"  {steps} steps{asked} of 256 tokens"
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +196,8 @@ def test_at_step_lists_the_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
             assert (sample["source"], sample["epoch"]) == ("tokens", 1)
             assert sum(part["tokens"] for part in sample["documents"]) == 33
             for part in sample["documents"]:
-                file = TokenFile(Path(part["file"]).with_suffix(""))
-                ids = file[part["document"]][part["offset"] :][: part["tokens"]]
+                document = read_documents(Path(part["file"]).with_suffix(""))[part["document"]]
+                ids = document[part["offset"] :][: part["tokens"]]
                 assert part["text"] == decoded(tokens, ids.tolist())
     assert len({s["sample"] for found in seen.values() for s in found["samples"]}) == 3 * 8
     of_one_rank = facts(dtt, "at-step", job, 9, "--rank", 1, "--of", 4)["samples"]

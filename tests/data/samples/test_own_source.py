@@ -13,6 +13,7 @@ from support.conversation_files import write_tokenizer
 from support.forked_runs import run
 from support.own_classes import NUMBERS, ROWS
 from support.running import ROOT, Dtt
+from support.token_files import read_documents
 
 from dtt.base.errors import ExitCode
 from dtt.base.targets import IGNORE_INDEX
@@ -23,7 +24,6 @@ from dtt.config.source import Leaf
 from dtt.data.samples import own_source
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.protocol import SOURCE_SHIFT
-from dtt.data.token_file import TokenFile
 
 SMALL = ("train.seq_len=8", "train.global_batch_tokens=16", "train.steps=4")
 TEXT = "'row ' * (1 + row % 3)"
@@ -160,8 +160,6 @@ def test_a_mixture_with_a_class_resumes_without_another_bit(dtt: Dtt, tokens: Pa
     taken = run(dtt, "train", *others, *more, *longer, "--allow-change", "data.sources", ranks=2)
     assert "has changed" not in taken.stderr
     assert (dtt.folder / "jobs/t/own_code/mine.py").read_text().endswith("# the same\n")
-    done = dtt("data", "mix", *others, sources, "--write", "folder", expect=ExitCode.USAGE)
-    assert "only a mixture of token files can be written" in done.stderr
 
 
 @pytest.mark.parametrize("given", [TEXT, IDS, TALK])
@@ -205,11 +203,10 @@ def test_rows_of_conversations_are_encoded_as_dtt_tokenize_does(
     def sequences(folder: Path) -> list[tuple[bytes, bytes]]:
         found = []
         for path in folder.glob("*.idx"):
-            file, mask = TokenFile(path.with_suffix("")), path.with_suffix(".mask").read_bytes()
-            ends = np.cumsum(file.lengths)
-            found += [
-                (bytes(one), mask[e - len(one) : e]) for one, e in zip(file, ends, strict=True)
-            ]
+            mask = path.with_suffix(".mask").read_bytes()
+            for one in read_documents(path.with_suffix("")):
+                found.append((bytes(one), mask[: len(one)]))
+                mask = mask[len(one) :]
         return sorted(found)
 
     unread = code + rows("ALL[row] | {'rating': 5}")

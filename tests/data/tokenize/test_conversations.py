@@ -15,7 +15,7 @@ import pytest
 from support import tokenizing
 from support.conversation_files import conversation, jsonl, write_tokenizer
 from support.running import Dtt
-from support.token_files import sums
+from support.token_files import read_documents, sums
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
@@ -34,7 +34,7 @@ from dtt.data.conversations.row_encoder import Conversations
 from dtt.data.conversations.rows import TOO_DEEP
 from dtt.data.conversations.template import CHATML
 from dtt.data.corpus.download import download
-from dtt.data.token_file import TokenFile, mask_path
+from dtt.data.token_file import mask_path
 from dtt.data.tokenize.encode_corpus import Tokenized
 
 ROWS = [conversation(i) for i in range(300)]
@@ -72,12 +72,12 @@ class Workshop:
         """Return the ids and the mask of each sequence of each split, in order."""
         found: dict[str, list[Sequence]] = {"train": [], "validation": []}
         for shard in TokensManifest.read(self.folder / out).shards:
-            file = TokenFile(self.folder / out / shard.stem)
-            mask = np.fromfile(mask_path(file.stem), np.uint8)
-            assert len(mask) == file.total
-            for i, start in enumerate(file.offsets.tolist()):
-                ids = file[i].tolist()
-                found[shard.split].append((ids, mask[start : start + len(ids)].tolist()))
+            stem = self.folder / out / shard.stem
+            mask = np.fromfile(mask_path(stem), np.uint8).tolist()
+            for ids in read_documents(stem):
+                found[shard.split].append((ids.tolist(), mask[: len(ids)]))
+                mask = mask[len(ids) :]
+            assert not mask
         return found
 
 

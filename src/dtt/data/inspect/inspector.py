@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,15 @@ import numpy.typing as npt
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifest import Manifest
-from dtt.artifacts.manifests import CHAT_TEMPLATE, TokensManifest
+from dtt.artifacts.manifests import CHAT_TEMPLATE, ChatFacts, TokensManifest
 from dtt.artifacts.token_folders import ShardFile, files_of
 from dtt.base.errors import ConfigError, DamagedError, DttError, InputError
 from dtt.base.files import sha256_file
 from dtt.base.log import progress
 from dtt.data.inspect import raw_text
-from dtt.data.inspect.conversation_report import ConversationReport
 from dtt.data.inspect.report import (
-    ODDITIES_SHOWN,
+    BEGIN,
+    END,
     Damages,
     InspectOptions,
     Report,
@@ -34,14 +35,9 @@ from dtt.data.inspect.report import (
     spread,
     summary,
 )
-from dtt.data.samples.token_shards import (
-    DocumentBounds,
-    DocumentEnds,
-    Shard,
-    TokenFiles,
-    open_files,
-)
-from dtt.data.token_file import TokenFile, Tokens, idx_path
+from dtt.data.samples.packed_conversations import read_mask
+from dtt.data.samples.token_shards import DocumentBounds, Shard, TokenFiles, open_files
+from dtt.data.token_file import Tokens, idx_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -92,6 +88,7 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
     manifest = files.manifest
     folder = files.path if files.path.is_dir() else files.path.parent
     tokenizer = _open_tokenizer(options.tokenizer, folder / TOKENIZER)
+    decode = _decoder(tokenizer)
     vocab_size = None if manifest is None else manifest.vocab_size
     if vocab_size is None and tokenizer is not None:
         vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -104,23 +101,26 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
         documents = sum(shard.counts.documents for shard in manifest.shards)
     _read(files, statistics, damaged, options)
     total = sum(shard.tokens for shard in files.shards)
-    chat = None
-    if files.are_conversations:
-        broken_shards = {
-            shard.path
-            for shard in files.shards
-            if damaged.keys() & {shard.path.with_suffix(s) for s in (".bin", ".idx", ".mask")}
-        }
-        chat = ConversationReport(files, broken_shards, tokenizer)
-    paths = [path for shard in files.shards for path in _files_of(shard.path, files.format)]
     facts: dict[str, object] = {
         "dtype": " and ".join(sorted({np.dtype(s.dtype).name for s in files.shards})) or None,
         "vocab_size": vocab_size,
         "largest_id": statistics.largest,
-        "end_of_document": statistics.end_facts(tokenizer) if chat is None else None,
     }
     if manifest is not None:
         facts |= _facts(manifest)
+    if manifest is None or manifest.chat is None:
+        shown = spread(statistics.beginnings, options.samples)
+        samples = [{"where": where, "text": decode(ids)} for where, ids in shown]
+        facts["end_of_document"] = statistics.end_facts(tokenizer)
+        oddities = list(statistics.oddities())
+    else:
+        whole = [s for s in files.shards if s.tokens and not damaged.keys() & set(_files_of(s))]
+        samples = [_conversation(shard, decode) for shard in spread(whole, options.samples)]
+        facts |= _chat_facts(manifest, manifest.chat, decode)
+        oddities = [f"refused rows: {n:,}: {why}" for why, n in manifest.refused.items()]
+        if manifest.nulls:
+            oddities.append(f"rows whose tools have keys with null: {manifest.nulls:,}")
+    paths = [path for shard in files.shards for path in _files_of(shard) if path.is_file()]
     return Report(
         path=str(files.path),
         kind=KINDS[files.format],
@@ -129,11 +129,11 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
         documents=documents,
         tokens=total,
         text_bytes=None if manifest is None else sum(s.counts.bytes for s in manifest.shards),
-        facts=facts if chat is None else facts | chat.facts(),
+        facts=facts,
         read={"amount": statistics.tokens, "total": total, "unit": "tokens"},
         lengths=None if documents is None else summary(statistics.lengths, "tokens"),
-        samples=(chat or statistics).samples(options.samples, _decoder(tokenizer)),
-        oddities=list((chat or statistics).oddities()),
+        samples=samples,
+        oddities=oddities,
         damaged=[f"{file}: {problem}" for file, problem in damaged.items()],
         verified=options.hashes,
     )
@@ -151,15 +151,38 @@ def _facts(manifest: TokensManifest) -> dict[str, object]:
     }
 
 
-def _files_of(ids: Path, file_format: str) -> list[Path]:
-    """Return the file of ids and the files that belong to it, as far as they exist."""
-    stem, name = ids.with_suffix("").name, ids.name
-    beside = {
-        "dtt": [f"{stem}.idx", f"{stem}.mask"],
-        "megatron": [f"{stem}.idx"],
-        "datatrove": [f"{name}.index", f"{name}.metadata"],
-    }.get(file_format, [])
-    return [path for path in (ids, *map(ids.with_name, beside)) if path.is_file()]
+def _chat_facts(
+    manifest: TokensManifest, chat: ChatFacts, decode: Callable[[list[int]], str]
+) -> dict[str, object]:
+    trained = sum(shard.counts.trained or 0 for shard in manifest.shards)
+    tokens = sum(shard.counts.tokens for shard in manifest.shards)
+    return {
+        "trained_tokens": f"{trained:,} ({trained / max(tokens, 1):.1%})",
+        "stop_tokens": ", ".join(f"{decode([token])} ({token})" for token in chat.stop_tokens),
+        "template": chat.template_sha256[:16],
+        "refused": sum(manifest.refused.values()) or None,
+        "keys not used": manifest.unread or None,
+    }
+
+
+def _conversation(shard: Shard, decode: Callable[[list[int]], str]) -> Sample:
+    """Return the text of the first conversation of a shard, its targets between BEGIN and END."""
+    length = int(shard.documents().bounds()[1])
+    ids, mask = _ids(shard, 0, length), read_mask(shard)[:length] != 0
+    text = ""
+    for first, last in pairwise([0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), length]):
+        part = decode(ids[first:last].tolist())
+        text += f"{BEGIN}{part}{END}" if mask[first] else part
+    where = f"{shard.path.name}, conversation 0: {length} tokens, {int(mask.sum())} trained"
+    return {"where": where, "text": text}
+
+
+def _files_of(shard: Shard) -> list[Path]:
+    """Return the file of ids, and where the files lie that may belong to it."""
+    ids, name = shard.path, shard.path.name
+    beside = [ids.with_suffix(".idx"), ids.with_suffix(".mask")]
+    beside += [ids.with_name(f"{name}.index"), ids.with_name(f"{name}.metadata")]
+    return [ids, *beside]
 
 
 def _damages(files: TokenFiles, manifest: TokensManifest, *, hashes: bool) -> Damages:
@@ -185,25 +208,17 @@ def _count(files: TokenFiles, damaged: Damages) -> int:
     documents = 0
     for shard in files.shards:
         try:
-            documents += count(shard.documents())
+            documents += len(shard.documents())
         except (DamagedError, InputError) as error:
             damaged[shard.path] = _why(error)
     return documents
-
-
-def count(documents: DocumentBounds) -> int:
-    """Return the number of documents."""
-    if isinstance(documents, TokenFile):
-        return len(documents.documents) - 1
-    assert isinstance(documents, DocumentEnds)
-    return len(documents.ends)
 
 
 def _read(
     files: TokenFiles, statistics: IdStatistics, damaged: Damages, options: InspectOptions
 ) -> None:
     """Read parts of the files that are not `damaged`; add the problems found there to it."""
-    chosen = list(places([shard.tokens for shard in files.shards], everything=options.everything))
+    chosen = places([shard.tokens for shard in files.shards], everything=options.everything)
     opened: tuple[int, DocumentBounds | None] | None = None
     with progress("reading", len(chosen), "places") as advance:
         for index, start, stop in chosen:
@@ -241,19 +256,14 @@ def _decoder(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
     return lambda ids: str(tokenizer.decode([i for i in ids if i >= 0], skip_special_tokens=False))
 
 
-def places(sizes: list[int], *, everything: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (file, start, stop) of the tokens to read, given the number of tokens in each file."""
-    starts = np.cumsum([0, *sizes], dtype=np.int64)
-    total = int(starts[-1])
-    if everything or total <= PLACES * PLACE_TOKENS:
-        for file, size in enumerate(sizes):
-            for start in range(0, max(size, 1), PLACE_TOKENS):
-                yield file, start, min(start + PLACE_TOKENS, size)
-        return
-    for first in np.linspace(0, total - PLACE_TOKENS, PLACES).astype(np.int64).tolist():
-        file = int(np.searchsorted(starts, first, side="right")) - 1
-        start = first - int(starts[file])
-        yield file, start, min(start + PLACE_TOKENS, sizes[file])
+def places(sizes: list[int], *, everything: bool) -> list[tuple[int, int, int]]:
+    """Return (file, start, stop) of the tokens to read, given the number of tokens in each file."""
+    pieces = [
+        (file, start, min(start + PLACE_TOKENS, size))
+        for file, size in enumerate(sizes)
+        for start in range(0, max(size, 1), PLACE_TOKENS)
+    ]
+    return pieces if everything else spread(pieces, PLACES)
 
 
 @dataclass
@@ -267,8 +277,6 @@ class IdStatistics:
     largest: int | None = None
     outside: int = 0
     """Number of ids that are negative or not below `vocab_size`."""
-    examples: list[str] = field(default_factory=list)
-    """Locations of the first ids outside the vocabulary."""
     measured: list[Tokens] = field(default_factory=list)
     """Lengths of documents."""
     last: Counter[int] = field(default_factory=Counter)
@@ -292,17 +300,14 @@ class IdStatistics:
         if len(ids):
             self.largest = max(self.largest or 0, int(ids.max()))
         if self.vocab_size is not None:
-            wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
-            self.outside += len(wrong)
-            for at in wrong[: ODDITIES_SHOWN - len(self.examples)].tolist():
-                self.examples.append(f"{shard.path.name}, token {start + at}: {ids[at]}")
+            self.outside += int(((ids < 0) | (ids >= self.vocab_size)).sum())
         if documents is None:
             where = f"{shard.path.name}, token {start}"
             self.beginnings.append((where, ids[:SHOWN_TOKENS].tolist()))
             return
         # A document ends where the next one starts.
         first = documents.starting_after(start) - 1 if start else 0
-        last = count(documents) if stop == shard.tokens else documents.starting_after(stop) - 1
+        last = len(documents) if stop == shard.tokens else documents.starting_after(stop) - 1
         if last > first:
             self._documents(shard, first, documents.starts(first, last + 1), start, ids)
 
@@ -330,11 +335,6 @@ class IdStatistics:
             beginning = _ids(shard, begin, min(end, begin + SHOWN_TOKENS))
             self.beginnings.append((where, beginning.tolist()))
 
-    def samples(self, number: int, decode: Callable[[list[int]], str]) -> list[Sample]:
-        """Return the decoded starts of up to `number` documents, spread evenly."""
-        found = spread(self.beginnings, number)
-        return [{"where": where, "text": decode(ids)} for where, ids in found]
-
     def end_facts(self, tokenizer: Tokenizer | None = None) -> dict[str, Any] | None:
         """Return the id that ends documents, its token, and how many documents end with it.
 
@@ -354,7 +354,6 @@ class IdStatistics:
         """Yield a line for each anomaly in the ids and documents."""
         if self.outside:
             yield f"ids outside the vocabulary of {self.vocab_size:,}: {self.outside:,}"
-            yield from self.examples
         if empty := int((self.lengths == 0).sum()):
             yield f"empty documents: {empty:,}"
         found = self.end_facts()

@@ -10,8 +10,6 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.selection_manifest import SelectionManifest
@@ -22,7 +20,6 @@ from dtt.data.conversations.dialects import parse_pair, parse_row
 from dtt.data.corpus.bad_documents import NUMBER, BadDocuments, raise_if_refused, reason
 from dtt.data.corpus.documents import read_rows, read_unit
 from dtt.data.corpus.download import local_manifest
-from dtt.data.corpus.formats import FORMATS
 from dtt.data.corpus.selection import Selection
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.inspect.report import (
@@ -65,7 +62,8 @@ def inspect_documents(path: Path, options: InspectOptions) -> Report:
         for place in chosen:
             statistics.read(corpus, place, None if whole else SAMPLE_BYTES // len(chosen))
             advance(place.text_bytes)
-    documents, exact = _documents(corpus, statistics, total, whole)
+    # Of a part, about as many as in the same number of bytes of what was read.
+    estimate = round(len(statistics.lengths) * total / max(statistics.bytes, 1))
     # Without all files, units would be others.
     selections = _selections(corpus) if made_here and not damaged else []
     broken = [
@@ -79,8 +77,8 @@ def inspect_documents(path: Path, options: InspectOptions) -> Report:
         kind="corpus of dtt" if made_here else "documents",
         files=len(files),
         file_bytes=sum(file.bytes for file in files),
-        documents=documents,
-        documents_estimated=not exact,
+        documents=len(statistics.lengths) if whole else estimate,
+        documents_estimated=not whole,
         text_bytes=statistics.bytes if whole else total,
         facts=manifest.model_dump(
             include={"file_format", "text_column", "txt_documents", *["source"] * made_here},
@@ -99,24 +97,6 @@ def inspect_documents(path: Path, options: InspectOptions) -> Report:
         damaged=[*(f"{file}: {problem}" for file, problem in damaged.items()), *broken],
         verified=options.hashes,
     )
-
-
-def _documents(
-    corpus: Corpus, statistics: _TextStatistics, total: int, whole: bool
-) -> tuple[int, bool]:
-    """Return the number of documents, and True if it is exact rather than an estimate.
-
-    It is exact if the whole corpus was read, or from the footers of Parquet files.
-    """
-    if whole:
-        return len(statistics.lengths), True
-    if FORMATS[corpus.manifest.file_format].has_row_groups:
-        try:
-            paths = map(corpus.path, range(len(corpus.manifest.files)))
-            return sum(pq.read_metadata(path).num_rows for path in paths), True
-        except (OSError, pa.ArrowException) as error:  # an anomaly, if this part was read
-            raise_if_refused(error)
-    return round(len(statistics.lengths) * total / max(statistics.bytes, 1)), False
 
 
 def _selections(corpus: Corpus) -> list[Selection]:

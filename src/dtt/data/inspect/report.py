@@ -17,7 +17,9 @@ from dtt.base.log import progress
 
 T = TypeVar("T")
 ODDITIES_SHOWN = 10
-"""Maximum number of oddities of one kind listed by name; the rest are only counted."""
+"""Maximum number of unreadable documents, and of reasons, that are listed."""
+BEGIN, END = "⟦", "⟧"
+"""Marks around trained text."""
 SHOWN_CHARACTERS = 300
 """Characters of a document that are shown."""
 

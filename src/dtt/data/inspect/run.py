@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 
 from dtt.artifacts.token_folders import token_paths
 from dtt.base.errors import ConfigError
-from dtt.base.terminal import Coded, one_line
+from dtt.base.terminal import one_line
 from dtt.config.load import resolve as load_config
 from dtt.config.run import RunConfig
 from dtt.config.source import is_config
 from dtt.config.sources import Rows
-from dtt.data.inspect.conversation_report import BEGIN, END
 from dtt.data.inspect.inspector import inspect_path
-from dtt.data.inspect.mixture_folder import write_mixture
-from dtt.data.inspect.mixture_preview import mixture_table, preview_mixture
-from dtt.data.inspect.report import InspectOptions, Report, raise_if_damaged
+from dtt.data.inspect.report import BEGIN, END, InspectOptions, Report, raise_if_damaged
 from dtt.data.samples.dataset import open_dataset
 from dtt.data.samples.own_source import encoded
 
@@ -29,7 +23,6 @@ SHOWN_LINES = 6
 """Maximum number of lines of an inspected sample to show."""
 SHOWN_CONVERSATION_LINES = 40
 """Maximum number of lines of an inspected conversation to show."""
-COLOR, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def inspect(
@@ -69,25 +62,20 @@ def inspect(
         facts = [asdict(report) for report in reports]
         print(json.dumps(facts[0] if cfg is None else facts, indent=1))
     else:
-        for line in (line for report in reports for line in _report(report)):
-            print(line)  # one by one, since those with colors are printed as they are
+        print("\n".join(line for report in reports for line in _report(report)))
     for report in reports:
         raise_if_damaged(report)
     if cfg is not None and not as_json:
         print("\n".join(open_dataset(cfg).left_out() or ["the run uses every conversation"]))
 
 
-def mix(cfg: RunConfig, write: Path | None = None, *, as_json: bool) -> None:
-    """Print the share, samples, tokens and epochs of each data source in the run of `cfg`.
-
-    With `write`, write the mixture into that folder instead, and print what it holds.
-    """
-    if write is not None:
-        facts, table = write_mixture(cfg, open_dataset(cfg), write)
-        print(json.dumps(facts, indent=1) if as_json else table)
-        return
-    mixture = preview_mixture(cfg, open_dataset(cfg))
-    print(json.dumps(mixture, indent=1) if as_json else "\n".join(mixture_table(mixture)))
+def mix(cfg: RunConfig) -> None:
+    """Print the share, tokens and epochs of each data source in the run of `cfg`, and its steps."""
+    dataset = open_dataset(cfg)
+    print("\n".join([dataset.describe(), *dataset.rounded_weights()]))
+    steps, asked = dataset.steps, dataset.requested_steps
+    ends = "" if steps == asked else f" of the {asked:,} requested"
+    print(f"  {steps:,} steps{ends} of {dataset.step_sizes.describe(max(steps, 1))}")
 
 
 def _report(report: Report) -> Iterator[str]:
@@ -128,24 +116,10 @@ def _samples(report: Report) -> Iterator[str]:
     shown = SHOWN_CONVERSATION_LINES if is_chat else SHOWN_LINES
     for sample in report.samples:
         yield f"\n  {sample['where']}"
-        lines = [one_line(line) for line in sample["text"].strip().splitlines()]
-        colored = islice(_colored(lines, is_chat=is_chat), shown)
-        yield from (Coded(f"    | {line}") for line in colored)
+        lines = sample["text"].strip().splitlines()[:shown]
+        yield from (f"    | {one_line(line)}" for line in lines)
     if is_chat and report.samples:
         yield f"    trained tokens are between {BEGIN} and {END}"
-
-
-def _colored(lines: list[str], *, is_chat: bool) -> Iterator[str]:
-    """Yield the lines of a sample, with trained text in color if a terminal shows them."""
-    if not (is_chat and sys.stdout.isatty() and "NO_COLOR" not in os.environ):
-        yield from lines
-        return
-    trained = False
-    for line in lines:
-        start = COLOR if trained else ""
-        trained = line.rfind(BEGIN) > line.rfind(END) or (trained and END not in line)
-        text = line.replace(BEGIN, f"{COLOR}{BEGIN}").replace(END, f"{END}{PLAIN}")
-        yield f"{start}{text}{PLAIN}"
 
 
 def _line(name: str, value: object) -> str:

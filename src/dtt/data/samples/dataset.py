@@ -188,11 +188,17 @@ class Dataset:
         """Return one line per source: its share, its tokens and its epochs in this run."""
         shares, epochs = self.shares(), self.epochs(self.mixture.end)
         width = max(map(len, shares))
-        return "\n".join(
-            f"  {s.name:<{width}}  {100 * shares[s.name]:5.1f}%  {s.tokens / 1e6:.1f}M tokens, "
-            f"{epochs[s.name]:.2f} epochs"
-            for s in self.sources
-        )
+        lines = []
+        for number, s in enumerate(self.sources):
+            line = (
+                f"  {s.name:<{width}}  {100 * shares[s.name]:5.1f}%  {s.tokens / 1e6:.1f}M tokens, "
+                f"{epochs[s.name]:.2f} epochs"
+            )
+            last = self.mixture.exhausted_after(number)
+            if last is not None:
+                line += f", the first ends at step {self.step_sizes.step_of(last - 1) + 1:,}"
+            lines.append(line)
+        return "\n".join(lines)
 
 
 def _merged(parts: Sequence[tuple[SampleRows, npt.NDArray[np.bool_]]]) -> SampleRows:

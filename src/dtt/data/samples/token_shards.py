@@ -52,6 +52,10 @@ class DocumentEnds:
 
     ends: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
 
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.ends)
+
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """See TokenFile."""
         before = self.ends[max(0, first - 1) : max(0, stop - 1)].astype(np.int64)
