@@ -33,7 +33,7 @@ from dtt.data.samples.protocol import Counts, DocumentSpan, SampleNumbers, Sampl
 from dtt.data.samples.protocol import SampleSource as Source
 from dtt.data.samples.synthetic_source import SyntheticSource
 from dtt.data.samples.text_source import HeldOutText, TextSource
-from dtt.data.samples.token_source import open_tokens
+from dtt.data.samples.token_source import TokenSource
 from dtt.data.text.encoder import Encoder
 from dtt.data.text.tokenizer import train_tokenizer
 from dtt.evaluate.validation import Evaluator, held_out
@@ -98,13 +98,13 @@ def token_files(folder: Path, **options: Any) -> Source:
     shards = {f"train-{i}": random_documents(40, 50, seed=i) for i in range(3)}
     write_folder(folder, shards)
     cfg = SourceConfig(path=folder, name="x")
-    return open_tokens(cfg, "train", seq_len=SEQ_LEN, seed=0, **options)
+    return TokenSource(cfg, "train", seq_len=SEQ_LEN, seed=0, **options)
 
 
 def raw_ids(folder: Path) -> Source:
     row(random_documents(90, 50)).astype(np.uint16).tofile(folder / "a.bin")
     cfg = SourceConfig(path=folder / "a.bin", name="x")
-    return open_tokens(cfg, "train", seq_len=SEQ_LEN, seed=0, end_of_document=0)
+    return TokenSource(cfg, "train", seq_len=SEQ_LEN, seed=0, end_of_document=0)
 
 
 def conversations(folder: Path, *, pairs: bool = False) -> Source:
@@ -116,7 +116,7 @@ def conversations(folder: Path, *, pairs: bool = False) -> Source:
         for one in lengths.tolist()
     ]
     write_conversations(folder, shards, pairs=pairs)
-    return open_tokens(SourceConfig(path=folder, name="x"), "train", seq_len=SEQ_LEN, seed=0)
+    return TokenSource(SourceConfig(path=folder, name="x"), "train", seq_len=SEQ_LEN, seed=0)
 
 
 def own(folder: Path, code: str, name: str) -> Source:

@@ -142,7 +142,7 @@ def test_large_data_is_sampled_and_the_report_states_it(
     some, every = see(tmp_path / "t"), see(tmp_path / "t", everything=True)
     assert (some.documents, some.tokens) == (every.documents, every.tokens) == (4000, total)
     assert not some.is_exact
-    assert some.read["amount"] == 64 * inspector.PLACES
+    assert 64 * (inspector.PLACES - 2) < some.read["amount"] <= 64 * inspector.PLACES
     assert every.is_exact
     assert some.lengths is not None
     assert every.lengths is not None

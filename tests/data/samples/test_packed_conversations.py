@@ -24,7 +24,7 @@ from dtt.data.samples import sample_layout
 from dtt.data.samples.dataset import Dataset, open_dataset
 from dtt.data.samples.packed_conversations import TooLong
 from dtt.data.samples.packing import best_fit, least_slack
-from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.samples.token_source import TokenSource
 
 SEQ_LEN = 20
 
@@ -44,7 +44,7 @@ def opened(
     folder: Path, seq_len: int = SEQ_LEN, too_long: TooLong = "drop", **options: Any
 ) -> TokenSource:
     cfg = SourceConfig(path=folder, name="x")
-    return open_tokens(cfg, "train", seq_len=seq_len, seed=0, too_long=too_long, **options)
+    return TokenSource(cfg, "train", seq_len=seq_len, seed=0, too_long=too_long, **options)
 
 
 def samples(source: TokenSource) -> list[list[Conversation]]:

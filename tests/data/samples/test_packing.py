@@ -18,7 +18,7 @@ from dtt.base.targets import IGNORE_INDEX
 from dtt.config.sources import SourceConfig
 from dtt.data.samples import sample_layout
 from dtt.data.samples.packing import best_fit, pack
-from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.samples.token_source import TokenSource
 from dtt.mesh.dist import World
 
 CAPACITY = st.integers(1, 40)
@@ -116,7 +116,7 @@ SHARDS = {f"train-{i}": random_documents(40, 30, seed=i) for i in range(3)}
 
 def opened(path: Path, seq_len: int = 15) -> TokenSource:
     cfg = SourceConfig(path=path, name="x")
-    return open_tokens(cfg, "train", seq_len=seq_len, seed=0, packing="best-fit")
+    return TokenSource(cfg, "train", seq_len=seq_len, seed=0, packing="best-fit")
 
 
 def read(source: TokenSource) -> Any:

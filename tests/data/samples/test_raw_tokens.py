@@ -17,7 +17,7 @@ from support.token_files import END, read_doc_ids
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.sources import SourceConfig
-from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.samples.token_source import TokenSource
 
 BY_OTHERS = Path(__file__).with_name("written_by_others")
 """chunk-0-2.bin by litdata 0.2.76 (TokensLoader), shard.00000.mds by mosaicml-streaming 0.13.0."""
@@ -44,7 +44,7 @@ def opened(path: Path, split: Any = "train", **options: Any) -> TokenSource:
     dtype = {"dtype": options.pop("dtype")} if "dtype" in options else {}
     options = {"vocab_size": 50_257, "end_of_document": END} | options
     cfg = SourceConfig(path=path, name="x", **dtype)
-    return open_tokens(cfg, split, seq_len=options.pop("seq_len", 9), seed=0, **options)
+    return TokenSource(cfg, split, seq_len=options.pop("seq_len", 9), seed=0, **options)
 
 
 def stream(source: TokenSource) -> list[int]:

@@ -14,7 +14,7 @@ from support.token_files import END, random_documents, read_doc_ids, row, write_
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
 from dtt.config.sources import SourceConfig
-from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.samples.token_source import TokenSource
 from dtt.data.token_file import TokenFile, bin_path, idx_path
 
 BY_DATATROVE = Path(__file__).with_name("written_by_datatrove")
@@ -25,7 +25,7 @@ DATATROVES = [[2, 3, 4, 0], [5, 0], [0], [6, 5, 4, 3, 2, 1, 0]]
 
 def opened(path: Path, split: Any = "train", **options: Any) -> TokenSource:
     cfg = SourceConfig(path=path, **{k: options.pop(k) for k in ("dtype",) if k in options})
-    return open_tokens(cfg, split, seq_len=options.pop("seq_len", 3), seed=0, **options)
+    return TokenSource(cfg, split, seq_len=options.pop("seq_len", 3), seed=0, **options)
 
 
 def stream(source: TokenSource) -> list[int]:
@@ -123,7 +123,7 @@ def test_raw_ids_are_read(tmp_path: Path) -> None:
     assert stream(opened(tmp_path, "validation", seq_len=13)) == val.tolist()
     assert stream(opened(tmp_path / "train.bin", seq_len=9)) == train.tolist()
     cfg = SourceConfig(path=tmp_path / "train.bin", validation=tmp_path / "val.bin")
-    assert open_tokens(cfg, "validation", seq_len=3, seed=0).tokens == 40
+    assert TokenSource(cfg, "validation", seq_len=3, seed=0).tokens == 40
     train.astype(np.uint32).tofile(tmp_path / "train.bin")
     assert stream(opened(tmp_path / "train.bin", seq_len=9, dtype="uint32")) == train.tolist()
 
@@ -165,7 +165,7 @@ def test_named_validation_files_are_read_whole(tmp_path: Path) -> None:
     write_folder(tmp_path / "a", {"train-0": train, "validation-0": held_out})
     write_folder(tmp_path / "b", {"train-0": train, "validation-0": held_out})
     cfg = SourceConfig(path=tmp_path / "a", validation=tmp_path / "b")
-    sizes = [open_tokens(cfg, s, seq_len=3, seed=0).tokens for s in ("train", "validation")]
+    sizes = [TokenSource(cfg, s, seq_len=3, seed=0).tokens for s in ("train", "validation")]
     assert sizes == [len(row(train)), len(row(train)) + len(row(held_out))]
 
 

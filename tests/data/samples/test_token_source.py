@@ -17,14 +17,14 @@ from dtt.base.errors import DamagedError
 from dtt.config.sources import SourceConfig
 from dtt.data.samples import token_source
 from dtt.data.samples.protocol import SampleNumbers
-from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.samples.token_source import TokenSource
 from dtt.data.token_file import TokenFileWriter
 
 Stream = npt.NDArray[np.int64]
 
 
 def opened(path: Path, split: Any = "train", seq_len: int = 10, **options: Any) -> TokenSource:
-    return open_tokens(SourceConfig(path=path), split, seq_len=seq_len, seed=0, **options)
+    return TokenSource(SourceConfig(path=path), split, seq_len=seq_len, seed=0, **options)
 
 
 def every(source: TokenSource) -> SampleNumbers:
@@ -127,7 +127,7 @@ def test_an_id_outside_the_vocabulary_is_reported_with_its_position(tmp_path: Pa
 def test_a_negative_id_is_noticed(tmp_path: Path) -> None:
     np.array([3, 4] * 1000 + [-1, 5], dtype=np.int32).tofile(tmp_path / "a.bin")
     cfg = SourceConfig(path=tmp_path / "a.bin", dtype="int32")
-    source = open_tokens(cfg, "train", seq_len=3, seed=0, vocab_size=10)
+    source = TokenSource(cfg, "train", seq_len=3, seed=0, vocab_size=10)
     with pytest.raises(DamagedError, match=r"a\.bin, token 2000"):
         source.read(every(source))
 

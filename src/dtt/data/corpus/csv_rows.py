@@ -109,7 +109,7 @@ def csv_rows(path: Path, span: Span | None, bad: BadDocuments) -> Iterator[Locat
                         continue
                     why = f"not CSV: {error}; the rest of the file is left out"
                     rest = lost_bytes(file.stream.buffer, before, path.stat().st_size)
-                    bad.add(where, why, lost_bytes=max(1, rest))
+                    bad.add(where, why, lost_bytes=rest)
                     return
                 if not row:
                     continue
@@ -122,8 +122,8 @@ def csv_rows(path: Path, span: Span | None, bad: BadDocuments) -> Iterator[Locat
     except OSError as error:
         raise_if_refused(error)
         why = f"the rest of the file cannot be read: {error}"
-        number = 1 if file is None else file.lines + 1
-        lost = lost_bytes(file and file.stream.buffer)
+        number, used = (1, 0) if file is None else (file.lines + 1, file.used)
+        lost = lost_bytes(file and file.stream.buffer, used, path.stat().st_size)
         bad.add(partial(location, path, 0, number), why, lost_bytes=lost)
 
 

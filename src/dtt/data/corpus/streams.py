@@ -78,10 +78,8 @@ class Decompressed(io.RawIOBase):
             self._read = gzip.GzipFile(fileobj=self._file).read1
         else:
             self._read = pa.CompressedInputStream(self._file, compression).read
-        self.text_bytes = 0
-        """Bytes of decompressed content read so far."""
         self.unread_bytes = 0
-        """Compressed bytes of the file that were not read when damage was found."""
+        """Compressed bytes of the file that have not been read."""
 
     def readable(self) -> bool:
         """Return True."""
@@ -107,12 +105,10 @@ class Decompressed(io.RawIOBase):
                 ) from None
             if getattr(error, "errno", None) is not None:  # the disk's, not the content's
                 raise
-            # At least 1, although both decoders read ahead, in a small file to its end: who chooses
-            # documents by a column sees by the loss that there is damage.
-            self.unread_bytes = max(1, self._path.stat().st_size - self._file.tell())
             raise OSError(str(error)) from None
+        finally:
+            self.unread_bytes = self._path.stat().st_size - self._file.tell()
         buffer[: len(content)] = content
-        self.text_bytes += len(content)
         return len(content)
 
     def close(self) -> None:
@@ -134,17 +130,16 @@ def open_stream(path: Path) -> io.BufferedReader:
     return io.BufferedReader(Decompressed(path, compression), buffer_size=CHUNK_BYTES)
 
 
-def lost_bytes(stream: object, used: int | None = None, size: int = 0) -> int:
-    """Return about how many bytes are lost with the unreadable rest of a file of `size` bytes.
+def lost_bytes(stream: object, used: int, size: int) -> int:
+    """Return about how many bytes of a file of `size` bytes are lost with its unreadable rest.
 
-    `used` is the number of bytes of content that were used before the damage; None means that all
-    readable content was used. For compressed files the result is the compressed bytes that cannot
-    be read, plus the content that was decompressed but not used.
+    `used` is the number of bytes of content that were used before the damage.
     """
     raw = getattr(stream, "raw", None)
-    if isinstance(raw, Decompressed):
-        return raw.unread_bytes + (0 if used is None else raw.text_bytes - used)
-    return 0 if used is None else size - used
+    lost = raw.unread_bytes if isinstance(raw, Decompressed) else size - used
+    # At least 1, although decoders read ahead, in a small file to its end: who chooses documents
+    # by a column sees by the loss that there is damage.
+    return max(1, lost)
 
 
 def check_names(path: Path, names: list[str]) -> None:

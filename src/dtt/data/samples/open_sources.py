@@ -15,7 +15,7 @@ from dtt.data.corpus.described import check_tokens
 from dtt.data.samples import compatibility
 from dtt.data.samples.own_source import encoded, open_own, row_numbers
 from dtt.data.samples.protocol import OpenedSource, SampleSource, Vocabulary
-from dtt.data.samples.token_source import TokenSource, open_tokens
+from dtt.data.samples.token_source import TokenSource
 
 
 def open_sources(cfg: RunConfig, sources: Sequence[AnySource]) -> list[OpenedSource]:
@@ -86,11 +86,11 @@ def _open_token_files(
     }
     if TokensManifest.is_in(source.path):
         check_tokens(cfg, source.path, TokensManifest.read(source.path))
-    train = open_tokens(source, "train", **options)
+    train = TokenSource(source, "train", **options)
     manifest, key = train.files.manifest, train.files.key
     # After opening: missing files are another mistake.
     _check_conversations(cfg, source, manifest)
-    validation = open_tokens(source, "validation", **options)
+    validation = TokenSource(source, "validation", **options)
     if manifest is not None:
         vocabulary = Vocabulary(
             source.path / "tokenizer.json",

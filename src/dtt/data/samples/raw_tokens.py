@@ -231,15 +231,3 @@ def check_width(path: Path, ids: Ids, vocab_size: int | None) -> None:
             next="dtype: uint32, int32 or int64 next to the path of the source (dtt data inspect: "
             "--dtype); if the ids are big-endian, write them again with numpy.save",
         )
-
-
-def check_vocabulary(path: Path, ids: Ids, vocab_size: int) -> None:
-    """Raise DamagedError if one of the first token ids of a file is outside the vocabulary."""
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(wrong):
-        raise DamagedError(
-            f"a token id lies outside the vocabulary of {vocab_size}",
-            where=f"{path}, token {wrong[0]}",
-            why=f"it is {ids[wrong[0]]}; {len(wrong):,} of the first {len(ids):,} ids are outside",
-            next="check that data.tokenizer made these files, and that their dtype is right",
-        )

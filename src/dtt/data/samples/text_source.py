@@ -37,11 +37,10 @@ from dtt.config.data import GivenTokenizerConfig
 from dtt.config.run import RunConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.described import read_corpus
-from dtt.data.corpus.document_sampling import HELD_OUT_BY, held_out, some_text
+from dtt.data.corpus.document_sampling import HELD_OUT_BY, check_usable, held_out, some_text
 from dtt.data.corpus.documents import batches
 from dtt.data.corpus.selection import removals_key
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.corpus.usable import check_usable
 from dtt.data.samples.encoded_documents import (
     CorpusDocuments,
     Document,

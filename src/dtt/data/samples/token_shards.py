@@ -31,7 +31,6 @@ from dtt.data.samples.raw_tokens import (
     HEAD_BYTES,
     Header,
     RawFormat,
-    check_vocabulary,
     check_width,
     read_header,
     refusal,
@@ -184,9 +183,8 @@ def open_files(
     """Open the shards of a split, or of both splits (None), sorted by name.
 
     `raw_dtype` and `end_of_document` (None: unknown) describe raw ids, whose files store neither.
-    A single file that dtt did not write belongs to the training split. For files that dtt did not
-    write, the first ids are read and must be below `vocab_size` if it is given; dtt checks its own
-    ids when it writes them.
+    A single file that dtt did not write belongs to the training split. The first raw ids are read,
+    and must not look like those of another dtype; `vocab_size` (None: unknown) bounds them.
 
     Raises InputError if no known format is found or a file is missing, DamagedError if a file is
     inconsistent, and ConfigError if `raw_dtype` is wrong. If `broken` is given, such errors in
@@ -206,13 +204,10 @@ def open_files(
                 shard = _raw(one, raw_dtype, end_of_document)
             else:
                 shard = _megatron(one) if format_ == "megatron" else _datatrove(one)
-            dtype = np.dtype(shard.dtype)
-            count = HEAD_BYTES // dtype.itemsize
-            ids = np.fromfile(shard.path, dtype, count, offset=shard.offset)
             if shard.format == "raw":
+                dtype = np.dtype(shard.dtype)
+                ids = np.fromfile(shard.path, dtype, HEAD_BYTES // dtype.itemsize)
                 check_width(shard.path, ids, vocab_size)
-            if vocab_size is not None:
-                check_vocabulary(shard.path, ids, vocab_size)
             shards.append(shard)
         except (ConfigError, DamagedError, InputError) as error:
             if broken is None:

@@ -77,43 +77,6 @@ def documents_of(shard: Shard) -> DocumentBounds:
     return shard.documents()
 
 
-def open_tokens(
-    cfg: SourceConfig,
-    split: Split,
-    *,
-    seed: int,
-    vocab_size: int | None = None,
-    end_of_document: int | None = None,
-    **options: Any,
-) -> TokenSource:
-    """Open one split of a source; the result has no samples if the source has no such split.
-
-    `vocab_size` and `end_of_document` come from the tokenizer, because files that dtt did not write
-    store neither. The other options are those of TokenSource. Raises InputError if no known format
-    is found, DamagedError if files are inconsistent or one of their first ids is outside the
-    vocabulary, and ConfigError if `cfg.dtype` is not the dtype of the ids.
-    """
-    if split == "validation" and isinstance(cfg.validation, Path):
-        path, part = cfg.validation, None  # both splits: all of it is held out
-    else:
-        path, part = cfg.path, split
-    files = open_files(
-        path,
-        part,
-        raw_dtype=cfg.dtype,
-        end_of_document=end_of_document,
-        vocab_size=vocab_size,
-    )
-    if files.manifest is None and split == "train" and end_of_document is not None:
-        warn_of_missing_ends(files, end_of_document)
-    if files.manifest is not None:
-        vocab_size, end_of_document = files.manifest.vocab_size, files.manifest.end_of_document
-    elif files.has_index:
-        end_of_document = None  # the index stores the boundaries
-    options |= {"vocab_size": vocab_size, "end_of_document": end_of_document}
-    return TokenSource(cfg.label, files, key=f"{seed}/{cfg.label}", **options)
-
-
 def warn_of_missing_ends(files: TokenFiles, end_of_document: int) -> None:
     """Log a warning if most documents of another program's files lack the token that ends them.
 
@@ -152,11 +115,11 @@ class TokenSource:
 
     def __init__(
         self,
-        name: str,
-        files: TokenFiles,
+        cfg: SourceConfig,
+        split: Split,
         *,
+        seed: int,
         seq_len: int,
-        key: str,
         packing: Packing = "concat",
         too_long: TooLong = "drop",
         vocab_size: int | None = None,
@@ -164,15 +127,36 @@ class TokenSource:
         doc_ids: bool = True,
         eod_mask_loss: bool = False,
     ) -> None:
-        """Prepare samples of `seq_len + 1` tokens, in the order derived from `key`.
+        """Open one split of a source; there are no samples if the source has no such split.
 
-        Conversations are never cut into windows, whatever `packing` is; `too_long` is what happens
-        to those longer than a sample. `end_of_document` is the id that ends each document; None if
-        the ids do not tell where documents end. If `vocab_size` is given, `read` checks all ids
-        against it. With `doc_ids`, it returns them. With `eod_mask_loss`, the first token of a
-        document is no target.
+        Samples have `seq_len + 1` tokens. Conversations are never cut into windows, whatever
+        `packing` is; `too_long` is what happens to those longer than a sample. `vocab_size` and
+        `end_of_document` come from the tokenizer, because files that dtt did not write store
+        neither; `read` checks all ids against the former. With `doc_ids`, it returns them. With
+        `eod_mask_loss`, the first token of a document is no target.
+
+        Raises InputError if no known format is found, DamagedError if files are inconsistent, and
+        ConfigError if `cfg.dtype` is not the dtype of the ids.
         """
-        self.name, self.files = name, files
+        part: Split | None = split
+        path = cfg.path
+        if split == "validation" and isinstance(cfg.validation, Path):
+            path, part = cfg.validation, None  # both splits: all of it is held out
+        self.files = files = open_files(
+            path,
+            part,
+            raw_dtype=cfg.dtype,
+            end_of_document=end_of_document,
+            vocab_size=vocab_size,
+        )
+        if files.manifest is not None:
+            vocab_size, end_of_document = files.manifest.vocab_size, files.manifest.end_of_document
+        elif end_of_document is not None:
+            if split == "train":
+                warn_of_missing_ends(files, end_of_document)
+            if files.has_index:
+                end_of_document = None  # the index stores the boundaries
+        self.name = cfg.label
         self.bytes_per_token = files.bytes_per_token
         ends = np.cumsum([shard.tokens for shard in files.shards], dtype=np.int64)
         self.tokens = int(ends[-1]) if len(ends) else 0
@@ -190,7 +174,7 @@ class TokenSource:
             # The loss mask of a shard is read as another one, of bytes.
             masks = [(shard, shard.mask) for shard in files.shards]
             self._masks = [replace(shard, path=mask, dtype="|u1") for shard, mask in masks if mask]
-        self._shuffle = Order(key, len(self._layout))
+        self._shuffle = Order(f"{seed}/{self.name}", len(self._layout))
         self._width = seq_len + 1
         self._vocab_size = vocab_size
         self._end = end_of_document

@@ -26,8 +26,8 @@ from dtt.base.files import check_space, exclusive, patience_of_step, write_atomi
 from dtt.base.log import log, progress
 from dtt.config.clean import CleanConfig
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
+from dtt.data.corpus.document_sampling import nothing_usable
 from dtt.data.corpus.units import Unit
-from dtt.data.corpus.usable import nothing_usable
 from dtt.data.text.lost_characters import check_lost
 from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
 from dtt.data.token_file import token_dtype

@@ -29,10 +29,9 @@ from dtt.config.data import (
 )
 from dtt.config.run import RunConfig
 from dtt.config.source import shown
-from dtt.data.corpus.document_sampling import HELD_OUT_BY, tokenizer_sample
+from dtt.data.corpus.document_sampling import HELD_OUT_BY, check_usable, tokenizer_sample
 from dtt.data.corpus.selection import removals_key
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.corpus.usable import check_usable
 from dtt.data.text.tokenizer import given_tokenizer, train_tokenizer
 from dtt.data.text.unit_encoder import DocumentKind
 from dtt.data.tokenize.markers import (
