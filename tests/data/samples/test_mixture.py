@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import pairwise
 from math import lcm
 
 import numpy as np
@@ -56,13 +55,6 @@ def assert_shares_hold(sources: list[int], given: Weights) -> None:
     positions = np.arange(len(sources) + 1)[:, None]
     counts = prefix_counts(sources, len(given))
     assert np.all(np.abs(counts * parts.sum() - positions * parts) < parts.sum())
-
-
-@settings(max_examples=200)
-@given(given=SOME_WEIGHTS)
-def test_every_prefix_holds_each_share_to_within_one_sample(given: Weights) -> None:
-    mixed = mixture([7] * len(given), given, samples=3000)
-    assert_shares_hold([source for source, _ in order(mixed)], given)
 
 
 @settings(max_examples=100)
@@ -120,26 +112,6 @@ def test_stop_ends_with_the_last_sample_of_the_first_source_exhausted(
     endless = order(mixture(sizes, given, samples=5000))
     last = next(k for k, (source, place) in enumerate(endless) if place == sizes[source] - 1)
     assert order(mixture(sizes, given, "stop", 5000)) == endless[: last + 1]
-
-
-@settings(max_examples=100)
-@given(sizes=SIZES, data=st.data())
-def test_renormalise_sees_every_sample_once_and_keeps_the_proportions_of_those_left(
-    sizes: list[int], data: st.DataObject
-) -> None:
-    many = st.lists(DECIMALS, min_size=len(sizes), max_size=len(sizes)).map(tuple)
-    mixed = mixture(sizes, data.draw(many), "renormalise", 5000)
-    given = mixed.phases[0].weights
-    found = order(mixed)
-    assert sorted(found) == [(s, place) for s, size in enumerate(sizes) for place in range(size)]
-    assert mixed.end == sum(sizes)
-    starts = [phase.first for phase in mixed.phases] + [mixed.end]
-    for phase, (start, end) in zip(mixed.phases, pairwise(starts), strict=True):
-        left = tuple(
-            weight if phase.consumed[s] < sizes[s] else Fraction(0)
-            for s, weight in enumerate(given)
-        )
-        assert_shares_hold([source for source, _ in found[start:end]], left)
 
 
 def test_the_step_at_which_a_source_completes_an_epoch_is_known() -> None:
@@ -235,8 +207,9 @@ def order_by_definition(sizes: list[int], given: Weights, samples: int) -> list[
 @given(sizes=SIZES, data=st.data())
 def test_the_order_is_that_of_its_definition(sizes: list[int], data: st.DataObject) -> None:
     given = data.draw(st.lists(DECIMALS, min_size=len(sizes), max_size=len(sizes)).map(tuple))
-    mixed = mixture(sizes, given, "renormalise", samples=data.draw(st.integers(1, 200)))
+    mixed = mixture(sizes, given, "renormalise", samples=data.draw(st.integers(1, 250)))
     assert order(mixed) == order_by_definition(sizes, given, mixed.end)
+    assert mixed.end == sum(sizes) or len(order(mixed)) == mixed.end < sum(sizes)
 
 
 def test_the_work_of_a_plan_grows_with_the_samples_of_the_run(

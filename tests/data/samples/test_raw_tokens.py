@@ -196,17 +196,6 @@ def test_ids_read_with_too_narrow_a_dtype_are_refused(
         opened(tmp_path, dtype=read, vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize(
-    ("written", "read"), [("<u2", "uint32"), ("<u4", "int64"), (">u2", "uint16"), (">i8", "int64")]
-)
-def test_first_ids_outside_the_vocabulary_are_refused(
-    tmp_path: Path, written: str, read: str
-) -> None:
-    some_ids().astype(written).tofile(tmp_path / "a.bin")
-    with pytest.raises(DamagedError, match=r"vocabulary of 50257[\s\S]*a\.bin"):
-        opened(tmp_path, dtype=read)
-
-
 def _with_sparse_ids() -> Any:
     ids = some_ids()
     ids[::2] = 0

@@ -114,21 +114,16 @@ def test_documents_and_their_positions_equal_those_written(
         assert (ids[sample, place:] < 0).all()
 
 
-def test_an_id_outside_the_vocabulary_is_reported_with_its_position(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a", [[5] * 40])
-    write_pair(tmp_path / "b", [[5] * 4015 + [700] + [5] * 20])  # beyond what opening checks
-    source = opened(tmp_path, vocab_size=700)
+@pytest.mark.parametrize("wrong", [700, -1])
+def test_an_id_outside_the_vocabulary_is_reported_with_its_position(
+    tmp_path: Path, wrong: int
+) -> None:
+    for name, ids in (("a", [5] * 40), ("b", [5] * 4015 + [wrong] + [5] * 20)):
+        np.array(ids, np.int32).tofile(tmp_path / f"{name}.bin")
+    cfg = SourceConfig(path=tmp_path, dtype="int32")
+    source = TokenSource(cfg, "train", seq_len=10, seed=0, vocab_size=700)
     source.read(np.arange(10, dtype=np.uint64))
-    with pytest.raises(DamagedError, match=r"vocabulary of 700[\s\S]*b\.bin, token 4015[\s\S]*700"):
-        source.read(every(source))
-    opened(tmp_path, vocab_size=701).read(every(source))
-
-
-def test_a_negative_id_is_noticed(tmp_path: Path) -> None:
-    np.array([3, 4] * 1000 + [-1, 5], dtype=np.int32).tofile(tmp_path / "a.bin")
-    cfg = SourceConfig(path=tmp_path / "a.bin", dtype="int32")
-    source = TokenSource(cfg, "train", seq_len=3, seed=0, vocab_size=10)
-    with pytest.raises(DamagedError, match=r"a\.bin, token 2000"):
+    with pytest.raises(DamagedError, match=rf"of 700[\s\S]*b\.bin, token 4015[\s\S]*{wrong}"):
         source.read(every(source))
 
 
