@@ -53,13 +53,12 @@ def test_refused_rows_and_damaged_masks_are_reported(dtt: Dtt) -> None:
     assert "train-00000.mask" in dtt("data", "inspect", "tokens", expect=65).stdout
 
 
-def test_a_configuration_is_inspected_with_what_its_run_leaves_out(dtt: Dtt) -> None:
+def test_the_mixture_of_a_run_names_what_it_leaves_out(dtt: Dtt) -> None:
     tokenize(dtt)
     (dtt.folder / "run.yaml").write_text(
         "data: {type: chat, tokens: tokens}\ntrain: {seq_len: 512, global_batch_tokens: 512}\n"
     )
-    shown = dtt("data", "inspect", "run.yaml").stdout
-    assert shown.startswith("tokens: token files of dtt")
+    shown = dtt("data", "mix", "-c", "run.yaml").stdout
     assert "of 59 conversations are longer than train.seq_len = 512: left out" in shown
 
 

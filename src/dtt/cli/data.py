@@ -45,16 +45,12 @@ def data_inspect(
     Reads evenly spread parts of large data. Exits with 65 if a file is damaged.
     """
     from dtt.data.inspect import run as body
+    from dtt.data.inspect.report import InspectOptions
 
-    body.inspect(
-        path,
-        samples=samples,
-        everything=everything,
-        hashes=verify,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        as_json=json,
+    options = InspectOptions(
+        samples=samples, everything=everything, hashes=verify, tokenizer=tokenizer, dtype=dtype
     )
+    body.inspect(path, options, as_json=json)
 
 
 @data_cli.command(
@@ -68,7 +64,7 @@ def data_mix(
 ) -> None:
     """Show the share, the tokens and the epochs of each data source of a run, and its steps.
 
-    Reads the sizes of the token files. Needs no GPU.
+    Reads the sizes of the token files, and says what the run leaves out. Needs no GPU.
     """
     from dtt.data.inspect import run as body
 

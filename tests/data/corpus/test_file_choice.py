@@ -15,8 +15,7 @@ from support.running import Dtt
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import DownloadConfig
-from dtt.config.load import resolve
-from dtt.data.corpus.download import download, local_manifest
+from dtt.data.corpus.download import local_manifest
 from dtt.data.corpus.file_choice import FilePatterns
 from dtt.data.corpus.local_files import local_files
 
@@ -85,6 +84,7 @@ def argument(error: Exception) -> str:
     ("files", "options", "suggested"),
     [
         ({"a.md": b"x", "b.png": b"\x89PNG"}, {}, "download.include=['**/*.md']"),
+        ({"a.jsonl": LINE, "c.txt": b"x"}, {}, "download.include=['**/*.jsonl']"),
         ({"a/b.tex": b"x", "c.bin": b"\0"}, {}, "download.include=['**/*.tex']"),
         (
             {"a.md": b"x", "b.png": b"\x89PNG"},
@@ -183,57 +183,11 @@ def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:
     )
 
 
-CSV = b"text\nx\n"
-
-
-@pytest.mark.parametrize(
-    ("files", "options", "read"),
-    [
-        (MIXED, {}, [["a.jsonl", "b.json"], ["c.txt"]]),
-        (MIXED, {"include": ("*",)}, [["a.jsonl", "b.json"], ["c.txt", "d.md"]]),
-        (MIXED, {"include": ("*",), "exclude": ("*.md",)}, [["a.jsonl", "b.json"], ["c.txt"]]),
-        (
-            {"a.txt.gz": gzip.compress(b"x"), "b.csv": CSV, "c d.csv": CSV},
-            {},
-            [["a.txt.gz"], ["b.csv", "c d.csv"]],
-        ),
-        (
-            {"a.parquet": parquet(text=["a"]), "b.parquet": parquet(id=["1"], story=["b c"])},
-            {},
-            [["a.parquet"], ["b.parquet"]],
-        ),
-    ],
-)
-def test_several_datasets_are_suggested_that_read_every_file(
-    corpora: Any, files: dict[str, bytes], options: dict[str, Any], read: list[list[str]]
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        corpora.make(files, **options)
-    words = shlex.split(str(refused.value).split("next:")[1])
-    assert words[1:] == ["download.dataset=null"]
-    one = resolve(None, words).config
-    outs = (corpora.folder / f"out-{i}" for i in range(2))
-    found = [download(*pair) for pair in zip((c.download for c in one.corpora), outs, strict=True)]
-    assert [[Path(file.path).name for file in made.files] for made in found] == read
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        (
-            "a.csv",
-            b"id,url,story,title\n" + b"0123456789abcdef,http://a.b/ccccccccccc,a b c,a\n" * 3,
-        ),
-        ("a.jsonl", b'{"id": "0123456789abcdef", "story": "a b c", "title": "a b"}\n'),
-        ("a.parquet", parquet(id=["0123456789abcdef"] * 200, story=["a b c"] * 200, n=[1] * 200)),
-    ],
-)
-def test_the_likeliest_column_of_text_is_suggested(corpora: Any, name: str, content: bytes) -> None:
+def test_a_column_of_text_is_suggested(corpora: Any) -> None:
+    content = parquet(n=[1], story=["a b c"], title=["a"])
     with pytest.raises(ConfigError, match="which column contains") as refused:
-        corpora.make({name: content, f"b.{name}": content})
-    assert argument(refused.value) == "download.text_column=story"
-    with pytest.raises(ConfigError) as refused:
-        local_manifest(corpora.folder / "source" / name)
-    assert f"dtt download -d {corpora.folder / 'source' / name} download.text_column=story" in str(
-        refused.value
-    )
+        corpora.make({"a.parquet": content})
+    assert argument(refused.value) == "download.text_column=story,"
+    path = corpora.folder / "source/a.parquet"
+    with pytest.raises(ConfigError, match=f"dtt download -d {path} download.text_column=story"):
+        local_manifest(path)

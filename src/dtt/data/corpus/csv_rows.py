@@ -6,14 +6,11 @@ import csv
 import io
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from dtt.base.errors import ConfigError
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.streams import (
-    FIRST_ROWS,
     MAX_DOCUMENT_BYTES,
     TEXT,
     TOO_LONG,
@@ -125,12 +122,6 @@ def csv_rows(path: Path, span: Span | None, bad: BadDocuments) -> Iterator[Locat
         number, used = (1, 0) if file is None else (file.lines + 1, file.used)
         lost = lost_bytes(file and file.stream.buffer, used, path.stat().st_size)
         bad.add(partial(location, path, 0, number), why, lost_bytes=lost)
-
-
-def first_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the first FIRST_ROWS rows, with all columns."""
-    for _, _, row in islice(csv_rows(path, None, BadDocuments()), FIRST_ROWS):
-        yield row
 
 
 def csv_columns(path: Path, wanted: str | None) -> Kinds:

@@ -6,10 +6,9 @@ itself, too. `fnmatch`, and thus `allow_patterns` of `huggingface_hub`, would no
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +16,7 @@ from pathspec import GitIgnoreSpec
 
 from dtt.artifacts.corpus import FileFormat
 from dtt.base.errors import ConfigError, InputError
-from dtt.config.data import DownloadConfig, slug
+from dtt.config.data import DownloadConfig
 from dtt.data.corpus.encodings import binary_kind
 from dtt.data.corpus.formats import KNOWN, METADATA, file_format
 from dtt.data.corpus.streams import is_compressed
@@ -112,20 +111,6 @@ class FilePatterns:
                     "applied first",
                 )
 
-    def several(self, dataset: str, by_format: Mapping[FileFormat, Sequence[Path]]) -> str:
-        """Return the arguments that read the files of each format as a dataset of its own."""
-        entries = []
-        for name in by_format:
-            others = [path for other in by_format if other != name for path in by_format[other]]
-            entry: dict[str, object] = {
-                "dataset": dataset,
-                "include": self._patterns["include"],
-                "exclude": [*self._patterns["exclude"], *_endings(others)],
-                "out": f"data/corpus/{slug(Path(dataset).name)}-{name}",
-            }
-            entries.append({key: value for key, value in entry.items() if value})
-        return several_datasets(entries)
-
     def refuse_binary(self, paths: Sequence[Path]) -> None:
         """Raise InputError for a file that is not text, among those that `include` chose as text.
 
@@ -154,16 +139,15 @@ def one_format(
     Raises InputError if dtt supports none of the formats, ConfigError if there are several; with
     `inspects`, its remedy is for `dtt data inspect`, which reads no configuration.
     """
-    # Of each ending the first, as messages name no more: there may be millions of files.
-    endings: dict[FileFormat, dict[str, Path]] = {}
+    # Of each format the first, as messages name no more: there may be millions of files.
+    by_format: dict[FileFormat, Path] = {}
     shown: list[Path] = []
     arrow = False
     for path in paths:
         shown += [path][: 3 - len(shown)]
         arrow = arrow or path.suffix == ".arrow"
         if (found := patterns.format_of(path)) is not None:
-            endings.setdefault(found, {}).setdefault(_ending(path), path)
-    by_format = {name: list(firsts.values()) for name, firsts in endings.items()}
+            by_format.setdefault(found, path)
     if not by_format and arrow:
         raise InputError(
             f"{dataset} was written by save_to_disk of `datasets`",
@@ -183,10 +167,11 @@ def one_format(
         one = shlex.quote(str(shown[0]))
         raise ConfigError(
             f"{dataset} mixes formats",
-            why=", ".join(f"{many[0].name} is {name}" for name, many in by_format.items()),
+            why=", ".join(f"{path.name} is {name}" for name, path in by_format.items()),
             next=f"inspect files of one format, such as: dtt data inspect {one}"
             if inspects
-            else patterns.several(dataset, by_format),
+            else f"{_pattern('include', next(iter(by_format.values())))} reads such files alone; "
+            "download.datasets with an entry for each kind of file reads them all",
         )
     return next(iter(by_format))
 
@@ -210,26 +195,11 @@ def _compiled(key: Key, pattern: str) -> GitIgnoreSpec:
         ) from None
 
 
-def _pattern(key: Key, *paths: Path) -> str:
-    """Return the argument that sets `key` to patterns of the endings of `paths`.
+def _pattern(key: Key, path: Path) -> str:
+    """Return the argument that sets `key` to the pattern of the ending of `path`.
 
-    An ending is the last suffix with that of a compression, or the name if it has none.
+    That is the last suffix with that of a compression, or the name if it has none.
     """
-    return f'"download.{key}={_endings(paths)}"'
-
-
-def _endings(paths: Iterable[Path]) -> list[str]:
-    """Return the patterns of the endings of `paths`, each once."""
-    endings = dict.fromkeys(map(_ending, paths))
-    escaped = (re.sub(r"([\\*?\[\] ])", r"\\\1", one) for one in endings)
-    return [f"**/*{one}" for one in escaped]
-
-
-def _ending(path: Path) -> str:
-    return "".join(path.suffixes[-1 - is_compressed(path) :]) or path.name
-
-
-def several_datasets(entries: Sequence[Mapping[str, object]]) -> str:
-    """Return the arguments that name several datasets in place of one."""
-    value = f"download.datasets={json.dumps(entries, ensure_ascii=False)}"
-    return f"{shlex.quote(value)} download.dataset=null"
+    ending = "".join(path.suffixes[-1 - is_compressed(path) :]) or path.name
+    escaped = re.sub(r"([\\*?\[\] ])", r"\\\1", ending)
+    return f'"download.{key}={[f"**/*{escaped}"]}"'

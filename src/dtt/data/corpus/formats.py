@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dtt.artifacts.corpus import FileFormat
 from dtt.data.corpus import csv_rows, json_files, parquet
@@ -33,8 +32,6 @@ class Format:
     sound texts become documents without a Python object for each row."""
     columns: Callable[[Path, str | None], Kinds] | None = None
     """Returns the columns; reads no more than tells that a column wanted by name holds text."""
-    first_rows: Callable[[Path, list[str]], Iterator[dict[str, Any]]] | None = None
-    """Yields a few rows with at least the given columns."""
     header: Callable[[Path], list[str]] | None = None
     """Returns the columns that every row has; None if a row may lack a column."""
     is_one_span: Callable[[Path], bool] = lambda _: False
@@ -48,7 +45,6 @@ FORMATS: dict[FileFormat, Format] = {
         known_as="parquet",
         suffixes=(".parquet",),
         columns=parquet.parquet_columns,
-        first_rows=parquet.first_rows,
         header=parquet.header,
         has_row_groups=True,
     ),
@@ -58,7 +54,6 @@ FORMATS: dict[FileFormat, Format] = {
         field="key",
         rows=json_files.json_objects,
         columns=json_files.json_columns,
-        first_rows=lambda path, _: json_files.first_objects(path),
         is_one_span=json_files.starts_with_array,
     ),
     "csv": Format(
@@ -66,7 +61,6 @@ FORMATS: dict[FileFormat, Format] = {
         suffixes=(".csv", ".tsv", ".tab"),
         rows=csv_rows.csv_rows,
         columns=csv_rows.csv_columns,
-        first_rows=csv_rows.first_rows,
         header=csv_rows.csv_header,
         is_one_span=lambda _: True,  # a line end within quotes does not end a row
     ),

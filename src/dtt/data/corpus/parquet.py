@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
-from dtt.data.corpus.streams import FIRST_ROWS, NOTHING, TEXT, Kinds, Span, check_names
+from dtt.data.corpus.streams import NOTHING, TEXT, Kinds, Span, check_names
 
 MAX_ROWS = 2**16
 BUFFER_BYTES = 2**20
@@ -171,12 +170,3 @@ def parquet_columns(path: Path, wanted: str | None) -> Kinds:
 def header(path: Path) -> list[str]:
     """Return the names of the columns of the schema."""
     return list(pq.read_schema(path).names)
-
-
-def first_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows from the start of the first row group, FIRST_ROWS at most."""
-    with pq.ParquetFile(path, pre_buffer=False) as file:
-        if file.metadata.num_row_groups:
-            few = rows_at_once(path, file, 0, columns, FIRST_ROWS, 2**24)
-            batches = file.iter_batches(few, row_groups=[0], columns=columns)
-            yield from next(batches).to_pylist()

@@ -10,12 +10,15 @@ from pathlib import Path
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.log import log
 from dtt.data.corpus.bad_documents import raise_if_refused
-from dtt.data.corpus.file_choice import several_datasets
 from dtt.data.corpus.formats import FORMATS, file_format
 from dtt.data.corpus.streams import NOTHING, TEXT, UNREADABLE, UNREADABLE_SHOWN, Kinds
 
 TEXT_COLUMNS = ("text", "content", "document", "body")
 MESSAGE_COLUMNS = ("messages", "conversations")
+SEVERAL = (
+    "instead of download.dataset, download.datasets with an entry for each kind of file, which "
+    "include and exclude choose, and its text_column"
+)
 UNKNOWN = "cannot tell which column contains the text"
 
 
@@ -38,8 +41,8 @@ def find_text_column(paths: Sequence[Path], asked: str | None, command: str = ""
     for path, kind in kinds.items():
         if kind and column not in kind:
             elsewhere = any(column in one for one in kinds.values())
-            several = _several(kinds, column) if elsewhere else None
-            raise _no_column(path, kind, f"there is no column {column!r}", command, several)
+            what = f"there is no column {column!r}"
+            raise _no_column(path, kind, what, command, SEVERAL if elsewhere else None)
         if kind.get(column, NOTHING) not in (TEXT, NOTHING):
             what = f"column {column!r} does not contain text, but {kind[column]}"
             raise _no_column(path, kind, what, command)
@@ -85,20 +88,6 @@ def holds_conversations(paths: Sequence[Path]) -> bool:
     return False
 
 
-def _several(kinds: dict[Path, Kinds], column: str) -> str:
-    """Return the remedy where some files have the text in `column`, and others in another."""
-    entries = []
-    for path, kind in kinds.items():
-        ranked = [column] if column in kind else [*_ranked(path, kind), column]
-        entries.append({"dataset": str(path), "text_column": ranked[0]})
-    if len({path.stem for path in kinds}) == len(kinds) == 2:
-        return several_datasets(entries)
-    return (
-        "instead of download.dataset, download.datasets with an entry for each kind of file, which "
-        "include and exclude choose, and its text_column"
-    )
-
-
 def _choose_column(path: Path, kinds: Kinds, command: str) -> str | None:
     """Return the text column; None if the column, or the file, holds only nulls so far."""
     likely = next((name for name in TEXT_COLUMNS if name in kinds), None)
@@ -116,39 +105,18 @@ def _choose_column(path: Path, kinds: Kinds, command: str) -> str | None:
 def _no_column(
     path: Path, kinds: Kinds, what: str, command: str, remedy: str | None = None
 ) -> ConfigError:
-    texts = _ranked(path, kinds)
+    texts = [name for name, kind in kinds.items() if kind == TEXT]
     if remedy is None and texts:
         remedy = f"{command}{shlex.quote(f'download.text_column={texts[0]}')}"
+        remedy += ", or another of these columns" if len(texts) > 1 else ""
     elif remedy is None and any(name in kinds for name in MESSAGE_COLUMNS):
         remedy = f"{command}data.type=chat, as these rows are conversations"
-    named = ", ".join(name for name in kinds if name in texts)
     return ConfigError(
         what,
         where=path,
-        why=f"columns: {', '.join(kinds) or 'none'}; with text: {named or 'none'}",
+        why=f"columns: {', '.join(kinds) or 'none'}; with text: {', '.join(texts) or 'none'}",
         next=remedy or 'choose files with a column of text, such as lines {"text": "…"}',
     )
-
-
-def _ranked(path: Path, kinds: Kinds) -> list[str]:
-    """Return the columns of text, the likeliest first: long texts of several words, no ids."""
-    texts = [name for name, kind in kinds.items() if kind == TEXT]
-    lengths: dict[str, list[tuple[bool, int]]] = {name: [] for name in texts}
-    kind = file_format(path)
-    first_rows = None if kind is None else FORMATS[kind].first_rows
-    with suppress(*UNREADABLE, InputError):  # what comes before the damage counts
-        for row in first_rows(path, texts) if first_rows else ():
-            for name in texts:
-                value = row.get(name)
-                if isinstance(value, str):
-                    lengths[name].append((len(value.split()) > 1, len(value)))
-
-    def rank(name: str) -> tuple[bool, float]:
-        found = lengths[name]
-        several = 2 * sum(words for words, _ in found) > len(found)
-        return several, sum(size for _, size in found) / max(len(found), 1)
-
-    return sorted(texts, key=rank, reverse=True)
 
 
 def _kinds(path: Path, wanted: str | None) -> Kinds:

@@ -14,7 +14,7 @@ import numpy as np
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.selection_manifest import SelectionManifest
 from dtt.artifacts.token_folders import ShardFile
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import InputError
 from dtt.base.log import progress
 from dtt.data.conversations.dialects import parse_pair, parse_row
 from dtt.data.corpus.bad_documents import NUMBER, BadDocuments, raise_if_refused, reason
@@ -66,12 +66,6 @@ def inspect_documents(path: Path, options: InspectOptions) -> Report:
     estimate = round(len(statistics.lengths) * total / max(statistics.bytes, 1))
     # Without all files, units would be others.
     selections = _selections(corpus) if made_here and not damaged else []
-    broken = [
-        problem
-        for each in selections
-        for unit in range(len(each.manifest.units) if options.hashes else 0)
-        if (problem := _damage(each, unit))
-    ]
     return Report(
         path=str(path),
         kind="corpus of dtt" if made_here else "documents",
@@ -94,7 +88,7 @@ def inspect_documents(path: Path, options: InspectOptions) -> Report:
         lengths=summary(np.array(statistics.lengths, dtype=np.int64), "bytes"),
         samples=spread(statistics.firsts, options.samples),
         oddities=list(statistics.oddities()),
-        damaged=[*(f"{file}: {problem}" for file, problem in damaged.items()), *broken],
+        damaged=[f"{file}: {problem}" for file, problem in damaged.items()],
         verified=options.hashes,
     )
 
@@ -105,15 +99,6 @@ def _selections(corpus: Corpus) -> list[Selection]:
     found = (Selection(path) for path in sorted(folders))
     key = corpus.manifest.content_key()
     return [one for one in found if one.manifest.key_parts.get("corpus") == key]
-
-
-def _damage(selection: Selection, unit: int) -> str | None:
-    """Return an error if the file of a unit does not have the sha256 of the manifest."""
-    try:
-        selection.removed(unit)
-    except DamagedError as error:
-        return f"{str(error).splitlines()[0]}: {selection.folder}, unit {unit}"
-    return None
 
 
 class _TextStatistics:

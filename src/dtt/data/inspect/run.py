@@ -7,17 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from dtt.artifacts.token_folders import token_paths
-from dtt.base.errors import ConfigError
 from dtt.base.terminal import one_line
-from dtt.config.load import resolve as load_config
 from dtt.config.run import RunConfig
-from dtt.config.source import is_config
-from dtt.config.sources import Rows
 from dtt.data.inspect.inspector import inspect_path
 from dtt.data.inspect.report import BEGIN, END, InspectOptions, Report, raise_if_damaged
 from dtt.data.samples.dataset import open_dataset
-from dtt.data.samples.own_source import encoded
 
 SHOWN_LINES = 6
 """Maximum number of lines of an inspected sample to show."""
@@ -25,54 +19,20 @@ SHOWN_CONVERSATION_LINES = 40
 """Maximum number of lines of an inspected conversation to show."""
 
 
-def inspect(
-    path: Path,
-    *,
-    samples: int,
-    everything: bool,
-    hashes: bool,
-    tokenizer: Path | None,
-    dtype: str,
-    as_json: bool,
-) -> None:
-    """Print a summary of the data at `path`; then raise DamagedError if a file is damaged.
-
-    If `path` is a configuration, the summary describes the token files of its run, and lists the
-    conversations that the run leaves out.
-    """
-    wishes = InspectOptions(
-        samples=samples, everything=everything, hashes=hashes, tokenizer=tokenizer, dtype=dtype
-    )
-    # A .json is data: configurations of runs are YAML.
-    is_run = is_config(path) and path.suffix != ".json"
-    cfg = load_config(str(path), []).config if is_run else None
-    paths = [path]
-    if cfg is not None:  # its token files, encoded rows, or corpus
-        own = cfg.sources or (cfg.data,)
-        paths = [*dict.fromkeys(token_paths(cfg) or cfg.data.input_paths(cfg))]
-        paths += [encoded(rows, cfg) for rows in own if isinstance(rows, Rows)]
-        if not paths:
-            raise ConfigError(
-                f"the samples of {own[0].type} are made as they are read: there is no data to "
-                "inspect",
-                next="dtt data at-step shows those of a job",
-            )
-    reports = [inspect_path(one, wishes) for one in paths]
-    if as_json:
-        facts = [asdict(report) for report in reports]
-        print(json.dumps(facts[0] if cfg is None else facts, indent=1))
-    else:
-        print("\n".join(line for report in reports for line in _report(report)))
-    for report in reports:
-        raise_if_damaged(report)
-    if cfg is not None and not as_json:
-        print("\n".join(open_dataset(cfg).left_out() or ["the run uses every conversation"]))
+def inspect(path: Path, options: InspectOptions, *, as_json: bool) -> None:
+    """Print a summary of the data at `path`; then raise DamagedError if a file is damaged."""
+    report = inspect_path(path, options)
+    print(json.dumps(asdict(report), indent=1) if as_json else "\n".join(_report(report)))
+    raise_if_damaged(report)
 
 
 def mix(cfg: RunConfig) -> None:
-    """Print the share, tokens and epochs of each data source in the run of `cfg`, and its steps."""
+    """Print the share, tokens and epochs of each data source in the run of `cfg`, and its steps.
+
+    Also prints what the run does not take as it is: weights, and conversations.
+    """
     dataset = open_dataset(cfg)
-    print("\n".join([dataset.describe(), *dataset.rounded_weights()]))
+    print("\n".join([dataset.describe(), *dataset.rounded_weights(), *dataset.left_out()]))
     steps, asked = dataset.steps, dataset.requested_steps
     ends = "" if steps == asked else f" of the {asked:,} requested"
     print(f"  {steps:,} steps{ends} of {dataset.step_sizes.describe(max(steps, 1))}")
