@@ -22,8 +22,7 @@ from dtt.config.load import resolve
 from dtt.config.sources import SourceConfig
 from dtt.data.samples import sample_layout
 from dtt.data.samples.dataset import Dataset, open_dataset
-from dtt.data.samples.packed_conversations import TooLong
-from dtt.data.samples.packing import best_fit, least_slack
+from dtt.data.samples.packing import TooLong, best_fit, least_slack
 from dtt.data.samples.token_source import TokenSource
 
 SEQ_LEN = 20

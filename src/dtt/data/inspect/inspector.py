@@ -35,7 +35,7 @@ from dtt.data.inspect.report import (
     spread,
     summary,
 )
-from dtt.data.samples.packed_conversations import read_mask
+from dtt.data.samples.packing import read_mask
 from dtt.data.samples.token_shards import DocumentBounds, Shard, TokenFiles, open_files
 from dtt.data.token_file import Tokens, idx_path
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -66,14 +67,11 @@ class CorpusDocuments:
 
         Those that the selection of the corpus removes are left out.
         """
-        selection, count = self.corpus.selection, 0
-        removed = set() if selection is None else set(selection.removed(unit.index).tolist())
-        for document in self._all(unit, bad):
-            if count not in removed:
-                yield document
-            count += 1
-        if selection is not None:
-            selection.check_documents(unit.index, count)
+        documents = self._all(unit, bad)
+        if self.corpus.selection is None:
+            return documents
+        found = batches(documents, ENCODED_BATCH_BYTES, lambda document: len(document.text))
+        return chain.from_iterable(self.corpus.selection.keep(unit.index, found))
 
     def _all(self, unit: Unit, bad: BadDocuments) -> Iterator[Document]:
         # Removed ones as well: whoever looks a document up in its file counts them.

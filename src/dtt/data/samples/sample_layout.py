@@ -9,7 +9,7 @@ cached next to the token files:
                             one concatenated stream
                    length   int32[pieces]: number of tokens in each piece
 
-and, of conversations (dtt.data.samples.packed_conversations),
+and, of conversations (dtt.data.samples.packing),
 
                    targets  int32[bins]: number of targets in each bin
                    facts.json  PackingCounts: what was packed, and what was left out and why
@@ -33,14 +33,17 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.base.files import named
 from dtt.base.log import log
 from dtt.base.reading import read_small
-from dtt.data.samples.packed_conversations import (
+from dtt.data.samples.packing import (
     VERSION,
+    Ints,
+    Packed,
+    Packing,
     PackingCounts,
     TooLong,
     document_bounds,
+    pack,
     pack_conversations,
 )
-from dtt.data.samples.packing import Ints, Packed, Packing, pack
 from dtt.data.samples.protocol import Counts, SampleNumbers
 from dtt.data.samples.token_shards import TokenFiles
 from dtt.data.token_file import map_file

@@ -17,8 +17,7 @@ from dtt.base.errors import DamagedError, InputError
 from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.sources import SourceConfig
-from dtt.data.samples.packed_conversations import PackingCounts, TooLong
-from dtt.data.samples.packing import Packing
+from dtt.data.samples.packing import Packing, PackingCounts, TooLong
 from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
