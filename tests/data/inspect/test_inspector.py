@@ -1,4 +1,4 @@
-"""Inspection reports what the data holds: exactly if all is read, else an estimate."""
+"""Inspection reports what the data holds, exactly or as an estimate, and what is trained."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.conversation_files import conversation, jsonl, write_tokenizer
+from support.running import Dtt
 from support.tiny_job import make_tokenizer
-from support.token_files import END, random_documents, write_folder, write_pair
+from support.token_files import END, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
 from dtt.data.inspect import inspector, raw_text
@@ -132,26 +134,6 @@ def test_the_manifest_of_another_program_is_not_reported_as_damaged(tmp_path: Pa
         see(tmp_path)
 
 
-def test_large_data_is_sampled_and_the_report_states_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inspector, "PLACE_TOKENS", 64)
-    documents = random_documents(4000, longest=60)
-    total = sum(map(len, documents))
-    write_folder(tmp_path / "t", {"train-0": documents[:2500], "train-1": documents[2500:]})
-    some, every = see(tmp_path / "t"), see(tmp_path / "t", everything=True)
-    assert (some.documents, some.tokens) == (every.documents, every.tokens) == (4000, total)
-    assert not some.is_exact
-    assert 64 * (inspector.PLACES - 2) < some.read["amount"] <= 64 * inspector.PLACES
-    assert every.is_exact
-    assert some.lengths is not None
-    assert every.lengths is not None
-    assert every.lengths["documents"] == 4000
-    # About one in thirty tokens ends a document.
-    assert 0 < some.lengths["documents"] < 200
-    assert 0.7 < some.lengths["mean"] / every.lengths["mean"] < 1.4
-
-
 def test_documents_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": \n{"text": "\xff"}\n')
     report = see(tmp_path / "a.jsonl")
@@ -194,3 +176,66 @@ def test_keys_and_refused_rows_are_listed_for_each_kind_of_file(tmp_path: Path) 
     assert report.facts["chat-N.jsonl: keys read"] == {"messages": 2, "system": 1}
     assert report.facts["chat-N.jsonl: keys not used"] == {"id": 1}
     assert any("kto.jsonl: label marks good and bad" in line for line in report.oddities)
+
+
+# ---- conversations -------------------------------------------------------------------------------
+
+ROWS = [conversation(i) for i in range(1, 60)]
+
+
+@pytest.fixture
+def dtt(tmp_path: Path) -> Dtt:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_bytes(jsonl(ROWS))
+    dtt = Dtt(tmp_path)
+    dtt("download", "-d", "rows.jsonl", "data.type=chat", "download.out=corpus")
+    return dtt
+
+
+def tokenize(dtt: Dtt, *arguments: str) -> None:
+    dtt(
+        "tokenize", "data.type=chat", "download.out=corpus", "tokenizer.type=file",
+        "tokenizer.path=tokenizer", "tokenize.out=tokens", "tokenize.validation_fraction=0",
+        *arguments,
+    )  # fmt: skip
+
+
+def test_the_answer_of_a_conversation_is_between_the_marks(dtt: Dtt) -> None:
+    tokenize(dtt)
+    shown = dtt("data", "inspect", "tokens", "--samples", 1).stdout
+    answer = ROWS[0]["messages"][1]["content"]
+    text = "\n".join(line.removeprefix("    | ") for line in shown.splitlines())
+    assert f"<|im_start|>assistant\n⟦{answer}<|im_end|>⟧" in text
+    assert "trained tokens are between ⟦ and ⟧" in shown
+    assert "stop_tokens        <|im_end|> (2)" in shown
+    assert "anomalies" not in shown
+
+
+def test_refused_rows_and_damaged_masks_are_reported(dtt: Dtt) -> None:
+    (dtt.folder / "rows.jsonl").write_bytes(jsonl(ROWS) + b'{"messages": []}\n')
+    dtt("download", "-d", "rows.jsonl", "data.type=chat", "download.out=corpus")
+    tokenize(dtt)
+    assert "refused rows: 1: messages is empty" in dtt("data", "inspect", "tokens").stdout
+    mask = dtt.folder / "tokens/train-00000.mask"
+    content = mask.read_bytes()
+    mask.write_bytes(content[:-1] + bytes([1 - content[-1]]))
+    done = dtt("data", "inspect", "tokens", "--verify", expect=65)
+    assert "train-00000.mask: its sha256 is" in done.stdout
+    mask.write_bytes(content[:-1])
+    assert "train-00000.mask" in dtt("data", "inspect", "tokens", expect=65).stdout
+
+
+def test_the_mixture_of_a_run_names_what_it_leaves_out(dtt: Dtt) -> None:
+    tokenize(dtt)
+    (dtt.folder / "run.yaml").write_text(
+        "data: {type: chat, tokens: tokens}\ntrain: {seq_len: 512, global_batch_tokens: 512}\n"
+    )
+    shown = dtt("data", "mix", "-c", "run.yaml").stdout
+    assert "of 59 conversations are longer than train.seq_len = 512: left out" in shown
+
+
+def test_rows_are_inspected_before_they_are_tokenized(dtt: Dtt) -> None:
+    for path in ("corpus", "rows.jsonl"):
+        shown = dtt("data", "inspect", path).stdout
+        assert "documents          59" in shown
+        assert '{"messages": ' in shown
