@@ -35,6 +35,14 @@ def invalid_text() -> bytes:
     return parquet(*ROWS).replace(b"row 1 of", b"row \xff of")
 
 
+def two_columns() -> bytes:
+    """Two columns have the name of the text."""
+    stream = io.BytesIO()
+    columns = [pa.array(["a"]), pa.array(["b"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text"]), stream)
+    return stream.getvalue()
+
+
 def corrupt_page() -> bytes:
     """The second row group's page header is overwritten."""
     content = bytearray(parquet(*ROWS))
@@ -125,6 +133,8 @@ FAULTS = [
           "b.parquet, row 0: the text is null"),
     Fault("the column is missing", "parquet", lambda: parquet("x", column="body"),
           refused="there is no column 'text'"),
+    Fault("two columns of one name", "parquet", two_columns,
+          refused="two columns are called 'text'"),
     Fault("no rows", "parquet", lambda: parquet(kind=pa.string()), 0, 0),
     Fault("no bytes", "parquet", lambda: b"", 0, 1,
           "b.parquet: cannot be read: Parquet file size is 0 bytes"),
@@ -169,12 +179,20 @@ FAULTS = [
           "b.jsonl:3: longer than 64 MiB"),
     Fault("a key that appears twice", "jsonl", after(b'{"text": "a", "text": "b"}\n'), 5, 0),
     Fault("an array instead of lines", "json", lambda: b'[\n{"text": "x"}\n]\n', 1, 0),
+    Fault("a mistake in an array", "json", lambda: b'[{"text": "x"},\n7,\n{"text": "y"}, {broken',
+          2, 2, "b.json:2: not a JSON object"),
     Fault("no bytes", "jsonl", lambda: b"", 0, 1,
           "b.jsonl:1: the file is empty"),
     Fault("cut off", "jsonl.gz", lambda: gz(MANY)[:-2000], None, 1,
           ": the rest of the file cannot be read: Compressed file ended before"),
     Fault("garbage behind it", "jsonl.gz", lambda: gz(b"".join(LINES)) + b"garbage", 4, 1,
           "b.jsonl.gz:5: the rest of the file cannot be read"),
+    Fault("zeros behind it", "jsonl.gz", lambda: gz(b"".join(LINES)) + bytes(511), 4, 0),
+    Fault("zeros and garbage behind it", "jsonl.gz",
+          lambda: gz(b"".join(LINES)) + b"\0\0x", 4, 1,
+          "b.jsonl.gz:5: the rest of the file cannot be read"),
+    Fault("zeros in place of its end", "jsonl.gz", lambda: gz(MANY)[:-50] + bytes(50), None, None,
+          "b.jsonl.gz:"),
     Fault("not compressed", "jsonl.gz", lambda: b"".join(LINES), 0, 1,
           "b.jsonl.gz:1: the rest of the file cannot be read"),
     Fault("no bytes", "jsonl.gz", lambda: b"", 0, 1,
@@ -212,6 +230,8 @@ FAULTS = [
           refused="two columns are called 'text'"),
     Fault("a field of 70 MB", "csv", lambda: comma("1,a", "2," + "y" * LONG, "3,c"), 2, 1,
           "b.csv:3: not CSV: longer than 64 MiB"),
+    Fault("invalid UTF-8 in its header", "csv", lambda: b"caf\xe9\nx\n",
+          refused="can't decode byte 0xe9"),
     Fault("no header", "csv", lambda: b"1,a\n2,b\n",
           refused="there is no column 'text'"),
     Fault("semicolons", "csv", lambda: comma("1;a", header="id;text"),

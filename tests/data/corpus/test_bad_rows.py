@@ -51,13 +51,6 @@ def test_a_value_that_python_cannot_hold_costs_its_row(tmp_path: Path, column: p
     assert bad.examples[0].startswith(f"{tmp_path / 'a.parquet'}, row 1: ")
 
 
-def test_a_csv_row_with_more_cells_than_the_header_costs_itself(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,completion\nq,a\nq,a,more\nq,a\n")
-    found, bad = rows(tmp_path, "a.csv")
-    assert found == [{"prompt": "q", "completion": "a"}] * 2
-    assert bad.examples == [f"{tmp_path / 'a.csv'}:3: cells: 3, but the header has 2"]
-
-
 @pytest.mark.parametrize("column", [INVALID, pa.array([0, 2**62, 0], pa.timestamp("us"))])
 def test_a_value_of_a_condition_that_cannot_be_read_is_none_and_its_text_stays(
     tmp_path: Path, column: pa.Array

@@ -38,6 +38,7 @@ OTHER = {
     "another column": ["download.text_column=title"],
     "other units of text": ["download.txt_documents=line"],
     "fewer files": ["download.max_files=1"],
+    "other files": ["download.include=['*.md']"],
     "a split": ["download.split=train", "download.out=data/corpus/docs"],
 }
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from support.corpora import parquet, write_files
-from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import ConfigError, InputError
@@ -151,36 +150,6 @@ def test_an_excluded_folder_is_not_listed(tmp_path: Path) -> None:
         assert chosen(tmp_path, [], ["closed/"]) == {"a.txt"}
     finally:
         (tmp_path / "closed").chmod(0o755)
-
-
-def test_a_folder_of_notes_becomes_token_files_and_a_model(dtt: Dtt) -> None:
-    notes = {
-        f"notes/{i}.md": f"Note {i} says something about {i * i}.\n".encode() for i in range(40)
-    }
-    write_files(dtt.folder, notes | {"notes/image.png": b"\x89PNG\0"})
-    data = ("-d", "notes", "download.include=['**/*.md']")
-    small = ("tokenizer.vocab_size=300", "tokenize.validation_fraction=0.2")
-    assert "40 txt" in dtt("download", *data).stdout
-    assert '"documents": 40' in dtt("data", "inspect", "data/corpus/notes", "--json").stdout
-    dtt("tokenize", *data, *small)
-    changed = ("-d", "notes", "download.include=['**/1*.md']")
-    said = dtt("tokenize", *changed, *small, expect=2).stderr
-    assert "download.include is ['**/*.md'] there, ['**/1*.md'] now" in said
-    model = (
-        "name=t", "train.steps=1", "train.seq_len=16", "train.global_batch_tokens=32",
-        "model.dim=16", "model.n_layers=1", "model.n_heads=1", "model.ffn_dim=16",
-        "train.device=cpu",
-    )  # fmt: skip
-    dtt("plan", *data, *small, *model)
-    text = ("data.type=text", "tokenizer.type=file", "tokenizer.path=data/tokens/notes-bpe300")
-    dtt(
-        "train",
-        "download.dataset=notes",
-        *data[2:],
-        *text,
-        "tokenize.validation_fraction=0.2",
-        *model,
-    )
 
 
 def test_a_column_of_text_is_suggested(corpora: Any) -> None:

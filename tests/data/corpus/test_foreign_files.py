@@ -24,13 +24,6 @@ def documents(folder: Path, dataset: Path) -> tuple[list[str], BadDocuments]:
     return read_texts(downloaded(dataset, folder))
 
 
-def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="two columns are called 'text'"):
-        documents(tmp_path / "corpus", tmp_path / "a.parquet")
-
-
 METADATA = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")
 
 
@@ -78,25 +71,6 @@ def test_a_later_frame_with_such_a_window_is_refused_by_the_reader(tmp_path: Pat
     (tmp_path / "b.jsonl.zst").write_bytes(first + WIDE + LINES)
     with pytest.raises(InputError, match=r"zstd -d --long=31 -c b\.jsonl\.zst"):
         documents(tmp_path / "corpus", tmp_path / "b.jsonl.zst")
-
-
-@pytest.mark.parametrize(
-    ("rest", "kept", "lost"),
-    [(bytes(511), 50, 0), (gzip.compress(LINES) + bytes(1), 100, 0), (b"\0\0x", 50, 1)],
-)
-def test_zeros_after_a_gzip_member_are_not_damage(
-    tmp_path: Path, rest: bytes, kept: int, lost: int
-) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(LINES) + rest)
-    found, bad = documents(tmp_path / "corpus", path)
-    assert (len(found), bad.count) == (kept, lost)
-
-
-def test_a_member_that_zeros_have_replaced_in_part_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(LINES * 100)[:-50] + bytes(50))
-    assert documents(tmp_path / "corpus", path)[1].count
 
 
 @pytest.mark.parametrize("suffix", ["tsv", "TSV", "tab", "tsv.gz"])

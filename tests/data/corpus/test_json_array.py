@@ -81,16 +81,6 @@ def test_documents_and_rows_of_an_array_are_those_of_json_lines(
         assert bad.count == 0
 
 
-def test_what_comes_before_a_mistake_is_kept_and_the_rest_is_counted(tmp_path: Path) -> None:
-    good = json.dumps(TEXTS, indent=1)
-    (tmp_path / "a.json").write_text(good[:-2] + ",\n 7, {broken")
-    found, bad = read_texts(downloaded(tmp_path / "a.json", tmp_path / "corpus"))
-    assert len(found) == len(TEXTS)
-    assert bad.count == 2
-    assert "not a JSON object" in bad.examples[0]
-    assert "the rest of the file cannot be read: line 122: not JSON" in bad.examples[1]
-
-
 @pytest.mark.parametrize("between", ["", "\n", " \n\ufeff"])
 @pytest.mark.parametrize("before", ["", " " * 300])
 def test_arrays_that_follow_each_other_are_read_to_the_last(

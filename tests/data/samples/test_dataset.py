@@ -162,37 +162,25 @@ def test_nothing_is_read_when_it_is_opened(tokens: Path, tmp_path: Path) -> None
         dataset.read(dataset.order(0, 10))
 
 
+ONE, TWO = "data.sources=[{path: a}]", "data.sources=[{path: a, weight: 1}, {path: b}]"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("sources", "more", "problem"),
     [
-        (("data.tokens=x", "data.sources=[{path: a}]"), "cannot be combined with sources"),
-        (("data.sources=[{path: a}, {path: b/a}]",), "two are called a"),
-        (("data.sources=[{path: a, weight: 1}, {path: b}]",), "some have a weight"),
-        (("data.sources=[{path: a, weight: 0}]",), "greater than 0"),
-        (
-            ("data.sources=[{path: a}]", "data.weights=[{step: 5, weights: {b: 1}}]"),
-            "must name every source, and no other: a",
-        ),
-        (
-            ("data.sources=[{path: a}]", "data.weights=[{step: 1, weights: {a: 1}}]"),
-            "greater than or equal to 2",
-        ),
-        (
-            ("data.sources=[{path: a}]", "data.weights=[{step: 5, weights: {a: 0}}]"),
-            "at least one must be positive",
-        ),
-        (
-            (
-                "data.sources=[{path: a}]",
-                "data.weights=[{step: 5, weights: {a: 1}}, {step: 5, weights: {a: 2}}]",
-            ),
-            "must ascend",
-        ),
+        (ONE, ["data.tokens=x"], "cannot be combined with sources"),
+        ("data.sources=[{path: a}, {path: b/a}]", [], "two are called a"),
+        (TWO, [], "some have a weight"),
+        ("data.sources=[{path: a, weight: 0}]", [], "greater than 0"),
+        (ONE, ["data.weights=[{step: 5, weights: {b: 1}}]"], "every source, and no other: a"),
+        (ONE, ["data.weights=[{step: 1, weights: {a: 1}}]"], "greater than or equal to 2"),
+        (ONE, ["data.weights=[{step: 5, weights: {a: 0}}]"], "at least one must be positive"),
+        (ONE, ["data.weights=[{step: 5, weights: {a: 1}}, {step: 5, weights: {a: 2}}]"], "ascend"),
     ],
 )
-def test_invalid_mixtures_are_refused(arguments: tuple[str, ...], problem: str) -> None:
+def test_invalid_mixtures_are_refused(sources: str, more: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        resolve(None, arguments)
+        resolve(None, [sources, *more])
 
 
 def test_a_vocabulary_that_is_not_that_of_the_token_files_is_reported(
