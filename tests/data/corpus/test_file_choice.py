@@ -86,7 +86,7 @@ def argument(error: Exception) -> str:
         ({"a.jsonl": LINE, "c.txt": b"x"}, {}, "download.include=['**/*.jsonl']"),
         ({"a/b.tex": b"x", "c.bin": b"\0"}, {}, "download.include=['**/*.tex']"),
         (
-            {"a.md": b"x", "b.png": b"\x89PNG"},
+            {"a.md": b"x", "b.png": b"\x89PNG\0"},
             {"include": ("*",)},
             "download.exclude=['**/*.png']",
         ),
@@ -104,18 +104,11 @@ def test_what_is_suggested_works(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "why"),
-    [
-        ("a.pdf", b"%PDF-1.4\nno zeros", "is a PDF file"),
-        ("a.jpg", b"\xff\xd8\xff\xe0 no zeros", "is a JPEG file"),
-        ("a.docx", b"PK\3\4\0\0", "contains NUL bytes"),
-        ("a.tar.gz", gzip.compress(b"name\0\0\0", mtime=0), "contains NUL bytes"),
-    ],
+    ("name", "content"),
+    [("a.docx", b"PK\3\4\0\0"), ("a.tar.gz", gzip.compress(b"name\0\0\0", mtime=0))],
 )
-def test_a_binary_file_is_refused_by_name(
-    corpora: Any, name: str, content: bytes, why: str
-) -> None:
-    with pytest.raises(InputError, match=rf"{name}\n.*{why}"):
+def test_a_binary_file_is_refused_by_name(corpora: Any, name: str, content: bytes) -> None:
+    with pytest.raises(InputError, match=rf"{name}\n.*contains NUL bytes"):
         corpora.make({name: content, "b.md": b"x"}, include=("*",))
     with pytest.raises(InputError, match="convert them to UTF-8 text"):
         corpora.download(dataset=str(corpora.folder / "source" / name), include=("a*",))

@@ -168,7 +168,7 @@ def test_patterns_choose_the_files_that_are_fetched(downloads: Downloads) -> Non
         ({"dataset": "org/images"}, 66, ["a.png"]),
         ({"dataset": "org/notes"}, 66, ["two.md", "download.include=['**/*.md']"]),
         ({"dataset": "org/notes", "include": ["*.txt"]}, 2, ["matches '*.txt'"]),
-        ({"dataset": "org/notes", "include": ["notes/"]}, 66, ["a.png", "PNG", "exclude="]),
+        ({"dataset": "org/notes", "include": ["notes/"]}, 66, ["a.png", "NUL bytes", "exclude="]),
     ],
 )
 def test_each_mistake_is_reported_with_what_to_do(

@@ -10,13 +10,11 @@ import codecs
 import re
 import shlex
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 from dtt.base.errors import InputError
-from dtt.base.log import log
 from dtt.data.corpus.bad_documents import raise_if_refused
-from dtt.data.corpus.streams import UNREADABLE, UNREADABLE_SHOWN, is_compressed, open_stream
+from dtt.data.corpus.streams import UNREADABLE, is_compressed, open_stream
 
 SAMPLE_BYTES = 2**16
 FEW = 10
@@ -28,54 +26,35 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-SIGNATURES = {
-    b"%PDF-": "PDF",
-    b"\x89PNG": "PNG",
-    b"\xff\xd8\xff": "JPEG",
-    b"GIF8": "GIF",
-    b"BZh": "bzip2",
-}
-"""The beginnings of common binary files; those of PDF and bzip2 may be free of NUL bytes."""
 INVALID, NOT_ASCII = re.compile("[\udc80-\udcff]"), re.compile("[^\x00-\x7f]")
 
 
 def check_encodings(paths: Sequence[Path]) -> None:
-    """Raise InputError for a text file in another encoding than UTF-8; log a few invalid bytes."""
-    damaged: dict[Path, str] = {}
+    """Raise InputError for a text file in another encoding than UTF-8."""
     for path in paths:
         sample = _sample(path)
         encoding = _marked(sample)
         text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(sample)
         found = INVALID.findall(text)
-        if not encoding and not found:
-            continue
-        byte = f", such as 0x{ord(found[0]) - 0xDC00:02x}" if found else ""
-        why = f"invalid in UTF-8 among its first {len(sample):,} bytes: {len(found):,}{byte}"
         valid = len(NOT_ASCII.findall(text)) - len(found)
         if encoding or len(found) > max(FEW, valid):
+            byte = f", such as 0x{ord(found[0]) - 0xDC00:02x}" if found else ""
+            why = f"invalid in UTF-8 among its first {len(sample):,} bytes: {len(found):,}{byte}"
             raise InputError(
                 "a file is not UTF-8",
                 where=path,
                 why=f"it is {encoding}" if encoding else why,
                 next=_conversion(path, encoding),
             )
-        damaged[path] = why
-    for path, why in islice(damaged.items(), UNREADABLE_SHOWN):
-        log.warning("%s: %s; documents with such bytes will be skipped", path, why)
-    if len(damaged) > UNREADABLE_SHOWN:
-        log.warning("files with invalid UTF-8: %d", len(damaged))
 
 
-def binary_kind(path: Path) -> str | None:
-    """Return what shows that a file is not text, as a predicate; None for text.
+def is_binary(path: Path) -> bool:
+    """Return True if NUL bytes show that a file is not text, as they do for git and grep.
 
-    NUL bytes show it, as they do for git and grep, except in UTF-16, which is text.
+    UTF-16 has them, too, and is text.
     """
     sample = _sample(path)
-    for signature, name in SIGNATURES.items():
-        if sample.startswith(signature):
-            return f"is a {name} file"
-    return "contains NUL bytes" if b"\0" in sample and not _marked(sample) else None
+    return b"\0" in sample and not _marked(sample)
 
 
 def _sample(path: Path) -> bytes:

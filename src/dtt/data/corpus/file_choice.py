@@ -17,7 +17,7 @@ from pathspec import GitIgnoreSpec
 from dtt.artifacts.corpus import FileFormat
 from dtt.base.errors import ConfigError, InputError
 from dtt.config.data import DownloadConfig
-from dtt.data.corpus.encodings import binary_kind
+from dtt.data.corpus.encodings import is_binary
 from dtt.data.corpus.formats import KNOWN, METADATA, file_format
 from dtt.data.corpus.streams import is_compressed
 
@@ -117,15 +117,14 @@ class FilePatterns:
         Files whose ending is known are not checked: their readers report what they cannot use.
         """
         foreign = [path for path in paths if self.chooses and file_format(path) is None]
-        kinds = {path: kind for path in foreign if (kind := binary_kind(path))}
-        if not kinds:
+        binary = [path for path in foreign if is_binary(path)]
+        if not binary:
             return
-        path, kind = next(iter(kinds.items()))
-        more = f", and {len(kinds) - 1} others are not text either" if len(kinds) > 1 else ""
+        path, more = binary[0], f", and so do {len(binary) - 1} others" if binary[1:] else ""
         raise InputError(
             "download.include matches a file that is not text",
             where=path,
-            why=f"it {kind}{more}",
+            why=f"it contains NUL bytes{more}",
             next=f"{_pattern('exclude', path)} leaves such files out; or convert them to UTF-8 "
             "text first",
         )
