@@ -163,7 +163,7 @@ def test_the_verdict_does_not_depend_on_the_place_of_the_file(
     options = DownloadConfig(dataset=str(tmp_path / "source"), txt_documents="line")
     if fault.refused:
         remedies = (
-            r"download\.(text_column|datasets)=|files with a column of text|iconv -f |with commas"
+            r"download\.(text_column=|datasets )|files with a column of text|iconv -f |with commas"
             "|with other names"
         )
         with pytest.raises(DttError, match=remedies):

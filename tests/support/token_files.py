@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from dtt.data.token_file import TokenFile, TokenFileWriter, bin_path, map_file
 if TYPE_CHECKING:
     from dtt.data.samples.loader import SampleReader
     from dtt.data.samples.protocol import SampleNumbers
+    from dtt.data.samples.token_source import TokenSource
 
 END = 0
 VOCAB_SIZE = 60_000
@@ -122,3 +123,14 @@ def sums(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != ".lock" and path.parent.name != ".units"
     }
+
+
+def every(source: Sized) -> SampleNumbers:
+    """Return the numbers of all samples of a source."""
+    return np.arange(len(source), dtype=np.uint64)
+
+
+def stream(source: TokenSource) -> list[int]:
+    """Return all tokens up to the end of the last sample."""
+    ids = source.read(every(source)).ids
+    return [*ids[:, :-1].ravel().tolist(), int(ids[-1, -1])]

@@ -81,17 +81,6 @@ def test_without_weights_sources_are_weighted_by_size(tokens: Path) -> None:
     assert everything.steps == sizes // SEQUENCES
 
 
-def test_weights_apply_from_their_step_as_counted_in_metrics(tokens: Path) -> None:
-    dataset = opened(
-        sources(a=(tokens, 1), b=(tokens, 1)), "data.weights=[{step: 10, weights: {a: 0, b: 2}}]"
-    )
-    at = dataset.first_sample(9)  # nine steps come before it
-    numbers = dataset.order(0, dataset.mixture.end) >> np.uint64(SOURCE_SHIFT)
-    assert numbers[:at].sum() == at // 2
-    assert numbers[at:].all()
-    assert dataset.epochs(at)["a"] == dataset.epochs(dataset.mixture.end)["a"] > 0
-
-
 def test_different_tokenizers_are_refused_and_named(tokens: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tokens, other)

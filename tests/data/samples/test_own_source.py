@@ -13,7 +13,7 @@ from support.conversation_files import write_tokenizer
 from support.forked_runs import run
 from support.own_classes import NUMBERS, ROWS
 from support.running import ROOT, Dtt
-from support.token_files import read_documents
+from support.token_files import every, read_documents
 
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.load import resolve
@@ -166,7 +166,7 @@ def test_rows_are_encoded_once_packed_whole_and_found_again(
     mine = {"type": "mine.py:Mine", "tokenizer": tokenizer, "held_out": 3}
     dataset = open_dataset(configured(rows(given), *keys, **mine))
     (source,), (validation,) = dataset.sources, dataset.validation
-    samples = np.arange(len(source), dtype=np.uint64)
+    samples = every(source)
     read = source.read(samples)
     assert source.counts(samples).targets == (read.targets != IGNORE_INDEX).sum()
     spans = [span for sample in samples.tolist() for span in source.origin(sample)]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.conversation_files import conversation, jsonl, write_tokenizer
 from support.running import Dtt
-from support.token_files import FACTS, Conversation
+from support.token_files import FACTS, Conversation, every
 from support.token_files import write_conversations as write
 
 from dtt.base.errors import ConfigError, DamagedError
@@ -51,8 +51,8 @@ def samples(source: TokenSource) -> list[list[Conversation]]:
 
     The first token of a conversation is never a target; there is nothing that predicts it.
     """
-    every = np.arange(len(source), dtype=np.uint64)
-    rows = source.read(every)
+    whole = every(source)
+    rows = source.read(whole)
     assert rows.doc_ids is not None
     targets = rows.targets
     found = []
@@ -64,8 +64,8 @@ def samples(source: TokenSource) -> list[list[Conversation]]:
         assert (row[is_target[1:]] == ids[1:][is_target[1:]]).all()
         of = [real & (documents == n) for n in range(int(documents[real].max()) + 1)]
         found.append([(ids[one].tolist(), is_target[one].tolist()) for one in of])
-    assert source.counts(every).targets == (targets != IGNORE_INDEX).sum()
-    for sample in every.tolist():
+    assert source.counts(whole).targets == (targets != IGNORE_INDEX).sum()
+    for sample in whole.tolist():
         one = np.array([sample], dtype=np.uint64)
         assert source.counts(one).targets == (targets[sample] != IGNORE_INDEX).sum() > 0
     return found
@@ -244,22 +244,19 @@ def test_conversations_and_text_are_mixed_as_tokens(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [(), ("data.packing=best-fit",), ("data.mask_documents=true",)],
-    ids=["plain", "packed", "masked"],
+    ("keys", "why"),
+    [
+        ([], r"data\.type=chat; or"),
+        (["data.packing=best-fit"], r"data\.type=chat; or"),
+        (["data.mask_documents=true"], r"data\.type=chat; or"),
+        (["data.type=chat", "train.context_schedule=[[0,256],[2,512]]"], "would cut conversations"),
+    ],
 )
-def test_conversations_are_not_read_as_one_stream(folder: Path, keys: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"data\.type=chat; or"):
+def test_conversations_are_neither_read_as_one_stream_nor_cut(
+    folder: Path, keys: list[str], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
         run_of(f"data.tokens={folder}/one", *keys)
-
-
-def test_a_context_schedule_would_cut_conversations(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="context_schedule would cut conversations"):
-        run_of(
-            "data.type=chat",
-            f"data.tokens={folder}/one",
-            "train.context_schedule=[[0,256],[2,512]]",
-        )
 
 
 def test_different_templates_are_not_mixed(tmp_path: Path) -> None:

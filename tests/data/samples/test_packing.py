@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import on_ranks
-from support.token_files import random_documents, write_folder, write_pair
+from support.token_files import every, random_documents, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
 from dtt.base.targets import IGNORE_INDEX
@@ -110,7 +110,7 @@ def opened(path: Path, seq_len: int = 15) -> TokenSource:
 
 
 def read(source: TokenSource) -> Any:
-    return source.read(np.arange(len(source), dtype=np.uint64)).ids
+    return source.read(every(source)).ids
 
 
 def forbid(*_: object) -> None:

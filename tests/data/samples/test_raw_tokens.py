@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.token_files import END, read_doc_ids
+from support.token_files import END, every, read_doc_ids, stream
 
 from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.config.sources import SourceConfig
@@ -47,11 +47,6 @@ def opened(path: Path, split: Any = "train", **options: Any) -> TokenSource:
     return TokenSource(cfg, split, seq_len=options.pop("seq_len", 9), seed=0, **options)
 
 
-def stream(source: TokenSource) -> list[int]:
-    ids = source.read(np.arange(len(source), dtype=np.uint64)).ids
-    return [*ids[:, :-1].ravel().tolist(), int(ids[-1, -1])]
-
-
 def by_file(source: TokenSource) -> list[tuple[str, int]]:
     return [(shard.path.name, shard.tokens) for shard in source.files.shards]
 
@@ -68,15 +63,14 @@ def test_llm_c_files_are_read_without_their_header(tmp_path: Path, dtype: str) -
     assert source.files.format == "llm.c"
     assert stream(source) == [*first.tolist(), *second.tolist()]
     assert stream(opened(tmp_path, "validation", vocab_size=vocab_size)) == held_out.tolist()
-    every = np.arange(len(source), dtype=np.uint64)
-    ids = source.read(every).ids
-    documents = read_doc_ids(source, every)
+    ids = source.read(every(source)).ids
+    documents = read_doc_ids(source, every(source))
     assert np.array_equal(np.diff(documents, axis=1), ids[:, :-1] == END)
     pieces = source.origin(len(source) - 1)
     assert pieces[-1].file.name == "fineweb_train_000002.bin"
     assert pieces[-1].document == int((second[:-1] == END).sum())
     packed = opened(tmp_path, vocab_size=vocab_size, packing="best-fit")
-    rows = packed.read(np.arange(len(packed), dtype=np.uint64)).ids
+    rows = packed.read(every(packed)).ids
     assert sorted(rows[rows >= 0].tolist()) == sorted([*first.tolist(), *second.tolist()])
 
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.token_files import END, random_documents, read_doc_ids, row, write_folder, write_pair
+from support.token_files import (
+    END,
+    random_documents,
+    read_doc_ids,
+    row,
+    stream,
+    write_folder,
+    write_pair,
+)
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import DamagedError, InputError
@@ -26,12 +34,6 @@ DATATROVES = [[2, 3, 4, 0], [5, 0], [0], [6, 5, 4, 3, 2, 1, 0]]
 def opened(path: Path, split: Any = "train", **options: Any) -> TokenSource:
     cfg = SourceConfig(path=path, **{k: options.pop(k) for k in ("dtype",) if k in options})
     return TokenSource(cfg, split, seq_len=options.pop("seq_len", 3), seed=0, **options)
-
-
-def stream(source: TokenSource) -> list[int]:
-    """All tokens up to the end of the last sample."""
-    ids = source.read(np.arange(len(source), dtype=np.uint64)).ids
-    return [*ids[:, :-1].ravel().tolist(), int(ids[-1, -1])]
 
 
 def documents(source: TokenSource) -> list[list[int]]:

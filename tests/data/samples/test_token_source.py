@@ -11,12 +11,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.token_files import END, random_documents, read_doc_ids, write_folder, write_pair
+from support.token_files import END, every, random_documents, read_doc_ids, write_folder, write_pair
 
 from dtt.base.errors import DamagedError
 from dtt.config.sources import SourceConfig
 from dtt.data.samples import token_source
-from dtt.data.samples.protocol import SampleNumbers
 from dtt.data.samples.token_source import TokenSource
 from dtt.data.token_file import TokenFileWriter
 
@@ -25,10 +24,6 @@ Stream = npt.NDArray[np.int64]
 
 def opened(path: Path, split: Any = "train", seq_len: int = 10, **options: Any) -> TokenSource:
     return TokenSource(SourceConfig(path=path), split, seq_len=seq_len, seed=0, **options)
-
-
-def every(source: TokenSource) -> SampleNumbers:
-    return np.arange(len(source), dtype=np.uint64)
 
 
 def write_shards(folder: Path, sizes: list[int]) -> Stream:
