@@ -89,10 +89,10 @@ def _inspect_tokens(path: Path, options: InspectOptions) -> Report:
     folder = files.path if files.path.is_dir() else files.path.parent
     tokenizer = _open_tokenizer(options.tokenizer, folder / TOKENIZER)
     decode = _decoder(tokenizer)
-    vocab_size = None if manifest is None else manifest.vocab_size
+    vocab_size = files.vocab_size
     if vocab_size is None and tokenizer is not None:
         vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    statistics = IdStatistics(vocab_size, None if manifest is None else manifest.end_of_document)
+    statistics = IdStatistics(vocab_size, files.end_of_document)
     if manifest is None:
         damaged = {ids: _why(error) for ids, error in broken.items()}
         documents = _count(files, damaged) if files.has_index else None

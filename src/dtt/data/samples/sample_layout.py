@@ -75,6 +75,8 @@ class Windows:
 
     whole_documents = False
     """True if no piece extends beyond one document."""
+    packing: PackingCounts | None = None
+    """See Bins."""
 
     def __init__(self, ends: Ints, seq_len: int) -> None:
         """Take `ends` [shards], the end of each shard in the token stream."""

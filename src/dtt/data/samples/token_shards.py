@@ -154,6 +154,10 @@ class TokenFiles:
     manifest: TokensManifest | None
     bytes_per_token: float | None
     """UTF-8 bytes of text per token; None if unknown."""
+    vocab_size: int | None
+    """Largest id + 1; None if unknown."""
+    end_of_document: int | None
+    """Id that ends each document; None if the ids do not tell where documents end."""
 
     @property
     def has_index(self) -> bool:
@@ -225,7 +229,9 @@ def open_files(
     # hashes in their manifest.
     content = [(s.path.name, s.tokens, s.dtype) for s in shards]
     common: Format = next(iter(examples), format_)
-    return TokenFiles(path, common, tuple(shards), fingerprint(content), None, None)
+    key = fingerprint(content)
+    end = end_of_document if format_ == "raw" else None  # an index stores the boundaries
+    return TokenFiles(path, common, tuple(shards), key, None, None, vocab_size, end)
 
 
 def _find(path: Path) -> tuple[Literal["megatron", "datatrove", "raw"], list[Path]]:
@@ -280,6 +286,8 @@ def _made_by_dtt(folder: Path, split: Split | None) -> TokenFiles:
         manifest.key,
         manifest,
         text / tokens if text else None,  # of ids that a class gives, no text is known
+        manifest.vocab_size,
+        manifest.end_of_document,
     )
 
 

@@ -17,7 +17,7 @@ from dtt.base.errors import DamagedError, InputError
 from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.sources import SourceConfig
-from dtt.data.samples.packing import Packing, PackingCounts, TooLong
+from dtt.data.samples.packing import Packing, TooLong
 from dtt.data.samples.protocol import (
     Counts,
     DocumentSpan,
@@ -148,26 +148,18 @@ class TokenSource:
             end_of_document=end_of_document,
             vocab_size=vocab_size,
         )
-        if files.manifest is not None:
-            vocab_size, end_of_document = files.manifest.vocab_size, files.manifest.end_of_document
-        elif end_of_document is not None:
-            if split == "train":
-                warn_of_missing_ends(files, end_of_document)
-            if files.has_index:
-                end_of_document = None  # the index stores the boundaries
+        if split == "train" and files.manifest is None and end_of_document is not None:
+            warn_of_missing_ends(files, end_of_document)
         self.name = cfg.label
         self.bytes_per_token = files.bytes_per_token
         ends = np.cumsum([shard.tokens for shard in files.shards], dtype=np.int64)
         self.tokens = int(ends[-1]) if len(ends) else 0
-        self.packing_counts: PackingCounts | None = None
-        """Counts of conversations, packed and left out; None for text."""
         self._masks: list[Shard] | None = None
-        self._layout: Windows | Bins
-        if packing == "concat" and not files.are_conversations:
-            self._layout = Windows(ends, seq_len)
-        else:
-            self._layout = packed = bins(files, ends, seq_len + 1, too_long, packing)
-            self.packing_counts = packed.packing
+        self._layout: Windows | Bins = Windows(ends, seq_len)
+        if packing != "concat" or files.are_conversations:
+            self._layout = bins(files, ends, seq_len + 1, too_long, packing)
+        self.packing_counts = self._layout.packing
+        """Counts of conversations, packed and left out; None for text."""
         if self.packing_counts is not None:
             self.tokens = self.packing_counts.tokens
             # The loss mask of a shard is read as another one, of bytes.
@@ -175,8 +167,6 @@ class TokenSource:
             self._masks = [replace(shard, path=mask, dtype="|u1") for shard, mask in masks if mask]
         self._shuffle = Order(f"{seed}/{self.name}", len(self._layout))
         self._width = seq_len + 1
-        self._vocab_size = vocab_size
-        self._end = end_of_document
         self._with_doc_ids, self._eod_mask_loss = doc_ids, eod_mask_loss
         self._extra: dict[str, npt.NDArray[Any]] = {}
         self._rows: tuple[str, npt.NDArray[np.int64]] | None = None
@@ -217,8 +207,8 @@ class TokenSource:
         if pieces.length.sum() < ids.size:
             ids.fill(IGNORE_INDEX)
         _copy(self.files.shards, pieces, ids)
-        if self._vocab_size is not None and ids.size:
-            self._check(ids.reshape(-1), pieces, self._vocab_size)
+        if self.files.vocab_size is not None and ids.size:
+            self._check(ids.reshape(-1), pieces, self.files.vocab_size)
         mask = doc_ids = None
         if self._masks is not None:
             marks = np.zeros(ids.shape, dtype=np.uint8)
@@ -249,8 +239,8 @@ class TokenSource:
         The token that ends a document belongs to it.
         """
         begins = np.zeros(ids.shape, dtype=np.int32)
-        if self._end is not None and not self._layout.whole_documents:
-            np.equal(ids[:, :-1], self._end, out=begins[:, 1:], casting="unsafe")
+        if self.files.end_of_document is not None and not self._layout.whole_documents:
+            np.equal(ids[:, :-1], self.files.end_of_document, out=begins[:, 1:], casting="unsafe")
         else:
             flat = begins.reshape(-1)
             flat[pieces.place] = 1
