@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.corpora import read_texts, write_files
+from support.corpora import write_files
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.config.data import DownloadConfig
-from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.download import download
 from dtt.data.corpus.units import Corpus
 
@@ -38,12 +36,3 @@ class Corpora:
 def corpora(tmp_path: Path) -> Corpora:
     """Makes corpora in a folder of this test."""
     return Corpora(tmp_path)
-
-
-ReadAll = Callable[[Corpus, int], tuple[list[str], BadDocuments]]
-
-
-@pytest.fixture
-def read_all() -> ReadAll:
-    """Reads all documents, cut into units of a given size."""
-    return read_texts

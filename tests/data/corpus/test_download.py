@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from support.corpora import parquet, write_files
+from support.corpora import parquet, read_texts, write_files
 from support.running import Dtt
 
 from dtt.artifacts.corpus import CorpusManifest
@@ -226,9 +226,7 @@ def test_a_folder_of_another_corpus_is_not_overwritten(corpora: Any) -> None:
         corpora.download(dataset="python-stdlib")
 
 
-def test_the_standard_library_is_the_same_bytes_every_time(
-    tmp_path: Path, corpora: Any, read_all: Any
-) -> None:
+def test_the_standard_library_is_the_same_bytes_every_time(tmp_path: Path, corpora: Any) -> None:
     first = corpora.download(dataset="python-stdlib")
     path = corpora.folder / "corpus" / first.files[0].path
     written = path.stat().st_mtime_ns
@@ -242,7 +240,7 @@ def test_the_standard_library_is_the_same_bytes_every_time(
     assert "json.decoder" in ids
     assert "argparse" in ids
     assert not any(name.startswith(("test.", "idlelib", "site-packages")) for name in ids)
-    texts, bad = read_all(Corpus(corpora.folder / "corpus"), 10**6)
+    texts, bad = read_texts(Corpus(corpora.folder / "corpus"), 10**6)
     assert bad.count == 0
     assert len(texts) == len(ids)
     assert sum(map(len, texts)) > 5_000_000

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import parquet, write_files
+from support.corpora import parquet, read_texts, write_files
 
 from dtt.artifacts.corpus import CorpusManifest
 from dtt.base.errors import ConfigError, InputError
@@ -60,12 +60,12 @@ def test_the_patterns_are_those_of_gitignore(
     assert chosen(tmp_path, include, exclude) == set(names)
 
 
-def test_text_of_any_ending_is_a_document_a_file(corpora: Any, read_all: Any) -> None:
+def test_text_of_any_ending_is_a_document_a_file(corpora: Any) -> None:
     corpus = corpora.make(TREE, include=("**/*.md", "*.rst"))
     assert corpus.manifest.file_format == "txt"
     assert corpus.manifest.txt_documents == "file"
     assert corpus.manifest.source.include == ("**/*.md", "*.rst")
-    assert sorted(read_all(corpus, 10**6)[0]) == ["# A project", "one", "three", "two"]
+    assert sorted(read_texts(corpus, 10**6)[0]) == ["# A project", "one", "three", "two"]
     rows = corpora.download(dataset=str(corpora.folder / "source"), include=("data/",))
     assert rows.file_format == "jsonl"
 

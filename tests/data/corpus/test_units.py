@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from support.corpora import comma_separated, json_lines, parquet
+from support.corpora import comma_separated, json_lines, parquet, read_texts
 
 from dtt.data.corpus import json_files, units
 from dtt.data.corpus.bad_documents import BadDocuments
@@ -43,10 +43,10 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("unit_bytes", [100, 4096, 10**9])
 def test_every_document_is_read_once_for_any_unit_size(
-    corpora: Any, read_all: Any, name: str, unit_bytes: int
+    corpora: Any, name: str, unit_bytes: int
 ) -> None:
     corpus = corpora.make({name: FORMATS[name](TEXTS)}, txt_documents="line")
-    texts, bad = read_all(corpus, unit_bytes)
+    texts, bad = read_texts(corpus, unit_bytes)
     assert texts == TEXTS
     assert bad.count == 0
 
@@ -74,33 +74,33 @@ def test_the_default_unit_size_is_a_power_of_two_within_bounds(
     }  # fmt: skip
 
 
-def test_line_ends_at_any_unit_boundary_lose_nothing(corpora: Any, read_all: Any) -> None:
+def test_line_ends_at_any_unit_boundary_lose_nothing(corpora: Any) -> None:
     lines = ["a", "bb", "ccc", "d" * 40, "e"]
     corpus = corpora.make({"a.txt": ("\n".join(lines) + "\n").encode()}, txt_documents="line")
     for unit_bytes in range(1, 60):
-        assert read_all(corpus, unit_bytes)[0] == lines
+        assert read_texts(corpus, unit_bytes)[0] == lines
 
 
-def test_sections_are_the_text_unchanged_and_of_some_kilobytes(corpora: Any, read_all: Any) -> None:
+def test_sections_are_the_text_unchanged_and_of_some_kilobytes(corpora: Any) -> None:
     text = "\n\n".join("A line of a paragraph.\n" * (i % 30 + 1) for i in range(200))
     corpus = corpora.make({"a.txt": text.encode()})
     assert corpus.manifest.txt_documents == "section"
-    sections, _ = read_all(corpus, 10**9)
+    sections, _ = read_texts(corpus, 10**9)
     assert "".join(sections) == text
     assert all(4096 <= len(section) <= 8192 + 100 for section in sections[:-1])
     assert all(section.endswith("\n\n") for section in sections[:-1])
-    assert "".join(read_all(corpus, 10_000)[0]) == text
+    assert "".join(read_texts(corpus, 10_000)[0]) == text
 
 
 @pytest.mark.parametrize(
     "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
 )
-def test_a_column_of_any_type_of_text_is_read(corpora: Any, read_all: Any, kind: Any) -> None:
+def test_a_column_of_any_type_of_text_is_read(corpora: Any, kind: Any) -> None:
     stream = io.BytesIO()
     pq.write_table(pa.table({"text": pa.array([*TEXTS, None], pa.string()).cast(kind)}), stream)
     corpus = corpora.make({"a.parquet": stream.getvalue()})
     assert pq.read_schema(corpus.path(0)).field("text").type == kind
-    texts, bad = read_all(corpus, 10**6)
+    texts, bad = read_texts(corpus, 10**6)
     assert texts == TEXTS
     assert bad.examples[0].endswith(f"row {len(TEXTS)}: the text is null")
 
