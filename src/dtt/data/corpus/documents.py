@@ -127,8 +127,8 @@ def _span_batches(
     """Yield the documents of a span, each with `columns` of its row."""
     manifest, path = corpus.manifest, corpus.path(span.file)
     column, form = str(manifest.text_column), FORMATS[manifest.file_format]
+    none: dict[str, Any] = dict.fromkeys(columns)
     if form.has_row_groups:
-        none: dict[str, Any] = dict.fromkeys(columns)
         for rows, where in read_span(path, span, [*dict.fromkeys((column, *columns))], bad, size):
             texts = _column_texts(rows.column(column), where, bad)
             values = _values(rows.select(list(columns)), where, bad) if columns else repeat(None)
@@ -142,7 +142,7 @@ def _span_batches(
         )
     else:
         _require(columns, (), path)
-        found = ((text, {}) for text in _plain_text(path, span, manifest.txt_documents, bad))
+        found = ((text, none) for text in _plain_text(path, span, manifest.txt_documents, bad))
     yield from batches(found, size, lambda row: len(row[0]))
 
 
