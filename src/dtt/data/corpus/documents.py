@@ -131,6 +131,7 @@ def _span_batches(
     if form.has_row_groups:
         for rows, where in read_span(path, span, [*dict.fromkeys((column, *columns))], bad, size):
             texts = _column_texts(rows.column(column), where, bad)
+            # Without columns, no row becomes a Python object: that takes as long as the text.
             values = _values(rows.select(list(columns)), where, bad) if columns else repeat(None)
             pairs = zip(texts, values, strict=False)
             yield [(text, value or none) for text, value in pairs if text is not None]
