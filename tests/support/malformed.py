@@ -230,8 +230,6 @@ FAULTS = [
           refused="two columns are called 'text'"),
     Fault("a field of 70 MB", "csv", lambda: comma("1,a", "2," + "y" * LONG, "3,c"), 2, 1,
           "b.csv:3: not CSV: longer than 64 MiB"),
-    Fault("invalid UTF-8 in its header", "csv", lambda: b"caf\xe9\nx\n",
-          refused="can't decode byte 0xe9"),
     Fault("no header", "csv", lambda: b"1,a\n2,b\n",
           refused="there is no column 'text'"),
     Fault("semicolons", "csv", lambda: comma("1;a", header="id;text"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from dtt.base.errors import InputError
+from dtt.base.errors import DamagedError, InputError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import read_rows, read_unit
@@ -72,6 +72,12 @@ def test_another_encoding_is_refused_with_a_command_that_works(
 def test_utf_8_and_zeros_are_not_taken_for_another_encoding(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     check_encodings([tmp_path / "a.txt"])
+
+
+def test_a_csv_header_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"caf\xe9\nx\n")
+    with pytest.raises(DamagedError, match="can't decode byte 0xe9"):
+        download(DownloadConfig(dataset=str(tmp_path / "a.csv")), tmp_path / "corpus")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,16 +80,25 @@ def read_batches(
 def _document_batches(
     corpus: Corpus, unit: Unit, bad: BadDocuments, size: int
 ) -> Iterator[list[bytes]]:
-    if corpus.manifest.has_rows:
+    manifest = corpus.manifest
+    if manifest.has_rows:
         raise InputError(
             "the corpus contains conversations, not text",
             where=corpus.folder,
             why="it was downloaded with data.type=chat",
             next="set data.type=chat here, too, or run dtt download again without it",
         )
+    form = FORMATS[manifest.file_format]
     for span in unit.spans:
-        for batch in _span_batches(corpus, span, (), bad, size):
-            yield [text for text, _ in batch]
+        path = corpus.path(span.file)
+        if form.has_row_groups:
+            for rows, where in read_span(path, span, [str(manifest.text_column)], bad, size):
+                texts = _column_texts(rows.column(0), where, bad)
+                yield [text for text in texts if text is not None]
+        elif form.rows is not None:
+            yield from batches((text for text, _ in _texts(corpus, span, bad)), size)
+        else:
+            yield from batches(_plain_text(path, span, manifest.txt_documents, bad), size)
 
 
 def read_with_columns(
@@ -103,6 +112,7 @@ def read_with_columns(
     DamagedError for a damaged file, because a row that cannot be read here may have a readable
     text.
     """
+    column = str(corpus.manifest.text_column)
     form = FORMATS[corpus.manifest.file_format]
     for span in unit.spans:
         path, lost = corpus.path(span.file), bad.lost_bytes
@@ -111,7 +121,22 @@ def read_with_columns(
                 _require(columns, form.header(path), path)
             except UNREADABLE as error:  # the reader reports it
                 raise_if_refused(error)
-        yield from _span_batches(corpus, span, columns, bad, size)
+        if form.has_row_groups:
+            wanted = [*dict.fromkeys((column, *columns))]
+            for rows, where in read_span(path, span, wanted, bad, size):
+                texts = _column_texts(rows.column(column), where, bad)
+                values = _values(rows.select(list(columns)), where, bad)
+                none: dict[str, Any] = dict.fromkeys(columns)
+                pairs = zip(texts, values, strict=True)
+                yield [(text, value or none) for text, value in pairs if text is not None]
+        elif form.rows is None:
+            _require(columns, (), path)
+        else:
+            found = (
+                (text, {name: row[name] for name in columns if name in row})
+                for text, row in _texts(corpus, span, bad)
+            )
+            yield from batches(found, size, lambda row: len(row[0]))
         if bad.lost_bytes > lost:
             raise DamagedError(
                 "a file of the corpus is damaged",
@@ -119,32 +144,6 @@ def read_with_columns(
                 why=f"documents are chosen by {', '.join(columns)}, which cannot be read there",
                 next="fetch or write the file again",
             )
-
-
-def _span_batches(
-    corpus: Corpus, span: Span, columns: Sequence[str], bad: BadDocuments, size: int
-) -> Iterator[list[Row]]:
-    """Yield the documents of a span, each with `columns` of its row."""
-    manifest, path = corpus.manifest, corpus.path(span.file)
-    column, form = str(manifest.text_column), FORMATS[manifest.file_format]
-    none: dict[str, Any] = dict.fromkeys(columns)
-    if form.has_row_groups:
-        for rows, where in read_span(path, span, [*dict.fromkeys((column, *columns))], bad, size):
-            texts = _column_texts(rows.column(column), where, bad)
-            # Without columns, no row becomes a Python object: that takes as long as the text.
-            values = _values(rows.select(list(columns)), where, bad) if columns else repeat(None)
-            pairs = zip(texts, values, strict=False)
-            yield [(text, value or none) for text, value in pairs if text is not None]
-        return
-    if form.rows is not None:
-        found = (
-            (text, {name: row[name] for name in columns if name in row})
-            for text, row in _texts(corpus, span, bad)
-        )
-    else:
-        _require(columns, (), path)
-        found = ((text, none) for text in _plain_text(path, span, manifest.txt_documents, bad))
-    yield from batches(found, size, lambda row: len(row[0]))
 
 
 def check_columns(corpus: Corpus, columns: Sequence[str]) -> None:
