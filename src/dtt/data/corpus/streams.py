@@ -78,7 +78,7 @@ class Decompressed(io.RawIOBase):
             self._read = gzip.GzipFile(fileobj=self._file).read1
         else:
             self._read = pa.CompressedInputStream(self._file, compression).read
-        self.unread_bytes = 0
+        self._size = self.unread_bytes = path.stat().st_size
         """Compressed bytes of the file that have not been read."""
 
     def readable(self) -> bool:
@@ -107,7 +107,7 @@ class Decompressed(io.RawIOBase):
                 raise
             raise OSError(str(error)) from None
         finally:
-            self.unread_bytes = self._path.stat().st_size - self._file.tell()
+            self.unread_bytes = self._size - self._file.tell()
         buffer[: len(content)] = content
         return len(content)
 
