@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import forked_runs
 from support.corpora import comma_separated, json_lines, parquet
 from support.running import Dtt
 from support.selections import CLEAN, is_third, write_selection
 from tokenizers import Tokenizer
 
-from dtt.base.errors import InputError
 from dtt.config.clean import CleanConfig
 from dtt.config.data import TrainedTokenizerConfig
 from dtt.data.corpus.units import Corpus
@@ -147,21 +145,12 @@ def test_the_data_key_depends_on_what_is_removed_only(
     assert identity(other) not in (first, before)
 
 
-def test_a_selection_that_removes_everything_is_refused(
-    corpora: Any, tmp_path: Path, encoder: Encoder
-) -> None:
-    folder = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
-    write_selection(folder, lambda text: True, unit_bytes=5_000)
-    with pytest.raises(InputError, match="600 are removed by the section `clean`"):
-        TextSource(CorpusDocuments(Corpus(folder, clean=CLEAN)), encoder, seed=1, **OPTIONS)
-
-
 def losses(job: Path) -> list[tuple[str, float]]:
     records = [r for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "train"]
     return [(r["ledger"], r["loss"]) for r in records]
 
 
-def test_runs_on_one_and_two_ranks_train_on_the_kept_documents_only(
+def test_a_run_trains_on_the_kept_documents_only(
     corpora: Any, tmp_path: Path, tokenizer: str
 ) -> None:
     whole = make(corpora, tmp_path / "whole", {"a.jsonl": json_lines(TEXTS)})
@@ -185,10 +174,6 @@ def test_runs_on_one_and_two_ranks_train_on_the_kept_documents_only(
     assert len(expected) == 6
     dtt("train", *settings("one", whole, "clean.exact=true"))
     assert losses(tmp_path / "jobs/one") == expected
-    forked_runs.run(dtt, "train", *settings("two", whole, "clean.exact=true"), ranks=2)
-    found = losses(tmp_path / "jobs/two")
-    assert [ledger for ledger, _ in found] == [ledger for ledger, _ in expected]
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-4)
     seen = dtt("data", "at-step", "jobs/one", 1).stdout
     assert f"text is without {len(TEXTS) - len(KEPT)} documents: rules" in seen
     # Another selection is other data, and so is none.

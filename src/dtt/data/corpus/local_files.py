@@ -147,7 +147,7 @@ def _warn_of_held_out(paths: Iterable[Path]) -> None:
     From the Hub, only the split `train` is read; a copy of the same data set would otherwise train
     on its test questions unseen.
     """
-    counts, files, held_out, train = dict.fromkeys(HELD_OUT, 0), 0, 0, False
+    files, held_out, train = 0, 0, False
     first: Path | None = None
     for path in paths:
         if not file_format(path):
@@ -155,20 +155,15 @@ def _warn_of_held_out(paths: Iterable[Path]) -> None:
         files += 1
         splits = _splits(path)
         train = train or "train" in splits
-        for split in splits.intersection(HELD_OUT):
-            counts[split] += 1
         if not splits.isdisjoint(HELD_OUT):
             held_out += 1
-            first = path if first is None else min(first, path)
-    if held_out in (0, files):
-        return
-    listed = ", ".join(f"{count} of {split}" for split, count in counts.items() if count)
-    log.warning(
-        "%d of %d files are named like held-out splits (%s), such as %s, and are read, too; "
-        "next: %s",
-        held_out, files, listed, first,
-        "download.split=train" if train else "download.exclude leaves files out",
-    )  # fmt: skip
+            first = min(first or path, path)
+    if 0 < held_out < files:
+        log.warning(
+            "%d of %d files are named like held-out splits, such as %s, and are read; next: %s",
+            held_out, files, first,
+            "download.split=train" if train else "download.exclude leaves files out",
+        )  # fmt: skip
 
 
 def real_path(path: Path) -> Path:
