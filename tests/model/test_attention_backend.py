@@ -241,30 +241,46 @@ def test_flex_attention_that_cannot_be_compiled_warns_and_uses_a_dense_mask(
     assert "no valid Triton configuration" in said
 
 
-def test_plain_causal_attention_is_left_to_sdpa() -> None:
-    assert attention_backend.choose(CPU, 100, False, None) == "SDPA"
+PART = "block-sparse SDPA within a window of 16"
+
+
+@pytest.mark.parametrize(
+    ("device", "windows", "length", "documents", "context", "expected"),
+    [
+        (CPU, [None], 100, False, 1, "SDPA (flash)"),
+        (CPU, [16, 16, None], 16, False, 1, "SDPA (flash)"),
+        (
+            CPU, [16, 16, None], 64, False, 1,
+            f"{PART} (2 of 3 layers), SDPA (flash) (1 of 3 layers)",
+        ),
+        (CPU, [None], 100, True, 1, "block-sparse SDPA within documents"),
+        (GPU, [100], 101, False, 1, "FlexAttention within a window of 100"),
+        (GPU, [None], 100, True, 1, "FlexAttention within documents"),
+        (GPU, [16], 64, True, 1, "FlexAttention within documents and a window of 16"),
+        # Ranks that share a sequence use SDPA, too, unless something limits attention.
+        (CPU, [16, None], 16, False, 2, "SDPA (flash for CPUs) by chunks"),
+        (
+            CPU, [16, None], 32, False, 2,
+            f"{PART} (1 of 2 layers), SDPA (flash for CPUs) by chunks (1 of 2 layers)",
+        ),
+        (CPU, [16, None], 16, True, 2, "block-sparse SDPA within documents"),
+    ],
+)  # fmt: skip
+def test_the_backend_of_each_kind_of_layer_is_described(
+    device: torch.device,
+    windows: list[int | None],
+    length: int,
+    documents: bool,
+    context: int,
+    expected: str,
+) -> None:
+    described = attention_backend.describe(windowed(*windows), device, length, documents, context)
+    assert described == f"attention: {expected}"
+
+
+def test_plain_causal_attention_is_left_to_sdpa_where_it_has_a_kernel() -> None:
     assert attention_backend.choose(GPU, 100, False, 100) == "SDPA"
-    assert attention_backend.choose(CPU, 101, False, 100) == "block-sparse SDPA"
-    assert attention_backend.choose(CPU, 100, True, None) == "block-sparse SDPA"
-    assert attention_backend.choose(GPU, 101, False, 100) == "FlexAttention"
-    assert attention_backend.choose(GPU, 100, True, None) == "FlexAttention"
-
-
-def test_ranks_that_share_a_sequence_use_sdpa_unless_something_limits_attention() -> None:
     assert attention_backend.choose(GPU, 100, False, 100, by_sdpa=False) == "FlexAttention"
-    arch = windowed(16, None)
-    assert (
-        attention_backend.describe(arch, CPU, 16, False, context=2)
-        == "attention: SDPA (flash for CPUs) by chunks"
-    )
-    assert attention_backend.describe(arch, CPU, 32, False, context=2) == (
-        "attention: block-sparse SDPA within a window of 16 (1 of 2 layers), "
-        "SDPA (flash for CPUs) by chunks (1 of 2 layers)"
-    )
-    assert (
-        attention_backend.describe(arch, CPU, 16, True, context=2)
-        == "attention: block-sparse SDPA within documents"
-    )
 
 
 @pytest.mark.parametrize(
@@ -308,18 +324,6 @@ def test_a_kernel_chosen_for_training_does_not_limit_generation() -> None:
     cache.set_lengths([8])
     following = following_context(model.arch, prompt[:, :1], cache)
     assert model(prompt[:, :1], context=following).isfinite().all()
-
-
-def test_the_backend_of_each_kind_of_layer_is_described() -> None:
-    arch = windowed(16, 16, None)
-    assert attention_backend.describe(arch, CPU, 16, False) == "attention: SDPA (flash)"
-    assert attention_backend.describe(arch, CPU, 64, False) == (
-        "attention: block-sparse SDPA within a window of 16 (2 of 3 layers), "
-        "SDPA (flash) (1 of 3 layers)"
-    )
-    assert attention_backend.describe(windowed(16), GPU, 64, True) == (
-        "attention: FlexAttention within documents and a window of 16"
-    )
 
 
 @pytest.mark.slow

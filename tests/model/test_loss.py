@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.largest_tensor import LargestTensor
 from support.ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtt.mesh.compilation import compiler
 from dtt.mesh.dist import World
@@ -117,19 +117,6 @@ def test_ignored_targets_alone_give_zero() -> None:
     assert not hidden.grad.any()
     assert weight.grad is not None
     assert not weight.grad.any()
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation put out."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
 
 
 @pytest.mark.parametrize("grad", [True, False])

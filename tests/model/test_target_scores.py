@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from support.largest_tensor import LargestTensor
 from support.ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtt.mesh.dist import World
 from dtt.model.loss import VocabularyPart
@@ -60,27 +58,14 @@ def test_under_autocast_only_the_logits_are_bf16() -> None:
     torch.testing.assert_close(nats[scored], expected, rtol=1e-5, atol=1e-5)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation put out."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor) and tensor.shape != (D, V):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 def test_memory_is_that_of_the_logits_of_one_chunk_of_scored_tokens() -> None:
     hidden, weight, targets = problem()
     targets[5:] = IGNORED
-    with LargestTensor() as largest:
+    with LargestTensor(ignored=(D, V)) as largest:
         target_scores(hidden, weight, targets, chunk=2)
     assert largest.elements <= N * D  # two rows of logits would be fewer, all of them more
     targets[:] = IGNORED
-    with LargestTensor() as largest:
+    with LargestTensor(ignored=(D, V)) as largest:
         assert not target_scores(hidden, weight, targets).any()
     assert largest.elements <= N * C * 2
 
@@ -91,11 +76,17 @@ def test_scores_of_a_model_that_has_diverged_are_nan() -> None:
     assert scores[..., 0].isnan().equal(targets != IGNORED)
 
 
-def on_a_shard(world: World, softcap: float | None) -> Tensor:
+def tie() -> tuple[Tensor, Tensor, Tensor]:
+    """The problem with two most likely tokens, of the first and the last shard."""
     hidden, weight, targets = problem()
-    weight[V - 1] = weight[0]  # a tie between the first and the last shard
+    weight[V - 1] = weight[0]
     targets[1, 0], targets[1, 1] = 0, V - 1
     hidden[1] = weight[0]
+    return hidden, weight, targets
+
+
+def on_a_shard(world: World, softcap: float | None) -> Tensor:
+    hidden, weight, targets = tie()
     rows = V // world.size
     part = VocabularyPart(init_device_mesh("cpu", (world.size,)), V)
     own = weight[part.first : part.first + rows]
@@ -106,10 +97,7 @@ def on_a_shard(world: World, softcap: float | None) -> Tensor:
 def test_vocabulary_shards_give_the_same_scores_and_the_lowest_id_wins(
     softcap: float | None,
 ) -> None:
-    hidden, weight, targets = problem()
-    weight[V - 1] = weight[0]
-    targets[1, 0], targets[1, 1] = 0, V - 1
-    hidden[1] = weight[0]
+    hidden, weight, targets = tie()
     expected = plain(hidden, weight, targets, softcap)
     assert expected[1, :2, 1].tolist() == [1.0, 0.0]
     for scores in on_ranks(2, on_a_shard, softcap):

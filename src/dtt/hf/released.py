@@ -7,7 +7,6 @@ did not change, also when the folder of the release is gone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,10 @@ class Released:
         return cls(
             str(folder),
             {k: v for k, v in generation.items() if k != "_from_model_config"},
-            {key: _id(key, generation, config) for key in ("bos_token_id", "pad_token_id")},
+            {
+                key: next((f[key] for f in (generation, config) if type(f.get(key)) is int), None)
+                for key in ("bos_token_id", "pad_token_id")
+            },
             eos_token_ids(folder),
             config.get("max_position_embeddings", config.get("n_positions")),
             {k: v for k, v in settings.items() if k not in REPLACED and k not in special},
@@ -141,10 +143,3 @@ def keep(source: str, job: JobDir, tokenizer: Path) -> None:
         write_atomically(job.sentencepiece, read_whole(found.sentencepiece))
     facts = asdict(replace(found, sentencepiece=None))
     write_atomically(job.released, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-
-
-def _id(key: str, generation: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    for facts in (generation, config):
-        if type(facts.get(key)) is int:
-            return int(facts[key])
-    return None

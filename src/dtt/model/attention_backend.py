@@ -25,13 +25,11 @@ from dtt.mesh.compilation import compiler
 from dtt.model.architecture import AnyArchitecture, Architecture, BuiltArchitecture
 from dtt.model.block_sparse import tiled_attention
 from dtt.model.chunked_attention import Chunked, Kernel, chunk_kernel
-from dtt.model.kv_cache import CachedAttention, KVCache, Prefill, cached_mask
 from dtt.model.sdpa import (
     WITH_A_MASK,
     AttentionFn,
     Kernels,
     grouped_heads,
-    kernels,
     running_kernel,
     sdpa,
 )
@@ -121,46 +119,10 @@ def describe(
     return f"attention: {', '.join(parts)}"
 
 
-def make_prefill_attention_fns(
-    arch: Architecture, tokens_BT: Tensor, cache: KVCache
-) -> list[AttentionFn]:
-    """Return the attention function of each layer for prompts, which an empty cache keeps."""
-    # In the dtype of the weights, which a kernel chosen for training may not take.
-    allowed = kernels(tokens_BT.device, "auto", training=False)
-    whole = by_window(
-        arch, lambda w: attention_within(arch.attn_scale, w, tokens_BT, None, allowed)
-    )
-    return [Prefill(*cache.layer(i), attend) for i, attend in enumerate(whole)]
-
-
-def by_window(arch: Architecture, make: Callable[[int | None], T]) -> list[T]:
+def by_window(windows: Sequence[int | None], make: Callable[[int | None], T]) -> list[T]:
     """Return what `make` returns for the window of each layer; layers with the same share it."""
-    made = {window: make(window) for window in set(arch.windows)}
-    return [made[window] for window in arch.windows]
-
-
-def make_cached_attention_fns(
-    arch: Architecture, positions_BT: Tensor, cache: KVCache
-) -> list[AttentionFn]:
-    """Return the attention function of each layer for tokens that follow those in a cache."""
-    count = positions_BT.shape[1]
-    new = cache.new_places(count)
-    if new is None:
-        # Indexing pairs each row with its own positions, on the device.
-        rows_B1 = torch.arange(len(positions_BT), device=cache.device)[:, None]
-        index: tuple[Any, ...] = rows_B1, slice(None), positions_BT
-    else:
-        index = slice(None), slice(None), new
-
-    def limits(window: int | None) -> tuple[slice, Tensor | None]:
-        places = cache.places(window, count)
-        return places, cached_mask(cache, window, places, positions_BT)
-
-    # All layers with one window share the mask; each has its own keys and values.
-    return [
-        CachedAttention(*cache.layer(i), arch.attn_scale, index, *of_window)
-        for i, of_window in enumerate(by_window(arch, limits))
-    ]
+    made = {window: make(window) for window in set(windows)}
+    return [made[window] for window in windows]
 
 
 def make_context_attention_fns(
@@ -183,7 +145,7 @@ def make_context_attention_fns(
     if any(choose(device, seq_len, doc_ids_BS is not None, w) == "SDPA" for w in arch.windows):
         kernel = chunk_kernel(arch, device, len(chunks[0]), requested, dtype)
     return by_window(
-        arch,
+        arch.windows,
         lambda w: Gathered(
             gather,
             attention_within(arch.attn_scale, w, tokens_BS, doc_ids_BS, (), chunks, kernel),

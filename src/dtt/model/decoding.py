@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from dtt.base.log import log
 from dtt.model.architecture import Architecture
-from dtt.model.attention_backend import make_cached_attention_fns, make_prefill_attention_fns
-from dtt.model.kv_cache import KVCache, asynchronous
+from dtt.model.attention_backend import attention_within, by_window
+from dtt.model.kv_cache import CachedAttention, KVCache, Prefill, asynchronous, cached_mask
 from dtt.model.sampling import SamplingRule, fill_noise
+from dtt.model.sdpa import kernels
 from dtt.model.token_context import GivenContext
 
 CHUNK = 1024
@@ -226,14 +227,35 @@ def prompt_context(
     in every layer, which the fastest kernels do not take, and positions that differ from places.
     """
     positions_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-    attention_fns = make_prefill_attention_fns(arch, tokens_BT, cache)
+    # In the dtype of the weights, which a kernel chosen for training may not take.
+    allowed = kernels(tokens_BT.device, "auto", training=False)
+    whole = by_window(
+        arch.windows, lambda w: attention_within(arch.attn_scale, w, tokens_BT, None, allowed)
+    )
+    attention_fns = [Prefill(*cache.layer(i), attend) for i, attend in enumerate(whole)]
     return GivenContext(tokens_BT, positions_1T, attention_fns, last_B)
 
 
 def following_context(arch: Architecture, tokens_BT: Tensor, cache: KVCache) -> GivenContext:
     """Return the place of tokens that follow those in a cache, which keeps them too."""
-    positions_BT = cache.positions(tokens_BT.shape[1])
-    attention_fns = make_cached_attention_fns(arch, positions_BT, cache)
+    count = tokens_BT.shape[1]
+    positions_BT, new = cache.positions(count), cache.new_places(count)
+    if new is None:
+        # Indexing pairs each row with its own positions, on the device.
+        rows_B1 = torch.arange(len(positions_BT), device=cache.device)[:, None]
+        index: tuple[Any, ...] = rows_B1, slice(None), positions_BT
+    else:
+        index = slice(None), slice(None), new
+
+    def limits(window: int | None) -> tuple[slice, Tensor | None]:
+        places = cache.places(window, count)
+        return places, cached_mask(cache, window, places, positions_BT)
+
+    # All layers with one window share the mask; each has its own keys and values.
+    attention_fns = [
+        CachedAttention(*cache.layer(i), arch.attn_scale, index, *of_window)
+        for i, of_window in enumerate(by_window(arch.windows, limits))
+    ]
     return GivenContext(tokens_BT, positions_BT, attention_fns, "last")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dtt.model.architecture import Architecture
-from dtt.model.attention_backend import flex_with
+from dtt.model.attention_backend import by_window, flex_with
 from dtt.model.sdpa import AttentionFn, sdpa
 
 
@@ -79,19 +79,17 @@ def make_tree_attention_fns(
     # others.
     limits = [None if w is None or w >= longest else w for w in arch.windows]
     ends_T, positions_T = (torch.tensor(x, device=device) for x in (trees.ends, trees.positions))
-    by_window: dict[int | None, AttentionFn] = {}
-    for window in set(limits):
+
+    def attend(window: int | None) -> AttentionFn:
         if device.type == "cuda":
             rule = _mask_mod(ends_T, positions_T, window)
             shape = (1, len(ends_T), len(ends_T))
-            by_window[window] = flex_with(rule, arch.attn_scale, shape, device)
-        else:
-            # Made once per batch for all layers and heads.
-            masks = [_mask(*tile, ends_T, positions_T, window) for tile in trees.tiles]
-            by_window[window] = partial(
-                tree_attention, tiles=trees.tiles, masks=masks, scale=arch.attn_scale
-            )
-    return [by_window[window] for window in limits]
+            return flex_with(rule, arch.attn_scale, shape, device)
+        # Made once per batch for all layers and heads.
+        masks = [_mask(*tile, ends_T, positions_T, window) for tile in trees.tiles]
+        return partial(tree_attention, tiles=trees.tiles, masks=masks, scale=arch.attn_scale)
+
+    return by_window(limits, attend)
 
 
 def _mask_mod(ends_T: Tensor, positions_T: Tensor, window: int | None) -> Callable[..., Tensor]:

@@ -5,7 +5,7 @@ The tables of `dense.py` and `mixtures.py` say what differs from Llama; the code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -19,9 +19,16 @@ from dtt.model.architecture import (
     fit_vocabulary,
     round_up,
 )
-from dtt.model.families import attention_windows, rope_scaling
-from dtt.model.families.attention_windows import FULL, LOCAL
-from dtt.model.families.hf_config import COMMON, UNSET, Key, check_values, unsupported
+from dtt.model.families import rope_scaling
+from dtt.model.families.hf_config import (
+    COMMON,
+    FULL,
+    LOCAL,
+    UNSET,
+    Key,
+    check_values,
+    unsupported,
+)
 
 LLAMA_AXES: Mapping[str, Any] = {
     "norm": "rmsnorm",
@@ -39,6 +46,8 @@ LLAMA_AXES: Mapping[str, Any] = {
     "dropout": 0.0,
 }
 """Fields of `Architecture` as Llama has them."""
+Windows = tuple[int | None, ...]
+"""The sliding window of each layer; None: full attention."""
 OF_MIXTURE = "mixture."
 """Beginning of `Key.field` for the fields of an `ExpertMixture`."""
 MIXTURE = tuple(f"layers.{{i}}.mlp.{part}." for part in ("router", "experts", "shared"))
@@ -152,7 +161,7 @@ class DecoderFamily:
         else:
             window, interval = self.window_pattern
             window = cfg.window or window
-            kinds = attention_windows.every_nth(cfg.n_layers, cfg.window_pattern or interval)
+            kinds = every_nth(cfg.n_layers, cfg.window_pattern or interval)
             fields["windows"] = tuple(window if kind == LOCAL else None for kind in kinds)
         if self.local_theta is not None:
             own = self.has("rope_local_theta")
@@ -222,7 +231,7 @@ class DecoderFamily:
 
         `end_of_document` is the id of the token that ends a document.
         """
-        windows = attention_windows.to_hf(arch.windows, self.window_pattern)
+        windows = windows_to_hf(arch.windows, self.window_pattern)
         constants = {n: key.writes for n, key in self.keys.items() if key.writes is not UNSET}
         return {
             "model_type": self.hf_model_type,
@@ -284,7 +293,7 @@ class DecoderFamily:
             derived["embed_scale"] = dim**0.5
         return Architecture(**{**axes, **derived, **given, **self.axes})
 
-    def _read_windows(self, values: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]:
+    def _read_windows(self, values: Mapping[str, Any], n_layers: int) -> Windows:
         """Return the window of each layer, by the kinds of a config.json or the family's rule."""
         window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
         if self.window_pattern is None:
@@ -293,15 +302,13 @@ class DecoderFamily:
             kinds = [LOCAL if late and i >= first else FULL for i in range(n_layers)]
         else:
             interval = values.get("sliding_window_pattern", self.window_pattern[1])
-            kinds = attention_windows.every_nth(n_layers, interval)
-        windows = attention_windows.from_hf(values, window, kinds)
+            kinds = every_nth(n_layers, interval)
+        windows = windows_from_hf(values, window, kinds)
         if any(windows) and not self.has("window"):
             raise unsupported(values, "sliding_window, layer_types: it has layers with a window")
         return windows
 
-    def _read_rope(
-        self, values: Mapping[str, Any], windows: tuple[int | None, ...]
-    ) -> dict[str, Any]:
+    def _read_rope(self, values: Mapping[str, Any], windows: Windows) -> dict[str, Any]:
         """Return the fields of RoPE that a config.json describes."""
         if self.local_theta is None:
             theta, scaling = rope_scaling.from_hf(values, self.theta, self.rope_types)
@@ -322,6 +329,48 @@ class DecoderFamily:
                 )
             local_theta = theta
         return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local_theta}
+
+
+def windows_to_hf(windows: Windows, pattern: tuple[int, int] | None) -> dict[str, Any]:
+    """Return all keys of windows in config.json.
+
+    `pattern` is the family's default window, if it needs one.
+    """
+    window = next((w for w in windows if w is not None), None)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": pattern[0] if pattern is not None and window is None else window,
+        # Of versions of transformers that do not read layer_types.
+        "max_window_layers": windows.index(window) if window else len(windows),
+        "layer_types": [FULL if w is None else LOCAL for w in windows],
+    }
+
+
+def windows_from_hf(
+    config: Mapping[str, Any], window: int | None, default: Sequence[str]
+) -> Windows:
+    """Return the window of each layer; `default` are the types of a config.json that lists none.
+
+    Raises InputError unless every layer has a type that dtt supports.
+    """
+    n_layers, kinds = len(default), config.get("layer_types") or default
+    if len(kinds) != n_layers or not set(kinds) <= {LOCAL, FULL}:
+        raise unsupported(
+            config,
+            f"config.json has layer_types: {kinds}; "
+            f"supported: {LOCAL} or {FULL} for each of the {n_layers} layers",
+        )
+    if LOCAL in kinds and window is None:
+        raise unsupported(
+            config,
+            f"config.json has layer_types: {kinds}, but the sliding_window is off (None)",
+        )
+    return tuple(window if kind == LOCAL else None for kind in kinds)
+
+
+def every_nth(n_layers: int, interval: int) -> list[str]:
+    """Return the types of layers of which every `interval`-th, counted from 1, has no window."""
+    return [LOCAL if layer % interval else FULL for layer in range(1, n_layers + 1)]
 
 
 def rope_layers(n_layers: int, interval: int) -> tuple[bool, ...]:

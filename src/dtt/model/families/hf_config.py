@@ -46,6 +46,8 @@ KINDS = Values(
 )
 ANYTHING = Values("anything", lambda v: True)
 UNSET: Any = object()
+LOCAL, FULL = "sliding_attention", "full_attention"
+"""Values of `layer_types`: layers with a sliding window, and without."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from dtt.config.model import (
     YarnRopeScaling,
 )
 from dtt.model.architecture import Architecture
-from dtt.model.families.attention_windows import FULL, LOCAL
 from dtt.model.families.hf_config import (
     FLAG,
+    FULL,
+    LOCAL,
     NUMBER,
     NUMBERS,
     SIZE,
