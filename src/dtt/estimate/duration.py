@@ -52,7 +52,7 @@ class Published:
     what: str
     share: float
     """Its tokens per second as a fraction of those that are estimated for it.
-    tests/estimate/test_published.py computes it again from the published figure."""
+    tests/estimate/test_layout_plans.py computes it again from the published figure."""
 
     def describe(self) -> str:
         """Return a sentence for the plan."""
