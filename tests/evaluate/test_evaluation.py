@@ -25,8 +25,16 @@ from support.local_tasks import (
 )
 from support.ranks import on_ranks
 from support.running import Dtt, wait_until
-from support.tiny_job import make_model, make_tokenizer, write_chat_job, write_checkpoint, write_job
+from support.tiny_job import (
+    IM_END,
+    make_model,
+    make_tokenizer,
+    write_chat_job,
+    write_checkpoint,
+    write_job,
+)
 
+from dtt.artifacts.manifests import DataManifest
 from dtt.evaluate.evaluation import with_keys
 from dtt.evaluate.tasks.result_files import read
 from dtt.model.decoder import Decoder
@@ -189,9 +197,11 @@ def test_an_export_has_the_scores_of_its_job(dtt: Dtt, job: Path) -> None:
 
 
 def test_a_chat_model_is_asked_in_its_format(dtt: Dtt, tmp_path: Path) -> None:
-    """The model answers every message with `yes`, and nothing else."""
-    write_chat_job(tmp_path, "yes")
-    (tmp_path / "rows.jsonl").write_text('{"q": "Well?", "a": "yes"}\n{"q": "Or?", "a": "no"}\n')
+    """The model answers every message with `yes`, and then ends its turn, also without --chat."""
+    job = write_chat_job(tmp_path, "yes")
+    assert DataManifest.read(job).until_ids == (256, IM_END)
+    rows = [{"q": "Well?\n", "a": "yes"}, {"q": "Or?\n", "a": "no"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "asked.yaml").write_text(
         "type: generation\ndata: {file: rows.jsonl}\nprompt: '{q}'\nanswer: '{a}'\nmax_tokens: 9\n"
     )
@@ -200,6 +210,7 @@ def test_a_chat_model_is_asked_in_its_format(dtt: Dtt, tmp_path: Path) -> None:
     assert line["scores"]["exact_match"]["value"] == 0.5
     [plain] = evaluated(dtt, "jobs/tiny", "--tasks", "asked.yaml")
     assert plain["file"] != line["file"]
+    assert [record["answer"] for record in records(dtt, plain)] == ["yes", "yes"]
 
 
 MISTAKES = [
@@ -215,7 +226,6 @@ MISTAKES = [
     (["jobs/tiny", "piqa", "copa"], 2, "dtt eval jobs/tiny --tasks piqa,copa"),
     (["jobs/tiny@5", "jobs/tiny@10"], 2, "dtt eval compare JOB[@STEP] JOB[@STEP]"),
     (["jobs/tiny@5", "--step", "all", "--tasks", "sums.yaml"], 2, "contradict each other"),
-    (["jobs/tiny@5", "--watch", "--tasks", "sums.yaml"], 2, "dtt eval jobs/tiny --watch"),
     (["jobs/tiny", "eval.bos=allways"], 2, "eval.bos"),
     (["jobs/tiny", "eval.bus=always"], 2, "eval.bos"),
     (["jobs/tiny", "eval.every=5"], 2, "does not read eval.every"),

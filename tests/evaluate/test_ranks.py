@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -17,9 +16,8 @@ from support import forked_runs
 from support.local_tasks import write_tasks
 from support.ranks import on_ranks
 from support.running import Dtt, wait_until
-from support.tiny_job import IM_END, write_chat_job, write_job
+from support.tiny_job import write_job
 
-from dtt.artifacts.manifests import DataManifest
 from dtt.base.errors import DttError, InputError
 from dtt.base.ranks import Ranks
 from dtt.config.evaluation import EvalConfig
@@ -136,15 +134,3 @@ def test_a_lost_rank_is_not_a_bug(dtt: Dtt, job: Path) -> None:
     codes = ranks.wait()
     assert "another process of this run has ended" in codes.stderr
     assert "this is a bug" not in codes.stderr
-
-
-def test_answers_of_a_chat_model_end_as_in_the_training_loop(dtt: Dtt, tmp_path: Path) -> None:
-    """Also without --chat: the model answers `yes`, and then ends its turn."""
-    job = write_chat_job(tmp_path, "yes")
-    assert DataManifest.read(job).until_ids == (256, IM_END)
-    (tmp_path / "rows.jsonl").write_text('{"q": "Well?\\n", "a": "yes"}\n')
-    (tmp_path / "asked.yaml").write_text(
-        "type: generation\ndata: {file: rows.jsonl}\nprompt: '{q}'\nanswer: '{a}'\nmax_tokens: 9\n"
-    )
-    done = dtt("eval", "jobs/tiny", "--tasks", "asked.yaml", "--json")
-    assert json.loads(done.stdout)["scores"]["exact_match"]["value"] == 1.0

@@ -378,6 +378,7 @@ def test_arguments_that_make_no_sense_are_refused(
     done = dtt("eval", *arguments, "--watch", "--tasks", "sums.yaml", expect=2)
     assert "--watch takes one job, without a step" in done.stderr
     assert f"(got {' '.join(arguments)})" in done.stderr
+    assert "dtt eval jobs/" in done.stderr
     assert not job.evals.exists()
 
 

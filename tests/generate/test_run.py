@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,22 @@ def test_a_dash_reads_the_prompt_from_standard_input(
     assert said(capsys).startswith("from a pipe é")
 
 
-def test_it_stops_at_the_end_of_a_document(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    d, o, n = ids("don")
-    write_checkpoint(job, 20, says={d: o, o: n, n: END_OF_DOCUMENT})
-    run_generate(job, "d")
-    assert said(capsys) == "don\n"
-
-
-def test_an_empty_prompt_starts_a_document(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (a,) = ids("a")
-    write_checkpoint(job, 20, says={END_OF_DOCUMENT: a, a: a})
-    run_generate(job, "", max_new_tokens=3)
-    assert said(capsys) == "aaa\n"
+@pytest.mark.parametrize(
+    ("chain", "prompt", "expected"),
+    [
+        ("don\0", "d", "don\n"),  # it stops at the end of a document
+        ("\0aa", "", "aaa\n"),  # an empty prompt starts a document
+        ("a🙂\0", "a", "a🙂\n"),  # a character of several tokens is complete
+    ],
+)
+def test_a_text_is_printed_up_to_its_end(
+    job: Path, capsys: pytest.CaptureFixture[str], chain: str, prompt: str, expected: str
+) -> None:
+    """Each token of a chain follows the one before; NUL stands for the end of a document."""
+    tokens = [END_OF_DOCUMENT if id == ids("\0")[0] else id for id in ids(chain)]
+    write_checkpoint(job, 20, says=dict(itertools.pairwise(tokens)))
+    run_generate(job, prompt, max_new_tokens=10 if chain[-1] == "\0" else 3)
+    assert said(capsys) == expected
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [("a", "ab\n"), ("", "zz\n")])
@@ -112,15 +117,6 @@ def test_no_token_unknown_to_training_precedes_the_prompt(
     write_checkpoint(job, 20, says={a: b, b: END_OF_DOCUMENT, END_OF_DOCUMENT: z, z: z})
     run_generate(job, prompt, max_new_tokens=2)
     assert said(capsys) == expected
-
-
-def test_a_character_of_several_tokens_is_printed_complete(
-    job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, *face = ids("a🙂")
-    write_checkpoint(job, 20, says=dict(zip([a, *face], [*face, END_OF_DOCUMENT], strict=True)))
-    run_generate(job, "a")
-    assert said(capsys) == "a🙂\n"
 
 
 def test_continuations_do_not_depend_on_the_batch(

@@ -180,8 +180,3 @@ def test_items_are_spread_evenly_with_the_first_and_the_last() -> None:
     assert spread(range(5), 10) == [0, 1, 2, 3, 4]
     found = spread(range(1000), 7)
     assert (found[0], found[-1], len(found)) == (0, 999, 7)
-
-
-def test_the_configuration_is_read_as_the_job_wrote_it(tmp_path: Path) -> None:
-    job = write_finished_job(tmp_path)
-    assert configuration_of(JobDir(job)) == load_job(job)

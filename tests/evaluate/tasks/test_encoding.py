@@ -31,29 +31,25 @@ def question(context: str, *continuations: str) -> Question:
     return Question("id", (context,), continuations, 0)
 
 
-@pytest.mark.parametrize("tokenizer", [with_bos(), with_bos("</s>")])
-def test_there_is_one_bos_and_nothing_behind(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("tokenizer", [with_bos(), with_bos("</s>"), make_tokenizer()])
+def test_a_context_begins_with_one_token_of_the_beginning(tokenizer: Tokenizer) -> None:
+    """What the tokenizer adds in front, or else the end-of-document token only if told."""
+
     def first(context: str, bos: str) -> Option:
         encoder = QuestionEncoder(tokenizer, END_OF_DOCUMENT, 64, bos)  # type: ignore[arg-type]
         return encoder.options(question(context, " b")).options[0]
 
-    for bos in ("tokenizer", "always"):
-        assert first("a", bos) == Option((BOS, *ids("a")), ids(" b"))
-        assert first("<s>a", bos) == Option((BOS, *ids("a")), ids(" b"))
-        assert first("", bos) == Option((BOS,), ids(" b"))
-    assert first("a", "never") == Option(ids("a"), ids(" b"))
-    assert first("", "never") == Option((END_OF_DOCUMENT,), ids(" b"))
-
-
-def test_a_tokenizer_without_bos_begins_with_the_end_of_document_only_if_told() -> None:
-    def first(context: str, bos: str) -> Option:
-        encoder = QuestionEncoder(make_tokenizer(), END_OF_DOCUMENT, 64, bos)  # type: ignore[arg-type]
-        return encoder.options(question(context, " b")).options[0]
-
-    assert first("a", "tokenizer").context == ids("a")
-    assert first("a", "always").context == (END_OF_DOCUMENT, *ids("a"))
-    assert first("", "always").context == (END_OF_DOCUMENT,)
-    assert first("", "tokenizer").context == (END_OF_DOCUMENT,)
+    adds = tokenizer.post_processor is not None
+    begin = BOS if adds else END_OF_DOCUMENT
+    for bos, before in (
+        ("tokenizer", (BOS,) * adds), ("always", (begin,)), ("never", ())
+    ):  # fmt: skip
+        assert first("a", bos) == Option((*before, *ids("a")), ids(" b"))
+        empty = begin if bos != "never" else END_OF_DOCUMENT
+        assert first("", bos) == Option((empty,), ids(" b"))
+    if adds:
+        assert first("<s>a", "tokenizer") == Option((BOS, *ids("a")), ids(" b"))
+        assert first("<s>a", "always") == Option((BOS, *ids("a")), ids(" b"))
 
 
 def test_trailing_space_of_the_context_belongs_to_the_continuation() -> None:

@@ -250,19 +250,3 @@ class Arguments:
 
     def __init__(self, args: tuple[str, str]) -> None:
         self.args = args
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mistral-v1"])
-@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 32, 55])
-def test_rolling_windows_equal_those_of_lm_eval(shared: Path, name: str, tokens: int) -> None:
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    tokenizer = _tokenizer(shared / f"data/tokenizers/{name}/tokenizer.json")
-    text = " ".join(["word"] * tokens)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert len(ids) == tokens
-    windows = QuestionEncoder(tokenizer, 2, 16, "tokenizer").windows(text)
-    prefix = 1 if name == "mistral-v1" else 2
-    expected = map(make_disjoint_window, get_rolling_token_windows(ids, prefix, 16, 1))
-    assert [([*w.context], [*w.continuation]) for w in windows] == [*expected]
-    assert [id for window in windows for id in window.continuation] == ids

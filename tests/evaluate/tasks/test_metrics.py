@@ -46,24 +46,25 @@ def asked(id: int, scores: list[float], gold: int, choices: list[str]) -> Answer
 QUESTION = asked(0, [-8.0, -9.0, -4.5], 1, ["ääää", "abcdefghi", "ab"])
 
 
-def test_accuracies_divide_by_characters_and_by_bytes_as_lm_eval_does() -> None:
-    """Per character -2, -1, -2.25; per byte -1, -1, -2.25: the first of equals is chosen."""
-    values = {
-        name: each.value for name, each in estimates("multiple_choice", None, [QUESTION]).items()
-    }
-    assert values["acc"] == 0.0
-    assert values["acc_norm"] == 1.0
-    assert values["acc_bytes"] == 0.0
+EMPTY_CHOICE = asked(0, [-0.5, -9.0], 1, ["", "long"])
 
 
-def test_an_empty_choice_is_never_chosen_per_character() -> None:
-    question = asked(0, [-0.5, -9.0], 1, ["", "long"])
-    assert estimates("multiple_choice", None, [question])["acc_norm"].value == 1.0
-
-
-def test_bits_per_byte_are_those_of_the_gold_answer_with_its_leading_space() -> None:
-    found = estimates("multiple_choice", None, [QUESTION])["bits_per_byte"]
-    assert found.value == pytest.approx(9.0 / math.log(2) / 10)
+@pytest.mark.parametrize(
+    ("question", "metric", "value"),
+    [
+        # Per character -2, -1, -2.25; per byte -1, -1, -2.25: the first of equals is chosen.
+        (QUESTION, "acc", 0.0),
+        (QUESTION, "acc_norm", 1.0),
+        (QUESTION, "acc_bytes", 0.0),
+        (EMPTY_CHOICE, "acc_norm", 1.0),  # an empty choice is never chosen per character
+        (QUESTION, "bits_per_byte", 9.0 / math.log(2) / 10),  # with the leading space
+    ],
+)
+def test_metrics_of_options_are_those_of_lm_eval(
+    question: AnswerRecord, metric: str, value: float
+) -> None:
+    found = estimates("multiple_choice", None, [question])[metric]
+    assert found.value == pytest.approx(value)
 
 
 def test_equal_options_are_counted_as_ties() -> None:
