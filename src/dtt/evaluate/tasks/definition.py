@@ -133,8 +133,8 @@ class Shots(Section):
     separator: str = "\n\n"
     """Text after each example."""
     fixed: bool = False
-    """Use the same examples for all questions, so that their prefix is computed only once; false:
-    select them for each question, by a hash of its id."""
+    """Use the same examples for all questions; false: select them for each question, by a hash of
+    its id."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield an error if there are two origins of examples."""
