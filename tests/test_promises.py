@@ -20,7 +20,7 @@ PROMISES = {
     "A checkpoint is complete or absent.":
         "after_a_kill_at_any_moment_committed_checkpoints_are_complete every_flipped_byte_is_found "
         "a_damaged_checkpoint_is_skipped_by_name "
-        "a_planted_pickle_is_refused_and_never_executed",
+        "a_sealed_checkpoint_that_dtt_never_wrote_is_rejected",
     "A job records how it ended":
         "a_killed_rank_is_named_by_the_other_in_the_message_and_in_exit_json "
         "a_frozen_rank_is_reported_because_it_is_silent "
@@ -28,7 +28,7 @@ PROMISES = {
     "An export is published only after `transformers` has computed the same logits from it.":
         "transformers_loads_and_generates_from_an_export verification_finds_one_changed_weight "
         "other_logits_than_those_of_transformers_are_refused "
-        "unsupported_settings_are_refused_by_name",
+        "what_is_refused_is_named",
     "Benchmark scores are those of lm-evaluation-harness":
         "scores_are_those_of_lm_eval_with_transformers "
         "scores_do_not_depend_on_the_number_of_ranks_to_the_last_bit",
