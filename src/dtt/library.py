@@ -172,9 +172,8 @@ def train(
     root = job.absolute()
 
     def with_callback(trainer: Trainer) -> Trainer:
-        trackers = [*trainer.observers.trackers, _Callback(on_log)] if on_log else []
-        observers = replace(trainer.observers, trackers=trackers or trainer.observers.trackers)
-        return replace(trainer, observers=observers)
+        trackers = [*trainer.trackers, _Callback(on_log)] if on_log else []
+        return replace(trainer, trackers=trackers or trainer.trackers)
 
     with _signals_restored():
         try:

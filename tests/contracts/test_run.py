@@ -24,7 +24,7 @@ from dtt.mesh.dist import World
 from dtt.track import jsonl
 from dtt.train.actions.action import StepAction, Stop
 from dtt.train.actions.built_in import Log, Sample, SaveCheckpoint, Tasks, Validate
-from dtt.train.components import Run
+from dtt.train.objects import Run
 from dtt.train.run import run as train
 from dtt.train.state import Position
 

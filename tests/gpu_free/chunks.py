@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtt.parallel import context
 from dtt.parallel.context import ContextParallel, SequenceShard
-from dtt.train import assemble
+from dtt.train import trained_model
 
 
 class BothRanks(SequenceShard):
@@ -27,7 +27,7 @@ class BothRanks(SequenceShard):
 @contextlib.contextmanager
 def both_ranks() -> Iterator[None]:
     """Wrap models as two ranks that share each sequence do."""
-    right = assemble.apply
+    right = trained_model.apply
 
     def wrapped(model: Any, *given: Any, **named: Any) -> nn.Module:
         layout: Any = SimpleNamespace(group=lambda _: None, index=lambda _: 0, size=lambda *_: 2)
@@ -40,5 +40,5 @@ def both_ranks() -> Iterator[None]:
         # [..., 2, 2 chunks, D]: what an all-gather would bring, in the order of the ranks.
         return halves.reshape(*halves.shape[:dim], 4, -1, halves.shape[-1])
 
-    with patch.object(assemble, "apply", wrapped), patch.object(context, "gather", gather):
+    with patch.object(trained_model, "apply", wrapped), patch.object(context, "gather", gather):
         yield

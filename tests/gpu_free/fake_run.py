@@ -34,11 +34,12 @@ from dtt.model.decoder import Decoder
 from dtt.optim.built import build as build_optimizers
 from dtt.optim.muon import optimizer as muon
 from dtt.parallel import fp8
-from dtt.train import assemble, step
+from dtt.train import step, trained_model
 from dtt.train.anomaly_guard import Guard
-from dtt.train.components import TrainState
 from dtt.train.expert_load import ExpertLoad
 from dtt.train.objectives.loss_function import make_loss
+from dtt.train.state import Position
+from dtt.train.trained_model import TrainState, assemble
 from dtt.train.trainer import Trainer
 
 SMALL = [
@@ -76,7 +77,7 @@ class Step:
         plan = plan_of(case, world)
         mixture = plan.arch.mixture
         self.case, self.device = case, world.device
-        self.assembled = parts = assemble.assemble(case.cfg, plan, world)
+        self.assembled = parts = assemble(case.cfg, plan, world)
         state = TrainState(
             **vars(parts),
             passes=step.Passes(parts.module, case.precision, parts.mesh.gradient_replicas),
@@ -89,13 +90,14 @@ class Step:
         meter = SimpleNamespace(end_phase=lambda _: None)
         self.trainer = Trainer(
             resolved=SimpleNamespace(config=case.cfg), world=world, job=unused,  # type: ignore[arg-type]
-            dataset=unused, plan=plan, from_step=None, branch=None, stage=None, predecessor=None,
+            schedule=unused, plan=plan, from_step=None, branch=None, stage=None, predecessor=None,
             attempt=unused, watchdog=unused, resume=None, run_id="", state=state, actions=[],
             loss_function=make_loss(case.cfg, plan), batches_from=unused,
             # The ranks compare the names of values in the first step: a message on the host.
-            saver=unused, stop_lead=unused, _reported=["loss"],
-            schedule=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
-            observers=SimpleNamespace(meter=meter),  # type: ignore[arg-type]
+            saver=unused, trackers=(), profiler=unused, times=unused, position=Position(),
+            _reported=["loss"],
+            meter=meter,  # type: ignore[arg-type]
+            dataset=SimpleNamespace(step_sizes=case.step_sizes),  # type: ignore[arg-type]
         )  # fmt: skip
 
     @property
@@ -141,8 +143,8 @@ def on_fake_gpu(backend: Callable[..., Any] | str, ranks: int = 1) -> Iterator[W
             group = dist.group.WORLD
         for owner, name, new in (
             (torch, "compile", functools.partial(torch.compile, backend=backend)),
-            (assemble, "initialize", lambda *_: None),
-            (assemble, "make_mesh", _on_real_tensors(assemble.make_mesh)),
+            (trained_model, "initialize", lambda *_: None),
+            (trained_model, "make_mesh", _on_real_tensors(trained_model.make_mesh)),
             (Mesh, "group", _on_real_tensors(Mesh.group)),
             (DeviceMesh, "__init__", _on_real_tensors(DeviceMesh.__init__)),
             (Decoder, "to", _to),

@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from dtt.config.schedule import RunFacts
-from dtt.config.value_types import parse_averaging
 from dtt.data.samples.loader import MicroBatch
 from dtt.estimate.case import Case
 from dtt.mesh.dist import World
@@ -21,12 +20,12 @@ from dtt.model.scaling import scaled
 from dtt.optim import built
 from dtt.optim.ema import Ema
 from dtt.optim.schedule import resolve_schedule
-from dtt.train.assemble import LaidOutModel, assemble
 from dtt.train.objectives.loss_function import loss_function
 from dtt.train.pipelined_step import make_passes
 from dtt.train.process_memory import check_memory
 from dtt.train.run_plan import RunPlan
 from dtt.train.step import update
+from dtt.train.trained_model import LaidOutModel, assemble
 
 STEPS = 3
 """Number of steps. The first one compiles and creates the optimizer state; the last one is
@@ -73,9 +72,8 @@ class RandomTraining:
         self._case, self._laid_out, self._device = case, laid_out, world.device
         facts = RunFacts(case.steps, dtype=case.precision.compute_dtype)
         self._optimizers = built.build(case.cfg.optim, laid_out.params, facts)
-        given = case.cfg.train.ema_decay
-        average = None if given is None else parse_averaging(given)
-        self._ema = None if average is None else Ema(laid_out.params, average.decay)
+        decay = case.cfg.train.ema_decay
+        self._ema = None if decay is None else Ema(laid_out.params, decay)
         self._passes = make_passes(
             laid_out.module, case.precision, reduce_each=case.cfg.parallel.reduce == "each"
         )

@@ -16,8 +16,7 @@ from dtt.config.model import ModelConfig
 from dtt.jobs.clock import Clock, PhaseTimer, goodput
 from dtt.mesh.dist import start
 from dtt.model import families
-from dtt.train.supervise.time_breakdown import TimeBreakdown
-from dtt.train.throughput import ThroughputMeter
+from dtt.train.throughput import AttemptTimes, ThroughputMeter
 
 
 def attempts(root: Path, *records: dict[str, Any]) -> JobDir:
@@ -90,14 +89,14 @@ def test_an_attempt_that_stops_before_its_first_log_line_has_its_steps_counted(
     meter = ThroughputMeter(arch, torch.float32, start(Ranks(), "cpu"))
     job = JobDir(tmp_path)
     clock = Clock(job, job.begin_attempt())
-    breakdown = TimeBreakdown(PhaseTimer(), clock)
-    breakdown.start(0, meter)
+    breakdown = AttemptTimes(job, meter, PhaseTimer(), clock)
+    breakdown.start(0)
     with meter.step(1, 32):  # nothing but data
         meter.end_phase("data")
     with meter.paused("save"):
         pass
     meter.restart()
-    breakdown.write(1, meter)
+    breakdown.write(1)
     clock.close()
     kept = json.loads(job.clock(1).read_text())
     assert (kept["first"], kept["step"], kept["steps"]) == (0, 1, 1)

@@ -19,7 +19,7 @@ from dtt.config.scaling import MupConfig
 from dtt.config.schedule import RunFacts
 from dtt.model import families
 from dtt.model.decoder import Decoder, parameter_role, params_of
-from dtt.model.init import init_std, initialize, normal
+from dtt.model.init import init_std, initialize
 from dtt.model.scaling import Scaling, scaled
 from dtt.optim import built
 from dtt.optim.adamw import AdamWConfig
@@ -124,12 +124,19 @@ def test_rates_follow_width_and_depth_and_decay_per_step_does_not(
     [((), 1, 1), ((), 4, 1), ((), 1, 4), ((), 1, 2), ((3,), 1, 2)],
 )
 def test_muons_update_keeps_its_spectral_norm_over_the_root_of_the_shape(
-    scale: str, experts: tuple[int, ...], rows: int, columns: int
+    scale: str,
+    experts: tuple[int, ...],
+    rows: int,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Those that end at 1.
+    exact = 24 * ((15 / 8, -10 / 8, 3 / 8),)
+    monkeypatch.setattr("dtt.optim.muon.newton_schulz.POLYNOMIALS", exact)
     norms = []
     for dim in (32, 64, 128):
         cfg = run("llama", dim, base_head_dim=16)
-        optim = MuonConfig(scale=scale, ns_coefficients="polar-express", weight_decay=0.0)  # type: ignore[arg-type]
+        optim = MuonConfig(scale=scale, weight_decay=0.0)  # type: ignore[arg-type]
         weight = nn.Parameter(torch.zeros(*experts, rows * dim, columns * dim))
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
         params = table({"layers.0.w": weight})
@@ -138,26 +145,6 @@ def test_muons_update_keeps_its_spectral_norm_over_the_root_of_the_shape(
         norm = torch.linalg.matrix_norm(weight.detach(), 2).mean().item()
         norms.append(norm / math.sqrt(rows / columns))
     assert max(norms) / min(norms) < 1.05
-
-
-def test_hyperballs_update_keeps_its_spectral_norm_at_all_widths() -> None:
-    norms = []
-    for dim in (32, 64, 128):
-        cfg = run("llama", dim, base_head_dim=16)
-        optim = MuonConfig(scale="hyperball", ns_coefficients="polar-express", weight_decay=0.0)
-        scaling = scaled(cfg, 100)
-        weight = nn.Parameter(torch.empty(dim, 2 * dim))
-        std = init_std("layers.0.w", scaling.arch, scaling.base)
-        with torch.no_grad():
-            for fill in normal(weight, std, 0, "layers.0.w"):
-                fill()
-        before = weight.detach().clone()
-        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(dim))
-        params = table({"layers.0.w": weight})
-        facts = RunFacts(1, lr_factor=scaling.lr_factor)
-        built.build(optim, params, facts)["muon"].step()
-        norms.append(torch.linalg.matrix_norm(weight.detach() - before, 2).item())
-    assert max(norms) / min(norms) < 1.1
 
 
 def test_a_stack_is_scaled_as_its_matrices() -> None:

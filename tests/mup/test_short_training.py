@@ -15,8 +15,7 @@ from dtt.checkpoint import store
 from dtt.config.load import load_job, resolve
 from dtt.hf import export
 from dtt.mesh.dist import World
-from dtt.mup.run import final_loss, with_rate
-from dtt.mup.short_training import ShortTraining, at_width
+from dtt.mup.run import ShortTraining, at_width, final_loss, with_rate
 from dtt.track import jsonl
 
 

@@ -18,7 +18,7 @@ from dtt.config.schedule import RunFacts
 from dtt.mesh.dist import World
 from dtt.optim import built
 from dtt.optim.adamw import AdamWConfig, AdamWSettings
-from dtt.optim.adamw_8bit import Quantiser, code_book, maxima, spread
+from dtt.optim.adamw_optimizers import Quantiser, code_book, maxima, spread
 from dtt.optim.muon.variant import MuonConfig
 from dtt.optim.rounding import StochasticRounding
 from dtt.train.state import load_optimizers, optimizer_tensors
@@ -166,7 +166,7 @@ def test_a_skipped_step_changes_no_bit(dtype: torch.dtype, value: float) -> None
 def test_some_rows_at_a_time_are_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for chunk in (2**24, 2 * 704):
-        monkeypatch.setattr("dtt.optim.adamw_8bit.CHUNK", chunk)
+        monkeypatch.setattr("dtt.optim.adamw_optimizers.CHUNK", chunk)
         p = nn.Parameter(gradient(99))
         optimizers = make(p)
         train(p, optimizers, range(3))

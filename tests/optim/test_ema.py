@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtt.base.errors import DamagedError
-from dtt.optim.ema import BlendedTensor, Ema, averages
+from dtt.optim.ema import Ema, averages
 
 SHAPES = {"a": (3, 4), "b": (5,)}
 USED, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
@@ -47,61 +47,6 @@ def test_it_is_the_average_of_the_definition() -> None:
     for name, average in found.items():
         assert average.dtype == torch.float32
         torch.testing.assert_close(average.double(), expected[name], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("start", [1, 7])
-def test_one_that_starts_late_is_that_of_the_last_steps_alone(start: int) -> None:
-    """The reference is an average that is created from the weights at its start."""
-    params = parameters()
-    late = Ema(table(params), decay=0.9, start=start)
-    for t in range(20):
-        if t == start:
-            reference = Ema(table(params), decay=0.9)
-        move(params, t)
-        late.update(SKIPPED if t == 12 else USED, t)
-        if t >= start:
-            reference.update(SKIPPED if t == 12 else USED)
-            assert equal(late.tensors(), reference.tensors())
-        else:
-            assert equal(averages(late.tensors()), {n: p.detach() for n, p in params.items()})
-
-
-def test_a_late_average_restored_before_or_after_its_start_goes_on_bit_for_bit() -> None:
-    for stop in (3, 7, 9):
-        params = parameters()
-        ema = Ema(table(params), decay=0.9, start=7)
-        for t in range(12):
-            if t == stop:
-                ema, saved = Ema(table(params), decay=0.9, start=7), ema.tensors()
-                ema.restore({name: tensor.clone() for name, tensor in saved.items()})
-            move(params, t)
-            ema.update(USED, t)
-        whole = parameters()
-        other = Ema(table(whole), decay=0.9, start=7)
-        for t in range(12):
-            move(whole, t)
-            other.update(USED, t)
-        assert equal(ema.tensors(), other.tensors()), stop
-
-
-def test_the_blend_is_shown_and_exported_and_the_average_goes_on_without_it() -> None:
-    params = parameters()
-    plain, ema = Ema(table(params), decay=0.9), Ema(table(params), decay=0.9, blend=0.6)
-    for t in range(5):
-        move(params, t)
-        plain.update(USED)
-        ema.update(USED)
-    before = {name: p.detach().clone() for name, p in params.items()}
-    average = averages(plain.tensors())
-    with ema.swapped():
-        for name, p in params.items():
-            expected = 0.6 * average[name] + 0.4 * before[name]
-            torch.testing.assert_close(p.detach(), expected)
-            lazy = BlendedTensor(before[name], average[name], 0.6)
-            torch.testing.assert_close(lazy[()], expected)
-            assert lazy.shape == tuple(p.shape)
-    assert equal({name: p.detach() for name, p in params.items()}, before)
-    assert equal(ema.tensors(), plain.tensors())
 
 
 def test_half_of_it_comes_from_the_last_half_life() -> None:

@@ -20,7 +20,7 @@ from dtt.mesh.dist import World
 from dtt.mesh.sharding import from_local, local, local_shard
 from dtt.optim.muon.newton_schulz import orthogonalize
 from dtt.optim.muon.optimizer import Muon
-from dtt.optim.muon.shard_assignment import Matrix, assign, buckets, matrices
+from dtt.optim.muon.redistribution import Matrix, assign, buckets, matrices
 from dtt.optim.muon.variant import MuonConfig
 
 SHAPES = ((16, 8), (7, 12), (12, 7), (8, 24), (5, 3), (8, 2), (3, 8, 16), (2, 12, 8), (24, 8))
@@ -31,10 +31,9 @@ STACKS = ((4, 8, 6), (4, 6, 10))
 MATRICES = 6 + 3 + 2 * 2 + 3
 EVERYTHING = MuonConfig(
     lr=0.02, momentum_warmup=4, normuon_beta2=0.9, weight_decay={"value": 0.1, "cautious": True},
-    ns_coefficients="polar-express", scale="spectral",
+    scale="spectral",
 )  # fmt: skip
-HYPERBALL = EVERYTHING.model_copy(update={"scale": "hyperball", "weight_decay": 0.0})
-CONFIGS = (MuonConfig(lr=0.02), EVERYTHING, HYPERBALL)
+CONFIGS = (MuonConfig(lr=0.02), EVERYTHING)
 STEPS = 3
 
 State = list[dict[str, Tensor]]

@@ -16,7 +16,7 @@ from dtt.jobs.stop import Requests
 from dtt.mesh.dist import World
 from dtt.optim.groups import set_learning_rate
 from dtt.train.build import build as wire
-from dtt.train.inputs import StartedRun
+from dtt.train.objects import StartedRun
 from dtt.train.run_plan import make_plan
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.trainer import Trainer

@@ -112,9 +112,8 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("optim.type=adamw", CAUTIOUS, "optim.betas=[0.8, 0.9]"),
         ("optim.type=adamw", "optim.weight_decay={value: 0.2, horizon: true}", "optim.state=8bit"),
         ("optim.scale=spectral", "optim.momentum=0.9"),
-        ("optim.scale=hyperball", "optim.weight_decay=0.0"),
         ("optim.normuon_beta2=0.95", "optim.momentum_warmup=2"),
-        ("optim.ns_coefficients=polar-express", CAUTIOUS),
+        (CAUTIOUS,),
     ),
     "groups": (
         ("optim.groups=[{match: head, lr: 0.01, betas: [0.5, 0.9]}]",),
@@ -137,7 +136,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "clipping": (("train.clip_norm=null",),),
     "z-loss": (("train.z_loss=1e-3",),),
     "average": (
-        ("train.ema_decay=0.9",), ("train.ema_decay={decay: 0.9, start: 30%, blend: 0.5}",),
+        ("train.ema_decay=0.9",),
     ),
     "remat": (
         ("train.remat=full",), ("train.remat=selective",),

@@ -103,8 +103,7 @@ class SyntheticRun:
             if step in saves:
                 yield {
                     "kind": "save", "step": step, "bytes": 23_613_736, "blocked_seconds": 0.0092,
-                    "write_seconds": 0.049, "verify_seconds": 0.0355,
-                    "next_step_slowdown": 0.1317, "slowdown": 0.1317, "time": written,
+                    "write_seconds": 0.049, "verify_seconds": 0.0355, "time": written,
                 }  # fmt: skip
 
     def _logged(self, step: int, first: int, time: float) -> Iterator[Record]:

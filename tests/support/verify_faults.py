@@ -364,8 +364,8 @@ def muon_per_shard(_run: Any, muon: Any, bucket: Any) -> Any:
     from dtt.optim.muon.optimizer import orthogonalize
 
     for batch in bucket.batches:
-        matrices = orthogonalize(muon._averaged(batch), muon._polynomials, muon._ns_dtype)
-        muon._apply(batch, matrices, None, None)
+        matrices = orthogonalize(muon._averaged(batch), muon._ns_dtype)
+        muon._apply(batch, matrices, None)
     yield from ()
 
 
@@ -410,7 +410,7 @@ def skipped_on_one_rank(run: Any, guard: Any, values: Any) -> Any:
     return judgement if rank() else replace(judgement, skip=0 * judgement.skip)
 
 
-@fault("other initial weights", "RL", REPLICATE, at="dtt.train.assemble:initialize")
+@fault("other initial weights", "RL", REPLICATE, at="dtt.train.trained_model:initialize")
 def other_initial_weights(run: Any, model: Any, seed: int, base: Any) -> Any:
     return run(model, seed + rank(), base)
 
@@ -420,14 +420,14 @@ def random_numbers_of_rank_0(run: Any, seed: int, _rank: int) -> Any:
     return run(seed, 0)
 
 
-@fault("state of frozen weights", "U", SHARD, LORA, at="dtt.train.components:TrainState.tensors")
+@fault("state of frozen weights", "U", SHARD, LORA, at="dtt.train.trained_model:TrainState.tensors")
 def state_of_frozen_weights(run: Any, state: Any) -> Any:
     frozen = next(p for p in state.params.values() if not p.trainable)
     more = {f"adamw/{frozen.name}/exp_avg": torch.zeros_like(frozen.tensor)}
     return run(state) | state.params.laid_out(more)
 
 
-@fault("optimizer state not loaded", "S", SHARD, at="dtt.train.components:load_optimizers")
+@fault("optimizer state not loaded", "S", SHARD, at="dtt.train.trained_model:load_optimizers")
 def optimizer_state_not_loaded(*_: Any) -> None:
     return None
 

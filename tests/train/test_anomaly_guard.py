@@ -83,7 +83,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
     except Diverged as diverged:
         error = str(diverged)
     trainer.saver.close()
-    for tracker in trainer.observers.trackers:
+    for tracker in trainer.trackers:
         tracker.close()
     assert trainer.state.ema is not None
     state = dict(trainer.state.model.state_dict()) | optimizer_tensors(trainer.state.optimizers)
@@ -302,25 +302,28 @@ def watching() -> Guard:
     return Guard(GuardConfig(spike="skip"), ALONE, Path("jobs/t"))
 
 
-def test_nothing_is_a_spike_until_the_window_is_full() -> None:
-    assert verdicts(watching(), [1.0] * 7 + [1e6]) == [FINE] * 8
-    assert verdicts(watching(), [1.0] * 8 + [1e6]) == [FINE] * 8 + [SPIKE]
-
-
-def test_less_than_four_times_the_usual_norm_is_not_a_spike() -> None:
-    assert verdicts(watching(), [1.0] * 8 + [3.99]) == [FINE] * 9
-    assert verdicts(watching(), [1.0] * 8 + [4.01]) == [FINE] * 8 + [SPIKE]
-
-
-def test_where_norms_vary_more_a_spike_is_larger() -> None:
-    uneven = [0.5, 2.0] * 4  # ln: 0 ± 0.74, of which 6 are a factor of 85
-    assert verdicts(watching(), [*uneven, 80.0]) == [FINE] * 9
-    assert verdicts(watching(), [*uneven, 90.0]) == [FINE] * 8 + [SPIKE]
-
-
-def test_a_spike_does_not_hide_the_next_nor_does_a_norm_of_zero() -> None:
-    norms = [1.0] * 8 + [1e6, 1e6, math.nan, 0.0, 1e6, 1.0]
-    assert verdicts(watching(), norms)[8:] == [SPIKE, SPIKE, NON_FINITE, FINE, SPIKE, FINE]
+@pytest.mark.parametrize(
+    ("before", "norms", "expected"),
+    [
+        ([1.0] * 7, [1e6], [FINE]),
+        ([1.0] * 8, [1e6], [SPIKE]),
+        ([1.0] * 8, [3.99], [FINE]),
+        ([1.0] * 8, [4.01], [SPIKE]),
+        # ln: 0 ± 0.74, of which 6 are a factor of 85
+        ([0.5, 2.0] * 4, [80.0], [FINE]),
+        ([0.5, 2.0] * 4, [90.0], [SPIKE]),
+        # A spike does not hide the next, nor does a norm of zero.
+        (
+            [1.0] * 8,
+            [1e6, 1e6, math.nan, 0.0, 1e6, 1.0],
+            [SPIKE, SPIKE, NON_FINITE, FINE, SPIKE, FINE],
+        ),
+    ],
+)
+def test_a_spike_is_four_times_the_usual_norm_and_six_deviations_above_a_full_window(
+    before: list[float], norms: list[float], expected: list[float]
+) -> None:
+    assert verdicts(watching(), [*before, *norms]) == [FINE] * len(before) + expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -10,7 +10,7 @@ from support.ranks import on_ranks
 
 from dtt.base.errors import DamagedError
 from dtt.mesh.dist import World
-from dtt.train.data_hash import check_nodes
+from dtt.train.state import check_nodes
 
 
 def opened_on_two_nodes(world: World, other: str) -> str:

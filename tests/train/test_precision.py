@@ -30,7 +30,6 @@ from dtt.parallel import fp8
 from dtt.track import jsonl
 from dtt.train import run as train
 from dtt.train.precision import Precision, choose
-from dtt.train.state import load_optimizers, optimizer_tensors
 
 PURE = {"train__precision": "bf16-pure", "train__stochastic_rounding": "true"}
 
@@ -44,11 +43,9 @@ def pure(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str
 
 
 @pytest.mark.slow
-def test_pure_bf16_learns_and_logs_its_cost(pure: tuple[Path, str]) -> None:
+def test_pure_bf16_learns(pure: tuple[Path, str]) -> None:
     job, said = pure
     assert "bf16-pure on" in said
-    assert said.count("2 bytes per element, not 4") == 1
-    assert "rounded up or down at random" in said
     evals = [r["loss"] for r in jsonl.read(job / "metrics.jsonl") if r["kind"] == "eval"]
     assert evals[-1] < evals[0] - 0.1
 
@@ -108,20 +105,6 @@ def step(model: Decoder, optimizers: Any) -> None:
     for optimizer in optimizers.values():
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
-    ids=["to pure bf16", "from pure bf16"],
-)
-def test_a_run_may_resume_in_another_precision(before: torch.dtype, after: torch.dtype) -> None:
-    _, saved = trained(before)
-    model, optimizers = trained(after)
-    load_optimizers(optimizers, optimizer_tensors(saved))
-    step(model, optimizers)
-    wide = {key: t.dtype for key, t in optimizer_tensors(optimizers).items() if t.ndim}
-    assert set(wide.values()) == {after}
 
 
 def test_averages_stay_fp32_beside_weights_in_bf16() -> None:

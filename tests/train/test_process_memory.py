@@ -5,8 +5,10 @@ An out-of-memory error lists what to change; other errors are unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,32 +58,29 @@ def test_the_limit_is_all_memory_of_the_machine() -> None:
     assert "model.dim, model.n_layers" in text
 
 
-def test_muon_keeps_one_number_per_weight_and_bf16_weights_are_half_as_large() -> None:
-    check(0.99, "optim.type=muon", copies=3)
-    check(0.99, precision=Precision.PURE_BF16)
-    with pytest.raises(EnvironmentUnfit):
-        check(1.01, "optim.type=muon", copies=3)
-    with pytest.raises(EnvironmentUnfit):
-        check(1.01, precision=Precision.PURE_BF16)
+LORA = ("adapter.type=lora", "adapter.rank=1", "init.from=jobs/base")
+TWO = World(Ranks(size=2, local_size=2), torch.device("cpu"), None)
+APART = World(Ranks(size=8, local_size=1), torch.device("cpu"), None)
 
 
-def test_frozen_weights_have_no_gradients_and_no_state() -> None:
-    lora = ("adapter.type=lora", "adapter.rank=1", "init.from=jobs/base")
-    check(0.95, *lora, copies=1)
+@pytest.mark.parametrize(
+    ("share", "arguments", "how"),
+    [
+        (1.0, ("optim.type=muon",), {"copies": 3}),
+        (1.0, (), {"precision": Precision.PURE_BF16}),
+        (1.0, LORA, {"copies": 1}),
+        (0.5, (), {"world": TWO, "sizes": Sizes(replicate=2)}),
+        (1.0, (), {"world": TWO, "sizes": Sizes(shard=2)}),
+        (1.0, (), {"world": TWO, "sizes": Sizes(tensor=2)}),
+        (8.0, (), {"world": APART, "sizes": Sizes(shard=8)}),
+    ],
+    ids=["muon", "bf16 weights", "frozen weights", "replicas", "shards", "tensor", "8 machines"],
+)
+def test_the_largest_model_that_fits(share: float, arguments: tuple[str, ...], how: Any) -> None:
+    """Muon keeps one number per weight; frozen weights have no gradients and no state."""
+    check(0.95 * share, *arguments, **how)
     with pytest.raises(EnvironmentUnfit):
-        check(1.05, *lora, copies=1)
-
-
-def test_shards_are_counted_and_processes_of_a_machine_share_its_memory() -> None:
-    two = World(Ranks(size=2, local_size=2), torch.device("cpu"), None)
-    with pytest.raises(EnvironmentUnfit):
-        check(0.6, world=two, sizes=Sizes(replicate=2))
-    check(0.99, world=two, sizes=Sizes(shard=2))
-    check(0.99, world=two, sizes=Sizes(tensor=2))
-    apart = World(Ranks(size=8, local_size=1), torch.device("cpu"), None)
-    check(7.9, world=apart, sizes=Sizes(shard=8))
-    with pytest.raises(EnvironmentUnfit):
-        check(8.1, world=apart, sizes=Sizes(shard=8))
+        check(1.05 * share, *arguments, **how)
 
 
 def test_the_limits_of_all_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,25 +110,22 @@ def test_the_limits_of_all_cgroups_count(tmp_path: Path, monkeypatch: pytest.Mon
 CFG = RunConfig(train=TrainConfig(micro_batch=6))
 
 
-def test_a_failed_allocation_lists_what_to_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "allocate", [lambda: torch.empty(2**60, dtype=torch.uint8), lambda: bytearray(2**60)]
+)
+def test_a_failed_allocation_lists_what_to_change(
+    tmp_path: Path, allocate: Callable[[], object]
+) -> None:
     with (
         pytest.raises(EnvironmentUnfit) as raised,
         exhaustion_explained(CFG, JobDir(tmp_path), start(Ranks(), "cpu")),
     ):
-        torch.empty(2**60, dtype=torch.uint8)
+        allocate()
     assert raised.value.exit_code is ExitCode.UNFIT
     message = str(raised.value)
     assert "rank 0 has too little memory" in message
     assert "GB were allocated" in message
     assert "until it fits: train.micro_batch=3; train.remat=full; " in message
-
-
-def test_a_memory_error_of_python_is_explained_the_same_way(tmp_path: Path) -> None:
-    with (
-        pytest.raises(EnvironmentUnfit, match="too little memory"),
-        exhaustion_explained(CFG, JobDir(tmp_path), start(Ranks(), "cpu")),
-    ):
-        bytearray(2**60)
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:

@@ -48,33 +48,25 @@ def test_the_numbers_follow_from_config_data_and_ranks(tokens: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("masked", "said"),
-    [("false", "attention: SDPA (flash)\n"), ("true", "block-sparse SDPA within documents\n")],
-)
-def test_the_plan_describes_the_attention_backend(tokens: Path, masked: str, said: str) -> None:
+    ("arguments", "said"),
+    [
+        (["data.mask_documents=false"], "attention: SDPA (flash)\n"),
+        (["data.mask_documents=true"], "block-sparse SDPA within documents\n"),
+        (
+            ["train.batch_schedule={type: doubling, start: 64, every: 3}",
+             "train.context_schedule=[[0, 16], [50%, 32]]"],
+            "10 steps of 64 to 256 tokens in contexts of 16 to 32: 0.0M tokens",
+        ),
+        (["train.precision=fp32"], "fp32 on 1 x cpu\n"),
+        (["train.precision=bf16"], "bf16 on 1 x cpu\n"),
+        (["train.compile=true"], ", compiled\n"),
+    ],
+)  # fmt: skip
+def test_the_plan_describes_the_run(tokens: Path, arguments: list[str], said: str) -> None:
     world = World(Ranks(0, 1, 0, 1, "torchrun"), torch.device("cpu"), None)
-    assert said in plan(tokens, f"data.mask_documents={masked}").describe(world)
-
-
-def test_the_plan_describes_a_growing_batch_by_its_first_and_last_step(tokens: Path) -> None:
-    growing = (
-        "train.batch_schedule={type: doubling, start: 64, every: 3}",
-        "train.context_schedule=[[0, 16], [50%, 32]]",
-    )
-    run_plan = plan(tokens, *growing)
-    assert run_plan.tokens == 3 * 64 + 3 * 128 + 4 * 256
-    world = World(Ranks(0, 1, 0, 1, "torchrun"), torch.device("cpu"), None)
-    said = "10 steps of 64 to 256 tokens in contexts of 16 to 32: 0.0M tokens"
+    run_plan = plan(tokens, *arguments)
     assert said in run_plan.describe(world)
-
-
-@pytest.mark.parametrize(("asked", "expected"), [("fp32", "fp32"), ("bf16", "bf16")])
-def test_a_precision_that_is_asked_for_is_taken(tokens: Path, asked: str, expected: str) -> None:
-    assert plan(tokens, precision=asked).precision == expected
-
-
-def test_compilation_can_be_asked_for_on_a_cpu(tokens: Path) -> None:
-    assert plan(tokens, compile=True).compile
+    assert run_plan.tokens == (3 * 64 + 3 * 128 + 4 * 256 if "64 to 256" in said else 2560)
 
 
 def test_a_batch_that_does_not_divide_names_the_next_one_that_does(tokens: Path) -> None:

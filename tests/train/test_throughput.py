@@ -23,8 +23,7 @@ from dtt.mesh.dist import World, start
 from dtt.model import count, families
 from dtt.model.architecture import Architecture
 from dtt.train import throughput
-from dtt.train.supervise.time_breakdown import TimeBreakdown
-from dtt.train.throughput import RankSpeed, ThroughputMeter, slow_devices
+from dtt.train.throughput import AttemptTimes, ThroughputMeter
 
 SEQ_LEN = 32
 
@@ -61,17 +60,17 @@ def test_a_first_step_that_is_slow_in_the_optimizer_leaves_no_negative_time(
     job, speed = JobDir(tmp_path), make()
     job.begin_attempt()
     ran = Clock(job, 1)
-    breakdown = TimeBreakdown(PhaseTimer(), ran)
-    breakdown.start(0, speed)
+    breakdown = AttemptTimes(job, speed, PhaseTimer(), ran)
+    breakdown.start(0)
     for seconds in (9.0, 1.0, 1.0):
         with speed.step(100, SEQ_LEN):
             clock.now += 1
             speed.end_phase("forward_backward")
             clock.now += seconds
             speed.end_phase("optimizer")
-    breakdown.startup_record(speed)
+    breakdown.startup_record()
     speed.restart()
-    breakdown.write(3, speed)
+    breakdown.write(3)
     ran.close()
     parts = json.loads(job.clock(1).read_text())["parts"]
     assert parts["forward_backward"] == 0
@@ -181,38 +180,6 @@ def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
     assert reading["memory_steady_gb"] == pytest.approx(resident, rel=0.2)
     assert reading["memory_gb"] >= reading["memory_steady_gb"] - 0.01
     assert reading["memory_reserved_gb"] is None
-
-
-def test_steps_beside_a_save_are_compared_with_those_before(clock: SimpleNamespace) -> None:
-    speed = make()
-    assert speed.slowdown(100.0, 101.0) == (None, None)
-
-    def step(seconds: float) -> None:
-        with speed.step(1, SEQ_LEN):
-            clock.now += seconds
-
-    for seconds in (9.0, 1.0, 1.0, 1.0):  # the median: the first one compiles
-        step(seconds)
-    begin = clock.now
-    assert speed.slowdown(begin, begin) == (None, None)
-    step(1.5)
-    step(1.1)
-    end = clock.now - 0.1  # the save is on the disk before the second step ends
-    step(1.0)
-    assert speed.slowdown(begin, end) == (pytest.approx(0.5), pytest.approx(0.3))
-    assert speed.slowdown(begin, begin) == (pytest.approx(0.5), pytest.approx(0.5))
-
-
-def test_a_device_that_multiplies_slower_than_the_others_is_named() -> None:
-    ranks = [
-        RankSpeed("n1", 9e14),
-        RankSpeed("n1", 9.1e14),
-        RankSpeed("n2", 7e14),
-        RankSpeed("n2", 8.9e14),
-    ]
-    assert list(slow_devices(ranks, 0.1)) == [
-        "rank 2 (n2) runs matrix products 22% slower than the median rank"
-    ]
 
 
 class Waits(torch.optim.SGD):

@@ -344,8 +344,6 @@ def test_what_a_save_took_is_in_the_metrics(trained: Path) -> None:
         assert record["blocked_seconds"] > 0
         assert record["write_seconds"] > 0
         assert record["verify_seconds"] > 0
-    assert saves[0]["slowdown"] is not None
-    assert saves[0]["next_step_slowdown"] is not None
     assert int((trained / "lead").read_text()) >= 60
 
 

@@ -72,7 +72,6 @@ def test_kinds_of_sizes_are_kept() -> None:
 def test_a_limit_clips_and_phases_fall_into_the_steps() -> None:
     cfg = config(
         "schedule={type: wsd, warmup: 2%, decay: 20%}",
-        "train.ema_decay={decay: 0.999, start: 60%, blend: 0.6}",
         "train.batch_schedule={type: doubling, start: 8192}", "optim.lr=1e-7",
         "train.context_schedule=[[0, 256], [20%, 1024]]",
     )  # fmt: skip
@@ -80,7 +79,6 @@ def test_a_limit_clips_and_phases_fall_into_the_steps() -> None:
     assert small.train.clip_norm == CLIP_NORM
     two = Length(2)
     assert (small.schedule.warmup, small.schedule.decay) == (two, two)  # type: ignore[union-attr]
-    assert small.train.ema_decay == {"decay": 0.999, "start": 1, "blend": 0.6}
     assert small.train.context_schedule == ((Length(0), SEQ_LEN // 2), (Length(1), SEQ_LEN))
     assert small.optim.lr >= 1e-3
     assert shrink(config("train.clip_norm=null")).run.train.clip_norm is None

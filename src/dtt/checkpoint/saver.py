@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -57,10 +57,6 @@ class Save:
     flush: Callable[[], None]
     """Function that flushes to disk everything else that a resume from this checkpoint needs."""
     base: Reference | None = None
-    began: float = field(default_factory=time.perf_counter)
-    """`time.perf_counter` when the copy to host memory was complete."""
-    ended: float = 0.0
-    """`time.perf_counter` when the checkpoint was on the disk and verified."""
     blocked_seconds: float = 0.0
     """Seconds for which training was blocked."""
     write_seconds: float = 0.0
@@ -257,7 +253,6 @@ class Saver:
             # only a part.
             save.bytes = sum(self._world.exchange(save.bytes))
             self._write(save)
-            save.ended = time.perf_counter()
             self._done.append(save)
         except Exception as error:  # noqa: BLE001  raised again by `wait`
             self._error = error

@@ -15,9 +15,10 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
         False, "optim.weight_decay='{value: 0.1, cautious: true}'"
     ),
     ("optim", "ns_steps"): (
-        5, "delete the key (Muon iterates five times), or optim.ns_coefficients=polar-express"
+        5, "delete the key (Muon iterates five times)"
     ),
     ("optim", "groups", "decay"): (None, "delete the key, or schedule.decay=60%"),
+    ("optim", "ns_coefficients"): ("classic", "delete the key"),
     ("guard", "rewind_around"): (10, "delete the key, or guard.spike=skip"),
     ("guard", "spike_sigmas"): (6.0, "delete the key, or guard.spike=none"),
     ("guard", "max_skips"): (10, "delete the key, or guard.spike=none"),

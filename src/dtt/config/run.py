@@ -40,7 +40,6 @@ from dtt.config.train import (
     TrackerConfig,
     TrainConfig,
 )
-from dtt.config.value_types import parse_averaging
 from dtt.config.variants import any_of, variant
 
 if TYPE_CHECKING:  # or one of a user's own
@@ -154,10 +153,6 @@ class RunConfig(Section):
         for key in dict.fromkeys(horizon_keys(self.optim) if train.timed else ()):
             why = "the time budget determines the length of the run: specify the weight decay as a "
             yield key, why + "number, not by horizon"
-        average = None if train.ema_decay is None else parse_averaging(train.ema_decay)
-        if train.timed and average is not None and average.start.unit == "share":
-            why = "the time budget determines the length of the run: specify its start in steps"
-            yield "train.ema_decay", why
         warmup = self.schedule.warmup
         most = {"steps": train.steps, "tokens": train.steps * train.global_batch_tokens}
         if train.steps and warmup.unit in most and warmup.amount > most[warmup.unit]:

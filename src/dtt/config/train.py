@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from dtt.config.base import MAX_INT, Length, LengthKey, Processes, Section, Tokens32, resumable
-from dtt.config.value_types import Averaged, Stretch
+from dtt.config.value_types import Stretch
 
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
@@ -134,13 +134,11 @@ class TrainConfig(Section):
     balance_rate: NonNegativeFloat = 0.001
     """Change in each step of the correction of the choice of an expert, up if it computed fewer
     tokens of the step than the mean, down if more (dots1)."""
-    ema_decay: Averaged | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay, such as 0.999, of an exponential moving average of the weights for evaluation
     (`ema_loss`), `dtt export --ema` and `dtt generate --ema`. Half of the average comes from the
     last ln 2 / (1 - decay) steps: 693 for 0.999. After t steps the decay is at most (1 + t) / (10 +
-    t), so that the initial weights fade quickly. Costs 4 bytes per parameter; null: no average.
-    `{decay: 0.999, start: 60%, blend: 0.6}` starts after 60% of the run (or steps or tokens), from
-    where t counts, and evaluates and exports 0.6 * average + 0.4 * weights."""
+    t), so that the initial weights fade quickly. Costs 4 bytes per parameter; null: no average."""
     device: Literal["auto", "cpu", "cuda", "cuda:0"] = resumable("auto")
     """Device of the run; `auto`: a GPU if there is one. With `cuda:0`, all processes of a machine
     share its first GPU: slow, to check a layout and NCCL without more GPUs."""

@@ -1,4 +1,4 @@
-"""Values with forms of their own: initial deviations, weight decay, averages, durations."""
+"""Values with forms of their own: initial deviations, weight decay, durations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from dtt.config.base import MAX_FLOAT, Length
+from dtt.config.base import MAX_FLOAT
 
 DEFAULT_STD = 0.02
 SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
@@ -130,43 +130,6 @@ Decayed = Annotated[
     ),
 ]
 """A weight decay: a number, or names and values, such as `{value: 0.2, horizon: true}`."""
-
-
-class Averaging(NamedTuple):
-    """An exponential moving average of the weights as it is configured."""
-
-    decay: float
-    start: Length = Length(0)
-    """Part of the run before the average starts."""
-    blend: float = 1.0
-    """Share of the average in the weights that are evaluated and exported, above 0."""
-
-
-def parse_averaging(given: float | Mapping[str, Any]) -> Averaging:
-    """Return the average that a number, or a mapping of the fields of Averaging, stands for.
-
-    Raise ValueError if it is neither, or if a number is outside of its range.
-    """
-    named = given if isinstance(given, Mapping) else {"decay": given}
-    if named.keys() - set(Averaging._fields) or not isinstance(named.get("decay"), float):
-        raise ValueError(given)
-    start, blend = Length(named.get("start", 0)), named.get("blend", 1.0)
-    if isinstance(blend, bool) or not isinstance(blend, int | float):
-        raise ValueError(given)
-    if not 0 < named["decay"] < 1 or not 0 < blend <= 1:
-        raise ValueError(given)
-    return Averaging(named["decay"], start, float(blend))
-
-
-Averaged = Annotated[
-    float | dict[str, int | float | str],
-    _checked(
-        parse_averaging,
-        "a number above 0 and below 1 (0.999), or names and values, of which start and blend, "
-        "above 0, may be left out ({decay: 0.999, start: 60%, blend: 0.6})",
-    ),
-]
-"""A decay of the average of the weights, such as 0.999, or names and values."""
 
 
 def seconds(stretch: str) -> float:

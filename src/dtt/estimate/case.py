@@ -31,8 +31,8 @@ from dtt.model.scaling import scaled
 from dtt.optim import built, groups
 from dtt.optim.adamw import AdamWConfig
 from dtt.optim.built import OWN
-from dtt.optim.muon import shard_assignment
-from dtt.optim.muon.shard_assignment import Matrix
+from dtt.optim.muon import redistribution
+from dtt.optim.muon.redistribution import Matrix
 from dtt.optim.muon.variant import MuonConfig
 from dtt.train.precision import Precision, choose
 
@@ -355,8 +355,8 @@ class Case:
             fraction = self.held([weight]) / weight.numel
             parameter = torch.empty(weight.shape, device="meta")
             holders = self._holders(weight)
-            matrices += shard_assignment.matrices(parameter, 0, weight.split, fraction, holders)
-        return shard_assignment.assign(matrices, range(self.stage_devices))
+            matrices += redistribution.matrices(parameter, 0, weight.split, fraction, holders)
+        return redistribution.assign(matrices, range(self.stage_devices))
 
     def _holders(self, weight: Weight) -> list[tuple[int, ...]]:
         """Return the devices of the stage that hold each expert of a stack; empty if none does."""

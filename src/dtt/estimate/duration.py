@@ -15,7 +15,7 @@ from dtt.estimate.activations import idle, kept_by_block
 from dtt.estimate.case import Case
 from dtt.estimate.communication import CollectiveCost, collective_costs
 from dtt.optim import eight_bit
-from dtt.optim.muon.newton_schulz import STEPS
+from dtt.optim.muon.newton_schulz import POLYNOMIALS
 from dtt.train.precision import Precision
 
 ACHIEVED = {"cuda": {True: 0.72, False: 0.63}, "cpu": {True: 0.6, False: 0.4}}
@@ -34,8 +34,8 @@ SOURCE = "dtt on one H200: 528.6k tokens/s with GPT-2 124M, 69.9k with Llama 1B,
 NEWTON_SCHULZ = 0.4
 """Fraction of the peak that Muon's orthogonalisation reaches; its matrices are smaller."""
 OF_8_BITS = 154
-"""Bytes that the conversions of `dtt.optim.adamw_8bit` move for each weight, counted, not measured:
-torch fuses none of these operations."""
+"""Bytes that the conversions of `dtt.optim.adamw_optimizers` move for each weight, counted, not
+measured: torch fuses none of these operations."""
 LEAD_SECONDS = 120
 """Seconds before a time limit at which a run saves and stops, before any are measured."""
 START_SECONDS = 120
@@ -206,7 +206,8 @@ def _optimizer(case: Case, peak: float) -> float:
     loads = Counter[int]()
     for matrix in case.matrices:
         loads[matrix.assigned_rank] += matrix.flops
-    return moved + STEPS * max(loads.values(), default=0) / (peak * NEWTON_SCHULZ)
+    iterations = len(POLYNOMIALS) * max(loads.values(), default=0)
+    return moved + iterations / (peak * NEWTON_SCHULZ)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from dtt.estimate.communication import bytes_gathered
 from dtt.model.contract import Model
 from dtt.model.loss import BLOCK_ELEMENTS, chunk_rows
 from dtt.optim import eight_bit
-from dtt.optim.adamw_8bit import CHUNK
+from dtt.optim.adamw_optimizers import CHUNK
 
 GIB = 2**30
 OVERHEAD = {"cuda": 2 * GIB, "cpu": GIB // 2}

@@ -1,7 +1,7 @@
 """Bytes of optimizer state and checkpoints, and the memory and communication of a step of Muon.
 
 Muon's use the assignment of matrices to ranks that the optimizer itself makes
-(`dtt.optim.muon.shard_assignment`).
+(`dtt.optim.muon.redistribution`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dtt.optim import eight_bit
 from dtt.optim.built import OWN
 from dtt.optim.muon.newton_schulz import HALVED
 from dtt.optim.muon.optimizer import BATCH_ELEMENTS
-from dtt.optim.muon.shard_assignment import Matrix, buckets
+from dtt.optim.muon.redistribution import Matrix, buckets
 
 
 def optimizer_state(case: Case) -> int:
     """Return the bytes of optimizer state on one device.
 
-    AdamW keeps two moments per weight, Muon one, NorMuon another number per row, and hyperball the
-    norm of a matrix in each row. A moment of 8 bits is a byte per weight and a scale per block of a
-    row. That of an optimizer of a user's own is measured.
+    AdamW keeps two moments per weight, Muon one, and NorMuon another number per row. A moment of 8
+    bits is a byte per weight and a scale per block of a row. That of an optimizer of a user's own
+    is measured.
     """
     if case.own_state is not None:  # 0.0 of one without state
         return round(case.own_state * case.held(case.trained))
@@ -43,9 +43,7 @@ def _of_8_bits(case: Case, weight: Weight, rows: int, columns: int) -> int:
 
 def _numbers_per_row(case: Case) -> int:
     """Return the numbers that Muon keeps for each row of a matrix."""
-    if case.muon is None:
-        return 0
-    return (case.muon.normuon_beta2 is not None) + (case.muon.scale == "hyperball")
+    return int(case.muon is not None and case.muon.normuon_beta2 is not None)
 
 
 def checkpoint_bytes(case: Case) -> int:
@@ -84,7 +82,7 @@ def buffers(case: Case) -> int:
     A bucket is averaged into momenta and orthogonalised. With several devices, what others have
     sent, and what is sent back, is there meanwhile: buckets overlap.
     """
-    # What variants of the update hold besides (NorMuon, hyperball, cautious decay) is not counted:
+    # What variants of the update hold besides (NorMuon, cautious decay) is not counted:
     # a bucket has at most BATCH_ELEMENTS, so that is less than half a GB.
     w, e = case.weight_bytes, case.product_bytes
     worst = 0.0

@@ -21,7 +21,6 @@ from dtt.config.init import HF, HUB_ID
 from dtt.config.load import load_job
 from dtt.config.model import Family
 from dtt.config.run import RunConfig
-from dtt.config.value_types import parse_averaging
 from dtt.data.samples import compatibility
 from dtt.hf.peft import Adapter
 from dtt.hf.read import LoadedModel, read_hf_folder, weight_files
@@ -32,7 +31,7 @@ from dtt.model.adapted_layers import adaptable, adapted_layers
 from dtt.model.architecture import AnyArchitecture
 from dtt.model.lora import merged
 from dtt.model.scaling import scaled
-from dtt.optim.ema import BlendedTensor, averages
+from dtt.optim.ema import averages
 
 
 def find_checkpoint(folder: Path, step: int | None) -> store.Checkpoint:
@@ -107,17 +106,17 @@ def checkpoint_weights(
 
     `job` is the job that saved it, if it does not lie in the job directory (a link, as of a watch).
 
-    With `average`, trained weights are their moving average, blended with them as
-    `train.ema_decay` says. `check` hashes the frozen weights of an adapter: of several ranks, one
-    does it for all. With `quantized`, the frozen weights have the values of `adapter.base=nf4`.
-    Raises InputError if the job keeps none, or if the frozen weights of an
-    adapter are not there, and DamagedError if they are others than at the time of the save.
+    With `average`, trained weights are their moving average. `check` hashes the frozen weights of
+    an adapter: of several ranks, one does it for all. With `quantized`, the frozen weights have the
+    values of `adapter.base=nf4`. Raises InputError if the job keeps no average, or if the frozen
+    weights of an adapter are not there, and DamagedError if they are others than at the time of the
+    save.
     """
     job = job or JobDir(checkpoint.path.parents[1])
     cfg = load_job(job.root)
     own: dict[str, FullTensor] = {**checkpoint.stored(store.MODEL)}
     if average:
-        own |= _averages(cfg, checkpoint, own)
+        own |= _averages(checkpoint)
     if checkpoint.manifest.base is None:
         return own
     assert isinstance(cfg.adapter, LoraConfig), "only an adapter has a base"
@@ -151,7 +150,7 @@ def read_adapter(cfg: RunConfig, checkpoint: Checkpoint, *, average: bool = Fals
     local = hub_id is None or Path(source.removeprefix(HF)).expanduser().is_dir()
     own: dict[str, FullTensor] = {**checkpoint.stored(store.MODEL)}
     if average:
-        own |= _averages(cfg, checkpoint, own)
+        own |= _averages(checkpoint)
     arch = scaled(cfg, DataManifest.read(checkpoint.path.parents[1]).vocab_size).arch
     return Adapter(
         {name: tensor[()] for name, tensor in own.items()},
@@ -199,10 +198,8 @@ def hf_reference(folder: Path) -> Reference:
     return Reference(folder=str(folder.absolute()), sha256=fingerprint(hashes))
 
 
-def _averages(
-    cfg: RunConfig, checkpoint: Checkpoint, weights: Mapping[str, FullTensor]
-) -> Mapping[str, FullTensor]:
-    """Return the averages of the trained weights, blended with them."""
+def _averages(checkpoint: Checkpoint) -> Mapping[str, FullTensor]:
+    """Return the averages of the trained weights."""
     found = averages(checkpoint.stored(store.STATE))
     if not found:
         raise InputError(
@@ -211,7 +208,4 @@ def _averages(
             next="use the weights themselves: omit --ema, or set init.average=false; "
             "train.ema_decay=0.999 in the next job keeps an average",
         )
-    blend = parse_averaging(cfg.train.ema_decay).blend if cfg.train.ema_decay else 1.0
-    if blend == 1.0:
-        return found
-    return {name: BlendedTensor(weights[name], average, blend) for name, average in found.items()}
+    return found

@@ -14,8 +14,7 @@ Muon's update is orthogonal, so its scale is its spectral norm. muP keeps that n
 sqrt(fan_out / fan_in) constant (Yang, Simon & Bernstein, arXiv 2310.17813), which at fixed
 proportions keeps the norm itself constant. With the scale sqrt(max(1, rows / columns)) the factor
 on the rate is therefore 1. With 0.2 * sqrt(max(rows, columns)), which grows as sqrt(m), it is
-1/sqrt(m). With `hyperball`, the Frobenius norm of the update is the rate times that of the weights,
-which grows as sqrt(m), as the Frobenius norm of an orthogonal matrix does: the factor is 1.
+1/sqrt(m).
 
 With l = n_layers / base layers, `depth` multiplies the output of each sub-layer by l**-a, and the
 learning rates of all parameters in the layers by l**(a - 1): a = 1/2 (Depth-muP, arXiv 2310.02244)

@@ -66,8 +66,7 @@ def adamw_optimizers(
 ) -> dict[str, Optimizer]:
     """Return the AdamW of each state size for the groups of `dtt.optim.groups.grouped`."""
     from dtt.optim import eight_bit
-    from dtt.optim.adamw_8bit import AdamW8bit
-    from dtt.optim.adamw_optimizers import make_adamw
+    from dtt.optim.adamw_optimizers import AdamW8bit, make_adamw
 
     made: dict[str, Optimizer] = {}
     if NAME in groups:

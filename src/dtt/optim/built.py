@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,18 +64,6 @@ def _complete(optimizer: Any, params: Params, left: dict[str, Any]) -> None:
         group.setdefault("peak_lr", float(group["lr"]))
         for param in held:
             del left[param.name]
-
-
-def check_weights(
-    optimizers: Mapping[str, Optimizer], gather: Callable[[list[str]], list[list[str]]]
-) -> None:
-    """Raise ConfigError if an optimizer cannot train the initial weights. A collective.
-
-    `gather` collects the values of all ranks.
-    """
-    for optimizer in optimizers.values():
-        if check := getattr(optimizer, "check_weights", None):
-            check(gather)
 
 
 def state_per_element(config: optim.Optimizer, params: Params) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -31,22 +30,11 @@ class Ema:
 
     Each update computes average += (1 - d) * (parameter - average). After t updates d is
     min(decay, (1 + t) / (10 + t)), as in TensorFlow's ExponentialMovingAverage, so that the average
-    soon forgets the initial weights. The last ln 2 / (1 - decay) updates make up half of it. Before
-    it starts, the average is that of one step: the weights themselves.
+    soon forgets the initial weights. The last ln 2 / (1 - decay) updates make up half of it.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        decay: float,
-        start: int = 0,
-        blend: float = 1.0,
-    ) -> None:
-        """Initialise the averages as fp32 copies of the parameters that are not frozen.
-
-        The average starts from the weights after `start` steps. `swapped` shows the share `blend`
-        of it, and of the weights the rest.
-        """
+    def __init__(self, params: Params, decay: float) -> None:
+        """Initialise the averages as fp32 copies of the parameters that are not frozen."""
         trained = params.trainable()
         self._names, self._gather = list(trained), params.mesh.gather
         self._parameters: list[Tensor] = [param.tensor for param in trained.values()]
@@ -56,24 +44,15 @@ class Ema:
         # On the device, as a skipped step does not count, and only the device knows whether it was
         # skipped.
         self._updates = torch.zeros((), device=self._averages[0].device)
-        self._decay, self._start, self._blend = decay, start, blend
-        self._behind = False
-        """True if the averages must be copied from the weights before they are used."""
+        self._decay = decay
 
     @torch.no_grad()
-    def update(self, skip: Tensor, step: int = 0) -> None:
+    def update(self, skip: Tensor) -> None:
         """Move the averages one step towards the parameters; does not synchronise with the device.
 
         `skip` [] is a tensor on the device, the `found_inf` of optimizers: 0.0, or 1.0 if the
-        averages must stay as they are. `step` is the number of steps done before this one.
+        averages must stay as they are.
         """
-        if step < self._start:
-            # No copy while the average has not started: only the last of these steps, or a save,
-            # needs one.
-            self._behind = True
-            if step == self._start - 1:
-                self._catch_up()
-            return
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
         # Weight 0 leaves the averages as they are. A skipped step is then no branch on the host.
         weight = (1 - decay) * (1 - skip)
@@ -92,26 +71,17 @@ class Ema:
         Needs memory for a copy of the parameters, as much as gradients take in a step.
         """
         # Exchange the contents, not the tensors: FSDP identifies parameters by their storage.
-        self._catch_up()
         parameters, averages = _locals(self._parameters), _locals(self._averages)
         # Kept in the dtype of the parameters, so that the weights return bit for bit.
         kept = [p.clone() for p in parameters]
-        if self._blend == 1.0:
-            _copy(parameters, averages)
-        else:
-            for parameter, average in zip(parameters, averages, strict=True):
-                _copy([parameter], [blended(parameter, average, self._blend)])
+        _copy(parameters, averages)
         try:
             yield
         finally:
             _copy(parameters, kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state: `ema/PARAMETER/value` for each parameter, and `ema/updates/count`.
-
-        `blend` is not applied: the average continues from it.
-        """
-        self._catch_up()
+        """Return the state: `ema/PARAMETER/value` for each parameter, and `ema/updates/count`."""
         named = zip(self._names, self._averages, strict=True)
         return {UPDATES: self._updates} | {f"{OWNER}/{n}/value": average for n, average in named}
 
@@ -123,8 +93,6 @@ class Ema:
         logged. Raise DamagedError if they belong to different parameters.
         """
         found = averages(state)
-        # The averages are read from the checkpoint, or copied here: in both cases they are current.
-        self._behind = False
         if not found:
             log.info(
                 "the checkpoint has no average of the weights: the average starts from the weights"
@@ -144,18 +112,6 @@ class Ema:
             fill(average, found[name])
         fill(self._updates, state[UPDATES])
 
-    def _catch_up(self) -> None:
-        """Set the averages to the weights, if they have not started yet."""
-        if self._behind:
-            _copy(_locals(self._averages), _locals(self._parameters))
-            self._behind = False
-
-
-@torch.no_grad()
-def blended(weight: Tensor, average: Tensor, blend: float) -> Tensor:
-    """Return blend * average + (1 - blend) * weight, in the dtype of the average."""
-    return torch.lerp(weight.to(average.dtype), average, blend)
-
 
 @torch.no_grad()
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -173,26 +129,3 @@ def averages(state: Mapping[str, T]) -> dict[str, T]:
         for path, tensor in state.items()
         if path.startswith(f"{OWNER}/") and path != UPDATES
     }
-
-
-@dataclass(frozen=True)
-class BlendedTensor:
-    """The blend of a weight and its average, computed for each part that is read."""
-
-    weight: FullTensor
-    average: FullTensor
-    blend: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-        return self.average.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the elements."""
-        return self.average.dtype
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        """Return a part of the tensor; with (), all of it."""
-        return blended(self.weight[index], self.average[index], self.blend)

@@ -260,6 +260,17 @@ def shard_frozen(model: Model, layout: Mesh) -> None:
     _shard(model, list(model.blocks().values()), mesh, "fp32", reshard=True, reshard_root=True)
 
 
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give each parameter on the meta device memory on `device`, without values; move buffers."""
+    # Not `to_empty`: it swaps tensors, which fake tensors do not allow.
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            memory = torch.empty_like(parameter, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+
+
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
     """Give a sharded model memory for this rank's shards only, without values; move buffers."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

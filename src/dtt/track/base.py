@@ -44,8 +44,7 @@ because these steps run again. Only `start`, `perf`, `save` and `time` differ be
       stage_seconds, bubble   of a pipeline: seconds of a step that each rank computes, mean over
                               replicas; share of the passes for which a rank does not, in the mean
     save    when the checkpoint of `step` is verified: blocked_seconds (training was blocked),
-            write_seconds, verify_seconds, bytes; next_step_slowdown, slowdown (relative to the
-            median step before: of the next step, and the mean of all steps during the save)
+            write_seconds, verify_seconds, bytes
     gap     once, when a job resumes whose metrics lack steps: steps (first and last of each range)
     own/NAME  the numbers of an action of the user's own (`dtt.config.action`)
 """

@@ -12,13 +12,10 @@ from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import Reference
 from dtt.base import malloc
 from dtt.base.log import log
-from dtt.checkpoint.mirror import SECONDS_AT_STOP
 from dtt.checkpoint.saver import Saver
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.adapter import LoraConfig
 from dtt.config.own import own_code, own_files
-from dtt.config.schedule import first_steps
-from dtt.config.value_types import parse_averaging
 from dtt.data.samples.loader import BatchReader, training_batches
 from dtt.data.samples.reference import with_reference
 from dtt.mesh.mesh import DATA
@@ -30,21 +27,21 @@ from dtt.optim.lr_curves import WsdConfig
 from dtt.optim.rounding import StochasticRounding
 from dtt.parallel.pipelining import Pipeline
 from dtt.track.trackers import make_trackers
+from dtt.train.actions.action import RunView
 from dtt.train.actions.built_in import make_actions, position_of
 from dtt.train.anomaly_guard import Guard
-from dtt.train.assemble import LaidOutModel, assemble
-from dtt.train.components import Observers, TrainState
 from dtt.train.contract_check import check_model
 from dtt.train.expert_load import ExpertLoad
 from dtt.train.initial import carry_optimizers, initialise_from
-from dtt.train.inputs import StartedRun, named_reference
-from dtt.train.objectives.loss_function import RunView, make_loss
+from dtt.train.objectives.loss_function import make_loss
 from dtt.train.objectives.reference_pass import check_reference, write_reference
+from dtt.train.objects import StartedRun, named_reference
 from dtt.train.pipelined_step import make_passes
 from dtt.train.profiler import Profiler
 from dtt.train.run_schedule import MEASURED, RunSchedule, TimeBudget
-from dtt.train.supervise.time_breakdown import StopLead, TimeBreakdown
-from dtt.train.throughput import ThroughputMeter
+from dtt.train.state import Position
+from dtt.train.throughput import AttemptTimes, ThroughputMeter
+from dtt.train.trained_model import LaidOutModel, TrainState, assemble
 from dtt.train.trainer import Trainer
 
 
@@ -57,7 +54,7 @@ def build(inputs: StartedRun) -> Trainer:
         # Only now: `make_state` has written the log-probabilities that this opens.
         inputs = replace(inputs, dataset=with_reference(inputs.dataset, job.reference))
     dataset = inputs.dataset
-    schedule = RunSchedule(plan.steps, plan.schedule, dataset.step_sizes, make_budget(inputs))
+    schedule = RunSchedule(plan.steps, plan.schedule, make_budget(inputs))
     saved_run_id = None if resume is None else resume.position()["run_id"]
     actions = make_actions(inputs, state, reader, lambda: schedule.steps)
     meter = _meter(inputs, state)
@@ -77,14 +74,12 @@ def build(inputs: StartedRun) -> Trainer:
         batches_from=partial(training_batches, dataset, reader),
         schedule=schedule,
         actions=actions,
-        observers=Observers(
-            trackers=trackers,
-            meter=meter,
-            profiler=Profiler(cfg.profile, world, job.profiles, meter, inputs.watchdog),
-            time_breakdown=TimeBreakdown(attempt.startup, attempt.clock),
-        ),
         saver=make_saver(inputs),
-        stop_lead=StopLead(job, SECONDS_AT_STOP if cfg.checkpoint.mirror else 0.0),
+        trackers=trackers,
+        meter=meter,
+        profiler=Profiler(cfg.profile, world, job.profiles, meter, inputs.watchdog),
+        times=AttemptTimes(job, meter, attempt.startup, attempt.clock),
+        position=Position(),
     )
 
 
@@ -111,9 +106,6 @@ def make_state(inputs: StartedRun) -> tuple[TrainState, BatchReader]:
     rounding = StochasticRounding.of(cfg.seed, weights, weights=cfg.train.stochastic_rounding)
     optimizers = built.build(cfg.optim, laid_out.params, plan.facts(rounding))
     log.info("parameter groups:\n%s", groups.describe(optimizers))
-    if inputs.resume is None:
-        # A resumed job passed this check when it was new.
-        built.check_weights(optimizers, world.gather)
     # After the optimizers exist, as carried moments replace their empty state.
     if came_from is not None and cfg.init.optimizer == "carry":
         carry_optimizers(optimizers, laid_out.params, came_from)
@@ -130,22 +122,12 @@ def make_state(inputs: StartedRun) -> tuple[TrainState, BatchReader]:
         objective=cfg.objective,
         guard=Guard(cfg.guard, world, inputs.job.root),
         rounding=rounding,
-        ema=make_ema(inputs, laid_out),
+        ema=None if (decay := cfg.train.ema_decay) is None else Ema(laid_out.params, decay),
         experts=ExpertLoad(model, mesh, cfg.train.balance_rate) if has_experts else None,
         base=base,
     )
     inputs.attempt.startup.end_phase("optimizer")
     return state, reader
-
-
-def make_ema(inputs: StartedRun, laid_out: LaidOutModel) -> Ema | None:
-    """Return the average of the weights; None if the configuration asks for none."""
-    if inputs.cfg.train.ema_decay is None:
-        return None
-    average = parse_averaging(inputs.cfg.train.ema_decay)
-    tokens_before = inputs.dataset.step_sizes.tokens_before
-    start = first_steps(average.start, inputs.plan.steps, tokens_before)
-    return Ema(laid_out.params, average.decay, start, average.blend)
 
 
 def load_initial_weights(

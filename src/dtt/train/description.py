@@ -12,15 +12,13 @@ from dtt.base.reading import read_whole
 from dtt.base.secrets import redacted
 from dtt.checkpoint import store
 from dtt.config import explain
-from dtt.config.load import load_job
-from dtt.config.optim import horizon_keys
 from dtt.config.own import kept_files
 from dtt.config.schedule import Decay
 from dtt.data.samples import compatibility
 
 if TYPE_CHECKING:
     from dtt.checkpoint.store import Checkpoint
-    from dtt.train.inputs import StartedRun
+    from dtt.train.objects import StartedRun
 
 RATE_JUMP = 1.1
 """Factor by which the learning rate must rise on resume to cause a warning. A warm-up raises it by
@@ -36,7 +34,6 @@ def write_description(start: StartedRun) -> None:
     job, resolved, dataset = start.job, start.resolved, start.dataset
     if start.resume is not None:
         _warn_of_rate_jump(start, start.resume)
-        _warn_of_decay_change(start)
     elif start.stage is not None:  # before config.yaml makes the folder a job
         start.stage.record(dataset.manifest.key, start.predecessor)
     text = explain.show(resolved)
@@ -109,22 +106,3 @@ def _warn_of_rate_jump(start: StartedRun, resume: Checkpoint) -> None:
         *(100 * before, 100 * after, resume.step),
         *(decay.begin + 1, decay.end, plan.steps, advice),
     )
-
-
-def _warn_of_decay_change(start: StartedRun) -> None:
-    """Warn if another number of steps changes a weight decay by horizon on resume.
-
-    Call it before config.yaml is written, which it compares with the configuration of the run.
-    """
-    job, steps = start.job, start.cfg.train.steps
-    key = next(horizon_keys(start.cfg.optim), None)
-    if key is None or not job.config.exists():  # a new branch, whose length was checked
-        return
-    before = load_job(job.root).train.steps
-    if before != steps:
-        log.warning(
-            "the weight decay is divided by %.4g from here on\n"
-            "  why:   %s gives it by horizon, and the run has %d steps instead of %d\n"
-            "  next:  set a number to keep a decay whatever the length of the run",
-            *(steps / before, key, steps, before),
-        )

@@ -32,9 +32,8 @@ from dtt.model.architecture import AnyArchitecture
 from dtt.model.contract import Model
 from dtt.model.decoder import make_model
 from dtt.model.lora import merged
-from dtt.parallel.apply import allocate_shards, shard_frozen
-from dtt.train.assemble import allocate
-from dtt.train.inputs import StartedRun
+from dtt.parallel.apply import allocate, allocate_shards, shard_frozen
+from dtt.train.objects import StartedRun
 from dtt.train.warm_start import take_base
 
 

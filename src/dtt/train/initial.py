@@ -120,15 +120,13 @@ def new_tokens(source: str, tokenizer: Path, theirs: Path, rows: int) -> NewToke
     `theirs` is the tokenizer of `source`, whose embedding has `rows` rows: often more than it has
     tokens, so that a token that only the data has can fall into a row that nothing ever trained.
     """
-    from dtt.data.text.tokenizer import open_tokenizer
     from dtt.train.warm_start import NewTokens
 
     untrained = untrained_tokens(source, tokenizer)
     if not theirs.is_file():
         return NewTokens(untrained=untrained)
-    used = set(open_tokenizer(theirs).get_vocab().values())
-    ours = {i: token for token, i in open_tokenizer(tokenizer).get_vocab().items()}
-    added = {i: token for i, token in ours.items() if i < rows and i not in used}
+    used = _texts(theirs).keys()
+    added = {i: t for i, t in _texts(tokenizer).items() if i < rows and i not in used}
     untrained = {i: token for i, token in untrained.items() if i not in added}
     return NewTokens(added, untrained, frozenset(range(rows)) - used)
 
@@ -273,6 +271,13 @@ def difference(ours: AnyArchitecture, theirs: AnyArchitecture) -> str:
     return listed or (OTHER_SCALING if plain else "")
 
 
+def _texts(tokenizer: Path) -> dict[int, str]:
+    """Return the text of each id of a tokenizer."""
+    from dtt.data.text.tokenizer import open_tokenizer
+
+    return {i: token for token, i in open_tokenizer(tokenizer).get_vocab().items()}
+
+
 def check_vocabulary_of_stage(ours: Path, theirs: Path) -> None:
     """Raise ConfigError if a token id decodes to different text than in the previous stage.
 
@@ -282,17 +287,16 @@ def check_vocabulary_of_stage(ours: Path, theirs: Path) -> None:
 
     if not theirs.is_file():
         return
-    tokenizers = open_tokenizer(ours), open_tokenizer(theirs)
     special = [
-        {i for i, token in t.get_added_tokens_decoder().items() if token.special}
-        for t in tokenizers
+        {i for i, token in open_tokenizer(t).get_added_tokens_decoder().items() if token.special}
+        for t in (ours, theirs)
     ]
-    now, before = ({i: token for token, i in t.get_vocab().items()} for t in tokenizers)
-    others = [
+    now, before = _texts(ours), _texts(theirs)
+    others = sorted(
         i
-        for i, token in sorted(before.items())
+        for i, token in before.items()
         if now.get(i) != token and not (i in special[0] and i in special[1])
-    ]
+    )
     if others:
         i = others[0]
         raise ConfigError(
@@ -309,22 +313,15 @@ def warn_of_other_vocabulary(ours: Path, theirs: Path) -> None:
 
     Does nothing if the file `theirs` does not exist.
     """
-    from dtt.data.text.tokenizer import open_tokenizer
-
     if not theirs.is_file():
         return
-    before = {i: token for token, i in open_tokenizer(theirs).get_vocab().items()}
-    now = {i: token for token, i in open_tokenizer(ours).get_vocab().items()}
+    now, before = _texts(ours), _texts(theirs)
     others = sorted(i for i in now if now[i] != before.get(i))
     if others:
         i = others[0]
+        there = repr(before[i]) if i in before else "unknown"
         log.warning(
             "%d of the %d token ids of the data decode to other text than with the model of the "
-            "weights: "
-            "%d is %r here, %s there",
-            len(others),
-            len(now),
-            i,
-            now[i],
-            repr(before[i]) if i in before else "unknown",
+            "weights: %d is %r here, %s there",
+            *(len(others), len(now), i, now[i], there),
         )

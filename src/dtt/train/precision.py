@@ -1,4 +1,4 @@
-"""Precision of a run: dtypes of weights and computation, and a warning about pure bf16.
+"""Precision of a run: dtypes of weights and computation.
 
 - `bf16` is autocast over fp32 weights. The residual stream is bf16 on every layout: embeddings
   are cast at the lookup, as FSDP2's gathered weights produce them. So the loss curves of one
@@ -12,8 +12,8 @@
   numbers depend on the seed, the step, and the name and index of a weight, so replicas stay equal
   and a resume is exact. Moments whose decay is above 0.95 are always rounded so: to nearest, they
   would stop far from their mean, and with 0.999 never fall.
-- `optim.state=8bit` (`optim/adamw_8bit.py`) computes steps of AdamW in fp32 and keeps the moments
-  of large matrices as codes of a byte (page).
+- `optim.state=8bit` (`optim/adamw_optimizers.py`) computes steps of AdamW in fp32 and keeps the
+  moments of large matrices as codes of a byte (page).
 - `fp8` (`parallel/fp8.py`) is `bf16` with products in fp8 of those linear layers whose forward and
   backward pass a benchmark at the start measures as faster. On a CPU, there are none.
 """
@@ -63,23 +63,3 @@ def choose(
     if asked == "auto":
         return Precision.BF16 if native_bf16(device) else Precision.FP32
     return Precision(asked)
-
-
-def warning(precision: Precision, stochastic_rounding: bool) -> str | None:
-    """Return the warning to log at the start about pure bf16; None for any other precision."""
-    if precision is not Precision.PURE_BF16:
-        return None
-    saves = (
-        "pure bf16: weights, gradients and optimizer state take 2 bytes per element, not 4: "
-        "with AdamW 8 bytes per parameter, not 16"
-    )
-    costs = (
-        "a change of a weight by less than 1/512 of it is lost, and late in a run most are: "
-        "train.stochastic_rounding=true keeps them on average"
-    )
-    if stochastic_rounding:
-        costs = (
-            "weights are rounded up or down at random, so that small changes are kept on average; "
-            "gradients still add up in bf16"
-        )
-    return f"{saves}\n  {costs}"

@@ -42,7 +42,7 @@ from dtt.track import jsonl
 from dtt.train.description import announce, write_description
 from dtt.train.find_job import find_job
 from dtt.train.initial import check_source, check_vocabulary_of_stage
-from dtt.train.inputs import PreparedRun, StartedRun, named_reference
+from dtt.train.objects import PreparedRun, StartedRun, named_reference
 from dtt.train.supervise.lost_rank import lost_rank_named
 from dtt.train.supervise.watchdog import Watchdog
 
@@ -337,7 +337,7 @@ def build_and_train(
         with ExitStack() as stack:
             stack.enter_context(exhaustion_explained(cfg, job, world))
             trainer = instrument(build(inputs))
-            for tracker in trainer.observers.trackers:
+            for tracker in trainer.trackers:
                 stack.callback(tracker.close)
             stack.callback(trainer.saver.close)
             watchdog.before_end = trainer.saver.close
@@ -366,7 +366,7 @@ def _with_checkpoint(
     rank.
     """
     from dtt.checkpoint import verified_by_all
-    from dtt.train.data_hash import check_nodes
+    from dtt.train.state import check_nodes
 
     dataset, train = start.dataset, start.cfg.train
     check_nodes(dataset, world)

@@ -22,7 +22,6 @@ from typing import Any
 
 from dtt.config.run import RunConfig
 from dtt.config.schedule import Decay, TokensBefore, before_last
-from dtt.data.samples.step_sizes import StepSizes
 from dtt.jobs.clock import Clock
 from dtt.optim.lr_curves import WsdConfig
 from dtt.optim.schedule import ResolvedSchedule
@@ -120,20 +119,19 @@ class TimeBudget:
         """
         of, cfg = self.measured, self.cfg
         tokens = self.tokens_before(end) - self.tokens_before(step)
-
-        def between(every: int) -> int:
-            """Return the number of multiples of `every` after `step` and before `end`."""
-            return max(0, (end - 1) // every - step // every) if every else 0
-
+        every = cfg.train.eval_every, cfg.eval.every, cfg.train.sample_every, cfg.checkpoint.every
+        # The multiples of each period after `step` and before `end`.
+        pauses = sum(
+            of[kind] * max(0, (end - 1) // n - step // n)
+            for kind, n in zip(RECURRING, every, strict=True)
+            if n
+        )
         # The last evaluation and save may be slower than before, on a machine that is busy at the
         # end.
         last = of["evaluate"] + of["tasks"] + of["sample"] + of["whole_save"]
         return (
             tokens * of["working"] / of["tokens"]
-            + of["evaluate"] * between(cfg.train.eval_every)
-            + of["tasks"] * between(cfg.eval.every)
-            + of["sample"] * between(cfg.train.sample_every)
-            + of["save"] * between(cfg.checkpoint.every)
+            + pauses
             + SPARE_SECONDS
             + (1 + SPARE_SHARE) * last
         )
@@ -150,17 +148,11 @@ class RunSchedule:
     steps: int
     """Number of steps to the end of the run; before the decay of a timed run, the maximum."""
     schedule: ResolvedSchedule
-    """Learning rates, without the factors of the batch-size schedule."""
-    step_sizes: StepSizes
-    """Batch-size and context-length schedules."""
+    """Learning rates."""
     budget: TimeBudget | None = None
     """The time budget, on rank 0 of a run that a time limit ends."""
     ended_by: str | None = None
     """The action of the user's own that has ended the run before its last step."""
-
-    def multiplier(self, step: int) -> float:
-        """Return the learning rate of a step (counted from 0) as a fraction of the peak."""
-        return self.schedule.multiplier(step)
 
     def proposed_end(self, step: int, worked: float, pauses: Mapping[str, float]) -> int:
         """Return the step that the run ends with if its decay starts now; 0 if it does not.

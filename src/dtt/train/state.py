@@ -24,6 +24,7 @@ position.json has
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,7 +36,11 @@ from torch.optim import Optimizer
 from dtt.base.errors import ConfigError, DamagedError
 from dtt.base.reading import Kind, fits, is_kind
 from dtt.checkpoint.store import POSITION, Checkpoint
-from dtt.data.samples.shuffle import EMPTY_DATA_HASH
+from dtt.config.objective import Objective
+from dtt.config.own import own_code
+from dtt.data.samples.dataset import Dataset
+from dtt.data.samples.shuffle import EMPTY_DATA_HASH, extend_data_hash
+from dtt.mesh.dist import World
 from dtt.mesh.sharding import FullTensor, fill, zeros_sharded_as
 from dtt.optim import ema
 from dtt.optim.built import NUMBER, named, saved_state, variant_of
@@ -44,7 +49,8 @@ from dtt.params.table import Params
 from dtt.track.base import OWN
 
 RNG, GUARD, EXPERTS, OBJECTIVE = "rng", "guard", "experts", "objective"
-"""First components of the paths of state that belongs to no optimizer."""
+"""First components of the paths of state that belongs to no optimizer. `objective` is also the name
+of an own loss in an evaluation."""
 NONE = type(None)
 FIELDS: dict[str, Kind] = {
     "step": int, "samples": int, "tokens": int, "ledger": str, "previous_ledger": str,
@@ -151,6 +157,53 @@ def check_position(checkpoint: Checkpoint) -> None:
         raise DamagedError(f"checkpoint {checkpoint.path} is damaged", why=why)
 
 
+def check_order(position: Position, dataset: Dataset) -> None:
+    """Raise DamagedError unless the data still yields the samples that the last step trained on.
+
+    It compares the sample hash chain over these samples with the one in `position`.
+    """
+    if position.step == 0:
+        return
+    first = dataset.first_sample(position.step - 1)
+    following = dataset.first_sample(position.step)
+    samples = dataset.order(first, following - first)
+    if extend_data_hash(position.previous_data_hash, samples) != position.data_hash:
+        raise DamagedError(
+            "the data is not in the order that this job was trained in",
+            why=f"step {position.step} would now use different samples",
+            next="use the token files, the seed and the batches (train.steps, too, if these "
+            "are given as shares of it) the job was started with",
+        )
+
+
+def check_nodes(dataset: Dataset, world: World) -> None:
+    """Raise DamagedError, on every rank, unless all ranks have opened the same data.
+
+    Text or tokens on the local disks of nodes may be of different revisions, and their samples have
+    the same numbers, so that the sample hash chain cannot tell them apart.
+    """
+    found = world.gather((dataset.manifest.key, socket.gethostname()))
+    key, first = found[0]
+    other = next((node for theirs, node in found if theirs != key), None)
+    if other is not None:
+        raise DamagedError(
+            "the nodes of this run do not have the same data",
+            why=f"its content on {other} differs from that on {first}",
+            next="download it on every node again, with download.revision=COMMIT for a Hub dataset",
+        )
+
+
+def check_ranks(position: Position, world: World) -> None:
+    """Raise DamagedError, on every rank, unless all ranks have trained on the same samples."""
+    progress = (position.data_hash, position.tokens)
+    if world.maximum(progress != world.from_first(progress)):
+        raise DamagedError(
+            "the processes of this run do not read the same data",
+            why=f"the samples of some step since the last save, up to {position.step}, differ",
+            next="make every node see the same files, and resume from the last checkpoint",
+        )
+
+
 def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """Return all optimizer state, by `optimizer/parameter/key`."""
     return {
@@ -158,6 +211,24 @@ def optimizer_tensors(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
         for name, optimizer in optimizers.items()
         for path, value in saved_state(optimizer).items()
     }
+
+
+def objective_tensors(objective: Objective) -> dict[str, Tensor]:
+    """Return the tensors of an objective, by their paths in a checkpoint."""
+    with own_code(objective, OBJECTIVE):
+        return {f"{OBJECTIVE}/{name}": tensor for name, tensor in objective.state().items()}
+
+
+def restore_objective(objective: Objective, saved: Mapping[str, FullTensor]) -> None:
+    """Give an objective its tensors of a checkpoint."""
+    prefix = f"{OBJECTIVE}/"
+    own = {
+        path.removeprefix(prefix): tensor[()]
+        for path, tensor in saved.items()
+        if path.startswith(prefix)
+    }
+    with own_code(objective, OBJECTIVE):
+        objective.restore(own)
 
 
 def load_parameters(

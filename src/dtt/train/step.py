@@ -130,4 +130,4 @@ def update(
         optimizer.zero_grad()
     if ema is not None:
         # After the optimizers: the average is over updated weights.
-        ema.update(skip, step)
+        ema.update(skip)

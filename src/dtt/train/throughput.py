@@ -8,7 +8,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -16,12 +15,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dtt.artifacts.jobdir import JobDir
 from dtt.base.log import log
+from dtt.jobs.clock import Clock, PhaseTimer
 from dtt.mesh.dist import World
 from dtt.mesh.peak_flops import measured_flops, peak_flops
+from dtt.mesh.process import in_words
 from dtt.model import count
 from dtt.model.architecture import AnyArchitecture
 from dtt.parallel.pipelining import Pipeline
+from dtt.track.base import Record
 from dtt.train.process_memory import MemoryMeter
 
 Part = Literal[
@@ -30,14 +33,11 @@ Part = Literal[
 ]  # fmt: skip
 STEP: tuple[Part, ...] = ("data", "forward_backward", "optimizer", "other")
 """Parts of the steps themselves, whose time counts for the reported speed."""
-RECENT = 256
-"""Number of most recent steps whose start and end are kept."""
-SLOW = {"cuda": 0.1, "cpu": 0.5}
-"""Fraction by which a device's matrix products may be slower than the median before a warning at
-the start. The speed of a CPU depends on what else runs on its cores at that moment."""
+RECENT = 10
+"""Number of most recent log lines and saves of which the slowest counts for `lead`."""
 Mark = float | torch.cuda.Event
-Span = tuple[float, Mark, Mark]
-"""A step: the time at which the host started it, and its start and end on the device."""
+Span = tuple[Mark, Mark]
+"""The start and the end of a step on the device."""
 
 
 @runtime_checkable
@@ -47,15 +47,6 @@ class CommunicationTimer(Protocol):
     @property
     def waited_seconds(self) -> float:
         """Total waiting time; on a GPU, of the waits that the device has finished."""
-
-
-@dataclass(frozen=True)
-class RankSpeed:
-    """A rank's node and measured speed, gathered on all ranks at the start."""
-
-    node: str
-    matmul: float
-    """Measured FLOP/s of its device in matrix products."""
 
 
 class ThroughputMeter:
@@ -87,14 +78,12 @@ class ThroughputMeter:
         # The data sheets give bf16 peaks, so MFU of fp32 would compare different units.
         self._peak = peak_flops(self._device) if compute_dtype is torch.bfloat16 else None
         matmul = measured_flops(self._device, compute_dtype)
-        # Gathered once, at the start: a slow device shows before hours are lost on it.
-        self._ranks = world.gather(RankSpeed(socket.gethostname(), matmul))
-        if world.first:
-            for line in slow_devices(self._ranks, SLOW[self._device.type]):
-                log.warning("%s", line)
+        self._nodes, speeds = zip(*world.gather((socket.gethostname(), matmul)), strict=True)
+        self.matmul = statistics.fmean(speeds)
+        """Mean FLOP/s of the devices of the run in matrix products, measured at the start."""
         self._memory = MemoryMeter(self._device)
-        self._spans: deque[Span] = deque(maxlen=RECENT)
-        self._first: Span | None = None
+        self._spans: list[Span] = []
+        """The steps before the first reading."""
         self._paused = self._waited = 0.0
         self._waiters = [o for o in optimizers if isinstance(o, CommunicationTimer)]
         self._pipeline: Pipeline | None = None
@@ -108,11 +97,6 @@ class ThroughputMeter:
         """Number of steps done by this process."""
         self._begin_interval()
         self._last = self._mark()
-
-    @property
-    def matmul(self) -> float:
-        """Mean FLOP/s of the devices of the run in matrix products, measured at the start."""
-        return statistics.fmean(rank.matmul for rank in self._ranks)
 
     def watch_gradients(self, first: nn.Parameter) -> None:
         """Measure the exposed all-reduce of gradients under DDP.
@@ -137,14 +121,13 @@ class ThroughputMeter:
     @contextmanager
     def step(self, tokens: int, seq_len: int) -> Iterator[None]:
         """Measure a step inside; `tokens` is its number of tokens over all devices."""
-        began = time.perf_counter()
         # Time since the last step, such as logging, belongs to no part of this one.
         self.end_phase("other")
         start = self._last
         yield
         self.end_phase("other")
-        self._spans.append((began, start, self._last))
-        self._first = self._first or self._spans[-1]
+        if self.steps == len(self._spans):  # until the first reading, which clears them
+            self._spans.append((start, self._last))
         self.steps += 1
         self._steps += 1
         self._tokens += tokens
@@ -189,12 +172,11 @@ class ThroughputMeter:
 
         Call it before the first reading, when the device has finished the steps.
         """
-        if self._first is None:
+        if not self._spans:
             return 0.0, 0.0
-        first = self._seconds(*self._first[1:])
+        seconds = [self._seconds(*span) for span in self._spans]
         # The median, as the first steps compile.
-        usual = statistics.median(self._seconds(start, end) for _, start, end in self._spans)
-        return first, max(0.0, first - usual)
+        return seconds[0], max(0.0, seconds[0] - statistics.median(seconds))
 
     def read(self) -> dict[str, Any]:
         """Return the speed since the last reading.
@@ -219,6 +201,7 @@ class ThroughputMeter:
             **self._slowest(working - seconds.get("other", 0.0), communication),
             **self._stages(seconds.get("forward_backward", 0.0)),
         }
+        self._spans.clear()
         self._begin_interval()
         return reading
 
@@ -229,22 +212,6 @@ class ThroughputMeter:
         if self._pipeline is not None:
             self._pipeline.passes.clear()
         self._begin_interval()
-
-    def slowdown(self, begin: float, end: float) -> tuple[float | None, float | None]:
-        """Return the slowdown of steps between `begin` and `end`, relative to the median before.
-
-        The first value is that of the next step after `begin`, the second the mean of those started
-        until `end`. Both are fractions, and None without steps before and after `begin`. Times are
-        those of `time.perf_counter`. Call it when the device has finished these steps.
-        """
-        before = [self._seconds(start, end) for host, start, end in self._spans if host < begin]
-        after = [span for span in self._spans if span[0] >= begin]
-        if not before or not after:
-            return None, None
-        usual = statistics.median(before)
-        during = [self._seconds(*span[1:]) / usual - 1 for span in after if span[0] <= end]
-        following = self._seconds(*after[0][1:]) / usual - 1
-        return round(following, 4), round(statistics.fmean(during or [following]), 4)
 
     def _begin_interval(self) -> None:
         self._steps = self._tokens = self._flops = self._causal = 0
@@ -310,7 +277,7 @@ class ThroughputMeter:
         slowest = max(range(len(known)), key=known.__getitem__)
         return {
             "slowest_rank": slowest,
-            "slowest_node": self._ranks[slowest].node,
+            "slowest_node": self._nodes[slowest],
             "slowest_behind": round(
                 known[slowest] / max(statistics.median_low(known), 1e-9) - 1, 4
             ),
@@ -332,17 +299,77 @@ class ThroughputMeter:
         return float(start.elapsed_time(end)) / 1e3  # type: ignore[union-attr,arg-type]
 
 
-def slow_devices(ranks: Sequence[RankSpeed], tolerated: float) -> Iterator[str]:
-    """Yield a line for each rank whose device is slower than the median by more than `tolerated`.
+class AttemptTimes:
+    """The times of an attempt that other processes read.
 
-    `tolerated` is a fraction of the median speed.
+    They are the sums of the start and of each part of the steps, which the clock writes to
+    `clock.json` for `goodput`, and the time before a limit of the job at which a run must be asked
+    to save and stop (`lead`).
     """
-    # A median is not moved by the slow devices that are looked for.
-    usual = statistics.median_high(rank.matmul for rank in ranks)
-    for number, rank in enumerate(ranks):
-        behind = 1 - rank.matmul / usual
-        if behind > tolerated:
-            yield (
-                f"rank {number} ({rank.node}) runs matrix products "
-                f"{behind:.0%} slower than the median rank"
-            )
+
+    def __init__(
+        self, job: JobDir, meter: ThroughputMeter, start: PhaseTimer, clock: Clock | None = None
+    ) -> None:
+        """Create the times; `clock` is that of rank 0, and None on other ranks."""
+        self._job, self._meter, self._start, self._clock = job, meter, start, clock
+        self._first: int | None = None
+        self._logged = False
+        self._compiling = 0.0
+        self.steps: deque[float] = deque(maxlen=RECENT)
+        """Seconds per step of recent log lines."""
+        self.saves: deque[float] = deque(maxlen=RECENT)
+        """Seconds of recent saves, until they were verified."""
+
+    def start(self, step: int) -> None:
+        """Note that training starts after step `step`."""
+        self._meter.restart()
+        self._first = step
+        self._meter.totals.clear()  # the timer of the startup has counted this time
+
+    def startup_record(self) -> Record | None:
+        """Return the `start` record on the first call, None after that; log its phases.
+
+        Call it before the first `ThroughputMeter.read`.
+        """
+        if self._logged:
+            return None
+        self._logged = True
+        first_step, self._compiling = self._meter.first_step()
+        phases = {**self._start.seconds, "first step": first_step}
+        times = ", ".join(f"{phase} {took:.1f}" for phase, took in phases.items() if took >= 0.05)
+        log.info("the first step was done after %.1f s: %s", sum(phases.values()), times)
+        return {
+            "kind": "start",
+            "step": self._first,
+            "seconds": {phase: round(seconds, 4) for phase, seconds in phases.items()},
+            "matmul_flops": self._meter.matmul,
+        }
+
+    def write(self, step: int) -> None:
+        """Write the breakdown of the attempt up to `step`."""
+        # Ranks wait for each other, so one clock stands for all.
+        if self._clock is None:
+            return
+        parts: defaultdict[str, float] = defaultdict(float, self._meter.totals)
+        # The first step compiles: its excess over a usual step counts as part of the start. Moved,
+        # not added: the sum of all parts stays the time of the attempt. Not more than there is: on
+        # a GPU, part of the excess is the optimizer's, whose kernels are loaded at its first step.
+        compiling = min(self._compiling, parts["forward_backward"])
+        parts["start"] = sum(self._start.seconds.values()) + compiling
+        parts["forward_backward"] -= compiling
+        rounded = {part: round(seconds, 3) for part, seconds in parts.items()}
+        self._clock.fields = {
+            "first": self._first, "step": step, "steps": self._meter.steps, "parts": rounded,
+        }  # fmt: skip
+
+    def write_lead(self, after_save: float) -> None:
+        """Write `lead`, which a job script reads; call it after a save.
+
+        A run that stops may continue for `after_save` seconds after its last save. On a full disk
+        it logs a warning, and the next save writes the file again: ending the run is up to the
+        checkpoints.
+        """
+        try:
+            self._job.write_lead(max(self.steps, default=0.0), max(self.saves) + after_save)
+        except OSError as error:
+            log.warning("lead is not up to date: %s", in_words(error))

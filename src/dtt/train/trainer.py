@@ -18,15 +18,13 @@ from dtt.jobs.stop import Request
 from dtt.mesh.compilation import compiler
 from dtt.optim.groups import peak_lr, set_learning_rate
 from dtt.track.base import Record
-from dtt.train.actions.action import StepAction
+from dtt.train.actions.action import StepAction, name_of, restore_actions
 from dtt.train.actions.built_in import finished_saves, position_of
-from dtt.train.actions.own import name_of, restore_actions
 from dtt.train.anomaly_guard import finite
-from dtt.train.components import Run
-from dtt.train.data_hash import check_order
 from dtt.train.expert_load import METRICS, described
 from dtt.train.objectives.loss_function import check_ranks
-from dtt.train.state import restore_rng, seed_rank
+from dtt.train.objects import Run
+from dtt.train.state import check_order, restore_rng, seed_rank
 from dtt.train.step import update
 
 GC_EVERY = 100
@@ -49,7 +47,7 @@ class Trainer(Run):
 
     def run(self) -> bool:
         """Train to the end (return True) or until a stop request (False); save in either case."""
-        meter, startup = self.observers.meter, self.attempt.startup
+        meter, startup = self.meter, self.attempt.startup
         self.restore()
         # From here on a stop saves first; before, it ended the process at once.
         self.attempt.requests.defer()
@@ -62,12 +60,12 @@ class Trainer(Run):
         gc.freeze()
         with self.watchdog.phase("step"):
             self.train()
-            self.observers.profiler.finish(self.position.step)
+            self.profiler.finish(self.position.step)
             with self.watchdog.phase("save"), meter.paused("save"):
                 self.saver.wait()
-        self.observers.log(*finished_saves(self))
+        self.log(*finished_saves(self))
         meter.restart()  # counts the time since the last reading
-        self.observers.time_breakdown.write(self.position.step, meter)
+        self.times.write(self.position.step)
         ended = self.position.step == self.schedule.steps
         with self.watchdog.phase("save"):
             self.saver.finish_mirror(ended=ended)
@@ -77,22 +75,22 @@ class Trainer(Run):
 
     def train(self) -> None:
         """Run the loop: a step, then all actions due after it; save when it ends."""
-        meter = self.observers.meter
-        step_sizes, first = self.schedule.step_sizes, self.position.step
+        meter = self.meter
+        step_sizes, first = self.dataset.step_sizes, self.position.step
         # Closed on every way out: the prefetch thread would otherwise keep the files open, and read
         # on.
         with closing(self.batches_from(self.position.step)) as batches:
-            self.observers.time_breakdown.start(self.position.step, meter)
+            self.times.start(self.position.step)
             while self.position.step < self.schedule.steps:
                 # Before the step: all ranks agree, so a stop never leaves a step half done on some
                 # ranks.
                 if self.handle_requests() is Request.STOP:
                     break
                 step = self.position.step
-                multiplier = self.schedule.multiplier(step)
+                multiplier = self.schedule.schedule.multiplier(step)
                 set_learning_rate(self.state.optimizers, multiplier)
                 tokens, seq_len = step_sizes.batch_tokens(step), step_sizes.at(step).seq_len
-                with self.observers.profiler.step(step + 1), meter.step(tokens, seq_len):
+                with self.profiler.step(step + 1), meter.step(tokens, seq_len):
                     batch = next(batches)
                     if batch.tokens is not None:
                         # Padding is computed but not trained on, so it does not count as speed. A
@@ -117,7 +115,7 @@ class Trainer(Run):
 
         But for the check of names in the first step, and optimizers that ignore `found_inf`.
         """
-        state, step, meter = self.state, self.position.step, self.observers.meter
+        state, step, meter = self.state, self.position.step, self.meter
         # The backward pass of the last micro-batch also averages the gradients over the ranks, in
         # the hooks of DDP and FSDP2, while it computes those of earlier layers: `gradient_sync`.
         losses = state.passes.run(batch.micro_batches, self.loss_function, batch.terms)
@@ -168,7 +166,7 @@ class Trainer(Run):
             "lr": multiplier * peak_lr(self.cfg.optim, self.state.optimizers),
             "tokens": position.tokens,
             "ledger": position.data_hash.hex(),
-            **self.schedule.step_sizes.record(position.step - 1),
+            **self.dataset.step_sizes.record(position.step - 1),
         }
         if batch.tokens is not None:  # there are loss masks
             positions = (self.cfg.train.seq_len + 1) * len(batch.samples)
@@ -192,7 +190,7 @@ class Trainer(Run):
                 records = action.run(self, self.stop_wanted)
                 if records is None:
                     return
-                self.observers.log(*records)
+                self.log(*records)
         if self.schedule.steps != steps:
             self.act()  # one of the user's own has ended the run: others are due at its end
 
@@ -200,7 +198,7 @@ class Trainer(Run):
 
     def handle_requests(self) -> Request:
         """Act on what any rank requests after this step, and return it; the caller stops."""
-        step, meter = self.position.step, self.observers.meter
+        step, meter = self.position.step, self.meter
         requests, saver = self.attempt.requests, self.saver
         # In the same all-reduce as stop requests, so a time budget costs no message of its own.
         end = self.schedule.proposed_end(step, meter.worked(), meter.pauses)
@@ -214,7 +212,7 @@ class Trainer(Run):
         if agreed.request is Request.STOP:
             return agreed.request
         if agreed.request is Request.PROFILE:
-            self.observers.profiler.request(step, agreed.profile_kind)
+            self.profiler.request(step, agreed.profile_kind)
         if agreed.request is Request.SAVE:
             self.save()
         if agreed.end:
@@ -249,7 +247,7 @@ class Trainer(Run):
                 of_layers = {str(layer): finite(next(numbers)) for layer in layers}
                 named[name] = of_layers or finite(next(numbers))
             for reviewed in self.state.guard.review(record | named, judged, self.position):
-                self.observers.log(reviewed)
+                self.log(reviewed)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

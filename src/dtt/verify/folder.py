@@ -30,7 +30,7 @@ from dtt.model.contract import Model
 from dtt.model.decoder import make_model
 from dtt.model.init import initialize
 from dtt.model.output import Output
-from dtt.train.assemble import allocate
+from dtt.parallel.apply import allocate
 from dtt.train.contract_check import check_causal, check_documents, check_gradients
 from dtt.verify.run import Wrong
 

@@ -17,7 +17,6 @@ from dtt.config.own import is_own
 from dtt.config.run import RunConfig
 from dtt.config.scaling import MupConfig
 from dtt.config.validation import validate
-from dtt.config.value_types import parse_averaging
 
 STEPS = 4
 """Two of warm-up, if there is one, and two of decay: its first has the peak rate."""
@@ -222,9 +221,6 @@ def _train(shrinking: _Shrinking) -> Nested:
             values["batch_schedule"]["stages"] = [[0, batch // 2], [1, batch]]
         case _:
             pass
-    average = None if train.ema_decay is None else parse_averaging(train.ema_decay)
-    if average is not None and average.start.amount:
-        values["ema_decay"] = {"decay": average.decay, "start": 1, "blend": average.blend}
     values |= {
         "epochs": None,
         "steps": STEPS,

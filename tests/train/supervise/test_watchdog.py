@@ -22,7 +22,7 @@ from support.running import TIMEOUT, wait_until
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.ranks import Ranks
 from dtt.mesh.dist import World
-from dtt.train.supervise.watchdog import RankReport, Watchdog, judge
+from dtt.train.supervise.watchdog import REPORT, Report, Watchdog, judge
 
 LIMIT = 2.0
 
@@ -327,10 +327,9 @@ def test_a_rank_that_progresses_again_withdraws_the_alarm(job: JobDir) -> None:
     assert not list(job.attempt_dir(1).glob("stacks/*"))
 
 
-def report(
-    rank: int, *, waiting: bool = False, step: int = 7, where: str = "a.py:1 (f)"
-) -> RankReport:
-    return RankReport(rank, f"n{rank // 2}", step, "step", 700.0, where, waiting)
+def report(rank: int, *, waiting: bool = False, step: int = 7, where: str = "a.py:1 (f)") -> Report:
+    values = rank, f"n{rank // 2}", step, "step", 700.0, where, waiting
+    return dict(zip(REPORT, values, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +358,7 @@ def report(
     ids=["silent", "all-silent", "busy", "busy-and-behind", "behind", "deadlock", "all-busy"],
 )  # fmt: skip
 def test_the_silent_are_blamed_before_the_busy_and_the_busy_before_the_waiting(
-    found: list[RankReport], culprit: int, why: str
+    found: list[Report], culprit: int, why: str
 ) -> None:
     rank, sentence = judge(found, 4, {rank: f"n{rank // 2}" for rank in range(4)})
     assert rank == culprit

@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, islice, repeat
-from typing import Literal, assert_never
-
 import torch
 from torch import Tensor
 
 Quintic = tuple[float, float, float]
 """Coefficients a, b, c: an iteration maps every singular value s to a s + b s^3 + c s^5."""
 
-CLASSIC: Quintic = (3.4445, -4.7750, 2.0315)
-"""Jordan et al. 2024, kellerjordan.github.io/posts/muon: steep at zero, so singular values end
-near 1 rather than at 1."""
-
-POLAR_EXPRESS: tuple[Quintic, ...] = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-    (1.875, -1.25, 0.375),
-)
-"""Polynomials of Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1). Each is the best
-of its degree on the interval to which the previous ones map singular values of 0.001 to 1. The last
-one is repeated."""
-
-SAFETY = 1.01
-"""Divisor of singular values before each polynomial but the last, and once more at the start.
-Rounding in bf16 must not take them out of the interval for which a polynomial is optimal."""
-
-STEPS = 5
-"""Number of iterations of Muon."""
+POLYNOMIALS: tuple[Quintic, ...] = 5 * ((3.4445, -4.7750, 2.0315),)
+"""Those of Muon's iterations: steep at zero, so singular values end near 1 rather than at 1 (Jordan
+et al. 2024, kellerjordan.github.io/posts/muon)."""
 
 HALVED = 384
 """Minimum number of rows for which `_gram` skips the redundant half of X X^T, on a CPU in fp32.
 Newton-Schulz is then at least 15 % faster; in bf16 it would be slower with 768 rows."""
 
 
-def quintics(kind: Literal["classic", "polar-express"], steps: int) -> tuple[Quintic, ...]:
-    """Return the polynomials of `steps` iterations."""
-    match kind:
-        case "classic":
-            return (CLASSIC,) * steps
-        case "polar-express":
-            first, *middle = (_after_division(q, SAFETY) for q in POLAR_EXPRESS[:-1])
-            safe = (_after_division(first, SAFETY), *middle)
-            return tuple(islice(chain(safe, repeat(POLAR_EXPRESS[-1])), steps))
-        case _:
-            assert_never(kind)
-
-
-def _after_division(quintic: Quintic, divisor: float) -> Quintic:
-    """Return the coefficients of the polynomial of s / divisor, as a polynomial of s."""
-    a, b, c = quintic
-    return a / divisor, b / divisor**3, c / divisor**5
-
-
-def orthogonalize(matrices: Tensor, polynomials: Sequence[Quintic], dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Return approximately the nearest semi-orthogonal matrix to each of `matrices` [N, R, C].
 
-    Computes in `dtype`, which is also the dtype of the result. Five polynomials map singular values
-    of at least a hundredth of the matrix's norm to [0.68, 1.21] (classic) or [0.86, 1.13] (Polar
-    Express).
+    Computes in `dtype`, which is also the dtype of the result. Singular values of at least a
+    hundredth of the matrix's norm become [0.68, 1.21].
     """
     # X Xᵀ is [min, min] this way. For an MLP of 4:1, the other side would take ten times the FLOPs
     # and 16 times the memory.
@@ -76,7 +31,7 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[Quintic], dtype: torch
     # the iteration converges. The constant keeps a zero matrix finite.
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     in_halves = x.device.type == "cpu" and dtype == torch.float32 and x.size(-2) >= HALVED
-    for a, b, c in polynomials:
+    for a, b, c in POLYNOMIALS:
         if in_halves:
             gram = _gram(x)
             factor = _gram(gram).mul_(c).add_(gram, alpha=b)

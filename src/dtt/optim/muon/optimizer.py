@@ -5,7 +5,7 @@ momentum warm-up.
 
 With several ranks, Muon works as follows:
 
-- One rank orthogonalises each matrix (`optim/muon/shard_assignment.py`). The assignment is
+- One rank orthogonalises each matrix (`optim/muon/redistribution.py`). The assignment is
   greedy: the most expensive matrix first, always to the rank with the least work.
 - Momentum is sharded like the weights, and each rank updates its shard. The parts of a matrix go
   to the assigned rank in the compute dtype, and each part is sent from only one replica. The
@@ -14,8 +14,6 @@ With several ranks, Muon works as follows:
   sent.
 - NorMuon needs complete rows and the norm of the complete update. The assigned rank therefore
   also receives the second moments of the rows, and sends back new ones and a factor per row.
-- With `optim.scale: hyperball`, ranks add up products of weights and updates over complete
-  matrices: one all-reduce of three numbers per matrix and bucket.
 - Communication is bucketed: while one bucket is orthogonalised, the parts of the next and the
   updates of the previous one are in flight (`optim/muon/all_to_all.py`).
 
@@ -27,19 +25,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, repeat, zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dtt.base.errors import ConfigError
 from dtt.config.value_types import parse_decay
 from dtt.mesh.dtypes import wide
 from dtt.mesh.sharding import TensorLayout, layout_of, world_size, zeros_sharded_as
 from dtt.optim.muon.all_to_all import WaitTimer, stagger
-from dtt.optim.muon.newton_schulz import STEPS, orthogonalize, quintics
+from dtt.optim.muon.newton_schulz import orthogonalize
 from dtt.optim.muon.redistribution import Bucket, Layouts, ShardBatch, plan
 from dtt.optim.rounding import SLOWEST_TO_NEAREST, StochasticRounding
 
@@ -63,13 +59,7 @@ class Muon(torch.optim.Optimizer):
         w = w - lr * (scale * u + weight_decay * w)
 
     `scale` is 0.2 * sqrt(max(out, in)), which matches the RMS of the update to that of AdamW (arXiv
-    2502.16982, section 2.2), or sqrt(max(1, out / in)), as in Jordan et al. With `hyperball` (Wen
-    et al., arXiv 2606.16899), each matrix keeps the Frobenius norm R that it had before the first
-    step, and the update has the norm lr * R:
-
-        w = R * normalize(w - lr * R * normalize(u))
-
-    Cautious decay (arXiv
+    2502.16982, section 2.2), or sqrt(max(1, out / in)), as in Jordan et al. Cautious decay (arXiv
     2510.12402) skips weights whose magnitude the update increases. NorMuon (arXiv 2510.05491)
     divides each row of u by the root of its running mean square, and rescales u to the norm it had.
     In a group with `split`, each parameter is cut along its rows into matrices with these numbers
@@ -106,13 +96,10 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._ns_dtype, self._rounding = ns_dtype, rounding
-        self._scale: Literal["rms", "spectral", "hyperball"] = config.scale
+        self._scale: Literal["rms", "spectral"] = config.scale
         self._momentum_warmup: int = config.momentum_warmup
         self._normuon_beta2: float | None = config.normuon_beta2
         self._layouts: dict[Tensor, TensorLayout] = {}
-        self._polynomials = quintics(config.ns_coefficients, STEPS)
-        self.hyperball = config.scale == "hyperball"
-        """True if each matrix keeps its initial norm."""
         self._buckets: list[Bucket] = []
         self._planned: list[int] = []
         """Ids of the parameters in the buckets: they are planned again when these change."""
@@ -140,13 +127,11 @@ class Muon(torch.optim.Optimizer):
         for p in updated:
             # Sharded as the parameter is, in fp32 or bf16 as it is: the state takes no memory of
             # other ranks. One number per row is 1/columns of the size of the momentum.
-            state, of_rows = self.state[p], (*p.shape[:-1], 1)
+            state = self.state[p]
             if "momentum" not in state:
                 state["momentum"] = zeros_sharded_as(p, p.shape)
             if self._normuon_beta2 is not None and "row_moment" not in state:
-                state["row_moment"] = zeros_sharded_as(p, of_rows)
-            if self.hyperball and "radius" not in state:
-                state["radius"] = zeros_sharded_as(p, of_rows)
+                state["row_moment"] = zeros_sharded_as(p, (*p.shape[:-1], 1))
             if self._momentum_warmup and "step" not in state:
                 state["step"] = torch.zeros((), device=p.device)
         # Planned once. A parameter may get its first gradient later, or none, and then the buckets
@@ -160,38 +145,6 @@ class Muon(torch.optim.Optimizer):
             counts = [self.state[p]["step"] for p in updated]
             done = torch.stack(counts)
             self._write(counts, done, done + 1)
-
-    @torch.no_grad()
-    def check_weights(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """Raise ConfigError if hyperball would have to keep the norm of a matrix of zeros.
-
-        A collective. `gather` collects the values of all ranks, because some may hold no part of
-        such a matrix.
-        """
-        if not self.hyperball:
-            return
-        found: set[str] = set()
-        for bucket in self._plan([group["params"] for group in self.param_groups]):
-            squares = [
-                wide(torch.stack(batch.of(lambda p: p))).square().sum((-2, -1))[:, None]
-                for batch in bucket.batches
-            ]
-            sums = self._wait_for(bucket, *_start_sums(bucket, squares, 1))
-            for batch, norms in zip(bucket.batches, sums, strict=True):
-                for shard, norm in zip(batch.shards, norms.flatten().tolist(), strict=True):
-                    if norm == 0.0:
-                        found.add(self._names.get(shard.parameter, "a matrix"))
-        # Every rank has added up its matrices before any of them raises.
-        zero = sorted({name for names in gather(sorted(found)) for name in names})
-        if zero:
-            raise ConfigError(
-                f"optim.scale=hyperball cannot train {zero[0]}",
-                where="model.init_std",
-                why=f"its initial weights are 0, and hyperball keeps their norm ({len(zero)} such "
-                "parameters)",
-                next="model.init_std.output=0.01, or optim.groups=[{match: '*.o.weight', "
-                "optimizer: adamw}, {match: '*.down.weight', optimizer: adamw}]",
-            )
 
     def _plan(self, groups: Sequence[Sequence[Tensor]]) -> list[Bucket]:
         """Return this rank's side of the update of the parameters in each group."""
@@ -215,8 +168,7 @@ class Muon(torch.optim.Optimizer):
         if momenta.work is not None:
             yield
         updates = [
-            orthogonalize(matrices, self._polynomials, self._ns_dtype)
-            for matrices in momenta.wait(self._wait_timer)
+            orthogonalize(matrices, self._ns_dtype) for matrices in momenta.wait(self._wait_timer)
         ]
         normalized = [  # none without NorMuon; no name holds the updates longer than needed
             self._normalized(update, moment)
@@ -228,19 +180,10 @@ class Muon(torch.optim.Optimizer):
         del momenta, updates, normalized
         if shards.work is not None:
             yield
-        local = list(
-            zip_longest(bucket.batches, shards.wait(self._wait_timer), rows.wait(self._wait_timer))
-        )
-        factors: Iterable[tuple[Tensor, Tensor] | None] = repeat(None)
-        if self.hyperball:
-            products = [self._products(*of_batch) for of_batch in local]
-            total, work = _start_sums(bucket, products, 3)
-            if work is not None:
-                yield
-            of_matrices = zip(bucket.batches, self._wait_for(bucket, total, work), strict=True)
-            factors = [self._on_sphere(batch, of_batch) for batch, of_batch in of_matrices]
-        for of_batch, factor in zip(local, factors, strict=False):
-            self._apply(*of_batch, factor)
+        for of_batch in zip_longest(
+            bucket.batches, shards.wait(self._wait_timer), rows.wait(self._wait_timer)
+        ):
+            self._apply(*of_batch)
 
     def _averaged(self, batch: ShardBatch) -> Tensor:
         """Update the momenta of a batch; return the matrices to orthogonalise [N, r, c]."""
@@ -277,55 +220,14 @@ class Muon(torch.optim.Optimizer):
         )
         return torch.cat([new, factor * (norm / (scaled + EPS))], dim=-1)
 
-    def _products(self, batch: ShardBatch, update: Tensor, rows: Tensor | None) -> Tensor:
-        """Return <w, w>, <w, u> and <u, u> of the shards [N, r, c] that this rank holds, [N, 3]."""
-        # Three numbers per matrix cross the network instead of the matrix. After the all-reduce
-        # every rank knows the norm of the new matrix before it computes its shard of it.
-        old = wide(torch.stack(batch.of(lambda p: p)))
-        update = update.to(old.dtype) if rows is None else update.to(old.dtype) * rows[..., 1:]
-        pairs = (old, old), (old, update), (update, update)
-        return torch.stack([(a * b).sum((-2, -1)) for a, b in pairs], dim=-1)
-
-    def _on_sphere(self, batch: ShardBatch, products: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors [N, 1, 1] of weights and updates in a step of hyperball.
-
-        `products` [N, 3] are the sums of `_products` over complete matrices: the norm of the new
-        matrix follows from them, before it is computed.
-        """
-        lr = self.param_groups[batch.group]["lr"]
-        ww, wu, uu = products[..., None, None].unbind(1)
-        radii = self._state(batch, "radius")
-        kept = torch.stack(radii)
-        radius = wide(kept[:, :1])
-        # 0 until the first step: the radius is the norm before it, and checkpoints carry it from
-        # then on.
-        radius = torch.where(radius > 0, radius, ww.sqrt())
-        self._write(radii, kept, radius.expand_as(kept).contiguous())
-        # |step * u| = lr * radius, whatever the norm of u.
-        step = lr * radius / (uu.sqrt() + EPS)
-        # |w - step u|² expanded. Rounding can make it slightly negative where both nearly cancel.
-        norm = (ww - 2 * step * wu + step * step * uu).clamp_(min=0.0).sqrt()
-        shrink = radius / (norm + EPS)
-        return shrink, -shrink * step
-
-    def _apply(
-        self,
-        batch: ShardBatch,
-        update: Tensor,
-        rows: Tensor | None,
-        factors: tuple[Tensor, Tensor] | None,
-    ) -> None:
-        """Apply the update to the shards [N, r, c] of weights that this rank holds.
-
-        `factors` of weights and updates are those of hyperball; None with another scale.
-        """
+    def _apply(self, batch: ShardBatch, update: Tensor, rows: Tensor | None) -> None:
+        """Apply the update to the shards [N, r, c] of weights that this rank holds."""
         group = self.param_groups[batch.group]
         weights = batch.of(lambda p: p)
         old = torch.stack(weights)
-        # Both need exact sums: rounding comes last, once.
-        rounds = self._rounding is not None and self._rounding.weights
-        if rounds or factors is not None:
-            old = wide(old)  # in bf16, the factor of the weights would be 1
+        # It needs exact sums: rounding comes last, once.
+        if rounds := self._rounding is not None and self._rounding.weights:
+            old = wide(old)
         update = update.to(old.dtype)
         if rows is not None:
             assert self._normuon_beta2 is not None
@@ -335,18 +237,15 @@ class Muon(torch.optim.Optimizer):
                 kept, new = wide(kept), new.contiguous()
             self._store(batch, moments, kept, new, " row_moment", at_random=at_random)
             update = update * rows[..., 1:]
-        if factors is not None:
-            new = update.mul_(factors[1]).addcmul_(old, factors[0])
-        else:
-            decayed = old
-            if group["cautious"]:
-                # In the mask, not the decay: weights that the update enlarges do not decay in this
-                # step.
-                decayed = torch.where(update * old >= 0, old, 0.0)
-            lr = group["lr"]
-            change = update.mul_(-lr * self._factor(*batch.shape))
-            change.add_(decayed, alpha=-lr * group["weight_decay"])
-            new = change.add_(old)
+        decayed = old
+        if group["cautious"]:
+            # In the mask, not the decay: weights that the update enlarges do not decay in this
+            # step.
+            decayed = torch.where(update * old >= 0, old, 0.0)
+        lr = group["lr"]
+        change = update.mul_(-lr * self._factor(*batch.shape))
+        change.add_(decayed, alpha=-lr * group["weight_decay"])
+        new = change.add_(old)
         # Decided on the device before rounding: a skipped step keeps the bf16 weights bit for bit,
         # as they are exact in fp32.
         self._store(batch, weights, old, new, at_random=rounds)
@@ -380,23 +279,12 @@ class Muon(torch.optim.Optimizer):
         """Return views of a state of the shards of a batch."""
         return batch.of(lambda p: self.state[p][name])
 
-    def _wait_for(self, bucket: Bucket, total: Tensor, work: dist.Work | None) -> list[Tensor]:
-        """Return the sums [N, count] that `_start_sums` adds up, for the matrices of each batch."""
-        if work is not None:
-            self._wait_timer.wait(work, total.device)
-        # Read per shard, in the order of this rank's batches: ranks hold different matrices.
-        return [
-            torch.stack([total[shard.matrix] for shard in batch.shards]) for batch in bucket.batches
-        ]
-
     def _factor(self, rows: int, columns: int) -> float:
         match self._scale:
             case "rms":
                 return 0.2 * math.sqrt(max(rows, columns))
             case "spectral":
                 return math.sqrt(max(1.0, rows / columns))
-            case "hyperball":  # `_on_sphere` scales the update
-                return 1.0
 
     def _write(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
         """Copy the slices of `new` into `targets`, or those of `old` if this step is skipped."""
@@ -413,29 +301,3 @@ class Muon(torch.optim.Optimizer):
 def _weight(weight: float | Tensor, ends: Tensor) -> float | Tensor:
     """Return `weight` as `lerp` requires it: a tensor must have the dtype of its end points."""
     return weight.to(ends.dtype) if isinstance(weight, Tensor) else weight
-
-
-def _start_sums(
-    bucket: Bucket, of_shards: Sequence[Tensor], count: int
-) -> tuple[Tensor, dist.Work | None]:
-    """Start adding up sums over the shards of this rank: [N, count] for each batch.
-
-    A collective if matrices are sharded: one all-reduce, the same result on every rank. Returns the
-    sums of all matrices, [matrices, count], at least fp32, and the collective that completes them.
-    """
-    device = of_shards[0].device if of_shards else bucket.device
-    # Zeros for matrices of which this rank has no shard: every rank takes part in the all-reduce
-    # with the same shape.
-    total = torch.zeros(bucket.matrices, count, device=device, dtype=bucket.dtype)
-    shards = [shard for batch in bucket.batches for shard in batch.shards]
-    sums = [row for part in of_shards for row in part.unbind()]
-    # Replicas hold equal shards. Counting each would multiply the sum by the number of replicas.
-    counted = [pair for pair in zip(shards, sums, strict=True) if pair[0].counted]
-    if counted:
-        targets = [total[shard.matrix] for shard, _ in counted]
-        # One fused copy: a loop would launch a kernel per matrix.
-        torch._foreach_copy_(targets, [row for _, row in counted])
-    # Without sharding, each rank has complete matrices, so its sums are complete, too.
-    if not bucket.sharded:
-        return total, None
-    return total, dist.all_reduce(total, group=bucket.group, async_op=True)

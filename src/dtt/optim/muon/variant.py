@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from dtt.config.optim import AdamWGroup, Beta, GroupedOptimizer
 from dtt.config.schedule import RunFacts
-from dtt.config.value_types import Decayed, parse_decay
+from dtt.config.value_types import Decayed
 from dtt.optim import adamw
 from dtt.optim.adamw import AdamWSettings
 
@@ -39,20 +38,14 @@ class MuonConfig(GroupedOptimizer):
     type: Literal["muon"] = "muon"
     lr: PositiveFloat = 2e-3
     """Peak learning rate of the hidden matrices."""
-    scale: Literal["rms", "spectral", "hyperball"] = "rms"
+    scale: Literal["rms", "spectral"] = "rms"
     """Scale of the updates: `rms`: 0.2 * sqrt(max(rows, columns)), for which learning rates are
     about those of AdamW (Moonlight, arXiv 2502.16982); `spectral`: sqrt(max(1, rows / columns)), as
-    Jordan et al., for which they are about ten times higher; `hyperball` (arXiv 2606.16899): `lr`
-    times the norm of the matrix, which is kept at its initial value instead of weight decay:
-    learning rates, such as 0.02, are relative changes per step."""
+    Jordan et al., for which they are about ten times higher."""
     momentum: Beta = 0.95
     """Decay of the gradient average that is orthogonalised."""
     momentum_warmup: NonNegativeInt = 0
     """Steps of linear momentum warm-up from 0.85 to `momentum`; skipped steps do not count."""
-    ns_coefficients: Literal["classic", "polar-express"] = "classic"
-    """Polynomials of the five Newton-Schulz iterations: `classic`: the same in all of them, which
-    brings singular values to about [0.7, 1.2]; `polar-express`: an optimal one for each (arXiv
-    2505.16932)."""
     normuon_beta2: Beta | None = None
     """Decay of NorMuon's running average, such as 0.95 (arXiv 2510.05491): each row of the update
     is divided by its root mean square over the steps; null: no NorMuon."""
@@ -66,11 +59,6 @@ class MuonConfig(GroupedOptimizer):
     """AdamW settings for embeddings, output head, norms and biases."""
     groups: tuple[MuonGroup, ...] = ()
     """Settings for parameters selected by role or by name."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield an error for a weight decay of matrices whose norm hyperball keeps."""
-        if self.scale == "hyperball" and parse_decay(self.weight_decay).value:
-            yield "weight_decay", "optim.scale=hyperball keeps the norm of matrices: set 0"
 
     def settings_of(self, param: Param, entry: AdamWGroup | None, run: RunFacts) -> Settings:
         """Return the settings of one parameter: Muon's for a matrix, else AdamW's."""
@@ -103,9 +91,6 @@ class MuonConfig(GroupedOptimizer):
             split = (rows // split,) * split
         if split is not None and sum(split) != rows:
             raise invalid_entry(entry, f"{name} has {rows} rows, but split has {sum(split)}")
-        # hyperball fixes the norm of each matrix, so a decay would have no effect.
-        if self.scale == "hyperball" and parse_decay(entry.weight_decay or 0.0).value:
-            raise invalid_entry(entry, f"Muon keeps the norm of {name} (optim.scale=hyperball)")
         given = self.weight_decay if entry.weight_decay is None else entry.weight_decay
         # The exponent by which rates shrink with the width under muP: `dtt.model.scaling` says why.
         power = 0.5 if self.scale == "rms" else 0.0

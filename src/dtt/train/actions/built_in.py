@@ -13,6 +13,7 @@ import torch
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.log import log
 from dtt.checkpoint import replicas
+from dtt.checkpoint.mirror import SECONDS_AT_STOP
 from dtt.checkpoint.store import Checkpoint
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
@@ -30,13 +31,11 @@ from dtt.mesh.sharding import on_this_rank
 from dtt.parallel.sharded_model import whole_copy
 from dtt.track import jsonl
 from dtt.track.base import Record
-from dtt.train.actions.action import StepAction, Stop, every
-from dtt.train.actions.own import Own, states_of
-from dtt.train.components import Run, TrainState
-from dtt.train.data_hash import check_ranks
-from dtt.train.inputs import StartedRun
-from dtt.train.objectives.loss_function import RunView, make_loss
-from dtt.train.state import Position, rng_tensors
+from dtt.train.actions.action import Own, RunView, StepAction, Stop, every, states_of
+from dtt.train.objectives.loss_function import make_loss
+from dtt.train.objects import Run, StartedRun
+from dtt.train.state import Position, check_ranks, rng_tensors
+from dtt.train.trained_model import TrainState
 
 
 class Log(StepAction):
@@ -51,11 +50,11 @@ class Log(StepAction):
 
     def work(self, run: Run, stop: Stop) -> list[Record]:
         """Return the metrics since the last call."""
-        step, meter = run.position.step, run.observers.meter
-        startup = run.observers.time_breakdown.startup_record(meter)
+        step, meter = run.position.step, run.meter
+        startup = run.times.startup_record()
         reading = meter.read()
-        run.observers.time_breakdown.write(step, meter)
-        run.stop_lead.steps.append(reading["seconds_per_step"] or 0.0)
+        run.times.write(step)
+        run.times.steps.append(reading["seconds_per_step"] or 0.0)
         steps = run.schedule.expected_steps(step)
         run.watchdog.expect(steps)
         epochs = run.dataset.epochs(run.position.samples)
@@ -69,18 +68,16 @@ class Log(StepAction):
 
 def finished_saves(run: Run) -> list[Record]:
     """Return the `save` records of the saves that have finished since the last call."""
-    saves, stop_lead = run.saver.finished(), run.stop_lead
+    saves, times = run.saver.finished(), run.times
     records = []
     for saved in saves:
-        following, during = run.observers.meter.slowdown(saved.began, saved.ended)
-        slowdown = {"next_step_slowdown": following, "slowdown": during}
-        records.append({"kind": "save", **saved.record(), **slowdown})
+        records.append({"kind": "save", **saved.record()})
         took = saved.blocked_seconds + saved.write_seconds + saved.verify_seconds
-        stop_lead.saves.append(took)
+        times.saves.append(took)
     if saves and run.world.first:
         if run.schedule.budget is not None:
-            run.schedule.budget.measured["whole_save"] = max(stop_lead.saves)
-        stop_lead.write()
+            run.schedule.budget.measured["whole_save"] = max(times.saves)
+        times.write_lead(SECONDS_AT_STOP if run.cfg.checkpoint.mirror else 0.0)
     return records
 
 
@@ -118,7 +115,7 @@ class SaveCheckpoint(StepAction):
             | run.schedule.state(),
             # Trackers are flushed before a checkpoint is complete: a run that resumes from it finds
             # all records up to it.
-            run.observers.flush,
+            run.flush,
             run.state.base,
         )
         if position.step == run.schedule.steps:

@@ -1,73 +1,31 @@
-"""The function that a step calls for the objective of a run, and the view of the run for its class.
+"""The function that a step calls for the objective of a run.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from dtt.base.log import log
 from dtt.base.targets import IGNORE_INDEX
 from dtt.config.objective import Objective
 from dtt.config.own import own_code, own_file_of
 from dtt.config.run import RunConfig
 from dtt.data.samples.loader import MicroBatch
 from dtt.mesh.mesh import Mesh
-from dtt.mesh.sharding import FullTensor
 from dtt.model.output import TEXT_BYTES, Output
 from dtt.track.base import OWN
-from dtt.train.inputs import StartedRun
 from dtt.train.objectives.next_token import NextTokenConfig
 from dtt.train.run_plan import RunPlan
+from dtt.train.state import OBJECTIVE
 from dtt.train.step import LossFunction
 
-OBJECTIVE = "objective"
-"""First component of the paths of its state in a checkpoint, and name of it in an evaluation."""
 CROSS_ENTROPY = "cross_entropy"
-
-
-@dataclass(frozen=True)
-class RunView:
-    """A run, as an objective sees it before the first step."""
-
-    device: torch.device
-    dtype: torch.dtype
-    """That of the products of the forward pass."""
-    rank: int
-    world_size: int
-    steps: int
-    path: Path
-    """The folder of the job."""
-    _inputs: StartedRun
-    _mesh: Mesh
-
-    @classmethod
-    def of(cls, inputs: StartedRun, mesh: Mesh) -> RunView:
-        """Return what a class may see of the run that is built from `inputs`."""
-        plan, world = inputs.plan, inputs.world
-        dtype, path = plan.precision.compute_dtype, inputs.job.root
-        return cls(world.device, dtype, world.rank, world.size, plan.steps, path, inputs, mesh)
-
-    def load_model(self, source: str) -> nn.Module:
-        """Return a frozen model on the device, called with token ids [B, T] for logits [B, T, V].
-
-        `source` is a job, JOB@STEP, a Hugging Face folder, or hf:ORG/NAME. If the model of the run
-        is sharded, this one is, too: then all ranks load it and call it together. A resume takes
-        the same weights.
-        """
-        from dtt.train.frozen import load_frozen
-
-        if source not in self._inputs.cfg.objective.models():
-            log.warning("dtt plan does not count %s: `models` of the objective lacks it", source)
-        return load_frozen(source, self._inputs, self._mesh)
 
 
 def make_loss(
@@ -169,21 +127,3 @@ def check_ranks(config: Objective, names: Iterable[str], mesh: Mesh) -> None:
         with own_code(config, OBJECTIVE):
             if theirs != of_ranks[0]:
                 raise ValueError(f"`loss` returned {theirs} on rank {rank}, {of_ranks[0]} on 0")
-
-
-def state_of(config: Objective) -> dict[str, Tensor]:
-    """Return the tensors of an objective, by their paths in a checkpoint."""
-    with own_code(config, OBJECTIVE):
-        return {f"{OBJECTIVE}/{name}": tensor for name, tensor in config.state().items()}
-
-
-def restore(config: Objective, saved: Mapping[str, FullTensor]) -> None:
-    """Give an objective its tensors of a checkpoint."""
-    prefix = f"{OBJECTIVE}/"
-    own = {
-        path.removeprefix(prefix): tensor[()]
-        for path, tensor in saved.items()
-        if path.startswith(prefix)
-    }
-    with own_code(config, OBJECTIVE):
-        config.restore(own)

@@ -38,9 +38,9 @@ from dtt.evaluate.validation import evaluating
 from dtt.hf.model_source import find_model
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import DATA, Mesh
-from dtt.train.assemble import LaidOutModel
-from dtt.train.inputs import StartedRun, named_reference
+from dtt.train.objects import StartedRun, named_reference
 from dtt.train.step import TOKEN_LOSSES, Passes
+from dtt.train.trained_model import LaidOutModel
 
 SECONDS_BETWEEN_RECORDS = 30.0
 """Time between two records of the rows that are on disk; a process that is killed loses less."""

@@ -6,7 +6,7 @@ Ranks communicate through files of the attempt, because a hang blocks collective
     attempts/<n>/ranks/00003.json         node and pid of rank 3, written when it starts
     attempts/<n>/hang                     some rank has made no progress for too long
     attempts/<n>/stacks/rank-00003.txt    stack of each thread of rank 3 at that time
-    attempts/<n>/stacks/rank-00003.json   summary of it, a `RankReport`
+    attempts/<n>/stacks/rank-00003.json   summary of it, with the fields of `REPORT`
     attempts/<n>/judge                    created by the rank that names the culprit
 """
 
@@ -22,10 +22,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DttError, ExitCode
@@ -50,27 +49,13 @@ PACKAGE = Path(__file__).parents[2]
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py")
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """The state of one rank when the run hung."""
-
-    rank: int
-    node: str
-    step: int
-    phase: Phase
-    seconds: float
-    """Seconds since its last progress."""
-    where: str
-    """Innermost line of dtt in the stack of its main thread."""
-    waiting: bool
-    """True if that line waits for other ranks."""
-
-
+Report = dict[str, Any]
 REPORT: dict[str, Kind] = {
     "rank": int, "node": str, "step": int, "phase": str, "seconds": float, "where": str,
     "waiting": bool,
 }  # fmt: skip
-"""Fields of a `RankReport`, in order."""
+"""State of a rank when the run hung: `seconds` since its last progress, `where` is the innermost
+line of dtt in the stack of its main thread, `waiting` is true if it waits for other ranks."""
 
 
 class Watchdog:
@@ -258,7 +243,7 @@ class Watchdog:
         self._hang.unlink(missing_ok=True)
 
     def _report(self) -> None:
-        """Write this rank's stacks, then its `RankReport`, which marks that both are complete."""
+        """Write this rank's stacks, then its report, which marks that both are complete."""
         rank = self._ranks.rank
         self._stacks.mkdir(exist_ok=True)
         # faulthandler is C and needs no memory, so it works also where Python code would not.
@@ -266,10 +251,9 @@ class Watchdog:
             faulthandler.dump_traceback(file)
         frames = sys._current_frames()  # noqa: SLF001  its documented name
         where, waiting = _position(frames[threading.main_thread().ident or 0])
-        report = RankReport(
-            rank, socket.gethostname(), self._step, self._phase, self._idle, where, waiting
-        )
-        write_atomically(self._stack(rank, "json"), json.dumps(asdict(report)) + "\n")
+        values = rank, socket.gethostname(), self._step, self._phase, self._idle, where, waiting
+        report = dict(zip(REPORT, values, strict=True))
+        write_atomically(self._stack(rank, "json"), json.dumps(report) + "\n")
 
     def _all_reported(self) -> bool:
         return all(self._stack(rank, "json").exists() for rank in range(self._ranks.size))
@@ -284,14 +268,12 @@ class Watchdog:
         # Exclusive creation decides which rank reports, without messages between ranks.
         if _create(self._judge, self._ranks.rank):
             records = (read_record(path, REPORT) for path in self._stacks.glob("*.json"))
-            reports = [
-                RankReport(*(one[name] for name in REPORT)) for one in records if one is not None
-            ]
+            reports = [one for one in records if one is not None]
             nodes = {place["rank"]: str(place["node"]) for place in places(job, attempt)}
             culprit, why = judge(reports, self._ranks.size, nodes)
             if len(reports) < self._ranks.size:
                 code = ExitCode.UNFIT  # a rank that is frozen or gone is lost, which is no bug
-            seconds = max((report.seconds for report in reports), default=self._idle)
+            seconds = max((report["seconds"] for report in reports), default=self._idle)
             reason = str(DttError(f"no progress for {seconds:.0f} s: {why}", where=self._stacks))
             print(Message(f"dtt: {reason}"), file=sys.stderr, flush=True)
             node = nodes.get(culprit, "unknown")
@@ -314,7 +296,7 @@ class Watchdog:
         return self._stacks / f"rank-{rank:05d}.{suffix}"
 
 
-def judge(reports: Sequence[RankReport], size: int, nodes: Mapping[int, str]) -> tuple[int, str]:
+def judge(reports: Sequence[Report], size: int, nodes: Mapping[int, str]) -> tuple[int, str]:
     """Return the rank that caused a hang (the first of several), and a sentence that names all.
 
     Ranks without a report are frozen or gone, and are the cause. Otherwise the cause is the rank
@@ -325,23 +307,19 @@ def judge(reports: Sequence[RankReport], size: int, nodes: Mapping[int, str]) ->
         first = ", ".join(f"rank {rank} ({nodes.get(rank, 'unknown')})" for rank in ranks[:most])
         return first + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
 
-    heard = {report.rank for report in reports}
-    silent = [rank for rank in range(size) if rank not in heard]
-    if silent:
+    by_rank = {report["rank"]: report for report in reports}
+    if silent := [rank for rank in range(size) if rank not in by_rank]:
         return silent[0], f"{named(silent)} is silent: frozen, or gone"
-    suspects = [report for report in reports if not report.waiting] or list(reports)
-    behind = min(report.step for report in suspects)
-    culprits = sorted(
-        (report for report in suspects if report.step == behind), key=lambda report: report.rank
-    )
-    first = culprits[0]
-    who = named([report.rank for report in culprits])
-    why = f"{who} is in {first.where} after step {behind}"
+    suspects = [report for report in reports if not report["waiting"]] or reports
+    behind = min(report["step"] for report in suspects)
+    culprits = sorted(report["rank"] for report in suspects if report["step"] == behind)
+    first = by_rank[culprits[0]]
+    why = f"{named(culprits)} is in {first['where']} after step {behind}"
     if len(culprits) < size:
         why += ", and the others wait for it"
-    elif first.waiting:
+    elif first["waiting"]:
         why += ": all wait for each other"
-    return first.rank, why
+    return culprits[0], why
 
 
 def _position(innermost: FrameType) -> tuple[str, bool]:

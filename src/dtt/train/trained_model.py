@@ -1,41 +1,44 @@
-"""Construction of the model of a run: sharded over the ranks, with initial weights."""
+"""The model of a run: sharded over the ranks, with initial weights, and what trains it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from dtt.base.log import log
+from dtt.artifacts.manifests import Reference
 from dtt.config.adapter import LoraConfig
+from dtt.config.objective import Objective
 from dtt.config.run import RunConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh, make_mesh
+from dtt.mesh.sharding import FullTensor, LaidOut
 from dtt.model.contract import Model
 from dtt.model.decoder import Decoder, make_model, params_of
 from dtt.model.experts import RouterLosses, routers
 from dtt.model.init import initialize
 from dtt.model.lora import attach
+from dtt.optim.ema import Ema
+from dtt.optim.rounding import StochasticRounding
 from dtt.parallel import fp8
-from dtt.parallel.apply import allocate_shards, apply
+from dtt.parallel.apply import allocate, allocate_shards, apply
 from dtt.parallel.context import ContextParallel
 from dtt.parallel.pipelining import Pipeline
 from dtt.params.table import Params
-from dtt.train.precision import Precision, warning
+from dtt.train.anomaly_guard import Guard
+from dtt.train.expert_load import ExpertLoad
+from dtt.train.precision import Precision
 from dtt.train.run_plan import RunPlan
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give each parameter on the meta device memory on `device`, without values; move buffers."""
-    # Not `to_empty`: it swaps tensors, which fake tensors do not allow.
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            memory = torch.empty_like(parameter, device=device)
-            setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+from dtt.train.state import (
+    load_optimizers,
+    load_parameters,
+    objective_tensors,
+    optimizer_tensors,
+    restore_objective,
+)
+from dtt.train.step import Passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,52 @@ class LaidOutModel:
     """Parameters by their unwrapped names."""
     fp8_gains: Mapping[fp8.Shape, float] = field(default_factory=dict)
     """Speedups of shapes of linear layers in fp8, by which layers were chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState(LaidOutModel):
+    """The model, and everything else whose tensors a step changes."""
+
+    passes: Passes
+    """The passes of the module."""
+    optimizers: Mapping[str, Optimizer]
+    guard: Guard
+    objective: Objective
+    rounding: StochasticRounding | None
+    """Stochastic rounding of bf16 weights and averages; None with other weights."""
+    ema: Ema | None
+    experts: ExpertLoad | None = None
+    """The load of experts, of a model that has some."""
+    base: Reference | None = None
+    """The frozen weights, which checkpoints lack; None: all weights are trained."""
+
+    def without_context(self) -> Model | Pipeline:
+        """Return the model that computes whole sequences on each rank, or on those of a pipeline.
+
+        Context parallelism divides the sequences of training only.
+        """
+        module = self.module
+        return module.without_context() if isinstance(module, Pipeline) else self.model
+
+    def tensors(self) -> dict[str, LaidOut]:
+        """Return all tensors for a checkpoint but the parameters, by path."""
+        state = optimizer_tensors(self.optimizers) | self.guard.tensors()
+        for part in (self.ema, self.experts):
+            state |= {} if part is None else part.tensors()
+        state |= objective_tensors(self.objective)
+        return self.params.laid_out(state)
+
+    def restore(self, weights: Mapping[str, FullTensor], state: Mapping[str, FullTensor]) -> None:
+        """Load the tensors of a checkpoint; raise ConfigError or DamagedError if they differ."""
+        # A checkpoint has what is trained. The frozen weights below an adapter are there already.
+        load_parameters(self.params.trainable(), weights)
+        load_optimizers(self.optimizers, state, self.mesh.gather)
+        if self.ema is not None:
+            self.ema.restore(state)
+        if self.experts is not None:
+            self.experts.load(state)
+        restore_objective(self.objective, state)
+        self.guard.load(state)
 
 
 def assemble(
@@ -80,8 +129,6 @@ def assemble(
             usual = 1e-4 if router.mixture.corrected else 1e-3
             balance = 0.0 if cfg.objective.per_pair else usual
         router.coefficients = RouterLosses(balance, cfg.train.router_z_loss)
-    if doubt := warning(plan.precision, cfg.train.stochastic_rounding):
-        log.info("%s", doubt)
     gains: Mapping[fp8.Shape, float] = {}
     # Before the parallelism below: it divides the layers whose sizes this reads.
     if plan.precision is Precision.FP8:

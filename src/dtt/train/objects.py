@@ -1,12 +1,13 @@
-"""A run before it has a model: what its checks found, then what the ranks of an attempt share.
+"""The run, an object that grows: checked, then started on all ranks, then with model and trackers.
 
-One object that grows: `PreparedRun`, `StartedRun`, and with model, schedule and trackers `Run`, of
-which the only instance is a `Trainer`.
+`PreparedRun`, `StartedRun` and `Run`, of which the only instance is a `Trainer`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 from dtt.artifacts.jobdir import JobDir
@@ -20,10 +21,19 @@ from dtt.train.supervise.watchdog import Watchdog
 if TYPE_CHECKING:  # keeps torch out of checks that come before it is needed
     from dtt.artifacts.manifests import Reference
     from dtt.checkpoint.mirror import Mirror
+    from dtt.checkpoint.saver import Saver
     from dtt.checkpoint.store import Checkpoint
     from dtt.data.samples.dataset import Dataset
+    from dtt.data.samples.loader import Batches
     from dtt.mesh.dist import World
+    from dtt.track.base import Record, Tracker
+    from dtt.train.profiler import Profiler
     from dtt.train.run_plan import RunPlan
+    from dtt.train.run_schedule import RunSchedule
+    from dtt.train.state import Position
+    from dtt.train.step import LossFunction
+    from dtt.train.throughput import AttemptTimes, ThroughputMeter
+    from dtt.train.trained_model import TrainState
 
 
 def named_reference(cfg: RunConfig) -> str | None:
@@ -83,3 +93,38 @@ class StartedRun(PreparedRun):
             return None
         url = mirror_url(cfg.checkpoint.mirror, cfg.name)
         return Mirror(url, job, job.run_id(), cfg.checkpoint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(StartedRun):
+    """The parts of a run; none of them is replaced while it trains. `Trainer` extends it.
+
+    `cfg.objective` and `cfg.actions` are live objects: their classes may keep state in them, which
+    checkpoints save.
+    """
+
+    run_id: str
+    """Id of the run in trackers; kept in its checkpoints."""
+    loss_function: LossFunction
+    state: TrainState
+    batches_from: Callable[[int], Batches]
+    """Function that returns the batches from a step (counted from 0) on."""
+    schedule: RunSchedule
+    saver: Saver
+    trackers: Sequence[Tracker]
+    """Trackers of rank 0; the other ranks have none."""
+    meter: ThroughputMeter
+    profiler: Profiler
+    times: AttemptTimes
+    position: Position
+    """The progress so far, which changes in place."""
+
+    def log(self, *records: Record) -> None:
+        """Log records to every tracker."""
+        for tracker, record in product(self.trackers, records):
+            tracker.log(record)
+
+    def flush(self) -> None:
+        """Flush the trackers to disk."""
+        for tracker in self.trackers:
+            tracker.flush()
