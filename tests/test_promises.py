@@ -12,7 +12,7 @@ PROMISES = {
         "killed_at_random_moments_it_ends_as_if_nothing_had_happened "
         "a_stop_request_saves_exits_75_and_the_job_resumes_bit_for_bit",
     "The order of the data depends on the seed alone":
-        "all_ranks_together_hold_the_same_global_batch "
+        "row_i_of_a_step_does_not_depend_on_start_ranks_or_micro_batches "
         "two_ranks_train_what_one_does_and_resume_each_other",
     "Token files are the same bytes for any number of processes":
         "any_number_of_ranks_writes_the_same_bytes "
