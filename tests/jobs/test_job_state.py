@@ -43,7 +43,7 @@ class Written:
 
     def submitted(self, id: str | None, *, ago: float = 500, **changes: Any) -> Written:
         record = {"time": time.time() - ago, "job_id": id, "argv": ["train"], "directory": "/",
-                  "task": None, "sent": True}  # fmt: skip
+                  "task": None}  # fmt: skip
         self._write("submission.json", json.dumps(record | changes))
         return self
 
@@ -179,7 +179,6 @@ def killed(w: Written, code: int | None) -> Written:
 
 FROM_FILES = {
     "without attempts": case(lambda w: w, "never started"),
-    "not sent": case(lambda w: w.submitted(None, sent=False), "not submitted", "run sbatch …"),
     "a heartbeat": case(lambda w: w.attempt().beat(), "running"),
     "a long phase": case(
         lambda w: w.attempt().beat(phase="evaluate"), "running", "in phase evaluate"

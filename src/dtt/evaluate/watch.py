@@ -66,7 +66,11 @@ NOT_A_FAILURE = (ConfigError, EnvironmentUnfit, StorageError, Preempted, OSError
 """Errors that say nothing about a checkpoint: they end the watch, and it can be started again."""
 
 CONTINUES = {
-    *(State.NEW, State.UNSENT, State.QUEUED, State.RUNNING, State.STOPPING, State.SUSPENDED),
+    State.NEW,
+    State.QUEUED,
+    State.RUNNING,
+    State.STOPPING,
+    State.SUSPENDED,
     State.UNKNOWN,
 }
 """States in which a job may still save checkpoints."""

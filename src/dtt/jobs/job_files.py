@@ -89,8 +89,8 @@ class JobFiles:
     @property
     def unanswered(self) -> bool:
         """True if sbatch did not answer the newest submission and no attempt has started since."""
-        asked = bool(self.submission) and self.submission.get("sent") is not False
-        return asked and self.submission["job_id"] is None and self.submitted > self.started
+        asked = bool(self.submission) and self.submission["job_id"] is None
+        return asked and self.submitted > self.started
 
     @property
     def decision(self) -> str:

@@ -44,7 +44,6 @@ class State(StrEnum):
     """The state of a job: its current activity, or how it ended."""
 
     NEW = "never started"
-    UNSENT = "not submitted"
     QUEUED = "queued"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -337,8 +336,6 @@ def _ended_unrecorded(files: JobFiles, ids: Sequence[str], slurm: SlurmJob | Non
             return State.FAILED, f"Slurm state {slurm.state}"
         if ids:
             return State.LOST, f"never started, and Slurm no longer knows job {ids[-1]}"
-        if files.submission.get("sent") is False:  # for a later sbatch by the user
-            return State.UNSENT, f"run sbatch {files.job.script}"
         return State.NEW, ""
     ended = slurm if slurm is not None and slurm.since >= files.started else None
     # A new attempt writes its first heartbeat after the imports.

@@ -276,7 +276,7 @@ def progress(sweep: Sweep) -> list[TrialProgress]:
         if attempt == 0 and job.stop.exists() and not active:
             state = State.CANCELLED  # before its first attempt
         ending = job.exit_record(attempt) if attempt else None
-        if not active and state not in (State.NEW, State.UNSENT, State.DONE, State.CANCELLED):
+        if not active and state not in (State.NEW, State.DONE, State.CANCELLED):
             # Without a record of the end, the status and the last line of the log may tell.
             texts = [status.detail, *status.log_tail[-1:]]
             error = first_line(ending["reason"]) if ending else "; ".join(filter(None, texts))

@@ -106,7 +106,6 @@ def _record(
         "script": str(script.absolute()),
         "script_sha256": sha256_file(script),
         "task": task,
-        "sent": True,  # earlier versions also wrote scripts without asking sbatch
     }
 
 

@@ -186,7 +186,7 @@ def cancel(name: str, chosen: list[str], *, as_json: bool) -> None:
     """Ask running trials to save and stop; remove queued ones from the Slurm queue."""
     sweep = sweeps.find(name)
     ids = sweep.chosen(chosen)
-    may_start = (State.NEW, State.UNSENT, State.UNKNOWN)
+    may_start = (State.NEW, State.UNKNOWN)
     active = [
         one
         for one in sweeps.progress(sweep)
