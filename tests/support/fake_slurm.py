@@ -26,9 +26,7 @@ SQUEUE = {
     "NODE_FAIL": "{id}|NODE_FAIL|n[1-2]|{since}|{since}|{since}|NodeDown",
 }
 SACCT = {
-    "PENDING": "{id}|PENDING|None assigned|{since}|Unknown|Unknown|None",
     "RUNNING": "{id}|RUNNING|n[1-2]|{since}|{since}|Unknown|None",
-    "PREEMPTED": "{id}|PREEMPTED|n[1-2]|{since}|{since}|{since}|None",
     "CANCELLED": "{id}|CANCELLED by 0|n[1-2]|{since}|{since}|{since}|None",
 }
 FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
