@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,24 +230,3 @@ def test_texts_of_others_are_encoded_within_the_guard() -> None:
         and not (isinstance(call.args[0], ast.Constant) or ast.unparse(call.args[0]) in OWN_TEXTS)
     ]
     assert [place for place in unguarded if place.rpartition(":")[0] not in ENCODED_BEFORE] == []
-
-
-def test_a_wheel_carries_the_shipped_configs_and_the_type_marker(wheel: Path) -> None:
-    inside = set(zipfile.ZipFile(wheel).namelist())
-    shipped = {f"dtt/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*") if p.is_file()}
-    assert shipped
-    assert inside >= shipped | {"dtt/py.typed", "dtt/main.py"}
-    assert "dtt/jobs/slurm/supervisor/__main__.py" in inside
-
-
-def test_an_installed_wheel_finds_the_shipped_configs_by_name(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    run = subprocess.run(
-        [sys.executable, "-m", "dtt.main", "config", "show", "-c", "quickstart"],
-        cwd=tmp_path.parent,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert f"{tmp_path}/dtt/configs/quickstart.yaml:" in run.stdout

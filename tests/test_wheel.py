@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 from support.running import ROOT, TIMEOUT
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """A folder laid out as pyproject.toml declares a wheel, whose build needs a network."""
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    wheel = build["targets"]["wheel"]
-    # `src` = "" and `configs` = "dtt/configs"; whatever else a wheel should hold needs a rule here.
-    assert set(wheel["sources"]) == {name.split("/")[0] for name in wheel["only-include"]}
-    for name in wheel["only-include"]:
-        first, _, rest = name.partition("/")
-        target = tmp_path / "site" / wheel["sources"][first] / rest
-        shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path / "site"
+def test_a_wheel_carries_the_shipped_configs_and_the_type_marker(wheel: Path) -> None:
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    shipped = {f"dtt/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*") if p.is_file()}
+    assert shipped
+    assert inside >= shipped | {"dtt/py.typed", "dtt/main.py"}
+    assert "dtt/jobs/slurm/supervisor/__main__.py" in inside
 
 
 @pytest.mark.slow(except_for=["one-node"])
 @pytest.mark.parametrize("profile", ["one-node", "generic"])
-def test_the_profiles_of_a_wheel_need_no_clone(profile: str, site: Path, tmp_path: Path) -> None:
+def test_the_profiles_and_configs_of_a_wheel_need_no_clone(
+    profile: str, wheel: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
     work = tmp_path / "work"
     work.mkdir()
     env = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
