@@ -29,6 +29,9 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
     ("launch", "template"): (None, "delete the key, or launch.setup='[source env.sh]'"),
     ("launch", "lead_seconds"): (None, "delete the key (it is measured), or launch.time=2:00:00"),
     ("train", "batch_schedule", "lr_rule"): ("none", "delete the key, or schedule.warmup=20%"),
+    ("train", "batch_schedule", "length"): (  # of the type `linear`
+        None, "delete the key, or train.batch_schedule={type: list, stages: [[0, 65536]]}"
+    ),
     ("export", "out"): (None, "delete the key; dtt export JOB --out FOLDER, or name=ANOTHER"),
     ("launch", "nsys"): (False, "delete the key, or profile.kind=nsys"),
     ("launch", "nccl_logs"): (
