@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +189,7 @@ def with_shards(world: World, compiled: bool) -> tuple[str, float]:
     """
     torch.set_num_threads(1)
     # Without a C++ compiler, which a machine may lack: the graphs as Dynamo records them.
-    real = torch.compile
-    torch.compile = lambda *args, **how: real(*args, backend="eager", **how)
+    torch.compile = partial(torch.compile, backend="eager")
 
     def checked(cfg: LoraConfig) -> Model:
         model = with_adapters(JAMBA, cfg)

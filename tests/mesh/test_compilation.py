@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,8 +34,7 @@ def fails(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **how: real(*args, backend=backend, **how))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
 
 
 def test_a_second_shape_has_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

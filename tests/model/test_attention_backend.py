@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -175,11 +176,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **how: real(*args, backend=backend, **how))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 @torch.no_grad()
@@ -193,7 +189,7 @@ def test_every_length_of_flex_attention_is_compiled_with_static_shapes(
         graphs.append(graph)
         return graph.forward
 
-    compile_with(monkeypatch, record)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
     counts = []
     for length in (64, 128, 256, 1024, 256):
         q, k, v = (x.detach() for x in heads(2, length, 4, 2, 16))
@@ -221,7 +217,7 @@ def test_flex_attention_that_cannot_be_compiled_warns_and_uses_a_dense_mask(
     def fail(*_: Any) -> Any:
         raise RuntimeError("no valid Triton configuration")
 
-    compile_with(monkeypatch, fail)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fail))
     chunks = chunks_of(0, 2, length // 4)
     places = torch.tensor([place for chunk in chunks for place in chunk])
     documents = None if share is None else documents_of(2, length, share)

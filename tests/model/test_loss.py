@@ -145,8 +145,7 @@ def part_of_loss(world: World, fused: bool) -> tuple[float, list[Any], int]:
 
     If they are fused, the second rank cannot compile the passes.
     """
-    real: Any = torch.compile
-    torch.compile = lambda *args, **how: real(*args, backend="eager", **how)  # type: ignore[assignment]
+    torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     if not world.first:
         compiler.failure = "no compiler"
     if fused:

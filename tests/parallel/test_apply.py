@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -88,8 +88,7 @@ def graphs_under_ddp(world: World) -> int:
         graphs.append(graph)
         return graph.forward
 
-    real: Any = torch.compile
-    torch.compile = lambda *args, **how: real(*args, backend=record, **how)  # type: ignore[assignment]
+    torch.compile = partial(torch.compile, backend=record)  # type: ignore[assignment]
     model = decoder(ModelConfig(dim=512, n_layers=1, n_heads=4), 64, SEQ_LEN)
     layout = Mesh(Sizes(replicate=world.size), world.rank)
     module = apply(model, world, layout, compile_blocks=True)

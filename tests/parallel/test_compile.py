@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
         found.append(inputs)
         return graph.forward
 
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **how: real(*args, backend=record, **how))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
     torch.compiler.reset()
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,8 +213,7 @@ def test_initial_weights_are_those_of_one_process() -> None:
 
 
 def compiled(world: World) -> tuple[dict[str, Any], int]:
-    compile_ = torch.compile
-    torch.compile = lambda forward, **how: compile_(forward, backend="aot_eager", **how)
+    torch.compile = partial(torch.compile, backend="aot_eager")
     model = divided("llama", world, Sizes(tensor=2), compile_blocks=True)
     tokens, targets, _ = batch()
     model(tokens, targets).loss.backward()
