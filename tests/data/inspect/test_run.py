@@ -135,17 +135,6 @@ def test_no_command_needs_torch(dtt: Dtt, tokens: Path, tiny: Settings, job: Pat
         assert done.returncode == 0, done.stderr
 
 
-def two_sources(dtt: Dtt) -> list[str]:
-    """Settings of a mixture of two folders, 320 and 80 samples of 32 tokens."""
-    for name, documents in (("large", 1024), ("small", 256)):
-        write_folder(dtt.folder / name, {"train-0": [[*range(1, 10), END]] * documents})
-    (dtt.folder / "run.yaml").write_text(
-        "train: {seq_len: 32, global_batch_tokens: 256, steps: 20}\n"
-        "data: {sources: [{path: large, weight: 3}, {path: small, weight: 1}]}\n"
-    )
-    return ["mix", "-c", "run.yaml"]
-
-
 @pytest.mark.parametrize(
     ("on_exhausted", "steps", "small", "total"),
     [("repeat", 100, 200, 800), ("stop", 39, 79, 315), ("renormalise", 49, 79, 398)],
