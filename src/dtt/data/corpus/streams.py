@@ -29,7 +29,7 @@ MAX_DOCUMENT_BYTES = 64 * 2**20
 """Maximum length of a document. A longer one is assumed to be an error; this also bounds memory."""
 TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
 FIRST_ROWS = 100
-"""Number of rows or lines in which columns, and the likeliest text among them, are searched."""
+"""Number of rows or lines in which columns are searched."""
 CHUNK_BYTES = 2**16
 """Bytes of content that are decompressed at once. A call that fails loses what it has decompressed
 until then, so this bounds the text before the damage that is lost. Smaller pieces lose less, but of
