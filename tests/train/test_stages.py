@@ -95,10 +95,8 @@ def test_what_a_step_was_trained_on_is_found_again(
         assert reported["samples_of_step"] == size // 32
         samples += [sample["position"] for sample in reported["samples"]]
     assert samples == list(range(sum(SIZES) // 32))
-    data.mix(load_job(whole), as_json=True)
-    mixed = json.loads(capsys.readouterr().out)
-    assert mixed["samples_per_step"] == [2, 8]
-    assert (mixed["samples"], mixed["tokens"]) == (sum(SIZES) // 32, sum(SIZES))
+    data.mix(load_job(whole))
+    assert f"{len(SIZES)} steps of 64 to 256 tokens" in capsys.readouterr().out
 
 
 def test_a_job_does_not_resume_after_steps_of_other_sizes(whole: Path, tmp_path: Path) -> None:
