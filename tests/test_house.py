@@ -212,14 +212,14 @@ def opens(module: ast.AST, read: str) -> bool:
     )
 
 
-ENCODED_BEFORE = {"data/text/lost_characters.py", "data/text/side_files.py"}
+ENCODED_BEFORE = {"data/text/side_files.py", "data/text/unencodable.py"}
 """Modules that encode texts which were encoded before, and texts of their own."""
 OWN_TEXTS = {"TEXT", "DECOMPOSED"}
 """Constants of `dtt.hf.verify`."""
 
 
 def test_texts_of_others_are_encoded_within_the_guard() -> None:
-    """Else one text ends the process with a panic of Rust; see `dtt.data.text.encoding_errors`."""
+    """Else one text ends the process with a panic of Rust; see `dtt.data.text.unencodable`."""
     unguarded = [
         f"{where}:{call.lineno}"
         for where, call, around in calls({"encode_batch", "encode_batch_fast", "encode"})

@@ -93,29 +93,8 @@ def test_a_missing_column_is_named(dtt: Dtt, tmp_path: Path, kind: str) -> None:
     assert kind == "txt" or "score" in done.stderr.replace("scores", "")
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ((), "no section `clean`"),
-        *((("clean.exact=true", f"--part={part}"), "is not a part")
-          for part in ("4/4", "1", "-1/2", "a/b", "0/0")),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_done_is_refused_before_the_corpus_is_read(
-    dtt: Dtt, settings: tuple[str, ...], said: str
-) -> None:
-    assert said in dtt("clean", "-d", "missing.jsonl", *settings, expect=2).stderr
-
-
-def test_parts_say_what_comes_next(dtt: Dtt, tmp_path: Path) -> None:
-    name = write_rows(tmp_path, "jsonl")
-    dtt("download", "-q", "-d", name)
-    done = dtt("clean", "-d", name, "clean.exact=true", "--part", "0/2")
-    assert "1 units read" in done.stdout
-    assert "without --part" in done.stdout
-    facts = json.loads(dtt("clean", "-d", name, "clean.exact=true", "--json").stdout)
-    assert facts["units_read"] == 0
-    assert facts["kept_documents"] == 5
+def test_without_a_section_nothing_is_read(dtt: Dtt) -> None:
+    assert "no section `clean`" in dtt("clean", "-d", "missing.jsonl", expect=2).stderr
 
 
 def test_a_corpus_that_is_missing_or_contains_conversations_is_refused(
@@ -147,20 +126,6 @@ def test_unreadable_documents_are_skipped_and_have_no_number(dtt: Dtt, tmp_path:
     for stop in (("clean.near.threshold=0.9",), ("clean.exact=true",)):
         options = (*stop, "tokenize.on_bad_document=stop")
         assert "a.jsonl:2" in dtt("clean", "-d", "a.jsonl", *options, expect=65).stderr
-
-
-def test_a_job_script_starts_a_process_per_core(dtt: Dtt, tmp_path: Path) -> None:
-    name = write_rows(tmp_path, "jsonl")
-    dtt("download", "-q", "-d", name)
-    options = (
-        f"download.dataset={name}",
-        "launch.nodes=2",
-        "launch.processes_per_node=8",
-        "clean.exact=true",
-    )
-    script = dtt("submit", "clean", "--print-script", *options).stdout
-    assert "--ntasks-per-node=8" in script
-    assert "-- clean -c" in script
 
 
 def test_a_job_without_a_section_is_not_submitted(dtt: Dtt, tmp_path: Path) -> None:

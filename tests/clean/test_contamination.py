@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.cleaned_corpus import CleanedCorpus, numbered
+from support.corpora import json_lines
 from support.loopback_hub import LoopbackHub
 
 from dtt.base.errors import ConfigError
@@ -29,6 +31,7 @@ from dtt.clean.contamination import (
 )
 from dtt.clean.filters import Removal
 from dtt.config.clean import DecontaminateConfig
+from dtt.data.corpus.units import Corpus
 from dtt.evaluate.tasks.definition import load_tasks, shipped_tasks
 
 CLOZE = 'type: cloze\nprompt: "Question: {question}\\nAnswer:"\nanswer: "{answer}"\n'
@@ -248,6 +251,7 @@ def test_the_data_of_a_shipped_task_are_downloaded_once(tmp_path: Path) -> None:
 from pathlib import Path
 from dtt.clean.contamination import open_task_ngrams
 from dtt.config.clean import DecontaminateConfig
+from dtt.data.corpus.units import Corpus
 tasks = open_task_ngrams(DecontaminateConfig(tasks=("piqa",)), Path("data"))
 print(len(tasks), len(tasks.hits("So: " + {LONG!r})))
 """
@@ -268,3 +272,30 @@ print(len(tasks), len(tasks.hits("So: " + {LONG!r})))
     # goal with the other answer is one as a whole.
     assert first.split() == ["15", "10"]
     assert run() == first
+
+
+def test_changed_data_of_a_task_are_noticed(tmp_path: Path) -> None:
+    question, task = tmp_path / "t.jsonl", tmp_path / "t.yaml"
+    settings = ("clean.exact=true", f"clean.decontaminate.tasks=[{task}]")
+    task.write_text(f'data: {{file: {question}}}\ntype: rolling\nanswer: "{{text}}"\n')
+    draw = random.Random(0)
+    texts = [" ".join("".join(draw.choices("abcd", k=9)) for _ in range(50)) for _ in range(9)]
+    corpus = CleanedCorpus(tmp_path, {"a.jsonl": json_lines(texts)})
+
+    def removed(leaked: str) -> list[int]:
+        question.write_text(json.dumps({"text": leaked, "other": texts[7]}) + "\n")
+        return list(numbered(corpus.clean(*settings)))
+
+    assert removed(texts[3]) == [3]
+    before = {path: path.stat().st_mtime_ns for path in corpus.folder.glob("selection-*/[!.]*")}
+    assert removed(texts[3]) == [3]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert removed(texts[5]) == [5]
+    task.write_text(task.read_text().replace("{text}", "{other}"))
+    assert removed(texts[5]) == [7]
+    assert len([*corpus.folder.glob("selection-*/.work/unit-*.json")]) == 1
+    # Tokenizing finds it without the data of the task.
+    question.unlink()
+    cleaned = Corpus(corpus.folder, clean=corpus.config(*settings).clean)
+    assert cleaned.selection is not None
+    assert cleaned.selection.removed(0).tolist() == [7]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered
@@ -37,48 +38,59 @@ def test_every_removal_has_a_kept_twin_and_hardly_a_similar_pair_stays(
     assert len(similar) > 500
 
 
-def test_the_same_document_with_other_white_space_is_removed_and_without_words_never(
-    tmp_path: Path,
-) -> None:
-    texts = ["a  b", "a b", " a\nb ", "", "", "  ", "\n", "a c", "a b."]
-    corpus = CleanedCorpus(tmp_path, {"a.jsonl": json_lines(texts)})
-    removed = numbered(corpus.clean("clean.exact=true"))
-    assert {number: twin for number, (_, twin) in removed.items()} == {1: 0, 2: 0}
+WORDS = [f"w{i}" for i in range(100)]
 
 
-def test_the_end_of_a_chain_stays_if_only_a_removed_document_resembles_it(tmp_path: Path) -> None:
-    words = [f"w{i}" for i in range(100)]
+def changed(*places: int) -> str:
+    """Each changed word changes five of 96 shingles: similarity 0.901; two of them 0.811, three
+    0.730."""
+    return " ".join(f"x{i}" if i in places else word for i, word in enumerate(WORDS))
 
-    def changed(*places: int) -> str:
-        return " ".join(f"x{i}" if i in places else word for i, word in enumerate(words))
 
-    # A changed word changes five of 96 shingles: similarity 0.901; two of them 0.811, three 0.730.
-    chain = [changed(), changed(20), changed(20, 40), changed(20, 40, 60), changed(20, 40, 60, 80)]
-    corpus = CleanedCorpus(tmp_path, {"a.jsonl": json_lines(chain)})
-    removed = numbered(corpus.clean("clean.near.threshold=0.8"))
+NEAR = "clean.near.threshold=0.8"
+REMOVED: dict[str, tuple[list[str], tuple[str, ...], dict[int, tuple[str, int, Any]]]] = {
+    "other white space, never without words": (
+        ["a  b", "a b", " a\nb ", "", "", "  ", "\n", "a c", "a b."],
+        ("clean.exact=true",),
+        {1: ("exact", 0, None), 2: ("exact", 0, None)},
+    ),
     # 3 resembles 1 and 2, which are removed, but not 0; 4 resembles 3.
-    assert {number: twin for number, (_, twin) in removed.items()} == {1: 0, 2: 0, 4: 3}
+    "a chain": (
+        [changed(), changed(20), changed(20, 40), changed(20, 40, 60), changed(20, 40, 60, 80)],
+        (NEAR,),
+        {1: ("near", 0, 0.901), 2: ("near", 0, 0.811), 4: ("near", 3, 0.901)},
+    ),
+    "copies of a removed document": (
+        [changed(), changed(0), f"{changed(0)}\n", "\t".join(changed(0).split())],
+        (NEAR,),
+        dict.fromkeys((1, 2, 3), ("near", 0, 0.979)),
+    ),
+    "more copies than a group compares": (
+        [changed()] * 30 + [changed(0)],
+        (NEAR, "clean.exact=true"),
+        dict.fromkeys(range(1, 30), ("exact", 0, None)) | {30: ("near", 0, 0.979)},
+    ),
+    "more similar texts than a group compares": (
+        [changed()] * 30 + [changed(0)],
+        (NEAR, "clean.exact=false"),
+        dict.fromkeys(range(1, 30), ("near", 0, 1.0)) | {30: ("near", 0, 0.979)},
+    ),
+}
 
 
-def test_a_copy_of_a_removed_document_names_the_kept_twin(tmp_path: Path) -> None:
-    words = [f"w{i}" for i in range(100)]
-    edited = " ".join(["other", *words[1:]])
-    texts = [" ".join(words), edited, f"{edited}\n", "\t".join(edited.split())]
+@pytest.mark.parametrize(("texts", "settings", "expected"), REMOVED.values(), ids=REMOVED)
+def test_each_duplicate_names_its_kept_twin_and_their_similarity(
+    tmp_path: Path,
+    texts: list[str],
+    settings: tuple[str, ...],
+    expected: dict[int, tuple[str, int, float | None]],
+) -> None:
     corpus = CleanedCorpus(tmp_path, {"a.jsonl": json_lines(texts)})
-    removed = numbered(corpus.clean("clean.near.threshold=0.8"))
-    assert {number: twin for number, (_, twin) in removed.items()} == {1: 0, 2: 0, 3: 0}
-    assert {row.reason for row, _ in removed.values()} == {"near"}
-    assert len({row.score for row, _ in removed.values()}) == 1
-
-
-@pytest.mark.parametrize("exact", ["true", "false"])
-def test_more_copies_than_a_group_compares_do_not_hide_others(tmp_path: Path, exact: str) -> None:
-    words = [f"w{i}" for i in range(100)]
-    texts = [" ".join(words)] * 30 + [" ".join(["other", *words[1:]])]
-    corpus = CleanedCorpus(tmp_path, {"a.jsonl": json_lines(texts)})
-    removed = numbered(corpus.clean("clean.near.threshold=0.8", f"clean.exact={exact}"))
-    assert sorted(removed) == list(range(1, 31))
-    assert {twin for _, twin in removed.values()} == {0}
+    removed = numbered(corpus.clean(*settings))
+    assert {
+        number: (row.reason, twin, row.score and round(row.score, 3))
+        for number, (row, twin) in removed.items()
+    } == expected
 
 
 def test_what_another_corpus_has_is_removed_and_the_other_corpus_stays(tmp_path: Path) -> None:

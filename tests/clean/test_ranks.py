@@ -1,4 +1,4 @@
-"""The bytes of a selection do not depend on ranks, parts, kills and damage."""
+"""The bytes of a selection do not depend on ranks, kills and damage; few files are open at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -24,10 +25,11 @@ from support.planted_copies import planted
 from support.running import TIMEOUT
 
 from dtt.artifacts.selection_manifest import SelectionManifest
-from dtt.base.errors import DamagedError
-from dtt.clean import pairs, steps, unit_pass
-from dtt.clean.passes import Part
+from dtt.base.errors import DamagedError, InUse
+from dtt.base.files import exclusive
+from dtt.clean import pairs, run, steps, unit_pass
 from dtt.clean.steps import Steps
+from dtt.data.corpus import units
 
 TEXTS = planted(3000, seed=3)
 NEAR = "clean.near.threshold=0.8"
@@ -96,17 +98,6 @@ def test_tasks_of_srun_without_mpi_write_the_same_bytes(corpus: CleanedCorpus) -
     assert [task.returncode for task in tasks] == [0, 0, 0], results
     assert [output.count("selection") > 0 for output, _ in results] == [True, False, False]
     assert result_bytes(selection(corpus)) == expected
-
-
-def test_parts_are_found_by_the_passes_after_them(corpus: CleanedCorpus) -> None:
-    expected = fresh(corpus)
-    folder = corpus.clean(part=Part(1, 2))
-    assert not SelectionManifest.exists(folder)
-    corpus.clean(part=Part(0, 2))
-    finished = {path: path.stat().st_mtime_ns for path in folder.glob(".work/unit-*")}
-    corpus.clean()
-    assert result_bytes(folder) == expected
-    assert {path: path.stat().st_mtime_ns for path in folder.glob(".work/unit-*")} == finished
 
 
 @pytest.fixture
@@ -212,3 +203,115 @@ def test_a_file_that_changed_after_the_download_is_refused(corpus: CleanedCorpus
         corpus.clean()
     path.write_bytes(content)  # with another time, but the content of the manifest
     assert numbered(corpus.clean())
+
+
+# ---- many units ----------------------------------------------------------------------------------
+
+UNITS, DOCUMENTS = 40, 5
+
+
+def text(number: int) -> str:
+    """Fifty words; the first documents of all units resemble each other or are equal."""
+    unit, place = divmod(number, DOCUMENTS)
+    draw = random.Random(number if place > 1 else place)
+    words = ["".join(draw.choices("abcdefghij", k=6)) for _ in range(50)]
+    return " ".join([f"{unit % 7:06}", *words] if place == 0 else words)
+
+
+def corpus_of(folder: Path, count: int) -> CleanedCorpus:
+    """A corpus of `count` units."""
+    starts = range(0, count * DOCUMENTS, DOCUMENTS)
+    lots = [json_lines([text(i + j) for j in range(DOCUMENTS)]) for i in starts]
+    return CleanedCorpus(folder, {f"{i:04d}.jsonl": lot for i, lot in enumerate(lots)})
+
+
+@pytest.fixture
+def lots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CleanedCorpus:
+    """A corpus of many small units, whose files are merged several times, with many partitions."""
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 2000)
+    monkeypatch.setattr(units, "MAX_UNIT_BYTES", 2000)
+    monkeypatch.setattr(pairs, "PARTITION_ENTRIES", 50)
+    for module in (steps, pairs):
+        monkeypatch.setattr(module, "OPEN_FILES", 6)
+    return corpus_of(tmp_path, UNITS)
+
+
+def test_few_files_are_open_at_a_time(lots: CleanedCorpus) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + 20, hard))
+    try:
+        folder = lots.clean()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(SelectionManifest.read(folder).units) == UNITS
+
+
+OPENED: Counter[str] = Counter()
+"""Opens of files of steps, by kind. An audit hook cannot be removed, so all tests share one."""
+
+
+@pytest.fixture(scope="module")
+def opened() -> Counter[str]:
+    """Count the opens of this process, through whatever function, from now on."""
+
+    def count(event: str, given: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(given[0], (str, Path)):
+            path = Path(given[0])
+            if path.parent.name == SelectionManifest.work:
+                OPENED[path.name.lstrip(".").split("-")[0]] += 1
+
+    sys.addaudithook(count)
+    return OPENED
+
+
+def test_files_are_opened_in_proportion_to_units_and_partitions(
+    tmp_path: Path,
+    lots: CleanedCorpus,
+    opened: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quarter = corpus_of(tmp_path / "quarter", UNITS // 4)
+
+    def opens(cleaned: CleanedCorpus) -> Counter[str]:
+        opened.clear()
+        shutil.rmtree(cleaned.clean())
+        return opened.copy()
+
+    few, many = opens(quarter), opens(lots)
+    assert few.keys() == {"unit", "exact", "pairs", "merged", "shingles", "verified"}
+    assert many.total() <= 4.2 * few.total(), (few, many)
+    assert many["unit"] <= 4 * few["unit"]
+    monkeypatch.setattr(pairs, "PARTITION_ENTRIES", 12)
+    more = opens(lots)
+    assert all(more[kind] == many[kind] for kind in ("unit", "shingles", "verified"))
+    assert more["pairs"] <= 4.2 * many["pairs"]
+    assert more.total() <= 4.2 * many.total()
+
+
+def test_two_commands_do_not_make_one_selection(lots: CleanedCorpus) -> None:
+    folder = lots.clean()
+    with exclusive(folder, "dtt clean"), pytest.raises(InUse, match="is in use"):
+        lots.clean()
+
+
+@pytest.mark.parametrize("killed_before", ["write_page", "write_atomically"])
+def test_a_kill_near_the_end_leaves_neither_an_old_page_nor_large_files(
+    lots: CleanedCorpus, monkeypatch: pytest.MonkeyPatch, killed_before: str
+) -> None:
+    folder = lots.clean()
+    expected = result_bytes(folder)
+    removed = next(folder.glob("*.removed.parquet"))
+    removed.unlink()  # so that it is made again
+    (folder / "report.html").write_text("an earlier page")
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, killed_before, killed)
+        with pytest.raises(KeyboardInterrupt):
+            lots.clean()
+    lots.clean()
+    assert result_bytes(folder) == expected
+    assert {path.name.split("-")[0] for path in folder.glob(".work/*")} == {"unit"}

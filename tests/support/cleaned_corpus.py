@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
-from dtt.clean.passes import Part, clean
 from dtt.clean.removals import RemovedRow, decode
+from dtt.clean.run import clean
 from dtt.config.data import DownloadConfig
 from dtt.config.load import resolve
 from dtt.config.run import RunConfig
@@ -32,9 +32,9 @@ class CleanedCorpus:
         given = [f"download.dataset={self.source}", f"download.out={self.folder}", *settings]
         return resolve(None, given, {}).config
 
-    def clean(self, *settings: str, part: Part | None = None) -> Path:
+    def clean(self, *settings: str) -> Path:
         """Clean it in this process; return the folder of the selection."""
-        result = clean(self.config(*(settings or ("clean.near.threshold=0.8",))), Serial(), part)
+        result = clean(self.config(*(settings or ("clean.near.threshold=0.8",))), Serial())
         assert result is not None
         return result.folder
 

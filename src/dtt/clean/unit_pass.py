@@ -12,15 +12,13 @@ import numpy.typing as npt
 import xxhash
 
 from dtt.clean.contamination import TaskNgrams
-from dtt.clean.filters import Filter, LanguageFilter, WhereFilter
+from dtt.clean.filters import Filter, LanguageFilter, QualityRules, WhereFilter
 from dtt.clean.removals import RemovedRow, encode
-from dtt.clean.rules import QualityRules
 from dtt.clean.shingles import EMPTY, U64, band_keys, bands_and_rows, shingles, sketches
 from dtt.clean.steps import Rows, Steps, sorting
 from dtt.config.clean import CleanConfig, NearConfig
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.corpus.documents import batches, read_batches, read_with_columns
-from dtt.data.corpus.selection import Selection
 from dtt.data.corpus.units import Corpus, Unit
 
 UNIT_BATCH_BYTES = 2**19
@@ -50,8 +48,6 @@ class PlacedUnit:
     unit: Unit
     other: int | None = None
     """Number of the corpus in `near.against`; None for the corpus that is cleaned."""
-    selection: Selection | None = None
-    """Removed documents of another corpus, which are nobody's twins."""
 
     @property
     def step(self) -> str:
@@ -86,8 +82,7 @@ def pass_one(
 ) -> None:
     """Read a unit once and write its keys, the sizes of its documents and its filtered documents.
 
-    Empty documents, and those of white space, have no keys: they stay, and are nobody's twin. Nor
-    have those that a selection of another corpus removes.
+    Empty documents, and those of white space, have no keys: they stay, and are nobody's twin.
     """
     files: dict[str, list[Any]] = {name: [] for name in ("sizes", "filtered", "exact", "hits")}
     runs: list[int] = []
@@ -136,9 +131,7 @@ def _kept(
 
     Adds the bytes of all documents to `files`, and those that filters remove to `removed`.
     """
-    corpus, unit, selection = placed.corpus, placed.unit, placed.selection
-    gone = np.empty(0, np.uint32) if selection is None else selection.removed(unit.index)
-    columns = columns_of(filters)
+    corpus, unit, columns = placed.corpus, placed.unit, columns_of(filters)
     found: Iterator[list[Any]] = (
         read_with_columns(corpus, unit, columns, bad, UNIT_BATCH_BYTES)
         if columns
@@ -155,15 +148,12 @@ def _kept(
             if removal is not None:
                 removed.append(RemovedRow(first + place, *removal))
                 stays[place] = False
-        stays[gone[(gone >= first) & (gone < first + len(batch))] - first] = False
         files["sizes"].append(size)
         kept = np.flatnonzero(stays)
         for start in range(0, len(kept), BATCH_DOCUMENTS):
             some = kept[start : start + BATCH_DOCUMENTS]
             yield (first + some).astype(np.uint32), [texts[place] for place in some.tolist()]
         first += len(batch)
-    if selection is not None:
-        selection.check_documents(unit.index, first)
 
 
 _WHITE = bytes.maketrans(b"\t\n\v\f\r", b"     ")

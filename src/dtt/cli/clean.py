@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from dtt.cli.app import cli
-from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, option, resolve
+from dtt.cli.options import Config, Dataset, Json, Overrides, Quiet, Stage, resolve
 
 
 @cli.command(
     "dtt clean -c run.yaml clean.near.threshold=0.8",
     "mpirun -n 8 dtt clean -c run.yaml",
-    "dtt clean -c run.yaml --part 3/16    # an independent job, before the line above",
     kept="the finished units are kept; run the same command to continue",
     ends_at_once=True,
 )
@@ -19,10 +16,6 @@ def clean(
     overrides: Overrides = None,
     config: Config = None,
     dataset: Dataset = None,
-    part: Annotated[
-        str | None,
-        option("Only read the part I of N, counted from 0, as a job of its own.", metavar="I/N"),
-    ] = None,
     stage: Stage = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -36,4 +29,4 @@ def clean(
     from dtt.clean import run as clean
 
     cfg = resolve(config, overrides, {"download.dataset": dataset}, stage=stage)
-    clean.run(cfg, part=part, as_json=json)
+    clean.run(cfg, as_json=json)

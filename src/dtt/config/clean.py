@@ -80,8 +80,8 @@ class NearConfig(Section):
     shingle: PositiveInt = 5
     """Words of a shingle. Text of scripts without spaces has shingles of as many characters."""
     against: tuple[Path, ...] = ()
-    """Folders of other corpora, or of their selections. Their (kept) documents come first in the
-    order and stay: what equals or resembles one of them is removed from this corpus."""
+    """Folders of other corpora. Their documents come first in the order and stay: what equals or
+    resembles one of them is removed from this corpus."""
 
 
 class DecontaminateConfig(Section):

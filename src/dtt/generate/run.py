@@ -272,8 +272,8 @@ def encode_prompt(text: str, tokenizer: Tokenizer, trained: LoadedModel, name: s
     of them, or if the prompt is empty and the model has no end-of-document token; Unencodable if
     the tokenizer cannot encode it.
     """
-    from dtt.data.text.encoding_errors import encoding
     from dtt.data.text.tokenizer import most_characters
+    from dtt.data.text.unencodable import encoding
 
     context = trained.arch.max_seq_len
     long = len(text) > most_characters(tokenizer, context)  # before it takes seconds to encode it

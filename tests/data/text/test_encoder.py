@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dtt.base.errors import ConfigError, DamagedError, EnvironmentUnfit
 from dtt.config.data import GivenTokenizerConfig
-from dtt.data.text import gigatoken
-from dtt.data.text.encoder import Encoder
+from dtt.data.text import encoder as encoders
+from dtt.data.text.encoder import Encoder, Gigatoken
 from dtt.data.text.tokenizer import given_tokenizer
 
 TEXTS = [f"def function_{i}(x):\n    return {i} * x + {i * i}\n" for i in range(200)]
@@ -204,10 +204,10 @@ def test_the_fast_engine_gives_the_same_ids_on_real_text(
 def test_the_cache_of_the_fast_engine_is_renewed_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    monkeypatch.setattr(gigatoken, "CACHED_BYTES", 1000)
+    monkeypatch.setattr(encoders, "CACHED_BYTES", 1000)
     opened = []
-    new = gigatoken.Gigatoken._open
-    monkeypatch.setattr(gigatoken.Gigatoken, "_open", lambda g: opened.append(1) or new(g))
+    new = Gigatoken._open
+    monkeypatch.setattr(Gigatoken, "_open", lambda g: opened.append(1) or new(g))
     fast, slow = Encoder(content, None, "here", "auto"), Encoder(content, None, "here")
     for i in range(0, len(TEXTS), 10):
         assert_equal((fast, slow), TEXTS[i : i + 10])
@@ -217,7 +217,7 @@ def test_the_cache_of_the_fast_engine_is_renewed_and_changes_nothing(
 def test_very_long_documents_are_left_to_the_slow_engine_if_the_fast_one_holds_the_gil(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gigatoken, "LONGEST", 20)
+    monkeypatch.setattr(encoders, "LONGEST", 20)
     content = (shared / "data/tokenizers/mistral-v1/tokenizer.json").read_bytes()
     encoder = Encoder(content, None, "here", "gigatoken")
     left: list[bytes] = []
@@ -262,13 +262,13 @@ def test_an_engine_that_differs_is_not_used_and_the_reason_is_reported(
     content: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = altered(content, pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True})
-    new = gigatoken.Gigatoken._open
+    new = Gigatoken._open
 
-    def open_other(engine: gigatoken.Gigatoken) -> Any:
+    def open_other(engine: Gigatoken) -> Any:
         engine._content = other
         return new(engine)
 
-    monkeypatch.setattr(gigatoken.Gigatoken, "_open", open_other)
+    monkeypatch.setattr(Gigatoken, "_open", open_other)
     encoder = Encoder(content, None, "here", "auto")
     engine_problem = encoder.engine_problem([b"some text"])
     assert engine_problem == "gigatoken returns different ids for 'some text'"

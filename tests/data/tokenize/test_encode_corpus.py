@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,12 +24,11 @@ from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
-from dtt.config.data import GivenTokenizerConfig
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.streams import Span
 from dtt.data.corpus.units import Corpus, Unit
-from dtt.data.tokenize.encode_corpus import Tokenized
-from dtt.data.tokenize.shards import BackgroundWriter, ahead
+from dtt.data.token_file import TokenFileWriter
+from dtt.data.tokenize.encode_corpus import Tokenized, ahead
 from dtt.data.tokenize.work_plan import Plan, TokensKey
 
 WORDS = ["alpha", "beta", "gamma", "delta", "<|endoftext|>", "ünïcode", "字", "\n"]
@@ -258,26 +254,6 @@ def test_units_are_distributed_evenly(corpus: Corpus) -> None:
     assert max(loads) - min(loads) <= max(unit.text_bytes for unit in units)
 
 
-@pytest.mark.slow(except_for=["web/c4_sample.jsonl"])
-@pytest.mark.parametrize("file", ["web/c4_sample.jsonl", "techdocs/val-00000-of-00001.jsonl.gz"])
-def test_gpt2_ids_are_those_of_tokenizers_on_real_text(
-    shared: Path, corpora: Any, tmp_path: Path, file: str
-) -> None:
-    """Every document; those that hold the string of a special token must be none here."""
-    corpora.download(dataset=str(shared / "data" / file))
-    corpus = Corpus(corpora.folder / "corpus")
-    given = shared / "data/tokenizers/gpt2/tokenizer.json"
-    run(corpus, tmp_path / "out", GivenTokenizerConfig(path=str(given)), validation_fraction=0.05)
-    reference = Tokenizer.from_file(str(given))
-    content = (shared / "data" / file).read_bytes()
-    content = gzip.decompress(content) if file.endswith(".gz") else content
-    texts = [json.loads(line)["text"] for line in content.splitlines()]
-    assert sum("<|endoftext|>" in text for text in texts) == 0
-    expected = [[*reference.encode(t, add_special_tokens=False).ids, 50256] for t in texts]
-    found = documents(tmp_path / "out")
-    assert sorted(found["train"] + found["validation"]) == sorted(expected)
-
-
 # ---- threads beside the encoder ------------------------------------------------------------------
 
 
@@ -308,53 +284,27 @@ def test_an_error_of_the_reader_reaches_the_loop() -> None:
         assert list(ahead(items(), reader)) == [1]
 
 
-def test_no_more_actions_wait_than_allowed() -> None:
-    """With room for two beside the one being done, the fourth call returns when that is done."""
-    go, returned = threading.Event(), threading.Semaphore(0)
+@pytest.mark.parametrize(("action", "unit"), [("append", 1), ("close", 1), ("close", -1)])
+def test_an_error_of_the_disk_ends_the_run_and_nothing_is_written_after_it(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, unit: int
+) -> None:
+    """Shards are written in another thread, the last one when no batch comes after it."""
+    units, calls = len(corpus.units(20_000)), 0
+    finished = unit % units
+    works = getattr(TokenFileWriter, action)
 
-    def wait() -> None:
-        go.wait(TIMEOUT)
+    def fail(writer: TokenFileWriter, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 2 * finished:  # two shards a unit
+            raise OSError("disk full")
+        return works(writer, *given)
 
-    def caller() -> None:
-        with BackgroundWriter(2) as behind:
-            for _ in range(4):
-                behind.do(wait)
-                returned.release()
-
-    thread = threading.Thread(target=caller)
-    thread.start()
-    assert all(returned.acquire(timeout=TIMEOUT) for _ in range(3))
-    assert not returned.acquire(timeout=0.1)
-    go.set()
-    assert returned.acquire(timeout=TIMEOUT)
-    thread.join()
-
-
-def test_an_error_of_the_writer_is_raised_and_stops_further_actions() -> None:
-    go = threading.Event()
-    done: list[int] = []
-
-    def fail() -> None:
-        go.wait(TIMEOUT)
-        raise OSError("disk full")
-
-    def use() -> None:
-        with BackgroundWriter(5) as behind:
-            behind.do(fail)
-            for i in range(5):
-                behind.do(done.append, i)
-            go.set()
-            while True:
-                behind.do(done.append, 5)
-
+    monkeypatch.setattr(TokenFileWriter, action, fail)
     with pytest.raises(OSError, match="disk full"):
-        use()
-    assert done == []
-
-
-def test_an_error_of_the_last_action_is_raised_on_exit() -> None:
-    with pytest.raises(OSError, match="disk full"), BackgroundWriter(5) as behind:
-        behind.do(lambda: (_ for _ in ()).throw(OSError("disk full")))
+        run(corpus, tmp_path / "out", unit_bytes=20_000)
+    assert calls == 2 * finished + 1
+    assert len([*(tmp_path / "out/.units").glob("0*.json")]) == finished
 
 
 # ---- real ranks ----------------------------------------------------------------------------------

@@ -17,11 +17,12 @@ from tokenizers import Tokenizer
 from dtt.artifacts.manifests import ChatFacts, LostText
 from dtt.base.errors import ConfigError
 from dtt.config.data import ChatConfig
-from dtt.data.conversations.control_text import ControlText, StandInTokenizer
 from dtt.data.conversations.conversation_tokens import (
+    ControlText,
     ConversationTokens,
     EncodedText,
     Ids,
+    StandInTokenizer,
     in_units,
     overlap,
 )
@@ -30,8 +31,8 @@ from dtt.data.conversations.rows import Conversation, Message, RefusedRow
 from dtt.data.conversations.sandbox import FROM_ROW, MARKS
 from dtt.data.conversations.template import ChatTemplate
 from dtt.data.text.encoder import find_end_of_document, vocabulary_size
-from dtt.data.text.lost_characters import LostCharacters
 from dtt.data.text.tokenizer import exact_tokenizer
+from dtt.data.text.unencodable import LostCharacters
 
 Mask = npt.NDArray[np.bool_]
 

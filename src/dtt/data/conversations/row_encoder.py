@@ -110,16 +110,7 @@ class Conversations:
     ) -> ConversationEncoder:
         """See DocumentKind."""
         assert isinstance(tokenizer, GivenTokenizerConfig)
-        template = read_whole(path.with_name(CHAT_TEMPLATE)).decode()
-        chat = ChatEncoder(
-            read_whole(path),
-            self._cfg,
-            tokenizer.path,
-            template,
-            key_parts["chat"]["special_tokens"],
-            date=key_parts["chat"].get("date"),
-        )
-        return ConversationEncoder(chat, path, tokenizer.end_of_document, pairs=self._pairs)
+        return ConversationEncoder(self._cfg, tokenizer, path, key_parts["chat"], self._pairs)
 
 
 class ConversationEncoder(UnitEncoder[JsonRow]):
@@ -130,23 +121,34 @@ class ConversationEncoder(UnitEncoder[JsonRow]):
     begin_of_document: int | None = None
 
     def __init__(
-        self, chat: ChatEncoder, path: Path, end_of_document: str | None, *, pairs: bool
+        self,
+        cfg: ChatConfig,
+        tokenizer: GivenTokenizerConfig,
+        path: Path,
+        facts: dict[str, Any],
+        pairs: bool,
     ) -> None:
-        """Encode with `chat`, whose tokenizer.json is at `path`.
+        """Open the tokenizer.json at `path` and the template beside it.
 
-        With `pairs`, a row is a preference pair, which becomes two sequences: the chosen
-        conversation, then the rejected one. `end_of_document` is the token that the configuration
-        names, if any.
+        `facts` are those of the key: the date and the special tokens. With `pairs`, a row is a
+        preference pair, which becomes two sequences, the chosen conversation first.
         """
         self.pairs = pairs
         self._read: dict[str, bool] = {"role": True, "content": True}
         """Keys of messages, and whether the template may read them."""
-        self._chat = chat
-        self.chat: ChatFacts | None = chat.facts
-        self.vocab_size = chat.vocab_size
+        self._chat = ChatEncoder(
+            read_whole(path),
+            cfg,
+            tokenizer.path,
+            read_whole(path.with_name(CHAT_TEMPLATE)).decode(),
+            facts["special_tokens"],
+            date=facts.get("date"),
+        )
+        self.chat: ChatFacts | None = self._chat.facts
+        self.vocab_size = self._chat.vocab_size
         # The same as for text, so that both can be mixed.
-        end = chat.end_of_document(end_of_document)
-        self.end_of_document = chat.stop_tokens[0] if end is None else end
+        end = self._chat.end_of_document(tokenizer.end_of_document)
+        self.end_of_document = self._chat.stop_tokens[0] if end is None else end
         self._bytes = token_bytes(path, self.vocab_size, self.end_of_document)
 
     def read(self, corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:

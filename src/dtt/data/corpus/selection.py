@@ -33,35 +33,10 @@ def selection_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any
     """Return what determines a selection: other values make another folder."""
     section = clean.model_dump(mode="json")
     if clean.near is not None:
-        against: list[str | list[str | None]] = []  # the contents, wherever they lie
-        for path in clean.near.against:
-            folder, selection = selected(path)
-            key = CorpusManifest.read(folder).content_key()
-            against.append(key if selection is None else [key, removals_key(selection.removals)])
+        # The contents, wherever they lie.
+        against = [CorpusManifest.read(path).content_key() for path in clean.near.against]
         section["near"]["against"] = against
     return {"corpus": corpus.content_key(), "clean": section, "version": VERSION}
-
-
-def selected(folder: Path) -> tuple[Path, Selection | None]:
-    """Return the corpus folder that an entry of `near.against` means, and the selection.
-
-    The selection is None if `folder` is that of a corpus, all of whose documents count. Raises
-    InputError if the selection is not finished, or of another version of the corpus.
-    """
-    if not (folder.name.startswith("selection-") and CorpusManifest.exists(folder.parent)):
-        return folder, None
-    selection = Selection(folder)
-    if (
-        selection.manifest.key_parts.get("corpus")
-        != CorpusManifest.read(folder.parent).content_key()
-    ):
-        raise InputError(
-            "the selection is of another version of the corpus",
-            where=folder,
-            why="its numbers mean other documents",
-            next="run `dtt clean` for that corpus again, and name the new folder",
-        )
-    return folder.parent, selection
 
 
 def selection_key(clean: CleanConfig, corpus: CorpusManifest) -> str:

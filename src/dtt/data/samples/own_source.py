@@ -46,8 +46,8 @@ from dtt.data.samples.protocol import (
     targets_of,
 )
 from dtt.data.samples.shuffle import Order
-from dtt.data.text.lost_characters import check_lost
 from dtt.data.text.tokenizer import given_tokenizer
+from dtt.data.text.unencodable import check_lost
 from dtt.data.text.unit_encoder import DocumentKind, EncodedPart, PlainText, UnitEncoder
 from dtt.data.token_file import TokenFileWriter, token_dtype
 from dtt.data.tokenize.markers import Split

@@ -22,7 +22,6 @@ from dtt.data.corpus.document_sampling import some_text
 from dtt.data.corpus.documents import read_batches
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.encoder import Encoder
-from dtt.data.text.encoding_errors import Unencodable
 from dtt.data.text.side_files import check_special_tokens
 from dtt.data.text.tokenizer import (
     begin_of_document,
@@ -30,6 +29,7 @@ from dtt.data.text.tokenizer import (
     given_tokenizer,
     parse_tokenizer,
 )
+from dtt.data.text.unencodable import Unencodable
 from dtt.mesh.comm import Comm
 
 D = TypeVar("D")

@@ -1,9 +1,9 @@
 """Tokenization of a corpus by any number of ranks; the result does not depend on their number.
 
 The ranks agree on a plan: the tokenizer, the units and which of them are finished. Each rank
-encodes its share of the units, one at a time. Rank 0 then collects the units' markers into the
-manifest. If the process is killed at any moment, the same command resumes with the units that have
-no marker.
+encodes its share of the units, one at a time: a unit becomes one shard per split, and a marker once
+these are on disk. Rank 0 then collects the units' markers into the manifest. If the process is
+killed at any moment, the same command resumes with the units that have no marker.
 """
 
 from __future__ import annotations
@@ -12,29 +12,50 @@ import os
 import socket
 import time
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from dtt.artifacts.manifests import LostText, TokensManifest
+from dtt.artifacts.manifests import LostText, SplitCounts, TokenShard, TokensManifest
 from dtt.base.errors import DamagedError, InputError
-from dtt.base.files import check_space, exclusive, patience_of_step, write_atomically
-from dtt.base.log import log, progress
+from dtt.base.files import (
+    check_space,
+    exclusive,
+    fsync_folder,
+    patience_of_step,
+    write_atomically,
+)
+from dtt.base.log import Advance, log, progress
 from dtt.config.clean import CleanConfig
 from dtt.config.data import Engine, TokenizeConfig, TokenizerConfig
-from dtt.data.corpus.document_sampling import nothing_usable
+from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.document_sampling import held_out, nothing_usable
 from dtt.data.corpus.units import Unit
-from dtt.data.text.lost_characters import check_lost
-from dtt.data.text.unit_encoder import DocumentKind, PlainText, UnitEncoder
-from dtt.data.token_file import token_dtype
-from dtt.data.tokenize.markers import SPLITS, UnitMarker, marker_path, read_marker
-from dtt.data.tokenize.shards import encode_units
+from dtt.data.text.unencodable import check_lost
+from dtt.data.text.unit_encoder import D, DocumentKind, EncodedPart, PlainText, UnitEncoder
+from dtt.data.token_file import TokenFileWriter, token_dtype
+from dtt.data.tokenize.markers import (
+    SPLITS,
+    WORK,
+    Split,
+    UnitMarker,
+    hashed_files,
+    marker_path,
+    read_marker,
+    states,
+    write_marker,
+)
 from dtt.data.tokenize.work_plan import TOKENIZER, Plan, clear, make_plan
 from dtt.mesh.comm import Comm
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 BYTES_PER_TOKEN = 2.5
 """Cautious (low) estimate of bytes of text per token, to check the free disk space in advance."""
@@ -99,8 +120,8 @@ def tokenize(
             log.info("one process encodes on one core of %d: mpirun -n %d dtt …", cores, cores)
         if first:
             token_bytes = np.dtype(token_dtype(encoder.vocab_size)).itemsize + encoder.has_mask
-            text = sum(unit.text_bytes for unit in plan.share(0, 1))
-            check_space(out, int(text / BYTES_PER_TOKEN * token_bytes), "the token files")
+            pending = sum(plan.units[index].text_bytes for index in plan.pending)
+            check_space(out, int(pending / BYTES_PER_TOKEN * token_bytes), "the token files")
         start = time.monotonic()
         units = plan.share(comm.rank, comm.size)
         # Of rank 0 alone: all ranks have about as much to do.
@@ -133,6 +154,180 @@ def _share_cores(comm: Comm) -> int:
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if threads > 1 else "false")
     return threads
+
+
+def encode_units(
+    plan: Plan,
+    units: list[Unit],
+    encoder: UnitEncoder[D],
+    cfg: TokenizeConfig,
+    cores: int,
+    advance: Advance,
+) -> int:
+    """Write the shards of some units of `plan`, each with a marker after it; return bytes of text.
+
+    `cores` is the number of cores of this rank alone. With more than one,
+    documents are read and decoded ahead in a second thread; on a single core the threads would only
+    alternate. Shards are written by another thread. `advance` is called with the bytes of each
+    batch.
+
+    The content of the shards depends only on the unit, the selection of the corpus, the tokenizer
+    and `cfg.validation_fraction`. Memory use is a few batches, regardless of the size of files and
+    units.
+    """
+    splits = SPLITS if cfg.validation_fraction else SPLITS[:1]
+    stop = cfg.on_bad_document == "stop"
+    text_bytes = 0
+    written: Future[None] | None = None
+    with ExitStack() as files, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as disk:
+
+        def write(action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+            nonlocal written
+            # After an error nothing more is written, and a slow disk makes the encoder wait.
+            if written is not None:
+                written.result()
+            written = disk.submit(action, *args, **kwargs)
+
+        def read() -> Iterator[tuple[_UnitShards, list[D] | None]]:
+            for unit in units:
+                shards = _UnitShards(plan, unit.index, splits, encoder, stop)
+                # Closed also if a later batch fails: half-written files must not look complete.
+                files.enter_context(shards.open_files)
+                for batch in encoder.read(plan.corpus, unit, shards.bad):
+                    yield shards, batch
+                yield shards, None
+
+        for shards, batch in ahead(read(), reader) if cores > 1 else read():
+            if batch is None:
+                write(shards.finish)
+                continue
+            # Bytes decide about the split, before encoding: the split must not depend on the
+            # tokenizer.
+            contents = [encoder.content(document) for document in batch]
+            divided = _divided(batch, contents, cfg.validation_fraction)
+            for split, documents in divided.items():
+                part = encoder.encode(documents, shards.refused)
+                text_bytes += part.text_bytes
+                write(shards.append, split, part)
+            shards.empty += contents.count(b"")
+            shards.blank += sum(map(bytes.isspace, contents))
+            advance(sum(map(len, contents)))
+        if written is not None:
+            written.result()
+    return text_bytes
+
+
+def _divided(
+    batch: list[D], contents: list[bytes], validation_fraction: float
+) -> dict[Split, list[D]]:
+    """Return the documents of each split, by a hash of their contents; empty ones are left out."""
+    # An empty document would be an end-of-document token alone.
+    documents = [pair for pair in zip(batch, contents, strict=True) if pair[1]]
+    if not validation_fraction:
+        return {"train": [document for document, _ in documents]}
+    divided: dict[Split, list[D]] = {"train": [], "validation": []}
+    for document, content in documents:
+        split: Split = "validation" if held_out(content, validation_fraction) else "train"
+        divided[split].append(document)
+    return divided
+
+
+class _UnitShards:
+    """The shards of one unit, written to temporary files until they are complete."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        unit: int,
+        splits: tuple[Split, ...],
+        encoder: UnitEncoder[D],
+        stop: bool,
+    ) -> None:
+        self.bad = BadDocuments(stop=stop)
+        """Documents that could not be read."""
+        self.refused = BadDocuments(stop=stop, what="a row is refused")
+        """Rows that the encoder refused. Separate, because the reader may be one batch ahead."""
+        self._plan, self._unit = plan, unit
+        work = plan.out / WORK
+        work.mkdir(parents=True, exist_ok=True)
+        self._asides = {split: work / f"{unit:05d}.{split}" for split in splits}
+        self.open_files = ExitStack()
+        """Closes the writers that are still open when it is left."""
+        self._writers = {
+            split: self.open_files.enter_context(
+                TokenFileWriter(aside, encoder.vocab_size, has_mask=encoder.has_mask)
+            )
+            for split, aside in self._asides.items()
+        }
+        self._counts = dict.fromkeys(splits, SplitCounts())
+        self.empty = self.blank = 0
+        """Documents without any text, and with white space only."""
+        self.lost = LostText()
+
+    def append(self, split: Split, part: EncodedPart) -> None:
+        self._writers[split].append(part.ids, part.lengths, part.mask)
+        self._counts[split] += part.counts
+        self.lost += part.lost or LostText()
+
+    def finish(self) -> None:
+        """Move the shards to their final paths, then write the marker."""
+        # Writers flush and close first, so that the hashes are those of complete files.
+        with self.open_files:
+            files = {split: writer.close() for split, writer in self._writers.items()}
+        out, shards = self._plan.out, list[TokenShard]()
+        for split, written in files.items():
+            stem = f"{split}-{self._unit:05d}"
+            shard = TokenShard(
+                split=split,
+                stem=stem,
+                counts=self._counts[split],
+                bin_sha256=written.bin_sha256,
+                idx_sha256=written.idx_sha256,
+                mask_sha256=written.mask_sha256,
+            )
+            # A unit may have no held-out document; then there is no file.
+            _put(self._asides[split], out / stem, shard, keep=written.sequences > 0)
+            if written.sequences:
+                shards.append(shard)
+        # Before the marker: after a power failure, a marker must not name missing files.
+        fsync_folder(out)
+        marker = UnitMarker(
+            key=self._plan.key.fingerprint,
+            shards=tuple(shards),
+            skipped=self.bad.count,
+            refused=dict(self.refused.reasons),
+            unread=dict(self.refused.unread),
+            replaced=self.bad.replaced,
+            nulls=self.refused.nulls,
+            empty=self.empty,
+            blank=self.blank,
+            lost_bytes=self.bad.lost_bytes,
+            lost=self.lost if self.lost.of else None,
+            problems=(*self.bad.examples, *self.refused.examples),
+        )
+        made = [path for s in shards for path, _ in hashed_files(out / s.stem, s)]
+        write_marker(out, self._unit, marker, states(made))
+
+
+def _put(aside: Path, stem: Path, shard: TokenShard, *, keep: bool) -> None:
+    names = zip(hashed_files(aside, shard), hashed_files(stem, shard), strict=True)
+    for (old, _), (new, _) in names:
+        if keep:
+            old.replace(new)
+        else:
+            old.unlink()
+
+
+def ahead(items: Iterator[T], reader: Executor) -> Iterator[T]:
+    """Yield `items`; `reader` computes each while the caller uses the previous one.
+
+    No item may be None.
+    """
+    # None marks the end, because StopIteration cannot pass through a future.
+    coming = reader.submit(next, items, None)
+    while (item := coming.result()) is not None:
+        coming = reader.submit(next, items, None)
+        yield item
 
 
 def _finish(

@@ -128,7 +128,7 @@ def write_marker(out: Path, unit: int, marker: UnitMarker, files: FileStates) ->
 
 
 def states(files: Iterable[Path]) -> FileStates:
-    """Return the current size and modification time of files, by their names."""
+    """Return the current size and modification time of files, by name."""
     # Both change if a file is replaced, in all but deliberate cases.
     stats = {path.name: path.stat() for path in files}
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
@@ -179,7 +179,7 @@ def _damage(
     """Return a message about the first bad file of a unit, or None if all files are intact."""
     known = {} if marker is None else marker.files
     now: FileStates = {}
-    for path, sha256 in [file for one in shards for file in hashed_files(out / one.stem, one)]:
+    for path, sha256 in [f for shard in shards for f in hashed_files(out / shard.stem, shard)]:
         try:
             found = states([path])
             now |= found

@@ -117,11 +117,10 @@ def make_plan(
     """
     found = None if overwrite else _shared(comm, read_key(out) if comm.rank == 0 else None)
     corpus, units, unit_bytes = _divide(cfg, clean, corpus_folder, comm, found)
-    if overwrite:
-        clear(out)
-        comm.barrier()
     key = None
     if comm.rank == 0:
+        if overwrite:
+            clear(out)
         given = None
         if isinstance(tokenizer, GivenTokenizerConfig):
             given = given_tokenizer(tokenizer)
@@ -231,10 +230,7 @@ def _removed_key(corpus: Corpus) -> str | None:
 
 
 def clear(out: Path) -> None:
-    """Remove everything that `tokenize` writes, the manifest first.
-
-    Several ranks may call this concurrently.
-    """
+    """Remove everything that `tokenize` writes, the manifest first."""
     (out / TokensManifest.filename).unlink(missing_ok=True)
     work = (path for path in (out / WORK).glob("*") if path.name != RENDEZVOUS)
     for path in (*work, *_shard_files(out)):

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from tokenizers import Tokenizer
 
 from dtt.base.errors import ConfigError, InputError
-from dtt.data.text.encoding_errors import encoding
+from dtt.data.text.unencodable import encoding
 from dtt.evaluate.tasks.prompts import Question
 from dtt.evaluate.tasks.scorer import Option
 

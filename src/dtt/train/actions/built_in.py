@@ -18,8 +18,8 @@ from dtt.checkpoint.store import Checkpoint
 from dtt.config.run import RunConfig
 from dtt.data.samples.dataset import Dataset
 from dtt.data.samples.loader import BatchReader
-from dtt.data.text.encoding_errors import encoding
 from dtt.data.text.tokenizer import add_in_front, open_tokenizer
+from dtt.data.text.unencodable import encoding
 from dtt.evaluate.answers import AnswerEvaluator, chat_prompt, first_prompts
 from dtt.evaluate.evaluation import open_evaluation
 from dtt.evaluate.tasks.definition import load_tasks

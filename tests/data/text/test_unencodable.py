@@ -13,8 +13,7 @@ from dtt.artifacts.manifests import LostText
 from dtt.base.errors import InputError
 from dtt.data.corpus.bad_documents import BadDocuments
 from dtt.data.text.encoder import Encoder
-from dtt.data.text.encoding_errors import Unencodable
-from dtt.data.text.lost_characters import check_lost
+from dtt.data.text.unencodable import Unencodable, check_lost
 from dtt.data.text.unit_encoder import TextUnitEncoder
 
 END = "<|endoftext|>"

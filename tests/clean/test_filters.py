@@ -1,17 +1,29 @@
-"""Published rules keep a text at the limit, remove one beyond it, and agree with datatrove."""
+"""Rules keep a text at the limit and agree with datatrove; other languages are identified."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+from support.cleaned_corpus import CleanedCorpus
 from support.running import Dtt
 
-from dtt.clean.filters import Removal
-from dtt.clean.rules import MEASURES, DocumentText, QualityRules
+from dtt.base.errors import ConfigError, EnvironmentUnfit
+from dtt.clean.filters import (
+    MEASURES,
+    SAMPLE,
+    DocumentText,
+    LanguageFilter,
+    QualityRules,
+    Removal,
+)
 from dtt.clean.unit_pass import make_filters
-from dtt.config.clean import LIMITS, CleanConfig
+from dtt.config.clean import LIMITS, CleanConfig, LanguageConfig
 from dtt.config.validation import validate
 
 
@@ -270,3 +282,79 @@ def test_punctuation_is_no_word_without_letters(shared: Path) -> None:
     assert judge("“Well”, he said , “ yes ! ” .", {}) == Removal(
         "rules", "gopher.min_alphabetic_words", 4 / 9
     )
+
+
+# ---- languages -----------------------------------------------------------------------------------
+
+GERMAN = "Es war einmal ein König, der hatte drei Söhne und wusste nicht, wem er das Reich gab."
+ENGLISH = "Once upon a time there was a king who had three sons, and he could not choose."
+
+
+@pytest.mark.parametrize(
+    ("keep", "text", "removed"),
+    [
+        ("en", ENGLISH, None),
+        ("en", GERMAN, "de"),
+        ("en de", GERMAN, None),
+        ("en", GERMAN * (SAMPLE // len(GERMAN) + 1) + ENGLISH * 1000, "de"),  # the start decides
+        *(("en", text, "any") for text in ("", "12345", "\x00")),
+    ],
+)
+def test_documents_in_other_languages_are_removed(
+    keep: str, text: str, removed: str | None
+) -> None:
+    [judge] = make_filters(CleanConfig(language=LanguageConfig(keep=tuple(keep.split()))))
+    found = judge(text, {})
+    if removed is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.reason == "language"
+    assert removed in (found.rule, "any")
+    assert found.score is not None
+    assert removed == "any" or 0.65 < found.score <= 1
+
+
+def test_a_text_below_the_smallest_probability_is_removed() -> None:
+    mixed = ENGLISH + " " + GERMAN
+    removed = LanguageFilter(LanguageConfig(keep=("de", "en"), min_confidence=1.0))(mixed, {})
+    assert removed is not None
+    assert removed.score is not None
+    assert removed.score < 1
+    at_it = LanguageConfig(keep=("de", "en"), min_confidence=removed.score)
+    assert LanguageFilter(at_it)(mixed, {}) is None
+
+
+def test_an_unknown_language_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no language deu, xx") as refused:
+        LanguageFilter(LanguageConfig(keep=("xx", "en", "deu")))
+    assert " de," in str(refused.value)
+
+
+def test_a_corpus_is_not_cleaned_without_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = CleanedCorpus(tmp_path, {"a.jsonl": b'{"text": "one two"}\n'})
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(EnvironmentUnfit, match=r"clean\.language requires py3langid") as refused:
+        corpus.clean("clean.language.keep=[en]")
+    assert "next:" in str(refused.value)
+
+
+def test_documentation_in_ten_languages_is_told_apart(shared: Path) -> None:
+    table = pq.read_table(shared / "data/multilingual/train-00000-of-00001.parquet")
+    wrong = Counter[tuple[str, str]]()
+    judges = {
+        code: LanguageFilter(LanguageConfig(keep=(code,), min_confidence=0.65))
+        for code in table["language"].unique().to_pylist()
+    }
+    for code, text in zip(table["language"].to_pylist(), table["text"].to_pylist(), strict=True):
+        removed = judges[code](text, {})
+        if removed is not None:
+            wrong[code, removed.rule] += 1
+    assert wrong.total() <= 12, wrong  # 1 %, among them pages of English names
