@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.cleaned_corpus import CleanedCorpus, numbered
 from support.corpora import json_lines
-from support.loopback_hub import LoopbackHub
 
 from dtt.base.errors import ConfigError
 from dtt.clean.contamination import (
@@ -242,36 +237,6 @@ def test_lambada_and_the_novels_share_four_passages_of_one_novel(
         "Doyle_Hound_1902/0006": "lambada 3453",
         "Doyle_Hound_1902/0011": "lambada 2814, lambada 3934",
     }
-
-
-def test_the_data_of_a_shipped_task_are_downloaded_once(tmp_path: Path) -> None:
-    rows = [{"goal": "cross the river Drina", "sol1": LONG, "sol2": "Swim.", "label": 0}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    code = f"""
-from pathlib import Path
-from dtt.clean.contamination import open_task_ngrams
-from dtt.config.clean import DecontaminateConfig
-from dtt.data.corpus.units import Corpus
-tasks = open_task_ngrams(DecontaminateConfig(tasks=("piqa",)), Path("data"))
-print(len(tasks), len(tasks.hits("So: " + {LONG!r})))
-"""
-
-    def run(**env: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | env,
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return done.stdout
-
-    with LoopbackHub() as hub:
-        content = (tmp_path / "rows.parquet").read_bytes()
-        hub.add("dataset", "baber/piqa", {"data/validation-00000-of-00001.parquet": content})
-        online = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        first = run(**online, HF_HOME=str(tmp_path / "hf"))
-    # 22 words of an answer have 10 n-grams, the 4 of the goal in front of it make 4 more, and the
-    # goal with the other answer is one as a whole.
-    assert first.split() == ["15", "10"]
-    assert run() == first
 
 
 def test_changed_data_of_a_task_are_noticed(tmp_path: Path) -> None:
