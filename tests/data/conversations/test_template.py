@@ -296,14 +296,13 @@ def test_the_tokenizers_own_template_is_the_default_where_it_has_one(folder: Pat
     """A released model knows its own format; token files made with `chatml` before keep it."""
     tokenizer = GivenTokenizerConfig(type="file", path=str(folder))
     kind, named = Conversations(ChatConfig()), Conversations(ChatConfig(template="chatml"))
-    before = named.key_parts(tokenizer)
-    assert kind.key_parts(tokenizer) == before  # the tokenizer has none
+    before = named.prepare(tokenizer)
+    assert before[1] == {"chat_template.jinja": CHATML}
+    assert kind.prepare(tokenizer) == before  # the tokenizer has none
     (folder / "chat_template.jinja").write_text(DEFAULT)
-    kind.key_parts(tokenizer)
-    assert kind.files() == {"chat_template.jinja": DEFAULT}
-    assert kind.key_parts(tokenizer, before) == before
-    assert kind.files() == {"chat_template.jinja": CHATML}
-    assert named.key_parts(tokenizer) == before
+    assert kind.prepare(tokenizer)[1] == {"chat_template.jinja": DEFAULT}
+    assert kind.prepare(tokenizer, before[0]) == before
+    assert named.prepare(tokenizer) == before
 
 
 @pytest.mark.parametrize("name", ["chat_template", "additional_chat_templates/tool_use", "own"])
@@ -348,9 +347,9 @@ def test_a_template_that_prints_the_date_is_rendered_with_the_one_of_the_key(fol
     (folder / "chat_template.jinja").write_text(text)
     tokenizer = GivenTokenizerConfig(type="file", path=str(folder))
     cfg = ChatConfig(template="tokenizer")
-    assert len(Conversations(cfg).key_parts(tokenizer)["chat"]["date"]) == len("2026-01-31")
+    assert len(Conversations(cfg).prepare(tokenizer)[0]["chat"]["date"]) == len("2026-01-31")
     conversation = parse_row({"messages": MESSAGES})
     assert ChatTemplate(text, date="2026-01-31").render(conversation) == "31 January 2026|00"
     assert not ChatTemplate(text).render(conversation).startswith("31 January 2026")
     (folder / "chat_template.jinja").write_text("a")
-    assert "date" not in Conversations(cfg).key_parts(tokenizer)["chat"]
+    assert "date" not in Conversations(cfg).prepare(tokenizer)[0]["chat"]

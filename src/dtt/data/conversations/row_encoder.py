@@ -30,7 +30,7 @@ from dtt.data.corpus.bad_documents import BadDocuments, raise_if_refused
 from dtt.data.corpus.documents import JsonRow, read_rows
 from dtt.data.corpus.units import Corpus, Unit
 from dtt.data.text.tokenizer import find_tokenizer, token_bytes
-from dtt.data.text.unit_encoder import EncodedPart, UnitEncoder
+from dtt.data.text.unit_encoder import EncodedPart, Prepared, UnitEncoder
 
 READS_THE_CLOCK = re.compile(r"\bstrftime_now\b")
 """Templates such as Llama 3's print the current date."""
@@ -52,11 +52,10 @@ class Conversations:
     def __init__(self, cfg: ChatConfig, *, pairs: bool = False, engine: Engine = "auto") -> None:
         """Render and encode conversations according to `cfg`; with `pairs`, preference pairs."""
         self._cfg, self._pairs, self._engine = cfg, pairs, engine
-        self._template = ""
 
-    def key_parts(
+    def prepare(
         self, tokenizer: TokenizerConfig, there: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    ) -> Prepared:
         """See DocumentKind. Raises ConfigError for gigatoken and for a tokenizer to be trained.
 
         Of token files that are `there`, the date is kept, and the template if none is configured:
@@ -78,32 +77,27 @@ class Conversations:
                 next="tokenize.engine=auto",
             )
         path = find_tokenizer(tokenizer)
-        self._template = resolve_template(self._cfg.template, path)
-        if self._cfg.template is None and self._template != CHATML:
+        template = resolve_template(self._cfg.template, path)
+        if self._cfg.template is None and template != CHATML:
             if known.get("template_sha256") == sha256(CHATML.encode()).hexdigest():
-                self._template = CHATML
+                template = CHATML
                 log.info("chat template: chatml, as in the token files that are there; %s", OWN)
             else:
                 log.info("chat template: the tokenizer's own")
         kind = {"rows": "preference pairs"} if self._pairs else {}
-        if READS_THE_CLOCK.search(self._template):
+        if READS_THE_CLOCK.search(template):
             # Token files of one key must be equal, so they have one date: that of the first run.
             kind["date"] = known.get("date", today())
         options = self._cfg.model_dump(mode="json", exclude={"template", "too_long"})
-        return {
-            "chat": {
-                "template_sha256": sha256(self._template.encode()).hexdigest(),
-                "special_tokens": special_tokens_beside(path),
-                **kind,
-                "rows_version": ROWS_VERSION,
-                "mask_version": MASK_VERSION,
-                **options,
-            }
+        facts = {
+            "template_sha256": sha256(template.encode()).hexdigest(),
+            "special_tokens": special_tokens_beside(path),
+            **kind,
+            "rows_version": ROWS_VERSION,
+            "mask_version": MASK_VERSION,
+            **options,
         }
-
-    def files(self) -> Mapping[str, str]:
-        """Return the chat template."""
-        return {CHAT_TEMPLATE: self._template}
+        return {"chat": facts}, {CHAT_TEMPLATE: template}
 
     def open(
         self, tokenizer: TokenizerConfig, path: Path, key_parts: dict[str, Any]

@@ -197,10 +197,11 @@ def encoded(rows: Rows, cfg: RunConfig) -> Path:
     talks = isinstance(_row(rows, 0), dict)
     kind: DocumentKind = Conversations(cfg.chat, engine="hf") if talks else PlainText("hf")
     content, file = given_tokenizer(tokenizer), own_file_of(rows)
+    encoding, files = kind.prepare(tokenizer)
     parts = {
         "rows": [_keys_of(rows), count, version, file and file.sha256],
         "tokenizer": hashlib.sha256(content).hexdigest(),
-        **kind.key_parts(tokenizer),
+        **encoding,
     }
     # A template may print the date: of the day on which the rows were encoded, not of a resume.
     undated = parts | {"chat": {**parts.get("chat", {}), "date": None}}
@@ -208,7 +209,7 @@ def encoded(rows: Rows, cfg: RunConfig) -> Path:
     folder = FOLDER.absolute() / f"{name}-{fingerprint(undated)[:16]}"
 
     def write(aside: Path) -> None:
-        for file_name, text in {"tokenizer.json": content.decode(), **kind.files()}.items():
+        for file_name, text in {"tokenizer.json": content.decode(), **files}.items():
             (aside / file_name).write_text(text, encoding="utf-8")
         encoder = kind.open(tokenizer, aside / "tokenizer.json", parts)
         _write(aside, rows, count, encoder, parts)

@@ -96,21 +96,21 @@ class UnitEncoder(Protocol[D]):
         """Encode documents; record those that have no valid form in `refused`."""
 
 
+Prepared = tuple[dict[str, Any], Mapping[str, str]]
+"""Options for the key of token files, and the text of files beside the tokenizer, by name."""
+
+
 class DocumentKind(Protocol):
     """A kind of documents, as configured."""
 
-    def key_parts(
+    def prepare(
         self, tokenizer: TokenizerConfig, there: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the options that determine the token ids besides corpus and tokenizer; rank 0
-        calls it.
+    ) -> Prepared:
+        """Return what determines the token ids besides corpus and tokenizer; rank 0 calls it.
 
-        `there` are those of the token files in the folder, which a run that is continued, or
+        `there` are the options of the token files in the folder, which a run that is continued, or
         repeated on another day, makes again. Raises ConfigError if the tokenizer cannot be used.
         """
-
-    def files(self) -> Mapping[str, str]:
-        """Return the text of the files to write next to the tokenizer, by name; rank 0 calls it."""
 
     def open(
         self, tokenizer: TokenizerConfig, path: Path, key_parts: dict[str, Any]
@@ -128,27 +128,21 @@ class PlainText:
         """Encode with `engine`."""
         self._engine = engine
 
-    def key_parts(
+    def prepare(
         self, tokenizer: TokenizerConfig, there: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    ) -> Prepared:
         """Return the token before each document, if there is one.
 
         Raises InputError if files beside tokenizer.json declare special tokens.
         """
         if not isinstance(tokenizer, GivenTokenizerConfig):
-            return {}
+            return {}, {}
         content = given_tokenizer(tokenizer)
         parsed = parse_tokenizer(content, tokenizer.path)
         check_special_tokens(find_tokenizer(tokenizer), content)
-        if tokenizer.bos == "never":
-            return {}
-        begin = begin_of_document(parsed, tokenizer.path)
+        begin = None if tokenizer.bos == "never" else begin_of_document(parsed, tokenizer.path)
         # Absent without one, so that the token files of most tokenizers keep their key.
-        return {} if begin is None else {"begin_of_document": begin}
-
-    def files(self) -> Mapping[str, str]:
-        """Return nothing."""
-        return {}
+        return {} if begin is None else {"begin_of_document": begin}, {}
 
     def open(
         self, tokenizer: TokenizerConfig, path: Path, key_parts: dict[str, Any]

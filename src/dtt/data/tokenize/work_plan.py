@@ -124,7 +124,7 @@ def make_plan(
         given = None
         if isinstance(tokenizer, GivenTokenizerConfig):
             given = given_tokenizer(tokenizer)
-        encoding = kind.key_parts(tokenizer, None if found is None else found.key_parts)
+        encoding, files = kind.prepare(tokenizer, None if found is None else found.key_parts)
         key = _asked(cfg, tokenizer, corpus, unit_bytes, given, encoding)
         resizable = cfg.unit_bytes is None
         if found and _is_same(found, key, out, "token files", may_be_resized=resizable):
@@ -136,7 +136,7 @@ def make_plan(
                 log.info("%s is missing or damaged: it is created again", out / TOKENIZER)
             content = given or _trained(tokenizer, [(corpus, units)], cfg)
             key = _write_tokenizer(out, content, key, WORK)
-        for name, text in kind.files().items():
+        for name, text in files.items():
             if not has_sha256(out / name, hashlib.sha256(text.encode()).hexdigest()):
                 write_atomically(out / name, text)
     # If rank 0 raises, the others wait here until they are terminated.
