@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,9 +156,7 @@ class ControlText:
 
         Roles are not marked, because only known ones are valid and templates compare them.
         """
-        if not any(map(self._places, _strings(conversation))):
-            return None
-        return replace(
+        marked = replace(
             conversation,
             messages=tuple(
                 {key: value if key == "role" else self._mark(value) for key, value in one.items()}
@@ -167,6 +165,7 @@ class ControlText:
             tools=self._mark(conversation.tools),
             template_kwargs=self._mark(conversation.template_kwargs),
         )
+        return None if marked == conversation else marked
 
     def _mark(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -261,23 +260,3 @@ class StandInTokenizer:
         for place, token in written:
             characters[place] = self._names[token][0]
         return "".join(characters)
-
-
-def _strings(value: object) -> Iterator[str]:
-    """Yield all strings in a conversation or a JSON value except the roles of messages."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-    elif isinstance(value, Conversation):
-        for message in value.messages:
-            for key, item in message.items():
-                if key != "role":
-                    yield from _strings(item)
-        yield from _strings(value.tools)
-        yield from _strings(value.template_kwargs)
