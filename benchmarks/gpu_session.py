@@ -41,7 +41,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from itertools import accumulate
@@ -135,6 +135,12 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def max_relative_error(actual: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
+    """Return the largest relative error of any tensor: norm of the difference over the norm."""
+    pairs = zip(actual, exact, strict=True)
+    return max(float((a.double() - e.double()).norm() / e.double().norm()) for a, e in pairs)
+
+
 # ---- the blocks ----------------------------------------------------------------------------------
 
 
@@ -158,6 +164,43 @@ def versions(session: Session) -> None:
             figures[query] = subprocess.check_output(command, text=True).strip()
     with session.part("doctor"):
         session.dtt("doctor")
+
+
+def attention(session: Session) -> None:
+    """Compare each SDPA kernel with MATH in fp32: time and gradients."""
+    from dtt.model.sdpa import KERNELS, sdpa
+
+    shapes = [(64, 12, 12, 1024, 64), (2, 32, 8, 4096, 128)]
+    for shape in [(2, 4, 2, 64, 16)] if session.tiny else shapes:
+        batch, heads, kv_heads, length, width = shape
+        torch.manual_seed(0)
+        sizes = [(batch, n, length, width) for n in (heads, kv_heads, kv_heads)]
+        inputs = [torch.randn(s, device=session.device, dtype=session.dtype) for s in sizes]
+        for name, kernel in KERNELS.items():
+            if session.tiny and name in ("cudnn", "efficient"):
+                continue  # a CPU has no such kernel
+            causal = partial(sdpa, allowed=(kernel,), scale=width**-0.5, is_causal=True)
+            with session.part(f"{name} {shape}") as figures:
+                part = slice(0, 2)  # MATH holds all scores in memory
+                q_k_v = [x[part].detach().requires_grad_() for x in inputs]
+                q_k_v_fp32 = [x[part].detach().float().requires_grad_() for x in inputs]
+                exact = partial(causal, allowed=(KERNELS["math"],))
+                difference = max_relative_error(
+                    _attended(causal, q_k_v), _attended(exact, q_k_v_fp32)
+                )
+                figures["difference"] = difference
+                if name != "math":
+                    leaves = [x.detach().requires_grad_() for x in inputs]
+                    work = partial(_attended, causal, leaves)
+                    figures["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 20)
+                if not difference < 0.05:
+                    raise AssertionError(f"the gradients are wrong by {difference:.1%}")
+
+
+def _attended(attend: Callable[..., Tensor], q_k_v: list[Tensor]) -> tuple[Tensor, ...]:
+    out = attend(*q_k_v)
+    weights = torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)
+    return (out.detach(), *torch.autograd.grad((out * weights).sum(), q_k_v))
 
 
 def small(session: Session) -> None:
@@ -211,6 +254,68 @@ def small_keys(session: Session, name: str, **changes: object) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
+def flex(session: Session) -> None:
+    """Compare FlexAttention with a dense mask, outputs and gradients, at several lengths."""
+    from dtt.mesh.compilation import compiler
+    from dtt.model import attention_backend
+
+    for length in (64, 128) if session.tiny else (64, 128, 256, 1024, 8192):
+        for window, documents in ((48, False), (None, True), (48, True)):
+            with session.part(f"flex {length}, window {window}, documents {documents}") as figures:
+                torch.manual_seed(0)
+                shapes = [(2, n, length, 64) for n in (4, 2, 2)]
+                inputs = [
+                    torch.randn(s, device=session.device, dtype=session.dtype, requires_grad=True)
+                    for s in shapes
+                ]
+                numbers = (torch.rand(2, length, device=session.device) < 0.03).cumsum(1)
+                tokens = torch.zeros(2, length, device=session.device)
+                doc_ids = numbers if documents else None
+                attend = attention_backend.flex(0.125, tokens, doc_ids, window)
+                exact = _attended(attend.dense, inputs)
+                # Uncompiled FlexAttention has no gradients on a CPU.
+                if session.tiny:
+                    tiled = attention_backend.attention_within(0.125, window, tokens, doc_ids)
+                    figures["difference"] = max_relative_error(_attended(tiled, inputs), exact)
+                    continue
+                figures["difference"] = max_relative_error(_attended(attend, inputs), exact)
+                for name, hopper in (("ms", attend.hopper), ("ms, torch's options", False)):
+                    other = partial(_attended, replace(attend, hopper=hopper), inputs)
+                    figures[name] = 1e3 * seconds(session.device, other, 10)
+                figures["uncompiled"] = compiler.failure
+
+
+def chunks(session: Session) -> None:
+    """Time attention of the chunks of two ranks that share a sequence, beside FlexAttention."""
+    from dtt.model import attention_backend
+    from dtt.model.chunked_attention import Chunked, Kernel
+
+    length, heads, width = (256, (4, 2, 2), 16) if session.tiny else (16_384, (32, 8, 8), 128)
+    kernels: tuple[Kernel, ...] = ("flash for CPUs",) if session.tiny else ("cudnn", "flash")
+    tokens = torch.zeros(1, length, device=session.device)
+    for rank in range(2):
+        starts = rank * length // 4, (3 - rank) * length // 4
+        places = [range(start, start + length // 4) for start in starts]
+        flex = attention_backend.flex(width**-0.5, tokens, None, None, places)
+        torch.manual_seed(0)
+        shapes = zip(heads, (length // 2, length, length), strict=True)
+        inputs = [
+            torch.randn(1, n, size, width, device=session.device, dtype=session.dtype)
+            for n, size in shapes
+        ]
+        inputs = [x.requires_grad_() for x in inputs]
+        with session.part(f"rank {rank}, FlexAttention") as figures:
+            # Uncompiled FlexAttention has no gradients on a CPU.
+            attend = flex.dense if session.tiny else flex
+            exact = _attended(attend, inputs)
+            figures["ms"] = 1e3 * seconds(session.device, partial(_attended, attend, inputs), 10)
+        for kernel in kernels:
+            with session.part(f"rank {rank}, {kernel}") as figures:
+                work = partial(_attended, Chunked(width**-0.5, starts, kernel), inputs)
+                figures["difference"] = max_relative_error(work(), exact)
+                figures["ms"] = 1e3 * seconds(session.device, work, 10)
+
+
 def training(
     session: Session, name: str, optimizer: str, steps: int, accumulation: int | None = None,
     beside: bool = False,
@@ -248,6 +353,43 @@ def training(
         with session.part(f"{name}, peer") as figures:
             rate, figures["memory_gb"] = peer(case, 4 if session.tiny else 20)
             figures["tokens_per_second"] = rate
+
+
+def loss(session: Session) -> None:
+    """Measure the loss alone, eager and compiled, for several chunk sizes and vocabularies."""
+    from dtt.mesh.compilation import compiler
+
+    tokens, width = (64, 32) if session.tiny else (65_536, 768)
+    for vocab_size in (300,) if session.tiny else (50_304, 128_256):
+        torch.manual_seed(0)
+        tensors = (
+            torch.randn(tokens, width, device=session.device, requires_grad=True),
+            (0.02 * torch.randn(vocab_size, width, device=session.device)).requires_grad_(),
+            torch.randint(vocab_size, (tokens,), device=session.device),
+        )
+        for elements in (2**13,) if session.tiny else (2**28, 2**29, 2**30):
+            chunk = elements // vocab_size // 128 * 128 or elements // vocab_size
+            # On a CPU the compilation takes a minute: tests/model/test_loss.py does that.
+            for fused in (False,) if session.tiny else (False, True):
+                name = f"{vocab_size:,} entries, chunks of {chunk:,}, fused {fused}"
+                with session.part(name) as figures:
+                    work = partial(_loss_gradients, *tensors, chunk, fused)
+                    if session.device.type == "cuda":
+                        torch.cuda.reset_peak_memory_stats()
+                    figures["ms"] = 1e3 * seconds(session.device, work, 1 if session.tiny else 5)
+                    if session.device.type == "cuda":
+                        figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+                    figures["uncompiled"] = compiler.failure
+
+
+def _loss_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, fused: bool
+) -> tuple[Tensor, ...]:
+    from dtt.model.loss import linear_cross_entropy
+
+    with torch.autocast(hidden.device.type, torch.bfloat16):
+        total = linear_cross_entropy(hidden, weight, targets, chunk=chunk, fused=fused)
+    return torch.autograd.grad(total, (hidden, weight))
 
 
 def generation(session: Session) -> None:
@@ -357,6 +499,30 @@ def run_tests(session: Session, folder: str) -> None:
             raise RuntimeError(f"pytest ends with {run.returncode}: see the log")
 
 
+def start(session: Session) -> None:
+    """Time the initial weights of Llama 8B, which are drawn on the CPU."""
+    from train_gpu import LLAMA_8B
+
+    from dtt.config.model import ModelConfig
+    from dtt.model import families
+    from dtt.model.decoder import Decoder
+    from dtt.model.init import initialize
+
+    tiny = {"dim": 64, "n_layers": 2, "ffn_dim": 128} if session.tiny else {}
+    shape: dict[str, Any] = {**LLAMA_8B, **tiny}
+    names = "family", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"
+    config = ModelConfig.model_validate({name: shape[name] for name in names})
+    arch = families.get("llama").architecture(config, shape["vocab_size"], shape["seq_len"])
+    with session.part("initial weights of 8B") as figures:
+        with session.device:
+            model = Decoder(arch)
+        figures["cores"] = os.cpu_count()
+        begun = time.perf_counter()
+        initialize(model, seed=0)
+        _finish(session.device)
+        figures["draw and copy, s"] = time.perf_counter() - begun
+
+
 class Block(NamedTuple):
     """What a process of the session does, and the minutes that it may take."""
 
@@ -386,18 +552,23 @@ BLOCKS: dict[str, Block] = {
     "1b-lora": _run("1b-lora", beside=True),
     "gpu-tests": Block(2, (partial(run_tests, folder="tests/gpu"),)),
     "memory": Block(1.5, (memory,)),
+    "start": Block(1, (start,)),
     "mixture-1.7b": _run("mixture-1.7b", minutes=1.5),
+    "chunks": Block(1, (chunks,)),
     # A fraction of the tokens of a real step, so that a step can be profiled.
     "8b-none": _run("8b-none"),
     # Measured once already.
     "olmoe-1b-7b": _run("olmoe-1b-7b"),
     "small": Block(4, (small,)),
+    "attention": Block(2, (attention,)),
+    "flex": Block(3, (flex,)),
     "124m-adamw": _run("124m", steps=30),
     "124m-muon": _run("124m", steps=30, optimizer="muon"),
     "1b-adamw": _run("1b", steps=8),
     "1b-muon": _run("1b", steps=8, optimizer="muon"),
     "8b-selective": _run("8b-selective", accumulation=16),
     "8b-full": _run("8b-full", accumulation=16),
+    "loss": Block(3, (loss,)),
 }
 
 

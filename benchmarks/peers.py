@@ -3,9 +3,10 @@
     python benchmarks/peers.py tokenize PEER TOKENIZER.json FOLDER OUT [NUMBER OF]
     python benchmarks/peers.py deduplicate FOLDER OUT
     python benchmarks/peers.py train PEER SHAPE PRECISION THREADS
+    python benchmarks/peers.py load FOLDER SAMPLES
 
-Needs only the peer itself and torch or numpy, not dtt: tokenization.py,
-cleaning.py and train_cpu.py start it with the interpreter that has the peers.
+Needs only the peer itself and torch or numpy, not dtt: tokenization.py, training.py and
+dataloader.py start it with the interpreter that has the peers.
 """
 
 from __future__ import annotations
@@ -399,6 +400,71 @@ def train(peer: str, shape: str, precision: str, threads: str) -> None:
     step_on_request(TRAINERS[peer](SHAPES[shape], precision))
 
 
+# ---- loading -------------------------------------------------------------------------------------
+
+
+SEQ_LEN, BATCH = 1024, 32
+
+
+def megatron(samples: int) -> Callable[[Path], Iterator[int]]:
+    """Return Megatron's loader of a folder: GPTDataset over a blend of all shards.
+
+    It yields the number of tokens of each batch. Its indices are cached in the folder.
+    """
+    import torch
+    import torch.distributed
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    # Megatron queries its rank even in a single process.
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1
+    )
+
+    class Tokenizer:
+        vocab_size, eod, pad, unique_identifiers = 50257, 0, -1, {"class": "none"}
+
+    def load(folder: Path) -> Iterator[int]:
+        stems = [str(path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
+        config = GPTDatasetConfig(
+            random_seed=0,
+            sequence_length=SEQ_LEN,
+            blend=(stems, None),
+            split="1",
+            path_to_cache=str(folder / "megatron-cache"),
+            tokenizer=Tokenizer(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
+        sizes = [samples, None, None]
+        train = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
+        first = 0
+        while True:
+            rows = [train[(first + i) % len(train)]["tokens"] for i in range(BATCH)]
+            yield torch.stack(rows).numel()
+            first += BATCH
+
+    return load
+
+
+def load(folder: str, samples: str) -> None:
+    """Print the figures of Megatron's first batch as JSON."""
+    print(json.dumps(first_batch(megatron(int(samples)), Path(folder))))
+
+
+def first_batch(loader: Callable[[Path], Iterator[int]], folder: Path) -> dict[str, float]:
+    """Return the seconds to the first batch, the file descriptors open then, and peak memory."""
+    start = time.perf_counter()
+    next(loader(folder))
+    seconds = time.perf_counter() - start
+    descriptors = len(list(Path("/dev/fd").iterdir()))
+    return {"first_batch": seconds, "descriptors": descriptors, "memory": peak_memory()}
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["tokenize", peer, *paths]:
@@ -407,3 +473,5 @@ if __name__ == "__main__":
             deduplicate(*map(Path, paths))
         case ["train", *arguments]:
             train(*arguments)
+        case ["load", *arguments]:
+            load(*arguments)
