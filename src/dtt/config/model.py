@@ -14,15 +14,13 @@ TIED = ("gpt2", "gemma3", "smollm3")
 """Families whose head is tied to the embedding by default."""
 MIXTURES = "mixtral", "qwen3_moe", "olmoe", "dots1"
 """Families with a mixture of experts instead of the MLP."""
+ROPE = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3"),
+    *MIXTURES,
+)
 ONLY_FOR: dict[str, tuple[str, ...]] = {
-    "rope_theta": (
-        "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3",
-        *MIXTURES,
-    ),
-    "rope_scaling": (
-        "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "olmo3",
-        *MIXTURES,
-    ),
+    "rope_theta": ROPE,
+    "rope_scaling": ROPE,
     "rope_local_theta": ("gemma3",),
     "partial_rotary_factor": ("phi3",),
     "no_rope_layer_interval": ("smollm3",),

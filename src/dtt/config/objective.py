@@ -29,9 +29,9 @@ class Objective(Section):
         """Return the sum of the loss over the targets of `batch` that count, a tensor [].
 
         dtt divides it by their number in the global batch. With a mapping of names to further sums
-        beside it, these terms are reported as `own/NAME`, as means. `batch` is a
-        `dtt.MicroBatch`: `tokens`, `targets` (-100 where none counts) and `doc_ids`, [B, T] each.
-        Validation stays the cross-entropy; the own loss is beside it, as `objective`.
+        beside it, these terms are reported as means (`own/NAME` for a class of your own). `batch`
+        is a `dtt.MicroBatch`: `tokens`, `targets` (-100 where none counts) and `doc_ids`, each
+        [B, T]. Validation stays the cross-entropy; the own loss is beside it, as `objective`.
         """
         raise NotImplementedError
 

@@ -226,7 +226,7 @@ class Case:
 
     @cached_property
     def own_state(self) -> float | None:
-        """Bytes of state for each element that an optimizer of a user's own updates; else None."""
+        """Bytes of state for each element that another optimizer than these updates; or None."""
         if isinstance(self.cfg.optim, AdamWConfig | MuonConfig):
             return None
         return built.state_per_element(self.cfg.optim, groups.trained(params_of(self._model())))

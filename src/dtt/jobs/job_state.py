@@ -58,6 +58,8 @@ class State(StrEnum):
     PREEMPTED = "preempted"
     NODE_FAILED = "node failed"
     LOST = "lost"
+    """It should run, or has run, and nothing says how it ended: Slurm runs it without a fresh
+    heartbeat, its newest attempt ended without a record, or Slurm forgot it before its start."""
     UNKNOWN = "unknown"
 
 
@@ -274,7 +276,8 @@ def _queued(files: JobFiles, slurm: SlurmJob) -> Verdict:
 def _without_heartbeat(files: JobFiles, slurm: SlurmJob) -> Verdict:
     """Return the state of a job that Slurm runs without a fresh heartbeat.
 
-    It is starting, ending, or its processes are lost.
+    It is starting, ending, or its processes are lost. Without any heartbeat it counts as running,
+    as not every command writes them; outside of Slurm such an attempt is lost after a minute.
     """
     where = f"Slurm job on {slurm.nodes or 'its nodes'}"
     if slurm.since > files.started:  # the newest attempt belongs to an earlier run
@@ -283,7 +286,7 @@ def _without_heartbeat(files: JobFiles, slurm: SlurmJob) -> Verdict:
         return State.STOPPING, files.reason
     if files.ending is not None:
         return State.RUNNING, f"attempt {files.attempt} ended: {files.reason}"
-    if files.heartbeat is None:  # not every command writes heartbeats
+    if files.heartbeat is None:
         return State.RUNNING, where
     if files.heartbeat_age <= SILENT_SECONDS:
         return State.RUNNING, f"starting: {where}"

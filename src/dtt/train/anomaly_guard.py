@@ -1,7 +1,7 @@
 """Anomaly guard: detect non-finite and spiking steps on the device, and skip or stop.
 
-- The guard uses means over all ranks, from one all-reduce of two numbers on the device, so all
-  ranks reach the same verdict.
+- The guard uses means over all ranks, from the all-reduce of all numbers of a step, so all ranks
+  reach the same verdict.
 - The verdict stays on the device. Optimizers receive it as `found_inf` and the moving average of
   the weights as `skip`; both then stay bit-for-bit unchanged.
 - The host sees the verdict when it reads the losses, and then acts according to `guard`. `stop`
@@ -120,6 +120,7 @@ class Guard:
     ) -> Iterator[Record]:
         """Yield the records of a step: `record` completed and, if anomalous, a `guard` record.
 
+        Moves `position.trained` or `position.recent_skips` on, so the caller must take all records.
         `values` are `StepVerdict.values` on the host. After the records of an anomalous step, raise
         Diverged if it is to stop the run.
         """

@@ -147,7 +147,7 @@ class RunSchedule:
 
     steps: int
     """Number of steps to the end of the run; before the decay of a timed run, the maximum."""
-    schedule: ResolvedSchedule
+    rates: ResolvedSchedule
     """Learning rates."""
     budget: TimeBudget | None = None
     """The time budget, on rank 0 of a run that a time limit ends."""
@@ -159,7 +159,7 @@ class RunSchedule:
 
         Call it after each `step`; the arguments are those of `TimeBudget.measure`.
         """
-        if self.budget is None or self.schedule.decay is not None:
+        if self.budget is None or self.rates.decay is not None:
             return 0
         left = self.budget.left()
         self.budget.measure(step, left, worked, pauses)
@@ -167,7 +167,7 @@ class RunSchedule:
 
     def end_at(self, step: int, end: int) -> None:
         """Start the decay at `step`, and end the run with step `end`."""
-        self.steps, self.schedule = end, self.schedule.with_decay(Decay(step, end))
+        self.steps, self.rates = end, self.rates.with_decay(Decay(step, end))
 
     def end_now(self, step: int, by: str) -> None:
         """Make `step` the last one, without a decay: the action `by` has asked for it."""
@@ -175,15 +175,15 @@ class RunSchedule:
 
     def expected_steps(self, step: int) -> int:
         """Return the step that the run is expected to end with; an estimate before the decay."""
-        if self.budget is None or self.schedule.decay is not None:
+        if self.budget is None or self.rates.decay is not None:
             return self.steps
         return self.budget.latest(step, self.budget.left())
 
     def state(self) -> dict[str, Any]:
         """Return the fields of position.json that describe the schedule."""
         return {
-            "warmup": self.schedule.warmup,
-            "decay": self.schedule.decay and asdict(self.schedule.decay),
+            "warmup": self.rates.warmup,
+            "decay": self.rates.decay and asdict(self.rates.decay),
             "speed": self.budget and self.budget.measured,
             "ended_by": self.ended_by,
         }

@@ -83,7 +83,7 @@ class Position:
     tokens: int = 0
     """Target tokens trained on."""
     data_hash: bytes = EMPTY_DATA_HASH
-    """Sample hash chain: rolling hash of the samples trained on."""
+    """Sample hash chain: rolling hash of the samples trained on; `ledger` in files."""
     previous_data_hash: bytes = EMPTY_DATA_HASH
     """The hash chain one step earlier, with which a resume checks that the order is the same."""
     done: dict[str, int] = field(default_factory=dict)

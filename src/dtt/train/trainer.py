@@ -87,7 +87,7 @@ class Trainer(Run):
                 if self.handle_requests() is Request.STOP:
                     break
                 step = self.position.step
-                multiplier = self.schedule.schedule.multiplier(step)
+                multiplier = self.schedule.rates.multiplier(step)
                 set_learning_rate(self.state.optimizers, multiplier)
                 tokens, seq_len = step_sizes.batch_tokens(step), step_sizes.at(step).seq_len
                 with self.profiler.step(step + 1), meter.step(tokens, seq_len):
@@ -197,7 +197,7 @@ class Trainer(Run):
     # ---- requests --------------------------------------------------------------------------------
 
     def handle_requests(self) -> Request:
-        """Act on what any rank requests after this step, and return it; the caller stops."""
+        """Act on what any rank requests before the next step, and return it; the caller stops."""
         step, meter = self.position.step, self.meter
         requests, saver = self.attempt.requests, self.saver
         # In the same all-reduce as stop requests, so a time budget costs no message of its own.

@@ -2,7 +2,8 @@
 
 A new format of rows is an entry in FORMATS, a name in the manifest's FileFormat, and one module
 with the functions of the entry; what its reader raises for damage is one of `UNREADABLE`
-(streams.py). Tasks read a few formats by themselves (evaluate/tasks/task_data.py).
+(streams.py). One that is not UTF-8 is left out of `check_encodings` (download.py), as Parquet is,
+which alone also tasks read by themselves (evaluate/tasks/task_data.py).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ FORMATS: dict[FileFormat, Format] = {
 METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"))
 """Files beside the data of a Hub clone, or of `save_to_disk`, that are not data."""
 *_FIRST, _LAST = (form.known_as for form in FORMATS.values())
+# Parquet, the first of the table, compresses its columns itself.
 KNOWN = f"{', '.join(_FIRST)} and {_LAST}, all but the first also as .gz or .zst"
 
 

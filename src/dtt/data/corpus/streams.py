@@ -42,7 +42,7 @@ Where = Callable[[], str]
 
 Counting lines reads the file again, and most rows never need it."""
 LocatedRow = tuple[Where, bytes | None, dict[str, Any]]
-"""The location of a row, its JSON text if it has one, and its content."""
+"""The location of a row, its JSON text if it has one, and its content: without one, texts only."""
 Kinds = dict[str, str]
 """The columns of a file, by name, and the kind of their values."""
 TEXT, NOTHING = "text", "null"

@@ -39,7 +39,10 @@ from dtt.train.trained_model import TrainState
 
 
 class Log(StepAction):
-    """Speed, epochs and finished saves, every `train.log_every` steps."""
+    """Speed, epochs and finished saves, every `train.log_every` steps.
+
+    Losses are logged by `Trainer.read_losses`, before any action.
+    """
 
     name = "log"
 
