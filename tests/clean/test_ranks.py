@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -33,7 +32,6 @@ from dtt.data.corpus import units
 
 TEXTS = planted(3000, seed=3)
 NEAR = "clean.near.threshold=0.8"
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 @pytest.fixture
@@ -64,18 +62,10 @@ def selection(corpus: CleanedCorpus) -> Path:
     return folder
 
 
-needs_mpirun = pytest.mark.skipif(
-    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
-)
-
-
-@needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_of_mpi_write_the_same_bytes(corpus: CleanedCorpus, ranks: int) -> None:
+def test_ranks_of_mpi_write_the_same_bytes(corpus: CleanedCorpus, ranks: int, mpirun: Any) -> None:
     expected = fresh(corpus)
-    job = [str(MPIRUN), "-n", str(ranks), *command(corpus, "--json")]
-    done = subprocess.run(job, capture_output=True, text=True, timeout=TIMEOUT)
+    done = mpirun(ranks, *command(corpus, "--json")[1:])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["units_read"] == len(
         SelectionManifest.read(selection(corpus)).units
@@ -108,14 +98,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unit_pass, "UNIT_BATCH_BYTES", 30_000)
     for module in (steps, pairs):
         monkeypatch.setattr(module, "OPEN_FILES", 2)
-
-
-def test_no_size_of_a_group_changes_anything(
-    corpus: CleanedCorpus, request: pytest.FixtureRequest
-) -> None:
-    expected = fresh(corpus)
-    request.getfixturevalue("small")
-    assert result_bytes(corpus.clean()) == expected
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(

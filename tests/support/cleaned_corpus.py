@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +40,16 @@ class CleanedCorpus:
         return result.folder
 
 
-def removed_rows(folder: Path) -> dict[tuple[int, int], RemovedRow]:
-    """The removed documents of a selection, by unit and number."""
-    manifest = SelectionManifest.read(folder)
-    return {
-        (unit, row.document): row
-        for unit, facts in enumerate(manifest.units)
-        if facts.sha256 is not None
-        for row in decode(folder / removals_name(unit))
-    }
-
-
 def numbered(folder: Path) -> dict[int, tuple[RemovedRow, int | None]]:
     """The removed documents of a selection, and their twins in the corpus, numbered through."""
-    starts = [0]
-    for unit in SelectionManifest.read(folder).units:
-        starts.append(starts[-1] + unit.documents)
-    return {
-        starts[unit] + document: (
-            row,
-            None if row.twin_unit is None or row.twin_unit < 0 or row.twin is None
-            else starts[row.twin_unit] + row.twin,
-        )
-        for (unit, document), row in removed_rows(folder).items()
-    }  # fmt: skip
+    units = SelectionManifest.read(folder).units
+    starts = [0, *accumulate(unit.documents for unit in units)]
+    found = {}
+    for start, unit in zip(starts, range(len(units)), strict=False):
+        for row in decode(folder / removals_name(unit)) if units[unit].sha256 else ():
+            known = row.twin_unit is not None and row.twin_unit >= 0 and row.twin is not None
+            found[start + row.document] = row, starts[row.twin_unit] + row.twin if known else None
+    return found
 
 
 def result_bytes(folder: Path) -> dict[str, str]:

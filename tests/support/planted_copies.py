@@ -54,15 +54,13 @@ def planted(count: int, seed: int = 7, words: int = 160) -> list[str]:
     return found[:count]
 
 
-def shingle_set(text: str, size: int) -> frozenset[tuple[str, ...]]:
-    """The shingles of a text without signs beyond ASCII but the dash."""
-    words = WORD.findall(text.lower().replace("—", " "))
-    return frozenset(tuple(words[i : i + size]) for i in range(len(words) - size + 1))
-
-
 def similar_pairs(texts: Sequence[str], size: int = 5) -> dict[tuple[int, int], float]:
-    """The Jaccard similarity of all pairs of documents that share a shingle."""
-    sets = [shingle_set(text, size) for text in texts]
+    """The Jaccard similarity of all pairs of documents that share a shingle.
+
+    The texts have no signs beyond ASCII but the dash.
+    """
+    cut = [WORD.findall(text.lower().replace("—", " ")) for text in texts]
+    sets = [{tuple(words[i : i + size]) for i in range(len(words) - size + 1)} for words in cut]
     holders: dict[tuple[str, ...], list[int]] = {}
     for number, shingles in enumerate(sets):
         for shingle in shingles:
