@@ -47,14 +47,6 @@ def test_equal_shingles_and_only_they_have_equal_hashes(size: int) -> None:
     assert len(hashes) > 50
 
 
-def test_a_document_has_the_same_shingles_in_any_batch() -> None:
-    texts = [text.encode() for text in TEXTS]
-    together = shingles(texts, 3)
-    for number, text in enumerate(texts):
-        alone = shingles([text], 3).hashes
-        np.testing.assert_array_equal(together.hashes[together.document == number], alone)
-
-
 def test_hashes_are_the_same_in_every_process_and_version() -> None:
     """Results of pass 1 are kept on disk; a change needs another VERSION."""
     cut = shingles([b"The cat sat on the mat again", "über allen Gipfeln".encode()], 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import sys
 import tracemalloc
@@ -72,19 +71,6 @@ def test_dtype_follows_the_vocabulary_as_in_megatron(tmp_path: Path) -> None:
     write(tmp_path / "big", [[100_000, 0]], vocab_size=151_643)
     assert read_documents(tmp_path / "big")[0].tolist() == [100_000, 0]
     assert bin_path(tmp_path / "big").stat().st_size == 8
-
-
-def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
-    with TokenFileWriter(tmp_path / "a", 300) as writer:
-        writer.append(np.arange(10), np.array([4, 6]))
-        written = writer.close()
-    assert written.sequences == 2
-    assert written.tokens == 10
-    for path, digest in (
-        (bin_path(tmp_path / "a"), written.bin_sha256),
-        (idx_path(tmp_path / "a"), written.idx_sha256),
-    ):
-        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
 def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
@@ -34,11 +33,6 @@ def opened(*arguments: str, steps: int = 1000, masked: bool = True) -> Dataset:
     arguments = (f"data.mask_documents={str(masked).lower()}", *arguments)
     lengths = (f"train.seq_len={SEQ_LEN}", f"train.global_batch_tokens={SEQUENCES * SEQ_LEN}")
     return open_dataset(resolve(None, [*lengths, f"train.steps={steps}", *arguments]).config)
-
-
-@pytest.fixture
-def dataset(tokens: Path) -> Dataset:
-    return opened(f"data.tokens={tokens}")
 
 
 KINDS = ["windows", "mixture", "packed"]
@@ -201,15 +195,3 @@ def test_data_that_cannot_be_read_is_reported_with_its_step(
         for trained, _ in enumerate(run, start=1):  # noqa: B007
             pass
     assert f"rank 0 cannot read the data of step {trained + 1}" in caplog.text
-
-
-def loaders() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
-
-
-def test_the_thread_ends_with_the_generator(dataset: Dataset) -> None:
-    generator = batches(dataset)
-    next(generator)
-    assert len(loaders()) == 1
-    generator.close()  # type: ignore[attr-defined]
-    assert loaders() == []

@@ -16,7 +16,6 @@ from dtt.data.samples.mixture import (
     LONGEST_PATTERN,
     Mixture,
     OnExhausted,
-    SourcePattern,
     Weights,
     pattern,
     shares,
@@ -236,11 +235,3 @@ def test_the_work_of_a_plan_grows_with_the_samples_of_the_run(
         # Twice, as the computed part of a pattern doubles; and 64 slots at least in each phase.
         assert len(counted) <= 2 * mixed.end + 64 * len(mixed.phases)
     pattern.cache_clear()
-
-
-def test_a_pattern_that_grows_is_the_same_as_at_once() -> None:
-    counts = (3, 500, 77, 0, 1)
-    grown, whole = SourcePattern(counts), SourcePattern(counts)
-    for slots in (1, 7, 8, 64, 200, sum(counts)):
-        for part, expected in zip(grown.first(slots), whole.first(sum(counts)), strict=True):
-            assert np.array_equal(part[:slots], expected[:slots])

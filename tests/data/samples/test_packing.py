@@ -27,17 +27,15 @@ LENGTHS = st.lists(st.integers(0, 120), max_size=60)
 GOLDEN = [0, 1, 2, 2, 0, 3, 3, 1]
 
 
-def decreasing(lengths: list[int], capacity: int, *, best: bool) -> list[int]:
-    """Room left in each bin after best fit, or first fit, decreasing: one item after another."""
+def decreasing(lengths: list[int], capacity: int) -> list[int]:
+    """Room left in each bin after best fit decreasing: one item after another."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
         if not fitting:
             rooms.append(capacity - length)
-        elif best:
-            rooms[min(fitting, key=lambda i: rooms[i])] -= length
         else:
-            rooms[fitting[0]] -= length
+            rooms[min(fitting, key=lambda i: rooms[i])] -= length
     return sorted(rooms)
 
 
@@ -82,21 +80,13 @@ def test_bins_are_those_of_best_fit_decreasing_item_by_item(
 ) -> None:
     bins = best_fit(np.array(lengths, dtype=np.int64), capacity)
     rooms = capacity - np.bincount(bins, weights=np.array(lengths, dtype=float))
-    assert sorted(rooms.tolist()) == decreasing(lengths, capacity, best=True)
+    assert sorted(rooms.tolist()) == decreasing(lengths, capacity)
 
 
 def test_the_bins_are_the_same_in_every_version() -> None:
     """A golden value: to change it is to change what every resumed job is trained on."""
     lengths = np.array([8, 3, 5, 5, 2, 2, 4, 7], dtype=np.int64)
     assert best_fit(lengths, 10).tolist() == GOLDEN
-
-
-def test_documents_of_real_sizes_leave_almost_no_room() -> None:
-    """Utilisation as the paper reports it: above 99.9 % at 2,048 tokens."""
-    rng = np.random.default_rng(0)
-    lengths = np.maximum(1, rng.lognormal(6, 1, 50_000).astype(np.int64))
-    packed = pack(np.cumsum([0, *lengths]), 2049)
-    assert lengths.sum() / (2049 * (len(packed.first) - 1)) > 0.999
 
 
 # ---- packed token files --------------------------------------------------------------------------

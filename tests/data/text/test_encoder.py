@@ -187,20 +187,6 @@ def characters_of_every_kind() -> list[str]:
     return [every[i] for i in sorted(edges | marks | some)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.parametrize(
-    "corpus", ["multilingual/train-00000-of-00001", "novels/val-00000-of-00001"]
-)
-def test_the_fast_engine_gives_the_same_ids_on_real_text(
-    shared: Path, both: Both, name: str, corpus: str
-) -> None:
-    import pyarrow.parquet as pq
-
-    texts = pq.read_table(shared / f"data/{corpus}.parquet")["text"].to_pylist()
-    assert_equal(both(name), texts[::8])
-
-
 def test_the_cache_of_the_fast_engine_is_renewed_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +114,10 @@ def test_given_tokenizers_are_found_in_files_and_folders(tmp_path: Path, content
         assert given_tokenizer(GivenTokenizerConfig(path=str(path))) == content
 
 
-def missing(tmp_path: Path) -> Iterator[str]:
-    yield "tokenizer.json"
-    yield str(tmp_path / "none.json")
-    yield str(tmp_path)
-    yield "./folder"
-    yield "hf:org/name"
-
-
 def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
-    for path in missing(tmp_path):
+    others = (str(tmp_path / "none.json"), str(tmp_path))
+    for path in ("tokenizer.json", *others, "./folder", "hf:org/name"):
         with pytest.raises(InputError, match="no tokenizer at"):
             given_tokenizer(GivenTokenizerConfig(path=path))
     with pytest.raises(InputError, match=r"there is a tokenizer\.model(.|\n)*save_pretrained"):

@@ -110,37 +110,6 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.*") if path.is_file()}
 
 
-def test_a_rerun_does_nothing(corpus: Corpus, tmp_path: Path) -> None:
-    def times() -> dict[Path, int]:
-        files = (path for path in (tmp_path / "out").rglob("*") if path.name != ".lock")
-        return {path: path.stat().st_mtime_ns for path in files}
-
-    first = run(corpus, tmp_path / "out")
-    before = times()
-    second = run(corpus, tmp_path / "out")
-    assert second.units == 0
-    assert first.units > 0
-    assert second.manifest == first.manifest
-    assert times() == before
-
-
-@pytest.mark.parametrize("damage", ["truncate", "delete", "grow", "flip"])
-def test_only_a_damaged_shard_is_encoded_again(corpus: Corpus, tmp_path: Path, damage: str) -> None:
-    out = tmp_path / "out"
-    run(corpus, out)
-    whole = sums(out)
-    victim = out / "train-00002.bin"
-    if damage == "delete":
-        victim.unlink()
-    elif damage == "flip":
-        content = victim.read_bytes()
-        victim.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
-    else:
-        os.truncate(victim, victim.stat().st_size + (2 if damage == "grow" else -2))
-    assert run(corpus, out).units == 1
-    assert sums(out) == whole
-
-
 def test_an_unfinished_run_is_continued(corpus: Corpus, tmp_path: Path) -> None:
     out = tmp_path / "out"
     total = run(corpus, out).units
@@ -271,18 +240,6 @@ def test_items_come_in_order_and_only_one_is_made_ahead() -> None:
             assert item == i
             assert len(made) <= i + 2
     assert made == list(range(20))
-
-
-def test_an_error_of_the_reader_reaches_the_loop() -> None:
-    def items() -> Iterator[int]:
-        yield 1
-        raise ValueError("a bad file")
-
-    with (
-        ThreadPoolExecutor(1) as reader,
-        pytest.raises(ValueError, match="a bad file"),
-    ):
-        assert list(ahead(items(), reader)) == [1]
 
 
 @pytest.mark.parametrize(("action", "unit"), [("append", 1), ("close", 1), ("close", -1)])

@@ -110,23 +110,6 @@ def test_without_a_first_token_an_empty_context_is_an_error() -> None:
         QuestionEncoder(make_tokenizer(), None, 64, "always")
 
 
-@pytest.mark.parametrize("length", [1, 2, 16])
-@pytest.mark.parametrize("times", [0, 1, -1, -2, -3, -4, -5])
-def test_each_token_of_a_text_is_in_one_window(length: int, times: int) -> None:
-    sizes = {-1: length - 1, -2: length, -3: length + 1, -4: 2 * length, -5: 3 * length + 7}
-    size = sizes.get(times, times)
-    text = "".join(chr(ord("a") + n % 26) for n in range(size))
-    windows = QuestionEncoder(with_bos(), END_OF_DOCUMENT, length, "tokenizer").windows(text)
-    assert tuple(id for window in windows for id in window.continuation) == ids(text)
-    line = (BOS, *ids(text))
-    end = 1
-    for window in windows:
-        end += len(window.continuation)
-        whole = (*window.context, *window.continuation)
-        assert whole == line[end - len(whole) : end]
-        assert len(whole) == min(length + 1, end)
-
-
 def test_with_chat_the_context_is_a_message_and_the_answer_starts_without_a_space() -> None:
     def chat(text: str) -> list[int]:
         return [300, *ids(text), 301]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 
 from dtt.evaluate.tasks.metrics import (
     AnswerRecord,
-    TaskResult,
     compare,
     count_words,
     estimates,
@@ -125,11 +123,6 @@ def test_the_error_of_a_mean_is_the_sample_deviation_over_the_root_of_n() -> Non
     values = [0.0, 1.0, 1.0, 4.0]
     assert mean_stderr(values) == pytest.approx(statistics.stdev(values) / 2)
     assert mean_stderr([1.0]) is None
-
-
-def test_a_result_survives_json() -> None:
-    result = task_result("t", "multiple_choice", 1 / 3, [QUESTION, QUESTION])
-    assert TaskResult.parse(json.loads(json.dumps(result.dump()))) == result
 
 
 def choices(random: np.random.Generator) -> list[AnswerRecord]:

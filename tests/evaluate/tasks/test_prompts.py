@@ -180,25 +180,3 @@ def test_rows_of_llm_foundry_fit_a_task_of_each_type(kind: str, tmp_path: Path) 
     [question] = data.questions
     assert (question.contexts, question.continuations, question.gold) == expected
     assert question.answers == {"generation": ("4", "four"), "rolling": ("A page.",)}.get(kind, ())
-
-
-SHARED = {
-    "hellaswag_val1000": ("multiple_choice", 'prompt: "{context}"\nchoices: "{choices}"', 1000),
-    "lambada_openai": ("cloze", 'prompt: "{context}"\nanswer: "{continuation}"', 5153),
-    "openbook_qa": ("multiple_choice", 'prompt: "{query}"\nchoices: "{choices}"', 500),
-    "piqa": ("multiple_choice", 'prompt: "{query}Answer:"\nchoices: "{choices}"', 1838),
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_published_files_of_llm_foundry_and_olmo_can_be_read(
-    name: str, shared: Path, tmp_path: Path
-) -> None:
-    kind, keys, count = SHARED[name]
-    gold = 'gold: "{gold}"' if kind == "multiple_choice" else ""
-    path = shared.resolve() / f"data/eval/{name}.jsonl"
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"type: {kind}\ndata: {{file: {path}}}\n{keys}\n{gold}\n")
-    data = open_task(load_tasks([str(file)])[0], tmp_path, limit=None, shots=None)
-    assert len(data.questions) == count
-    assert len({question.id for question in data.questions}) == count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from support.ranks import on_ranks
 
-from dtt.base.errors import Diverged
 from dtt.base.ranks import Ranks
 from dtt.config.model import LinearRopeScaling, ModelConfig
 from dtt.config.parallel import Sizes
@@ -147,19 +145,6 @@ def test_what_options_share_is_computed_once() -> None:
     assert [size(batch) for batch in tree_batches([alone], 6)] == [4 + 2, 4 + 1]
 
 
-def test_batches_have_at_most_the_given_tokens_and_all_options_once() -> None:
-    asked = questions()
-    for tokens in (1, 70, 100, 10_000):
-        batches = list(tree_batches(asked, tokens))
-        rows = [{(token.question, token.option) for token in batch.scored} for batch in batches]
-        every = [(i, j) for i, options in enumerate(asked) for j in range(len(options))]
-        assert sorted(key for row in rows for key in row) == every
-        for batch, row in zip(batches, rows, strict=True):
-            assert size(batch) <= tokens or len(row) == 1
-        scored = sum(len(batch.scored) for batch in batches)
-        assert scored == sum(len(one.continuation) for options in asked for one in options)
-
-
 def on_replicas(world: World, family: str) -> Scores | None:
     torch.set_num_threads(1)
     return score(make(family), world, questions())
@@ -251,16 +236,6 @@ def test_a_requested_stop_ends_scoring_and_answers() -> None:
     assert next(calls, None) is None
     answers = Generator(model, world, batch_tokens=100)
     assert answers.generate(PROMPTS, 4, [], lambda: True) is None
-
-
-def test_a_model_that_has_diverged_scores_nan_and_answers_nothing() -> None:
-    model, world = make("llama"), start(Ranks(), "cpu")
-    torch.nn.init.constant_(model.get_parameter("norm.weight"), torch.nan)
-    scores = score(model, world, questions())
-    assert scores is not None
-    assert all(math.isnan(one.log_likelihood) for options in scores for one in options)
-    with pytest.raises(Diverged, match="not finite"):
-        Generator(model, world, batch_tokens=100).generate(PROMPTS, 4, [])
 
 
 def answers_on(world: World, tokens: int, until: list[int]) -> list[list[int]] | None:
