@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -103,6 +104,24 @@ def test_a_training_takes_the_attempt_that_the_supervisor_of_its_slurm_job_has_b
     assert {p.name for p in path.parent.iterdir()} == {"attempt.json"}
     path.write_text(json.dumps(begun | {"slurm": "30"}))
     assert job.begin_attempt() == 6, "of another Slurm job"
+
+
+def test_an_ending_is_recorded_although_the_answer_of_the_file_server_is_lost(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, answers = os.link, []
+
+    def link(source: Path, target: Path) -> None:
+        real(source, target)  # the second time it exists
+        answers.append(target)
+        raise OSError(errno.EIO, "the answer is lost")
+
+    monkeypatch.setattr(os, "link", link)
+    job.begin_attempt()
+    job.end_attempt(ExitCode.DIVERGED, "the loss is nan", rank=1, attempt=1)
+    assert len(answers) == 1
+    assert (job.exit_record(1) or {}).get("code") == ExitCode.DIVERGED
+    assert {p.name for p in job.attempt_dir(1).iterdir()} == {"attempt.json"}
 
 
 def test_the_first_ending_of_an_attempt_is_the_cause(job: JobDir) -> None:

@@ -88,7 +88,7 @@ def test_json_is_read_as_yaml_is_and_toml_is_refused(tmp_path: Path) -> None:
     configs = [resolve(tmp_path / f"a.{kind}", env={}).config for kind in ("json", "yaml")]
     assert configs[0] == configs[1]
     assert isinstance(configs[0].optim, AdamWConfig)
-    (tmp_path / "a.toml").write_text("[train]\nsteps = 3\n")
+    (tmp_path / "a.toml").write_text("seed = 3\n")  # also valid YAML
     with pytest.raises(ConfigError, match="write it as YAML or JSON"):
         resolve(tmp_path / "a.toml", env={})
 

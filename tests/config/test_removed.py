@@ -11,13 +11,13 @@ import yaml
 from dtt.base.errors import ConfigError
 from dtt.config.explain import all_fields
 from dtt.config.load import load_job, resolve
-from dtt.config.removed import REMOVED
+from dtt.config.removed import REMOVED, REMOVED_VALUES
 
 VALUES = {
     "optim.cautious_weight_decay": True, "optim.ns_steps": 7, "guard.rewind_around": 5,
     "train.finish_by": "07:00", "train.remat_every": 2, "launch.lead_seconds": 300,
     "launch.nccl_logs": True, "guard.spike_sigmas": 5.0, "guard.max_skips": 3,
-    "train.batch_schedule.lr_rule": "sqrt", "train.batch_schedule.length": "20%",
+    "train.batch_schedule.lr_rule": "sqrt",
     "export.out": "out", "launch.nsys": True,
     "optim.groups.decay": "60%",
     "tokenize.local": "/scratch", "checkpoint.on_full": "wait", "launch.template": "a",
@@ -52,6 +52,17 @@ def test_a_removed_key_is_refused_with_what_replaces_it_unless_it_has_its_defaul
     _, alternative, replacement = instead.replace("'", "").rpartition(", or ")
     if alternative or "=" in instead:
         resolve(None, [replacement], env={})
+
+
+@pytest.mark.parametrize(("key", "value"), REMOVED_VALUES)
+def test_a_removed_value_is_refused_with_what_replaces_it(key: tuple[str, ...], value: str) -> None:
+    *section, last = key
+    given = f"{'.'.join(section)}={{{last}: {value}}}"
+    with pytest.raises(ConfigError, match=f"{'.'.join(key)}={value} no longer exists") as error:
+        resolve(None, [given], env={})
+    instead = REMOVED_VALUES[key, value]
+    assert instead in str(error.value)
+    resolve(None, [instead.partition(", with")[0].replace("'", "")], env={})
 
 
 def test_a_job_with_such_a_key_loads_if_it_has_its_default(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_a_step_whose_result_file_is_in_use_is_not_evaluated_now(job: JobDir) ->
     assert not watch.evaluate_next()
     assert tried == [5, 10]
     assert sorted(watch.waiting) == [5, 10]
-    assert watch.errors == {}
+    assert watch.failures == {}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,13 @@ def test_an_error_of_the_gpu_is_recorded_once_and_ends_the_watch(
             watch.evaluate_next()
     else:
         assert watch.evaluate_next()
-    assert {step: len(errors) for step, errors in watch.errors.items()} == {5: 1}
+    assert {step: len(found) for step, found in watch.failures.items()} == {5: 1}
+    saved = watch.saved(5)  # and training starts again before it: its weights are others
+    shutil.copytree(saved, again := saved.with_name("again"))
+    shutil.rmtree(saved)
+    again.rename(saved)
+    watch.scan()
+    assert watch.failures == {}
 
 
 def test_a_stop_request_ends_the_watch_before_the_next_evaluation(job: JobDir) -> None:

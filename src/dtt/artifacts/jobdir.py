@@ -22,7 +22,7 @@ from typing import Any
 
 from dtt.artifacts.manifests import CHAT_TEMPLATE
 from dtt.base.errors import ExitCode
-from dtt.base.files import fsync_folder, named, remove, write_atomically
+from dtt.base.files import fsync_folder, remove, write_atomically
 from dtt.base.ranks import slurm_id
 from dtt.base.reading import (
     Kind,
@@ -47,7 +47,7 @@ ENDED: dict[str, Kind] = {
 }  # fmt: skip
 """Fields of attempt.json that the end of the attempt adds."""
 SUBMITTED: dict[str, Kind] = {"time": float, "job_id": (str, NONE), "argv": list, "directory": str}
-"""Fields of submission.json. `job_id` is None if sbatch did not answer, or was not asked."""
+"""Fields of submission.json. `job_id` is None if sbatch did not answer."""
 HEARTBEAT: dict[str, Kind] = {
     "time": float, "attempt": int, "phase": str, "step": int, "steps": int,
     "seconds_per_step": (float, NONE), "world_size": int, "node": str, "pid": int,
@@ -176,7 +176,8 @@ class JobDir:
             return None
         record = read_record(folder / "attempt.json", {}) or {}
         if not fits(record, STARTED):  # the disk was full when it started
-            started = folder.stat().st_mtime
+            # Of its oldest file: the time of the folder changes with each file in it.
+            started = min(path.stat().st_mtime for path in (folder, *folder.iterdir()))
             record |= {"started": started, "slurm": None, "launch": "", "ranks": 1}
         return record
 
@@ -282,22 +283,21 @@ class JobDir:
             "checkpoint": self.newest_checkpoint_name(),
             "asked_by": asked_by,
         }
-        # Who creates this file ends the attempt; the file server decides. To replace the record at
+        # Who creates this link ends the attempt; the file server decides. To replace the record at
         # once would let the last rank win, and to create it under its own name is impossible,
-        # because it exists.
+        # because it exists. It is a link to a whole file, so a rank that is killed here leaves
+        # either nothing in the way of the others, or all of its record.
         aside = path.with_name(".ending.tmp")
+        own = aside.with_name(f".ending.{secrets.token_hex(4)}.tmp")
         try:
-            file = retrying(lambda: aside.open("x", encoding="utf-8"))
+            write_atomically(own, json.dumps(record, indent=1) + "\n")
+            retrying(lambda: os.link(own, aside))
         except FileExistsError:
-            return
-        try:
-            with named(path), file:
-                file.write(json.dumps(record, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            aside.unlink(missing_ok=True)  # so that a rank with more luck can do it
-            raise
+            # With two names it is the link of this call, whose first answer got lost.
+            if own.stat().st_nlink != 2:
+                return
+        finally:
+            own.unlink(missing_ok=True)
         # Another rank may have ended, and removed its own file, since the look above.
         if self.exit_record(attempt) is None:
             retrying(lambda: aside.replace(path))

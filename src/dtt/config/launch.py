@@ -152,7 +152,7 @@ class LaunchConfig(Section):
     """The Slurm job: resources, how processes start, and how it resumes after a time limit."""
 
     nodes: Annotated[int, Field(gt=0, le=10**6)] = resumable(1)
-    """Number of nodes of the job; `download`, `eval`, `export` and `pipeline` use one."""
+    """Number of nodes of the job; `download`, `eval` and `export` use one."""
     gpus_per_node: Gpus = resumable(0)
     """GPUs to request on each node, of one type (`a100:4`) or of any type (`4`); 0: none."""
     processes_per_node: Processes = resumable(0)

@@ -14,9 +14,7 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
     ("optim", "cautious_weight_decay"): (
         False, "optim.weight_decay='{value: 0.1, cautious: true}'"
     ),
-    ("optim", "ns_steps"): (
-        5, "delete the key (Muon iterates five times)"
-    ),
+    ("optim", "ns_steps"): (5, "delete the key (Muon iterates five times)"),
     ("optim", "groups", "decay"): (None, "delete the key, or schedule.decay=60%"),
     ("optim", "ns_coefficients"): ("classic", "delete the key"),
     ("guard", "rewind_around"): (10, "delete the key, or guard.spike=skip"),
@@ -29,9 +27,6 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
     ("launch", "template"): (None, "delete the key, or launch.setup='[source env.sh]'"),
     ("launch", "lead_seconds"): (None, "delete the key (it is measured), or launch.time=2:00:00"),
     ("train", "batch_schedule", "lr_rule"): ("none", "delete the key, or schedule.warmup=20%"),
-    ("train", "batch_schedule", "length"): (  # of the type `linear`
-        None, "delete the key, or train.batch_schedule={type: list, stages: [[0, 65536]]}"
-    ),
     ("export", "out"): (None, "delete the key; dtt export JOB --out FOLDER, or name=ANOTHER"),
     ("launch", "nsys"): (False, "delete the key, or profile.kind=nsys"),
     ("launch", "nccl_logs"): (
@@ -39,6 +34,13 @@ REMOVED: Mapping[Key, tuple[Any, str]] = {
     ),
 }  # fmt: skip
 """The default of each key, and what to set instead of another value."""
+REMOVED_VALUES: Mapping[tuple[Key, str], str] = {
+    (("launch", "continuation"), "singleton"): "launch.continuation=none",
+    (("optim", "scale"), "hyperball"): "optim.scale=rms, with another optim.lr",
+    (("train", "batch_schedule", "type"), "linear"):
+        "train.batch_schedule='{type: list, stages: [[0, 65536]]}'",
+}  # fmt: skip
+"""What to set instead of a value of a key that stays."""
 
 
 def without_removed(layers: Iterable[Layer]) -> list[Layer]:
@@ -54,6 +56,13 @@ def without_removed(layers: Iterable[Layer]) -> list[Layer]:
                         why=f"it is {shown(leaf.value)} here",
                         next=instead,
                     )
+        for (key, value), instead in REMOVED_VALUES.items():
+            if key in layer and layer[key].value == value:
+                raise ConfigError(
+                    f"{'.'.join(key)}={value} no longer exists",
+                    where=layer[key].origin,
+                    next=instead,
+                )
         # A job records every key, so each of its resumes would fail on one that has its default.
         kept.append({k: _without(k, leaf) for k, leaf in layer.items() if k not in REMOVED})
     return kept

@@ -227,6 +227,9 @@ def read_file(path: Path, types: KeyTypes) -> Layer:
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the config {path}", why=str(error)) from None
 
+    if path.suffix == ".toml":  # some of it would be read as YAML
+        raise ConfigError(f"{path} is TOML", next="write it as YAML or JSON, which dtt reads")
+
     def origin(node: yaml.Node) -> str:
         return f"{path}:{node.start_mark.line + 1}"
 
@@ -251,8 +254,6 @@ def read_file(path: Path, types: KeyTypes) -> Layer:
         fix = "fix that line or the one above: indent with spaces, close quotes and brackets"
         if isinstance(error, yaml.reader.ReaderError):
             fix = "use a text file with `key: value` lines"
-        elif path.suffix == ".toml":
-            fix = "write it as YAML or JSON, which dtt reads"
         elif path.suffix not in SUFFIXES:
             fix = "specify a configuration file; -d takes a dataset"
         raise ConfigError(

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import (
     ConfigError,
-    DamagedError,
     DttError,
     EnvironmentUnfit,
     ExitCode,
@@ -199,7 +198,7 @@ class Watch:
         self.tokens: dict[int, int] = {}  # that the weights of each step were trained on
         self.waiting: set[int] = set()
         self.ended: dict[str, list[int]] = {}  # steps by how they ended
-        self.errors: dict[int, list[DttError]] = {}  # of each step, one for each attempt
+        self.failures: dict[int, list[tuple[str, ExitCode]]] = {}  # of each step, per attempt
         self._seen: dict[int, int] = {}
         """Inode of the checkpoint folder of each step that was found; 0 if there are only links."""
         self._lock = threading.Lock()
@@ -269,6 +268,7 @@ class Watch:
                     self.protect(step)
                 self._sign_of_life = time.monotonic()
                 self._seen[step] = inode
+                self.failures.pop(step, None)  # of other weights
                 self.waiting.add(step)
 
     def job_over(self) -> bool:
@@ -360,7 +360,7 @@ class Watch:
         with self._lock:
             waiting = list(self.waiting)
         # Checkpoints that failed come last: what they lacked, such as memory, may be there by then.
-        for step in sorted(waiting, key=lambda step: (len(self.errors.get(step, ())), step)):
+        for step in sorted(waiting, key=lambda step: (len(self.failures.get(step, ())), step)):
             weights, checkpoint = self.evaluated(step), self.checkpoint(step)
             if weights is None and checkpoint is not None:
                 try:
@@ -372,7 +372,7 @@ class Watch:
                 self.end(step, DONE, weights)
             elif checkpoint is None:
                 self.end(step, GONE)
-            elif len(self.errors.get(step, ())) > RETRIES:
+            elif len(self.failures.get(step, ())) > RETRIES:
                 self.end(step, FAILED)
             return True
         return False
@@ -384,11 +384,11 @@ class Watch:
         except NOT_A_FAILURE:
             raise
         except Exception as error:  # such as a lack of GPU memory
-            reason = error
-            if not isinstance(reason, DttError):
-                reason = DttError(f"{type(error).__name__}: {error}")
-                reason.exit_code = ExitCode.BUG
-            self.errors.setdefault(step, []).append(reason)
+            # Not the exception, whose traceback would keep the model in memory.
+            failure = f"{type(error).__name__}: {error}", ExitCode.BUG
+            if isinstance(error, DttError):
+                failure = str(error), error.exit_code
+            self.failures.setdefault(step, []).append(failure)
             log.warning("the evaluation of step %d failed: %s", step, error)
             import torch
 
@@ -429,7 +429,7 @@ class Watch:
                 axes = {"tokens": self.tokens.get(step, 0)}
                 self.tracker.log(task_record(step, result) | axes)
         # Links to damaged files are useless; others are kept, as another watch may evaluate them.
-        damaged = how == FAILED and isinstance(self.errors[step][-1], DamagedError)
+        damaged = how == FAILED and self.failures[step][-1][1] == ExitCode.DAMAGED
         if how == DONE or damaged:
             remove(self.folder(step) / LINKS)
 
@@ -439,12 +439,12 @@ class Watch:
         counts = ", ".join(f"{len(steps)} {how}" for how, steps in ended)
         log.info("%s has ended: %s", job.root, counts or "no checkpoints")
         if failed := self.ended.get(FAILED):
-            cause = self.errors[failed[0]][-1]
+            why, code = self.failures[failed[0]][-1]
             error = DttError(
                 f"{len(failed)} checkpoints of {job.root} could not be evaluated: "
                 f"{', '.join(f'step {step}' for step in failed)}",
-                why=str(cause),
+                why=why,
                 next=f"dtt eval {job.root} --watch tries again",
             )
-            error.exit_code = cause.exit_code
+            error.exit_code = code
             raise error

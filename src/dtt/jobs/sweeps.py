@@ -150,8 +150,8 @@ def plan(path: Path, model_of: ModelOf | None = None, profile: Path | None = Non
     """Plan the trials of a sweep file, on the cluster of `profile`; writes nothing.
 
     `model_of` has the same meaning as for `resolve`. A combination is dropped with a reason if its
-    configuration is invalid or equals another one. Raises ConfigError if no trial is left, if there
-    are more than `max_trials`, or if the folder contains another sweep.
+    configuration is invalid or equals another one. Raises ConfigError if no trial is left, or if
+    the folder contains another sweep.
     """
     file = read(path)
     if profile is not None:
