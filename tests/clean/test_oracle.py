@@ -10,6 +10,8 @@ from support.cleaned_corpus import CleanedCorpus, numbered
 from support.corpora import json_lines
 from support.planted_copies import planted, similar_pairs
 
+from dtt.base.errors import ConfigError
+
 TEXTS = planted(2500)
 
 
@@ -113,3 +115,6 @@ def test_what_another_corpus_has_is_removed_and_the_other_corpus_stays(tmp_path:
         3: ("exact", 0, 0),
     }
     assert sorted(other.folder.rglob("*")) == before
+    with pytest.raises(ConfigError, match=r"near\.against names a selection") as refused:
+        corpus.clean(f"clean.near.against=[{folder}]")
+    assert str(refused.value).endswith(str(folder.parent))

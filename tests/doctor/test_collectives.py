@@ -145,9 +145,11 @@ def test_the_rank_of_most_wrong_values_is_named(
 ) -> None:
     results = [ReceivedTiming("n") for _ in range(8)]
     for source, receiver in pairs:
-        results[receiver].wrong.append(("broadcast", source))
-    named = [str(problem).partition(":")[0] for problem in collectives._wrong(results)]
-    assert named == [f"rank {rank}" for rank in ranks]
+        results[receiver].wrong += [("broadcast", source), ("a sum", None)]
+    problems = [str(problem) for problem in collectives._wrong(results)]
+    assert [one.partition(":")[0] for one in problems] == [f"rank {rank}" for rank in ranks]
+    # A wrong sum does not tell where it comes from.
+    assert not any("a sum" in one for one in problems)
 
 
 @pytest.mark.parametrize(

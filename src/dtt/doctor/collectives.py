@@ -244,10 +244,12 @@ def _wrong(results: Sequence[ReceivedTiming]) -> Iterator[EnvironmentUnfit]:
     most = max(wrong_links.values(), default=0)
     culprits = sorted(rank for rank, number in wrong_links.items() if number == most)
     for rank in culprits:
+        # Without its wrong sums: those say nothing about where they come from.
+        own = (what for what, pair in faults if rank in pair and None not in pair)
         yield EnvironmentUnfit(
             f"rank {rank}: collectives return wrong values",
             where=f"node {results[rank].node}",
-            why="; ".join(dict.fromkeys(what for what, pair in faults if rank in pair)),
+            why="; ".join(dict.fromkeys(own)),
             next=without(results[rank].node),
         )
     if faults and not culprits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
@@ -168,19 +169,22 @@ class Chat:
             import readline  # noqa: F401
         notice("/help lists the commands; Ctrl-D ends the conversation")
         while True:
-            prompt = "" if self.as_json else "> "
-            if not sys.stdout.isatty():
-                sys.stderr.write(prompt)  # `input` would print it to stdout, between the answers
-                sys.stderr.flush()
-                prompt = ""
             try:
+                prompt = "" if self.as_json else "> "
+                if not sys.stdout.isatty():
+                    sys.stderr.write(prompt)  # `input` would print it to stdout, between answers
+                    sys.stderr.flush()
+                    prompt = ""
                 line = input(prompt).strip()
             except EOFError:
                 print(file=sys.stderr)
                 return
             except KeyboardInterrupt:
+                # Pressed again while this one is handled, it would end the conversation.
+                handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                 print(file=sys.stderr)
                 notice("Ctrl-D or /quit ends the conversation")
+                signal.signal(signal.SIGINT, handler)
                 continue
             if line == "/quit":
                 return
@@ -189,8 +193,10 @@ class Chat:
                     self._command(*line.partition(" ")[::2])
                 elif line:
                     self.print(self.session.ask({"role": "user", "content": line}))
-            except KeyboardInterrupt:  # a second one, while this one is handled, ends the command
+            except KeyboardInterrupt:
+                handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                 notice("interrupted")
+                signal.signal(signal.SIGINT, handler)
             except DttError as error:
                 print(Message(f"dtt: {error}"), file=sys.stderr, flush=True)
 

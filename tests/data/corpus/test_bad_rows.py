@@ -18,6 +18,7 @@ from support.corpora import downloaded, read_all_rows
 from dtt.base.errors import DamagedError
 from dtt.config.data import DownloadConfig
 from dtt.data.corpus.bad_documents import BadDocuments
+from dtt.data.corpus.csv_rows import csv_rows
 from dtt.data.corpus.documents import read_with_columns
 from dtt.data.corpus.download import download
 from dtt.data.corpus.streams import location
@@ -81,6 +82,20 @@ def test_a_damaged_file_is_named_where_documents_are_chosen_by_a_column(
     (unit,) = corpus.units(10**6)
     with pytest.raises(DamagedError, match=f"damaged\n.*{path}"):
         list(read_with_columns(corpus, unit, ["x"], bad))
+
+
+def test_the_damage_of_a_csv_file_is_reported_though_its_size_is_no_longer_known(
+    tmp_path: Path,
+) -> None:
+    path, bad = tmp_path / "a.csv.gz", BadDocuments()
+    content = b"text\n" + (b"x" * 10_000 + b"\n") * 100
+    path.write_bytes(gzip.compress(content, 0)[:-8] + bytes(8))  # a wrong checksum
+    found = csv_rows(path, None, bad)
+    next(found)
+    path.unlink()
+    assert len(list(found)) == 99
+    assert (bad.count, bad.lost_bytes > 0) == (1, True)
+    assert "the rest of the file cannot be read" in bad.examples[0]
 
 
 def test_each_byte_is_read_about_once_to_name_the_lines_of_all_units(

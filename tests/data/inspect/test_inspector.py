@@ -48,6 +48,12 @@ def test_sampled_ranges_are_spread_evenly_and_never_overlap() -> None:
     assert all(0 <= a < b <= sizes[file] for file, a, b in found)
 
 
+def test_small_data_in_many_files_is_read_whole() -> None:
+    assert places([1000] * 100, everything=False) == [(file, 0, 1000) for file in range(100)]
+    most = inspector.PLACES * inspector.PLACE_TOKENS
+    assert sum(stop - start for _, start, stop in places([most - 5, 5], everything=False)) == most
+
+
 DOCUMENTS = st.lists(st.lists(st.integers(1, 9), max_size=12), max_size=12)
 
 

@@ -85,6 +85,8 @@ def test_inspect_reports_and_verifies_a_corpus(dtt: Dtt) -> None:
     assert (report["kind"], report["documents"], report["files"]) == ("corpus of dtt", 4, 4)
     assert report["lengths"]["max"] == 28
     assert report["facts"]["source"]["kind"] == "local"
+    said = dtt("data", "inspect", corpus, "--verify").stdout
+    assert "every file of the corpus matches its manifest" in said
     (dtt.folder / "texts/2.txt").write_text("TEXT 2 " * 3)
     assert facts(dtt, "inspect", corpus)["damaged"] == []
     done = dtt("data", "inspect", corpus, "--verify", expect=65)

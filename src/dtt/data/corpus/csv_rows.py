@@ -89,8 +89,10 @@ def csv_rows(path: Path, span: Span | None, bad: BadDocuments) -> Iterator[Locat
     next row starts: its lines would become documents of their own. So the rest of the file is lost
     there.
     """
-    file, header = None, None
+    file, header, size = None, None, 0
     try:
+        # Not where it is needed: while damage is handled, a failure here would end the run.
+        size = path.stat().st_size
         file = CsvFile(path)
         with file.stream:
             while True:
@@ -105,7 +107,7 @@ def csv_rows(path: Path, span: Span | None, bad: BadDocuments) -> Iterator[Locat
                         bad.add(where, f"not CSV: {error}")
                         continue
                     why = f"not CSV: {error}; the rest of the file is left out"
-                    rest = lost_bytes(file.stream.buffer, before, path.stat().st_size)
+                    rest = lost_bytes(file.stream.buffer, before, size)
                     bad.add(where, why, lost_bytes=rest)
                     return
                 if not row:
@@ -120,7 +122,7 @@ def csv_rows(path: Path, span: Span | None, bad: BadDocuments) -> Iterator[Locat
         raise_if_refused(error)
         why = f"the rest of the file cannot be read: {error}"
         number, used = (1, 0) if file is None else (file.lines + 1, file.used)
-        lost = lost_bytes(file and file.stream.buffer, used, path.stat().st_size)
+        lost = lost_bytes(file and file.stream.buffer, used, size)
         bad.add(partial(location, path, 0, number), why, lost_bytes=lost)
 
 

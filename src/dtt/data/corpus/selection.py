@@ -16,7 +16,7 @@ from dtt.artifacts.corpus import CorpusManifest
 from dtt.artifacts.manifest import fingerprint
 from dtt.artifacts.manifests import SelectionFacts
 from dtt.artifacts.selection_manifest import SelectionManifest, removals_name
-from dtt.base.errors import DamagedError, InputError
+from dtt.base.errors import ConfigError, DamagedError, InputError
 from dtt.base.files import has_sha256
 from dtt.config.clean import CleanConfig
 
@@ -33,6 +33,14 @@ def selection_parts(clean: CleanConfig, corpus: CorpusManifest) -> dict[str, Any
     """Return what determines a selection: other values make another folder."""
     section = clean.model_dump(mode="json")
     if clean.near is not None:
+        for path in clean.near.against:
+            if SelectionManifest.exists(path):
+                raise ConfigError(
+                    "near.against names a selection",
+                    where=path,
+                    why="it takes folders of corpora, all of whose documents count",
+                    next=f"use the folder of its corpus: {path.absolute().parent}",
+                )
         # The contents, wherever they lie.
         against = [CorpusManifest.read(path).content_key() for path in clean.near.against]
         section["near"]["against"] = against

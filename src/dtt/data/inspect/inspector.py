@@ -258,12 +258,20 @@ def _decoder(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
 
 def places(sizes: list[int], *, everything: bool) -> list[tuple[int, int, int]]:
     """Return (file, start, stop) of the tokens to read, given the number of tokens in each file."""
-    pieces = [
-        (file, start, min(start + PLACE_TOKENS, size))
-        for file, size in enumerate(sizes)
-        for start in range(0, max(size, 1), PLACE_TOKENS)
-    ]
-    return pieces if everything else spread(pieces, PLACES)
+    if everything or sum(sizes) <= PLACES * PLACE_TOKENS:
+        return [
+            (file, start, min(start + PLACE_TOKENS, size))
+            for file, size in enumerate(sizes)
+            for start in range(0, max(size, 1), PLACE_TOKENS)
+        ]
+    # Counted in tokens, not in files: a place costs the same in one large file and in many small.
+    ends = np.cumsum(sizes, dtype=np.int64)
+    found = []
+    for first in np.linspace(0, int(ends[-1]) - PLACE_TOKENS, PLACES).astype(np.int64).tolist():
+        file = int(np.searchsorted(ends, first, side="right"))
+        start = first - int(ends[file]) + sizes[file]
+        found.append((file, start, min(start + PLACE_TOKENS, sizes[file])))
+    return found
 
 
 @dataclass

@@ -57,7 +57,9 @@ def _report(report: Report) -> Iterator[str]:
         yield _line("text", f"{report.text_bytes:,} bytes{each}")
     yield _line("read", _amount_read(report))
     if report.verified:
-        yield _line("verified", "every file matches its manifest" if not report.damaged else "no")
+        # Selections beside a corpus are listed, and their files not hashed.
+        every = "every file of the corpus" if report.kind == "corpus of dtt" else "every file"
+        yield _line("verified", "no" if report.damaged else f"{every} matches its manifest")
     if (some := report.lengths) and some["documents"]:
         yield _line(
             f"{some['unit']} each",
