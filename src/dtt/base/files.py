@@ -167,7 +167,7 @@ def exclusive(
     """Lock `folder` for this process; raise InUse if another process holds it.
 
     Waits up to `patience` seconds for a predecessor that is about to end. `name` is that of the
-    lock file: another name locks a part of the folder.
+    lock file: under another name, only one file in the folder is locked, or one watch of it.
     """
     import filelock  # slow import, and most ranks lock nothing
 

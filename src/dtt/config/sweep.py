@@ -54,9 +54,12 @@ class SweptValues(Section):
         way = rng.random()
         if self.values is not None:
             return self.values[int(way * len(self.values))]
-        low, high = self.uniform or map(math.log, self.loguniform or ())
-        number = low + (high - low) * way
-        return float(f"{number if self.uniform else math.exp(number):.6g}")
+        if self.uniform is not None:
+            low, high = self.uniform
+            return float(f"{low + (high - low) * way:.6g}")
+        assert self.loguniform is not None
+        low, high = map(math.log, self.loguniform)
+        return float(f"{math.exp(low + (high - low) * way):.6g}")
 
 
 REMOVED = ("range", "linspace", "logspace", "choice", "count")

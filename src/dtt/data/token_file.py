@@ -144,12 +144,12 @@ class TokenFile:
     @cached_property
     def byte_offsets(self) -> Tokens:
         """int64[sequences]: byte offset in the `.bin` of each sequence's first token."""
-        return self._array("<i8", HEADER.size + 4 * self.sequences, self.sequences)
+        return self._array(HEADER.size + 4 * self.sequences, self.sequences)
 
     @cached_property
     def documents(self) -> Tokens:
         """int64[documents + 1]: the first sequence of each document, then `sequences`."""
-        entries = self._array("<i8", HEADER.size + 12 * self.sequences, self._entries)
+        entries = self._array(HEADER.size + 12 * self.sequences, self._entries)
         if self._entries == 0 or entries[0] != 0 or entries[-1] != self.sequences:
             raise self._damaged("its document index does not cover its sequences")
         return entries
@@ -179,8 +179,8 @@ class TokenFile:
         """Return the number of documents."""
         return len(self.documents) - 1
 
-    def _array(self, dtype: str, start: int, count: int) -> Tokens:
-        return np.frombuffer(self._index, dtype=dtype, offset=start, count=count)
+    def _array(self, start: int, count: int) -> Tokens:
+        return np.frombuffer(self._index, dtype="<i8", offset=start, count=count)
 
     def _damaged(self, why: str) -> DamagedError:
         return DamagedError(

@@ -40,7 +40,10 @@ def collective_costs(case: Case) -> list[CollectiveCost]:
     """Return the kinds of communication in a step, without those over a single device."""
     costs = [
         *_data_parallel(case),
-        *_within_layers(case),
+        *_tensor_parallel(case),
+        *_context_parallel(case),
+        *_expert_parallel(case),
+        *_pipeline(case),
     ]
     # The all-to-alls of Muon: parts of matrices to the assigned ranks, and updates back.
     size = optimizer_cost.exchanged(case)
@@ -129,31 +132,57 @@ def bytes_gathered(case: Case, weights: Iterable[Weight]) -> int:
     return round(sum(sizes))
 
 
-def _within_layers(case: Case) -> Iterator[CollectiveCost]:
-    """Yield the communication that layers wait for; full remat repeats that of forward passes."""
-    arch, sizes, full = case.arch, case.sizes, case.cfg.train.remat == "full"
-    each = case.product_bytes * case.accumulation
-    # Each block all-gathers the tokens of the group, [N, D], twice and reduce-scatters them twice;
-    # the backward pass does the reverse. The embedding and the last norm do so once each. Remat
-    # does not repeat the last collective of a block, after which nothing is kept.
-    ends = (case.rank == 0) + (case.rank == sizes.pipeline - 1)
-    times = case.own_blocks * (11 if full else 8) + 2 * ends
-    size = each * case.tokens * arch.dim * times
-    yield _cost(case, "tensor parallelism", size, sizes.tensor, 1, hidden=False)
-    # Each layer all-gathers the keys and values of the full sequence, and reduce-scatters their
-    # gradients.
+def _tensor_parallel(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the communication of tensor parallelism.
+
+    Each block all-gathers the tokens of the group, [N, D], twice and reduce-scatters them twice;
+    the backward pass does the reverse. The embedding and the last norm do so once each. Full remat
+    repeats the collectives of a block's forward pass except the last one, after which nothing is
+    kept.
+    """
+    again = 3 if case.cfg.train.remat == "full" else 0
+    ends = (case.rank == 0) + (case.rank == case.sizes.pipeline - 1)
+    times = case.own_blocks * (8 + again) + 2 * ends
+    size = case.product_bytes * case.accumulation * case.tokens * case.arch.dim * times
+    yield _cost(case, "tensor parallelism", size, case.sizes.tensor, 1, hidden=False)
+
+
+def _context_parallel(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the communication of context parallelism.
+
+    Each layer all-gathers the keys and values of the full sequence, and reduce-scatters their
+    gradients; with full remat it all-gathers twice.
+    """
+    arch, sizes = case.arch, case.sizes
     width = 2 * arch.n_kv_heads * arch.head_dim // sizes.tensor
-    size = each * case.tokens * sizes.context * width * case.own_blocks * (3 if full else 2)
+    repeats = 3 if case.cfg.train.remat == "full" else 2
+    whole = case.tokens * sizes.context * width * case.own_blocks
+    size = case.product_bytes * case.accumulation * whole * repeats
     yield _cost(case, "context parallelism", size, sizes.context, sizes.tensor, hidden=False)
-    # Each mixture sends the rows of its tokens to their experts, and the results back, and in the
-    # backward pass the gradients of both. For an even load: each device receives what it sends.
-    if arch.mixture is not None:
-        rows = case.tokens // sizes.tensor * arch.mixture.per_token * case.own_blocks
-        size = each * rows * arch.dim * (6 if full else 4)
-        yield _cost(case, "all-to-all of rows", size, case.cfg.parallel.expert, 1, hidden=False)
-    # A rank of a pipeline receives hidden states and gradients from its neighbours, which are as
-    # many ranks away as a stage has devices. 1F1B waits for each; the interleaved schedule computes
-    # for another stage meanwhile.
+
+
+def _expert_parallel(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the communication of expert parallelism.
+
+    Each mixture sends the rows of its tokens to their experts, and the results back, and in the
+    backward pass the gradients of both; full remat repeats the forward pass. Estimated for an even
+    load: each device receives as many rows as it sends.
+    """
+    mixture = case.arch.mixture
+    if mixture is None:
+        return
+    repeats = 6 if case.cfg.train.remat == "full" else 4
+    rows = case.tokens // case.sizes.tensor * mixture.per_token * case.own_blocks
+    size = case.product_bytes * case.accumulation * rows * case.arch.dim * repeats
+    yield _cost(case, "all-to-all of rows", size, case.cfg.parallel.expert, 1, hidden=False)
+
+
+def _pipeline(case: Case) -> Iterator[CollectiveCost]:
+    """Yield the hidden states and gradients that a rank receives from its neighbours.
+
+    1F1B waits for each; the interleaved schedule computes for another stage meanwhile.
+    """
     size, hidden = received(case), case.cfg.parallel.stages_per_rank > 1
+    # The neighbour is as many ranks away as a stage has devices.
     seconds = size / _link(case, case.stage_devices + 1)
     yield CollectiveCost("hidden states of the pipeline", size, seconds, hidden=hidden)

@@ -7,6 +7,7 @@ did not change, also when the folder of the release is gone.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,7 @@ class Released:
         return cls(
             str(folder),
             {k: v for k, v in generation.items() if k != "_from_model_config"},
-            {
-                key: next((f[key] for f in (generation, config) if type(f.get(key)) is int), None)
-                for key in ("bos_token_id", "pad_token_id")
-            },
+            {key: _token_id(key, generation, config) for key in ("bos_token_id", "pad_token_id")},
             eos_token_ids(folder),
             config.get("max_position_embeddings", config.get("n_positions")),
             {k: v for k, v in settings.items() if k not in REPLACED and k not in special},
@@ -111,6 +109,15 @@ class Released:
             f", and of its generation_config.json not: {', '.join(lost)}" if lost else "",
         )
         return Released(self.source, kept, context=self.context)
+
+
+def _token_id(key: str, *configs: Mapping[str, Any]) -> int | None:
+    """Return the id of a token from the first configuration that has one number for it."""
+    for config in configs:
+        value = config.get(key)
+        if type(value) is int:
+            return value
+    return None
 
 
 FROM_SCRATCH = Released()

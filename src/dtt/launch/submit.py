@@ -328,11 +328,10 @@ def submit(
 ) -> str:
     """Create the job directory and submit its script to Slurm; return the Slurm job id.
 
-    It starts when the Slurm jobs
-    `after` have succeeded, and those `beside` have started. Raises ConfigError unless
-    `known` is still the record of the newest submission, as it was before the checks.
-    If Slurm rejects the script, a new job directory is removed, and the files of an existing one
-    are restored.
+    It starts when the Slurm jobs `after` have succeeded, and those `beside` have started. Raises
+    ConfigError unless `known` is still the record of the newest submission, as it was before the
+    checks. If Slurm rejects the script, a new job directory is removed, and the files of an
+    existing one are restored.
     """
     job = submission.job
     folders = {job.root, *(path.parent for path in configurations(submission))}

@@ -5,8 +5,8 @@ before its branches. A token attends to the prefix of its tree and to the earlie
 branch: to key k from query q if k <= q < end[k], where end[k] is the end of the tree for a token of
 a prefix, and else the end of its branch.
 
-Shapes: T packed tokens, H query heads, G key/value heads, K head_dim, t queries and
-s keys of a tile.
+Shapes: T packed tokens, H query heads, G key/value heads, K head_dim, t queries and s keys of a
+tile.
 """
 
 from __future__ import annotations

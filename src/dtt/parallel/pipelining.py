@@ -191,9 +191,7 @@ class _Schedule:
             """A stage that says before each backward pass whether gradients are reduced in it."""
 
             def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-                schedule._left[self.stage_index] -= 1
-                last, end = not schedule._left[self.stage_index], not any(schedule._left.values())
-                pipeline.reduce_gradients(self.stage_index, last=last, end=end)
+                schedule.before_backward(self.stage_index)
                 # What was received is here: the pass waits for no other stage.
                 with pipeline.timed():
                     return super().backward_one_chunk(*arguments, **options)
@@ -234,6 +232,11 @@ class _Schedule:
             *inputs, target=self._inputs if last else None, losses=[] if last else None
         )
         self._run = None
+
+    def before_backward(self, stage: int) -> None:
+        self._left[stage] -= 1
+        end = not any(self._left.values())
+        self._pipeline.reduce_gradients(stage, last=self._left[stage] == 0, end=end)
 
     def forward(self, stage: int, hidden_BPD: Tensor | None) -> Tensor:
         assert self._run is not None

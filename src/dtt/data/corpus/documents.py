@@ -167,21 +167,17 @@ def _require(columns: Sequence[str], names: Sequence[str], path: Path) -> None:
         )
 
 
-def read_rows(
-    corpus: Corpus, unit: Unit, bad: BadDocuments, size: int = BATCH_BYTES
-) -> Iterator[list[JsonRow]]:
-    """Iterate over the readable rows of `unit` in file order, in lists of about `size` bytes.
+def read_rows(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:
+    """Iterate over the readable rows of `unit` in file order, in lists of bounded size.
 
     Those that the selection of the corpus removes are left out. Raises InputError if the corpus was
     downloaded as text.
     """
-    found = _row_batches(corpus, unit, bad, size)
+    found = _row_batches(corpus, unit, bad)
     return found if corpus.selection is None else corpus.selection.keep(unit.index, found)
 
 
-def _row_batches(
-    corpus: Corpus, unit: Unit, bad: BadDocuments, size: int
-) -> Iterator[list[JsonRow]]:
+def _row_batches(corpus: Corpus, unit: Unit, bad: BadDocuments) -> Iterator[list[JsonRow]]:
     if not corpus.manifest.has_rows:
         raise InputError(
             "the corpus contains text, not conversations",
@@ -191,8 +187,8 @@ def _row_batches(
         )
     for span in unit.spans:
         if FORMATS[corpus.manifest.file_format].has_row_groups:
-            path, most = corpus.path(span.file), min(size, ROW_BATCH_BYTES)
-            for rows, where in read_span(path, span, None, bad, most):
+            path = corpus.path(span.file)
+            for rows, where in read_span(path, span, None, bad, ROW_BATCH_BYTES):
                 located = enumerate(_values(rows, where, bad))
                 found = (
                     _json_row(without_nulls(value), partial(where, number), bad)
@@ -201,7 +197,8 @@ def _row_batches(
                 )
                 yield [row for row in found if row is not None]
         else:
-            yield from batches(_line_rows(corpus, span, bad), size, lambda row: len(row.content))
+            rows = _line_rows(corpus, span, bad)
+            yield from batches(rows, BATCH_BYTES, lambda row: len(row.content))
 
 
 def _line_rows(corpus: Corpus, span: Span, bad: BadDocuments) -> Iterator[JsonRow]:

@@ -166,10 +166,9 @@ def encode_units(
 ) -> int:
     """Write the shards of some units of `plan`, each with a marker after it; return bytes of text.
 
-    `cores` is the number of cores of this rank alone. With more than one,
-    documents are read and decoded ahead in a second thread; on a single core the threads would only
-    alternate. Shards are written by another thread. `advance` is called with the bytes of each
-    batch.
+    `cores` is the number of cores of this rank alone. With more than one, documents are read and
+    decoded ahead in a second thread; on a single core the threads would only alternate. Shards are
+    written by another thread. `advance` is called with the bytes of each batch.
 
     The content of the shards depends only on the unit, the selection of the corpus, the tokenizer
     and `cfg.validation_fraction`. Memory use is a few batches, regardless of the size of files and

@@ -225,9 +225,9 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[batch.group]
         weights = batch.of(lambda p: p)
         old = torch.stack(weights)
-        # It needs exact sums: rounding comes last, once.
-        if rounds := self._rounding is not None and self._rounding.weights:
-            old = wide(old)
+        rounds = self._rounding is not None and self._rounding.weights
+        if rounds:
+            old = wide(old)  # exact sums: rounding comes last, once
         update = update.to(old.dtype)
         if rows is not None:
             assert self._normuon_beta2 is not None

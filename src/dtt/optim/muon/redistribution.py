@@ -213,8 +213,8 @@ def plan(
 
     The matrices of a parameter are assigned among the ranks that hold it, which compute the same
     buckets without communication: parameters that they share must be in the same order on each.
-    `limit` is that of `buckets`. Shards are sent in `dtype`; with `rows`, per-row
-    values are sent in fp32.
+    `limit` is that of `buckets`. Shards are sent in `dtype`; with `rows`, per-row values are sent
+    in fp32.
     """
     by_ranks: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
     for number, (parameters, split) in enumerate(groups):
@@ -262,11 +262,14 @@ def _bucket(
     if len(ranks) == 1:
         return Bucket(found)
     sides = bucket, layouts, held, assigned, ranks
-    both = _redistribution(*sides, dtype, of_rows=False)
+    gather, scatter = _redistribution(*sides, dtype, of_rows=False)
     if not rows:
-        return Bucket(found, *both)
+        return Bucket(found, gather=gather, scatter=scatter)
     wide = wide_dtype(bucket[0].parameter)
-    return Bucket(found, *both, *_redistribution(*sides, wide, of_rows=True))
+    gather_rows, scatter_rows = _redistribution(*sides, wide, of_rows=True)
+    return Bucket(
+        found, gather=gather, scatter=scatter, gather_rows=gather_rows, scatter_rows=scatter_rows
+    )
 
 
 def _overlap(part: TensorSlice, container: TensorSlice) -> Index:

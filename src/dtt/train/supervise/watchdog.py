@@ -251,8 +251,10 @@ class Watchdog:
             faulthandler.dump_traceback(file)
         frames = sys._current_frames()  # noqa: SLF001  its documented name
         where, waiting = _position(frames[threading.main_thread().ident or 0])
-        values = rank, socket.gethostname(), self._step, self._phase, self._idle, where, waiting
-        report = dict(zip(REPORT, values, strict=True))
+        report: Report = {
+            "rank": rank, "node": socket.gethostname(), "step": self._step, "phase": self._phase,
+            "seconds": self._idle, "where": where, "waiting": waiting,
+        }  # fmt: skip
         write_atomically(self._stack(rank, "json"), json.dumps(report) + "\n")
 
     def _all_reported(self) -> bool:
