@@ -256,30 +256,3 @@ def test_a_file_that_shrinks_during_reading_yields_no_wrong_token(
     assert result.manifest.counts("train").documents == len(GOOD) + (2 if kind == "jsonl" else 0)
     assert any("has become shorter" in why for why in result.problems) == (kind == "jsonl")
     assert ids_outside(tmp_path / "skip", result.manifest) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("files", [{"a.txt": " \n\t\n"}, {"a.jsonl": '{"text": " \\n "}\n' * 9}])
-def test_a_corpus_of_white_space_is_refused_by_tokenize_and_by_training_from_text(
-    dtt: Dtt, tokenizer: Path, files: dict[str, str]
-) -> None:
-    ((name, content),) = files.items()
-    (dtt.folder / name).write_text(content * 20)
-    dtt("download", "-d", name, "download.out=corpus")
-    given = ("tokenizer.type=file", f"tokenizer.path={tokenizer}")
-    for options in (("tokenizer.vocab_size=260",), given):
-        refused = dtt(
-            "tokenize", "download.out=corpus", "tokenize.validation_fraction=0", *options,
-            "tokenize.out=tokens", expect=66,
-        )  # fmt: skip
-        assert "only white space" in refused.stderr
-        assert not TokensManifest.exists(dtt.folder / "tokens")
-        assert "training a tokenizer" not in refused.stderr
-    refused = dtt(
-        "train", "data.type=text", "download.out=corpus", *given, "model.dim=16",
-        "model.n_layers=1", "model.n_heads=2", "train.seq_len=16", "train.micro_batch=1",
-        "train.global_batch_tokens=16", "train.steps=1", expect=66,
-    )  # fmt: skip
-    assert "only white space" in refused.stderr
-    seen = json.loads(dtt("data", "inspect", "corpus", "--json").stdout)
-    assert any("only white space" in odd for odd in seen["oddities"])

@@ -93,23 +93,17 @@ def test_training_refuses_the_token_files_of_another_corpus(corpora: Path) -> No
     assert not (corpora / "jobs/t/config.yaml").exists()
 
 
-def test_token_files_are_used_without_their_text_and_after_a_move(corpora: Path) -> None:
+def test_token_files_are_used_in_a_copy_without_their_text_and_after_a_move(
+    corpora: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Dtt(corpora)("tokenize", "-d", "one/docs.jsonl", *SMALL)
     cfg = resolve(None, [FIRST, *SMALL]).config
     tokens = TokensManifest.read(cfg.tokenize_dir)
     assert tokens.text is not None
+    with monkeypatch.context() as there:
+        there.chdir(shutil.copytree(corpora, tmp_path_factory.mktemp("copy") / "project"))
+        check_tokens(cfg, cfg.tokenize_dir, TokensManifest.read(cfg.tokenize_dir))
     (corpora / "one").rename(corpora / "three")
     check_tokens(cfg, cfg.tokenize_dir, tokens)
     moved = resolve(None, ["download.dataset=three/docs.jsonl", *SMALL])
     check_tokens(moved.config, moved.config.tokenize_dir, tokens)
-
-
-def test_a_copy_of_a_project_uses_its_token_files(
-    corpora: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Dtt(corpora)("tokenize", "-d", "one/docs.jsonl", *SMALL)
-    copy = tmp_path_factory.mktemp("copy") / "project"
-    shutil.copytree(corpora, copy)
-    monkeypatch.chdir(copy)
-    cfg = resolve(None, [FIRST, *SMALL]).config
-    check_tokens(cfg, cfg.tokenize_dir, TokensManifest.read(cfg.tokenize_dir))

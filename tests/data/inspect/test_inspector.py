@@ -140,13 +140,16 @@ def test_the_manifest_of_another_program_is_not_reported_as_damaged(tmp_path: Pa
         see(tmp_path)
 
 
-def test_documents_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": \n{"text": "\xff"}\n')
+def test_documents_that_cannot_be_read_or_are_blank_are_named(tmp_path: Path) -> None:
+    lines = b'{"text": "good"}\n{"text": \n{"text": "\xff"}\n{"text": " "}\n'
+    (tmp_path / "a.jsonl").write_bytes(lines)
     report = see(tmp_path / "a.jsonl")
-    assert report.documents == 1
-    assert report.oddities[0] == "documents that cannot be read: 2"
-    assert "a.jsonl:2: not JSON" in report.oddities[1]
-    assert "a.jsonl:3: not UTF-8" in report.oddities[2]
+    assert report.documents == 2
+    blank, unread, first, second = report.oddities
+    assert blank == "documents that contain only white space: 1"
+    assert unread == "documents that cannot be read: 2"
+    assert "a.jsonl:2: not JSON" in first
+    assert "a.jsonl:3: not UTF-8" in second
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

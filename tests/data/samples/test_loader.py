@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
@@ -195,3 +196,10 @@ def test_data_that_cannot_be_read_is_reported_with_its_step(
         for trained, _ in enumerate(run, start=1):  # noqa: B007
             pass
     assert f"rank 0 cannot read the data of step {trained + 1}" in caplog.text
+
+
+def test_the_thread_ends_with_the_generator(tokens: Path) -> None:
+    generator = batches(opened(f"data.tokens={tokens}"))
+    next(generator)
+    generator.close()  # type: ignore[attr-defined]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]

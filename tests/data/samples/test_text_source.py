@@ -244,6 +244,9 @@ def test_a_corpus_without_text_is_refused(corpora: Any, open_source: Open) -> No
         InputError, match=r"no documents to learn from[^$]*5 are empty[^$]*download\.text_column="
     ):
         open_source(corpora.make({"a.jsonl": b'{"text": ""}\n' * 5}))
+    corpora.folder /= "blank"
+    with pytest.raises(InputError, match="contains only white space"):
+        open_source(corpora.make({"a.jsonl": b'{"text": " \\n "}\n'}))
     corpora.folder /= "other"
     with pytest.raises(InputError, match="contains no documents"):
         open_source(corpora.make({"a.parquet": parquet([])}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest
 from dtt.base.errors import ConfigError, DamagedError, InputError
+from dtt.config.data import GivenTokenizerConfig
 from dtt.data.corpus.document_sampling import held_out
 from dtt.data.corpus.streams import Span
 from dtt.data.corpus.units import Corpus, Unit
@@ -185,32 +185,32 @@ def test_bad_documents_are_counted_or_stop(corpora: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "reason", "remedy"),
+    ("content", "reason"),
     [
-        (b'{"text": ""}\n', "1 are empty", "text_column=NAME"),
-        (b'{"text": " "}\n', "1 contain only white space", "text_column=NAME"),
-        (b'{"text": ""}\n{"text": "\\n"}\n', "1 are empty; 1 contain only", "text_column=NAME"),
-        (b'{"text": 1}\n{"text": 2}\n', "2 could not be used.*the text is int", "text_column=NAME"),
-        (b'{"body": "x"}\n', "1 could not be used.*no key 'text'", "text_column=NAME"),
-        (b'{"text": "x\n', "1 could not be used.*not JSON", "text_column=NAME"),
-        (b'{"text": "\xff"}\n', "1 could not be used.*not UTF-8", "text_column=NAME"),
+        (b'{"text": ""}\n', "1 are empty"),
+        (b'{"text": " "}\n', "1 contain only white space"),
+        (b'{"text": ""}\n{"text": "\\n"}\n', "1 are empty; 1 contain only"),
+        (b'{"text": 1}\n{"text": 2}\n', "2 could not be used.*the text is int"),
+        (b'{"body": "x"}\n', "1 could not be used.*no key 'text'"),
+        (b'{"text": "x\n', "1 could not be used.*not JSON"),
+        (b'{"text": "\xff"}\n', "1 could not be used.*not UTF-8"),
     ],
 )
 def test_a_corpus_without_documents_is_reported_before_a_tokenizer_is_trained(
-    corpora: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    content: bytes,
-    reason: str,
-    remedy: str,
+    corpora: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, reason: str
 ) -> None:
     first = b'{"text": "x"}\n'
     corpus = corpora.make({"a.jsonl": first + content}, text_column="text")
+    run(corpus, tmp_path / "before", validation_fraction=0.0)
     path, record = corpus.path(0), corpus.manifest.files[0]
     path.write_bytes(content.ljust(record.bytes, b"\n"))
-    error = rf"the corpus contains[^$]*{reason}[^$]*{remedy}"
-    with caplog.at_level("INFO", "dtt"), pytest.raises(InputError, match=error):
-        run(corpus, tmp_path / "out")
+    error = rf"the corpus contains[^$]*{reason}[^$]*text_column=NAME"
+    caplog.clear()
+    given = GivenTokenizerConfig(path=str(tmp_path / "before"))
+    for tokenizer in (tokenizing.BPE, given):
+        with caplog.at_level("INFO", "dtt"), pytest.raises(InputError, match=error):
+            run(corpus, tmp_path / "out", tokenizer)
+        assert not TokensManifest.exists(tmp_path / "out")
     assert "training a tokenizer" not in caplog.text
 
 
@@ -268,41 +268,32 @@ def test_an_error_of_the_disk_ends_the_run_and_nothing_is_written_after_it(
 # ---- real ranks ----------------------------------------------------------------------------------
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-needs_mpi = pytest.mark.skipif(
-    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="no mpirun or no mpi4py: pip install -e '.[mpich]'",
-)
 
 
-def start(ranks: int, corpus: Corpus, out: Path, *options: str) -> subprocess.Popen[str]:
-    assert MPIRUN is not None
-    command = [
-        *(MPIRUN, "-n", str(ranks), sys.executable, "-m", "dtt.main", "tokenize"),
-        *(f"download.out={corpus.folder}", f"tokenize.out={out}", "tokenizer.vocab_size=300"),
-        *("tokenize.validation_fraction=0.1", "tokenize.unit_bytes=20000", *options),
+def command(corpus: Corpus, out: Path) -> list[str]:
+    return [
+        *("-m", "dtt.main", "tokenize", f"download.out={corpus.folder}", f"tokenize.out={out}"),
+        *("tokenizer.vocab_size=300", "tokenize.validation_fraction=0.1"),
+        "tokenize.unit_bytes=20000",
     ]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent
-    )
 
 
-@needs_mpi
-def test_any_number_of_ranks_writes_the_same_bytes(corpus: Corpus, tmp_path: Path) -> None:
+def test_any_number_of_ranks_writes_the_same_bytes(
+    corpus: Corpus, tmp_path: Path, mpirun: Any
+) -> None:
     run(corpus, tmp_path / "alone")
     expected = sums(tmp_path / "alone")
     for ranks in (1, 2, 3):
-        process = start(ranks, corpus, tmp_path / f"out{ranks}")
-        output, errors = process.communicate(timeout=TIMEOUT)
-        assert process.returncode == 0, errors
+        done = mpirun(ranks, *command(corpus, tmp_path / f"out{ranks}"))
+        assert done.returncode == 0, done.stderr
         assert sums(tmp_path / f"out{ranks}") == expected
-        assert output.count("speed ") == 1
+        assert done.stdout.count("speed ") == 1
 
 
 @pytest.mark.slow(except_for=["0-1"])
-@needs_mpi
 @pytest.mark.parametrize(("killed", "then"), [(0, 1), (1, 3)])
 def test_a_killed_rank_ends_the_job_and_a_rerun_gives_the_same_bytes(
-    corpora: Any, tmp_path: Path, killed: int, then: int
+    corpora: Any, tmp_path: Path, killed: int, then: int, mpirun: Any
 ) -> None:
     corpus = corpora.make({"a.jsonl": json_lines([f"{i} {text(i)}" for i in range(5000)])})
     run(corpus, tmp_path / "alone")
@@ -310,7 +301,10 @@ def test_a_killed_rank_ends_the_job_and_a_rerun_gives_the_same_bytes(
     (out / ".units").mkdir(parents=True)
     blocked = out / ".units/00010.train.bin"
     os.mkfifo(blocked)  # without a reader: the rank that comes to this unit cannot finish it
-    job = start(2, corpus, out)
+    job = subprocess.Popen(
+        [str(MPIRUN), "-n", "2", sys.executable, *command(corpus, out)],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     rank = None
     while rank is None or not any(out.glob(".units/0*.json")):
         assert job.poll() is None, job.communicate()
@@ -321,9 +315,8 @@ def test_a_killed_rank_ends_the_job_and_a_rerun_gives_the_same_bytes(
     assert job.returncode != 0
     assert not TokensManifest.exists(out)
     finished = len(list(out.glob(".units/0*.json")))
-    again = start(then, corpus, out)
-    _, errors = again.communicate(timeout=TIMEOUT)
-    assert again.returncode == 0, errors
+    again = mpirun(then, *command(corpus, out))
+    assert again.returncode == 0, again.stderr
     assert finished >= 1
     assert sums(out) == sums(tmp_path / "alone")
 
@@ -340,14 +333,14 @@ def find_rank(job: subprocess.Popen[str], rank: int) -> int | None:
 
 
 @pytest.mark.slow
-@needs_mpi
-def test_an_error_in_one_rank_ends_all_with_its_exit_code(corpora: Any, tmp_path: Path) -> None:
+def test_an_error_in_one_rank_ends_all_with_its_exit_code(
+    corpora: Any, tmp_path: Path, mpirun: Any
+) -> None:
     corpus = corpora.make({"a.jsonl": json_lines(TEXTS) + b"broken\n" + json_lines(TEXTS)})
-    job = start(3, corpus, tmp_path / "out", "tokenize.on_bad_document=stop")
-    _, errors = job.communicate(timeout=TIMEOUT)
-    assert job.returncode == 65, errors
-    assert "a.jsonl:2001" in errors
-    assert "Traceback" not in errors
+    done = mpirun(3, *command(corpus, tmp_path / "out"), "tokenize.on_bad_document=stop")
+    assert done.returncode == 65, done.stderr
+    assert "a.jsonl:2001" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # ---- the command ---------------------------------------------------------------------------------
