@@ -1,4 +1,4 @@
-"""Checkpoints: stored formats load, subsets of the parameters load, and damage is found."""
+"""Checkpoints: stored formats load, and damage is found."""
 
 from __future__ import annotations
 
@@ -8,29 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import on_ranks
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dtt.artifacts.jobdir import JobDir
 from dtt.artifacts.manifest import fingerprint, manifest_text
 from dtt.artifacts.manifests import CheckpointManifest, sealed
-from dtt.base.errors import ConfigError, DamagedError
+from dtt.base.errors import DamagedError
 from dtt.checkpoint import store, tensors
-from dtt.checkpoint.saver import Saver
 from dtt.checkpoint.store import Checkpoint
-from dtt.config.parallel import Sizes
-from dtt.config.schedule import RunFacts
-from dtt.config.train import CheckpointConfig
-from dtt.mesh.dist import World
-from dtt.mesh.mesh import Mesh
-from dtt.mesh.sharding import layout_of, local_shard, on_every_rank
-from dtt.optim import built
-from dtt.optim.adamw import AdamWConfig
-from dtt.optim.ema import Ema
-from dtt.params.table import Param, Params
-from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
+from dtt.mesh.sharding import on_every_rank
 
 FACTS: dict[str, Any] = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {}}
 MANIFEST = CheckpointManifest.filename
@@ -48,9 +32,6 @@ def small(tmp_path: Path) -> Path:
         tensors.write_bytes(staging / store.POSITION, [b'{"step": 3}']),
     ]
     return store.commit(staging, written, step=3, attempt=1, world_size=1, **FACTS).path
-
-
-# ---- formats -------------------------------------------------------------------------------------
 
 
 def test_every_flipped_byte_is_found(small: Path) -> None:
@@ -91,113 +72,6 @@ def test_optional_fields_may_be_absent_or_unknown(small: Path) -> None:
     (small / MANIFEST).write_text(sealed(content | {"format": "dtt-checkpoint-5"}))
     with pytest.raises(DamagedError, match="format"):
         store.verify(small)
-
-
-# ---- a part of the parameters --------------------------------------------------------------------
-
-SHAPES = {"base": (6, 4), "adapter.a": (5, 4), "adapter.b": (8, 3), "adapter.half": (3, 2)}
-
-
-def values(name: str) -> Tensor:
-    return torch.arange(20.0 if name == "base" else 1.0, 99.0)[: torch.Size(SHAPES[name]).numel()]
-
-
-class Model:
-    """A frozen base with adapters: plain, sharded, or on the second half of the ranks alone."""
-
-    def __init__(self, world: World) -> None:
-        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
-        second = list(range(world.size // 2, world.size))
-        half = DeviceMesh("cpu", second)
-        found = []
-        for name, shape in SHAPES.items():
-            full = torch.zeros(shape)
-            if name in ("base", "adapter.b"):
-                full = distribute_tensor(full, mesh, [Shard(0)])
-            tensor = nn.Parameter(full, requires_grad=name != "base")
-            layout = layout_of(tensor, half if name == "adapter.half" else world.size)
-            if world.rank in layout.ranks:
-                found.append(Param(name, tensor, name.split(".")[0], layout))
-        layout = Mesh(Sizes(shard=world.size), world.rank, mesh, world=world)
-        self.world, self.params = world, Params(found, layout)
-        self.optimizers = built.build(AdamWConfig(), self.params, RunFacts(1))
-        self.ema = Ema(self.params, 0.9)
-
-    def fill(self) -> None:
-        """Give weights and state values, as a step does."""
-        for name, param in self.params.items():
-            part = local_shard(param.tensor)
-            with torch.no_grad():
-                part.local.copy_(values(name).view(SHAPES[name])[part.box.slices])
-            if param.trainable:
-                param.tensor.grad = torch.zeros_like(param.tensor) + 0.5
-        self.optimizers["adamw"].step()
-        self.ema.update(torch.tensor(0.0))
-
-    def save(self, job: JobDir, step: int, roles: set[str], base: Checkpoint | None) -> None:
-        saver = Saver(job, 1, self.world, CheckpointConfig(keep_last=9), FACTS)
-        state = self.params.laid_out(optimizer_tensors(self.optimizers) | self.ema.tensors())
-        reference = None if base is None else base.reference()
-        saver.begin(step, self.params.subset(roles), state, {"step": step}, base=reference)
-        saver.wait()
-
-    def whole(self) -> dict[str, list[Any]]:
-        """All tensors that this rank holds, put together."""
-        state = optimizer_tensors(self.optimizers) | self.ema.tensors()
-        held = {name: param.tensor.detach() for name, param in self.params.items()} | state
-        return {
-            name: (t.full_tensor() if isinstance(t, DTensor) else t).tolist()
-            for name, t in held.items()
-        }
-
-
-def save_adapter(world: World, folder: Path) -> dict[str, list[Any]]:
-    model, job = Model(world), JobDir(folder)
-    if world.first:
-        job.checkpoints.mkdir(parents=True)
-    world.barrier()
-    model.fill()
-    model.save(job, 1, {"base", "adapter"}, None)
-    with torch.no_grad():
-        for param in model.params.trainable().values():
-            param.tensor.mul_(2.0)
-    model.save(job, 2, {"adapter"}, store.at_step(job.checkpoints, 1))
-    return model.whole()
-
-
-def load_adapter(world: World, folder: Path) -> tuple[str, list[Any], dict[str, list[Any]]]:
-    model, found = Model(world), store.at_step(JobDir(folder).checkpoints, 2)
-    weights, base = found.stored(store.MODEL), found.base()
-    assert base is not None
-    try:
-        load_parameters(model.params, weights)
-        message = "none"
-    except ConfigError as error:
-        message = str(error)
-    load_parameters(model.params, weights, "initialise")
-    initial = model.whole()["base"]
-    load_parameters(model.params, weights, "base", base.stored(store.MODEL))
-    state = found.stored(store.STATE)
-    load_optimizers(model.optimizers, state, world.gather)
-    model.ema.restore(state)
-    return message, initial, model.whole()
-
-
-@pytest.mark.slow
-def test_an_adapter_saved_on_four_ranks_loads_on_two_over_its_base(tmp_path: Path) -> None:
-    saved: dict[str, list[Any]] = {}
-    for of_rank in on_ranks(4, save_adapter, tmp_path / "job"):
-        saved |= of_rank
-    loaded: dict[str, list[Any]] = {}
-    for message, initial, of_rank in on_ranks(2, load_adapter, tmp_path / "job"):
-        assert "base is (6, 4) here, None there" in message
-        assert initial == torch.zeros(SHAPES["base"]).tolist()
-        assert all(loaded.get(name, value) == value for name, value in of_rank.items())
-        loaded |= of_rank
-    assert loaded == saved
-    assert "adapter.half" in loaded
-    found = store.at_step(JobDir(tmp_path / "job").checkpoints, 2)
-    assert set(found.stored(store.MODEL)) == {*SHAPES} - {"base"}
 
 
 def test_a_base_that_is_another_checkpoint_by_now_is_refused(small: Path) -> None:

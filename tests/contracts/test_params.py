@@ -7,7 +7,6 @@ gradients are averaged over these ranks alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,12 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
-from dtt.artifacts.jobdir import JobDir
-from dtt.checkpoint import store
-from dtt.checkpoint.saver import Saver
 from dtt.config.parallel import Sizes
 from dtt.config.schedule import RunFacts
-from dtt.config.train import CheckpointConfig
 from dtt.mesh.dist import World
 from dtt.mesh.mesh import Mesh
 from dtt.mesh.sharding import TensorSlice, from_local, layout_of, local, local_shard, world_size
@@ -33,7 +28,6 @@ from dtt.optim.adamw import AdamWSettings
 from dtt.optim.ema import Ema
 from dtt.optim.muon.variant import MuonConfig
 from dtt.params.table import Param, Params
-from dtt.train.state import load_optimizers, load_parameters, optimizer_tensors
 
 RANKS, STEPS, LIMIT = 4, 2, 0.5
 SHAPES = {
@@ -47,7 +41,6 @@ SHARDED = "sharded", "half_sharded"
 CONFIG = MuonConfig(
     momentum_warmup=4, normuon_beta2=0.9, adamw=AdamWSettings(lr=0.01), weight_decay=0.1
 )
-FACTS = {"config_sha256": "c" * 64, "data_key": "d" * 64, "versions": {}}
 
 
 def random(name: str, seed: int) -> Tensor:
@@ -98,9 +91,6 @@ class Training:
                 optimizer.zero_grad()
             self.ema.update(torch.tensor(0.0))
 
-    def state(self) -> dict[str, Tensor]:
-        return optimizer_tensors(self.optimizers) | self.ema.tensors()
-
 
 class OfRank(NamedTuple):
     """What one rank computed."""
@@ -118,21 +108,14 @@ def names_of(optimizers: Mapping[str, Optimizer]) -> dict[str, list[str]]:
     }
 
 
-def train_and_save(world: World, folder: Path) -> tuple[Any, ...]:
-    """Clip, step, average and save on this rank; the fields of its `OfRank`."""
+def train(world: World) -> tuple[Any, ...]:
+    """Clip, step and average on this rank; the fields of its `OfRank`."""
     torch.set_num_threads(1)
     params = make_params(world.rank, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",)))
     assert set(params) == {name for name in SHAPES if world.rank in HOLDERS[name]}
     assert all(param.layout.ranks == HOLDERS[name] for name, param in params.items())
     training = Training(params)
     training.train()
-    job = JobDir(folder)
-    if world.first:
-        job.checkpoints.mkdir(parents=True)
-    world.barrier()
-    saver = Saver(job, 1, world, CheckpointConfig(), FACTS)
-    saver.begin(1, params, params.laid_out(training.state()), {"step": 1})
-    saver.wait()
     parts = {}
     for name, param in params.items():
         part = local_shard(param.tensor)
@@ -151,13 +134,8 @@ def expected() -> Training:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("params") / "job"
-
-
-@pytest.fixture(scope="module")
-def of_ranks(folder: Path) -> list[OfRank]:
-    return [OfRank(*fields) for fields in on_ranks(RANKS, train_and_save, folder)]
+def of_ranks() -> list[OfRank]:
+    return [OfRank(*fields) for fields in on_ranks(RANKS, train)]
 
 
 def test_the_gradient_norm_counts_every_parameter_once_on_every_rank(
@@ -198,27 +176,6 @@ def test_a_table_selects_roles_and_what_is_trained(expected: Training) -> None:
     assert set(params.subset({"adapter"})) == {"lora"}
     assert set(params.trainable()) == {*SHAPES} - {"frozen"}
     assert params.subset({"adapter"})["lora"] is params["lora"]
-
-
-def test_the_checkpoint_is_complete_and_loads_on_one_rank(
-    of_ranks: list[OfRank], expected: Training, folder: Path
-) -> None:
-    found = store.at_step(JobDir(folder).checkpoints, 1)
-    loaded = Training(
-        table({name: nn.Parameter(torch.zeros(SHAPES[name])) for name in SHAPES}, ROLES)
-    )
-    load_parameters(loaded.params, found.stored(store.MODEL))
-    for result in of_ranks:
-        for name, (box, values) in result.parts.items():
-            assert loaded.params[name].tensor.detach()[box.slices].tolist() == values
-    loaded.params["frozen"].tensor.requires_grad_(False)
-    loaded = Training(loaded.params)
-    load_optimizers(loaded.optimizers, found.stored(store.STATE))
-    loaded.ema.restore(found.stored(store.STATE))
-    ours, right = loaded.state(), expected.state()
-    assert ours.keys() == right.keys()
-    for path, value in right.items():
-        torch.testing.assert_close(ours[path], value, atol=2e-6, rtol=2e-6)
 
 
 # ---- one process ---------------------------------------------------------------------------------

@@ -261,15 +261,6 @@ class Nothing(EveryThird):
         return replace(rows, targets=np.full_like(rows.targets, IGNORE_INDEX))
 
 
-def test_a_batch_without_targets_has_gradients_of_zero() -> None:
-    decoder, samples = model(), np.arange(4, dtype=np.uint64)
-    (micro_batch,) = BatchReader(0, 1, 4, CPU).read(Nothing(), samples)
-    loss = decoder(micro_batch.tokens, micro_batch.targets).loss
-    loss.backward()
-    assert loss == 0
-    assert not any(p.grad is not None and p.grad.any() for p in decoder.parameters())
-
-
 def test_validation_measures_the_targets_and_leaves_out_sources_without_any(
     mixed: Dataset,
 ) -> None:

@@ -155,12 +155,6 @@ def test_an_evaluation_returns_the_sums_of_the_training_step_and_no_gradients(ca
     assert_equal(reduce(Output.plus, found).named(), trained.named())
 
 
-def test_a_step_without_any_target_has_a_finite_loss() -> None:
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    batch = [MicroBatch(ids, torch.full_like(ids, IGNORE_INDEX), None)]
-    assert Passes(Toy(), "fp32").run(batch, loss_function(), 0).loss == 0.0
-
-
 @pytest.mark.parametrize("skip", [0.0, 1.0])
 def test_an_update_changes_the_weights_unless_it_is_skipped_and_clears_the_gradients(
     skip: float,
