@@ -109,11 +109,6 @@ def test_a_resume_at_any_step_does_not_change_the_schedule(
     assert {step: again.multiplier(step) for step in order} == dict(enumerate(whole))
 
 
-def test_the_first_step_gets_its_share_of_the_warm_up_and_its_last_the_peak() -> None:
-    schedule = set_against(ConstantConfig(warmup=4), 10)
-    assert [schedule.multiplier(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("decay", [25, 0.25, "25%", "25.6k tokens"])
 def test_a_length_is_steps_or_a_share_or_tokens(decay: Any) -> None:
     schedule = set_against(WsdConfig(warmup=10, decay=decay, floor=0.1), 100)
