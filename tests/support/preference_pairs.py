@@ -54,15 +54,15 @@ def make_pairs(count: int, seed: int = 0) -> list[Pair]:
     return pairs
 
 
-def packed(pairs: Sequence[Pair], seq_len: int = SEQ_LEN) -> MicroBatch:
-    """Pack pairs in order into rows of `seq_len` inputs, without reference log-probabilities."""
+def packed(pairs: Sequence[Pair]) -> MicroBatch:
+    """Pack pairs in order into rows of `SEQ_LEN` inputs, without reference log-probabilities."""
     rows: list[list[Answered]] = [[]]
     for pair in pairs:
         used = sum(len(one.ids) for one in rows[-1])
-        if used + sum(len(one.ids) for one in pair) > seq_len + 1:
+        if used + sum(len(one.ids) for one in pair) > SEQ_LEN + 1:
             rows.append([])
         rows[-1].extend(pair)
-    ids = np.full((len(rows), seq_len + 1), IGNORE_INDEX)
+    ids = np.full((len(rows), SEQ_LEN + 1), IGNORE_INDEX)
     mask = np.zeros(ids.shape, dtype=np.bool_)
     documents = np.zeros(ids.shape, dtype=np.int32)
     for row, conversations in enumerate(rows):

@@ -17,6 +17,14 @@ def records(job: Path, *kinds: str) -> list[dict[str, Any]]:
     return [record for record in jsonl.read(job / "metrics.jsonl") if record["kind"] in wanted]
 
 
+def assert_same_tensors(one: Path, other: Path, step: int) -> None:
+    """Weights and optimizer state that two jobs saved after `step` are equal bit for bit."""
+    files = sorted((one / f"checkpoints/step-{step:06d}").glob("*.safetensors"))
+    assert files
+    for file in files:
+        assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file.name
+
+
 def reached(job: Path) -> int:
     """Newest step in the job's metrics."""
     return max((record["step"] for record in records(job, "train")), default=0)

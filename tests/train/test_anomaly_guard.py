@@ -26,7 +26,7 @@ from support.ranks import on_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtt.base.errors import Diverged, ExitCode
+from dtt.base.errors import Diverged
 from dtt.base.ranks import Ranks
 from dtt.checkpoint import store
 from dtt.config.train import GuardConfig
@@ -343,14 +343,6 @@ def test_a_window_of_another_size_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
     new = watching()
     new.load(old.tensors())
     assert bool(new.tensors()[WINDOW].isnan().all())
-
-
-def test_diverged_is_its_own_exit_code() -> None:
-    guard = Guard(GuardConfig(), ALONE, Path("jobs/t"))
-    record = {"kind": "train", "step": 3, "ledger": "ab"}
-    with pytest.raises(Diverged, match="grad_norm is inf at step 3") as caught:
-        list(guard.review(record, (2.0, math.inf, NON_FINITE), Position()))
-    assert caught.value.exit_code == ExitCode.DIVERGED == 76
 
 
 def test_skips_long_ago_do_not_count() -> None:

@@ -89,13 +89,6 @@ def test_packed_pairs_have_the_loss_gradients_and_metrics_of_pairs_alone(
     torch.testing.assert_close(found, gradients(policy), rtol=1e-4, atol=1e-6)
 
 
-def test_at_the_start_the_loss_is_log_2_and_every_margin_is_zero() -> None:
-    policy, pairs = decoder(0), make_pairs(6)
-    got = step(policy, [with_reference(packed(pairs), policy)], len(pairs), DpoConfig())
-    torch.testing.assert_close(got.loss, torch.tensor(2.0).log(), rtol=1e-6, atol=0)
-    assert got.metrics["reward_margin"] == got.metrics["reward_accuracy"] == 0
-
-
 def test_a_row_without_targets_adds_nothing() -> None:
     policy, pairs = decoder(0), make_pairs(6)
     batch = with_reference(packed(pairs), decoder(1))

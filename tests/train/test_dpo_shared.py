@@ -1,4 +1,4 @@
-"""Preference pairs of real conversations: the ids of TRL, and the loss of its DPOTrainer."""
+"""Preference pairs of real conversations have the ids of TRL."""
 
 from __future__ import annotations
 
@@ -9,27 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.running import Dtt
 from support.tiny_job import make_tokenizer
 
-from dtt.base.ranks import Ranks
-from dtt.config.load import resolve
 from dtt.data.conversations.template import CHATML
-from dtt.data.samples.dataset import open_dataset
-from dtt.data.samples.loader import BatchReader
-from dtt.data.samples.reference import with_reference
 from dtt.data.token_file import TokenFile
-from dtt.hf.read import read_hf_folder
-from dtt.mesh.dist import World
-from dtt.mesh.mesh import Mesh
-from dtt.model.decoder import Decoder
-from dtt.train.objectives.dpo import DpoConfig
-from dtt.train.objectives.loss_function import loss_function
-from dtt.train.objectives.reference_pass import ReferencePass
-from dtt.train.step import Passes
 
-SEQ_LEN, PAIRS, BETA = 2048, 24, 0.1
+SEQ_LEN, PAIRS = 2048, 24
 
 
 def write_pairs(shared: Path, path: Path) -> list[dict[str, Any]]:
@@ -47,15 +33,8 @@ def write_pairs(shared: Path, path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def open_model(folder: Path) -> Decoder:
-    trained = read_hf_folder(folder)
-    model = Decoder(trained.arch)
-    model.load_state_dict({name: tensor[()] for name, tensor in trained.state.items()})
-    return model
-
-
 @pytest.mark.slow
-def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) -> None:
+def test_rows_of_gsm8k_have_the_ids_of_trl(shared: Path, dtt: Dtt) -> None:
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
     trl = pytest.importorskip("trl")
     rows = write_pairs(shared, dtt.folder / "pairs.jsonl")
@@ -74,21 +53,16 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
     theirs_tokenizer.chat_template = CHATML
     sizes: Any = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16,
-        "num_key_value_heads": 2, "intermediate_size": 64, "initializer_range": 0.1,
+        "num_key_value_heads": 2, "intermediate_size": 64,
         "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": SEQ_LEN,
     }  # fmt: skip
-    theirs: list[Any] = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-        model.save_pretrained(dtt.folder / f"model-{seed}")
-        theirs_tokenizer.save_pretrained(dtt.folder / f"model-{seed}")
-        theirs.append(model)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.save_pretrained(dtt.folder / "model")
+    theirs_tokenizer.save_pretrained(dtt.folder / "model")
     trainer = trl.DPOTrainer(
-        model=theirs[0],
-        ref_model=theirs[1],
+        model=str(dtt.folder / "model"),
         args=trl.DPOConfig(
-            output_dir=str(dtt.folder / "trl"), beta=BETA, use_cpu=True, report_to="none",
+            output_dir=str(dtt.folder / "trl"), use_cpu=True, report_to="none",
             gradient_checkpointing=False, bf16=False, max_length=SEQ_LEN,
         ),
         train_dataset=datasets.Dataset.from_list(rows),
@@ -110,36 +84,3 @@ def test_rows_of_gsm8k_have_the_ids_and_the_loss_of_trl(shared: Path, dtt: Dtt) 
         assert mask[a:b].tolist() == (
             [0] * len(row["prompt_ids"]) + [1] * (len(row["chosen_ids"]) - 1) + [0]
         )
-
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(PAIRS)])
-    for i, (a, b) in enumerate([*bounds[::2], *bounds[1::2]]):
-        batch["completion_mask"][i] = 0
-        batch["completion_mask"][i, : b - a] = torch.from_numpy(mask[a:b].astype(np.int64))
-    theirs_loss = trainer.compute_loss(trainer.model, batch)
-
-    cfg = resolve(
-        None,
-        [
-            "data.type=preference", "objective.type=dpo", f"data.tokens={dtt.folder / 'tokens'}",
-            f"train.seq_len={SEQ_LEN}", f"train.global_batch_tokens={SEQ_LEN}",
-        ],
-    ).config  # fmt: skip
-    cpu, world = torch.device("cpu"), World(Ranks(0, 1, 0, 1, "none"), torch.device("cpu"), None)
-    reader = BatchReader(0, 1, 2, cpu)
-    dataset, folder = open_dataset(cfg), dtt.folder / "reference"
-    step = Passes(open_model(dtt.folder / "model-1"), "fp32")
-    reference = ReferencePass(step, reader, Mesh(), world)
-    reference.write(dataset, folder, "key", SEQ_LEN)
-    source = with_reference(dataset, folder).sources[0]
-    samples = np.arange(len(source), dtype=np.uint64)
-    pairs = source.counts(samples).terms
-    assert pairs == PAIRS
-    policy = open_model(dtt.folder / "model-0")
-    objective = loss_function(DpoConfig(beta=BETA))
-    micro_batches = reader.read(source, samples)
-    assert len(micro_batches) > 1
-    got = Passes(policy, "fp32").run(micro_batches, objective, pairs)
-
-    difference = abs(got.loss.item() / theirs_loss.item() - 1)
-    print(f"relative difference of the loss: {difference:.1e}")
-    assert difference < 1e-5

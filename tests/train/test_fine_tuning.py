@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.records import reached, records
+from support.records import assert_same_tensors, reached, records
 from support.running import Dtt, kill_when
 from support.tokenized_conversations import write_conversations
 
@@ -201,8 +201,7 @@ def test_answers_change_no_bit_of_training(dtt: Dtt, chat_tokens: Path, undistur
     assert "answer_stop_rate" not in records(job, "eval")[0]
     assert "answer_stop_rate" in records(undisturbed, "eval")[0]
     last = records(job, "train")[-1]["step"]
-    for file in sorted((job / f"checkpoints/step-{last:06d}").glob("*.safetensors")):
-        assert file.read_bytes() == (undisturbed / file.relative_to(job)).read_bytes()
+    assert_same_tensors(job, undisturbed, last)
 
 
 @pytest.mark.slow
@@ -220,9 +219,6 @@ def test_killed_in_both_epochs_it_ends_bit_for_bit_equal(
             kill_when(lambda: reached(job) >= target, process, after)  # noqa: B023
             killed.append(reached(job))
     dtt("train", *settings(chat_tokens))
-    files = sorted((undisturbed / f"checkpoints/step-{steps:06d}").glob("*.safetensors"))
-    assert files
-    for file in files:
-        assert file.read_bytes() == (job / file.relative_to(undisturbed)).read_bytes(), file.name
+    assert_same_tensors(undisturbed, job, steps)
     kinds = "train", "eval", "sample"
     assert records(job, *kinds) == records(undisturbed, *kinds)

@@ -15,7 +15,7 @@ from dtt.config.model import ModelConfig
 from dtt.config.train import ProfileConfig
 from dtt.mesh.dist import start
 from dtt.model import families
-from dtt.train.profiler import Profiler, covered, exposed_share
+from dtt.train.profiler import Profiler, exposed_share
 from dtt.train.supervise.watchdog import Watchdog
 from dtt.train.throughput import ThroughputMeter
 
@@ -24,11 +24,6 @@ def kernel(name: str, start: float, end: float, **other: object) -> SimpleNamesp
     span = SimpleNamespace(start=start, end=end)
     reported = {"device_type": DeviceType.CUDA, "is_user_annotation": False} | other
     return SimpleNamespace(name=name, time_range=span, **reported)
-
-
-def test_what_overlaps_counts_once() -> None:
-    assert covered([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
-    assert covered([]) == 0
 
 
 def test_communication_that_overlaps_with_other_kernels_is_not_exposed() -> None:

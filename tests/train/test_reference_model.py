@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.preference_pairs import settings, write_rows
+from support.preference_pairs import prepare, settings
 from support.running import Dtt
 from support.tiny_job import make_tokenizer
 
@@ -37,13 +37,7 @@ CPU = torch.device("cpu")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with token files of pairs."""
     folder = tmp_path_factory.mktemp("reference")
-    write_rows(folder)
-    data = ["data.type=preference", "objective.type=dpo"]
-    Dtt(folder)("download", "-d", "pairs.jsonl", *data)
-    Dtt(folder)(
-        "tokenize", "-d", "pairs.jsonl", *data, "tokenizer.type=file",
-        "tokenizer.path=tokenizer.json", "tokenize.out=tokens", "tokenize.validation_fraction=0.1",
-    )  # fmt: skip
+    prepare(Dtt(folder))
     return folder
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from support.records import records
+from support.records import assert_same_tensors, records
+from support.running import in_this_process
 
 from dtt.artifacts.jobdir import JobDir
 from dtt.base.errors import DamagedError
-from dtt.base.interrupts import STOP_SIGNALS
 from dtt.config.load import load_job
 from dtt.data.inspect import run as data
 from dtt.train import run as command
@@ -41,14 +40,8 @@ def train(
     folder: Path, *arguments: str, allow: Sequence[str] = (), from_step: int | None = None
 ) -> None:
     """`dtt train` in this process."""
-    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        try:
-            command.run(None, arguments, allow, from_step)
-        finally:
-            for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
-                signal.signal(number, handler)
+    with in_this_process(folder):
+        command.run(None, arguments, allow, from_step)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +66,7 @@ def test_a_resume_on_the_way_up_ends_as_if_nothing_had_happened(
 ) -> None:
     job = shutil.copytree(whole, tmp_path / "jobs/t")
     train(tmp_path, "jobs/t", from_step=step)
-    files = sorted((whole / f"checkpoints/step-{STEPS:06d}").glob("*.safetensors"))
-    assert files
-    for file in files:
-        assert file.read_bytes() == (job / file.relative_to(whole)).read_bytes(), file.name
+    assert_same_tensors(whole, job, STEPS)
     kinds = ("train", "eval", "sample")
     assert records(job, *kinds) == records(whole, *kinds)
     assert JobDir(job).exit_record(2) is not None

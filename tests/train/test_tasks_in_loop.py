@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.records import records
+from support.records import assert_same_tensors, records
 from support.running import Dtt
 
 from dtt.artifacts.jobdir import JobDir
@@ -40,11 +40,6 @@ def write_tasks(folder: Path) -> str:
         "max_tokens: 3\nuntil: [' ']\n"
     )
     return f"[{folder / 'words.yaml'}, {folder / 'answers.yaml'}]"
-
-
-def weights_and_state(job: Path, step: int) -> dict[str, bytes]:
-    files = store.folder_of(job / "checkpoints", step).glob("*.safetensors")
-    return {file.name: file.read_bytes() for file in sorted(files)}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +76,7 @@ def test_evaluation_changes_no_bit_of_the_training(
     """Also of the generators, as the run has dropout."""
     Dtt(tmp_path)("train", *tiny(model__dropout=0.1))
     plain = tmp_path / "jobs/t"
-    assert weights_and_state(plain, 12) == weights_and_state(evaluated, 12)
+    assert_same_tensors(plain, evaluated, 12)
     kinds = ("train", "eval", "sample")
     assert records(plain, *kinds) == records(evaluated, *kinds)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.forked_runs import run
-from support.records import reached, records
+from support.records import assert_same_tensors, reached, records
 from support.running import Dtt, kill_when, wait_until
 
 from dtt.artifacts.jobdir import JobDir
@@ -30,10 +30,7 @@ def weights(job: Path, step: int) -> dict[str, torch.Tensor]:
 
 def assert_same_run(one: Path, other: Path, step: int) -> None:
     """Weights, optimizer state and metrics of two jobs are equal bit for bit."""
-    files = sorted((one / f"checkpoints/step-{step:06d}").glob("*.safetensors"))
-    assert files
-    for file in files:
-        assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file.name
+    assert_same_tensors(one, other, step)
     assert records(one) == records(other)
 
 

@@ -95,14 +95,6 @@ def test_the_signal_is_known_until_the_parent_has_collected_the_process(job: Job
     assert f"rank 1 on {HERE} was killed, or crashed" in str(explained(lost(), job, 1))
 
 
-def test_a_rank_that_recorded_its_end_is_the_cause_and_its_exit_code_is_ours(job: JobDir) -> None:
-    job.end_attempt(ExitCode.IO, "no space left on device\n  where: /x", 3, attempt=1, node="n7")
-    named = explained(lost(), job, 1)
-    assert str(named).splitlines()[0] == "rank 3 on n7 has ended"
-    assert "no space left on device" in str(named)
-    assert named.exit_code == ExitCode.IO
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "who"), [([1], "rank 1"), ([1, 2], "a rank")])
 def test_on_another_node_the_address_of_the_connection_names_the_rank(
