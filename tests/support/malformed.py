@@ -30,11 +30,6 @@ def parquet(*values: object, kind: pa.DataType | None = None, column: str = "tex
 ROWS = [f"row {i} of a few" for i in range(12)]
 
 
-def invalid_text() -> bytes:
-    """The second row is no UTF-8, though its column says so."""
-    return parquet(*ROWS).replace(b"row 1 of", b"row \xff of")
-
-
 def two_columns() -> bytes:
     """Two columns have the name of the text."""
     stream = io.BytesIO()
@@ -138,7 +133,8 @@ FAULTS = [
     Fault("no rows", "parquet", lambda: parquet(kind=pa.string()), 0, 0),
     Fault("no bytes", "parquet", lambda: b"", 0, 1,
           "b.parquet: cannot be read: Parquet file size is 0 bytes"),
-    Fault("invalid UTF-8", "parquet", invalid_text, 11, 1,
+    Fault("invalid UTF-8", "parquet",
+          lambda: parquet(*ROWS).replace(b"row 1 of", b"row \xff of"), 11, 1,
           "b.parquet, row 1: not UTF-8: invalid start byte at byte 4"),
     Fault("a document of 70 MB", "parquet", lambda: parquet("x", "y" * LONG, "z"), 2, 1,
           "b.parquet, row 1: longer than 64 MiB"),

@@ -14,6 +14,7 @@ import pytest
 from support.running import Dtt
 from support.selections import write_selection
 from support.token_files import END, read_documents, write_folder
+from tokenizers import Tokenizer
 
 from dtt.artifacts.manifests import TokensManifest
 
@@ -178,6 +179,7 @@ def job(dtt: Dtt, trained: Path) -> Path:
 
 @pytest.mark.slow
 def test_at_step_lists_the_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tokens / "tokenizer.json"))
     seen = {step: facts(dtt, "at-step", job, step) for step in (1, 8, 9)}
     for step, found in seen.items():
         assert found["ledger_agrees"]
@@ -189,7 +191,7 @@ def test_at_step_lists_the_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
             for part in sample["documents"]:
                 document = read_documents(Path(part["file"]).with_suffix(""))[part["document"]]
                 ids = document[part["offset"] :][: part["tokens"]]
-                assert part["text"] == decoded(tokens, ids.tolist())
+                assert part["text"] == tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     assert len({s["sample"] for found in seen.values() for s in found["samples"]}) == 3 * 8
     of_one_rank = facts(dtt, "at-step", job, 9, "--rank", 1, "--of", 4)["samples"]
     assert of_one_rank == seen[9]["samples"][1::4]
@@ -197,13 +199,6 @@ def test_at_step_lists_the_documents(dtt: Dtt, job: Path, tokens: Path) -> None:
     assert "8 samples, the same as in metrics.jsonl" in stdout
     assert stdout.count("\nsample ") == 2
     assert "and 6 more" in stdout
-
-
-def decoded(tokens: Path, ids: list[int]) -> str:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokens / "tokenizer.json"))
-    return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def test_a_step_with_another_sample_hash_is_refused(dtt: Dtt, job: Path, tokens: Path) -> None:

@@ -29,17 +29,15 @@ SEQUENCES, SEQ_LEN = 8, 32
 CPU = torch.device("cpu")
 
 
-def opened(*arguments: str, steps: int = 1000, masked: bool = True) -> Dataset:
-    """Open the data, with attention masked between documents unless told otherwise."""
-    arguments = (f"data.mask_documents={str(masked).lower()}", *arguments)
+def opened(*arguments: str, steps: int = 1000) -> Dataset:
+    """Open the data, with attention masked between documents."""
+    arguments = ("data.mask_documents=true", *arguments)
     lengths = (f"train.seq_len={SEQ_LEN}", f"train.global_batch_tokens={SEQUENCES * SEQ_LEN}")
     return open_dataset(resolve(None, [*lengths, f"train.steps={steps}", *arguments]).config)
 
 
-KINDS = ["windows", "mixture", "packed"]
-
-
-def open_kind(kind: str, tokens: Path, *arguments: str, masked: bool = True) -> Dataset:
+@pytest.fixture(scope="module", params=["windows", "mixture", "packed"])
+def any_dataset(request: pytest.FixtureRequest, tokens: Path) -> Dataset:
     mixture = (
         f"data.sources=[{{name: a, path: {tokens}, weight: 0.7}}, "
         f"{{name: b, path: {tokens}, weight: 0.3}}]"
@@ -48,13 +46,8 @@ def open_kind(kind: str, tokens: Path, *arguments: str, masked: bool = True) -> 
         "windows": (f"data.tokens={tokens}",),
         "mixture": (mixture, "data.weights=[{step: 40, weights: {a: 1, b: 4}}]"),
         "packed": (mixture, "data.packing=best-fit"),
-    }[kind]
-    return opened(*keys, *arguments, masked=masked)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def any_dataset(request: pytest.FixtureRequest, tokens: Path) -> Dataset:
-    return open_kind(request.param, tokens)
+    }[request.param]
+    return opened(*keys)
 
 
 def batches(
@@ -109,13 +102,9 @@ GROWING = (
 @pytest.fixture(scope="module")
 def growing(tokens: Path) -> Dataset:
     """Batches and contexts that grow, over two sources whose weights change on the way."""
-    return open_growing(tokens, masked=True)
-
-
-def open_growing(tokens: Path, *, masked: bool) -> Dataset:
     mixture = f"data.sources=[{{name: a, path: {tokens}}}, {{name: b, path: {tokens}}}]"
     weights = "[{step: 6, weights: {a: 1, b: 0}}, {step: 11, weights: {a: 0, b: 1}}]"
-    return opened(mixture, f"data.weights={weights}", *GROWING, steps=40, masked=masked)
+    return opened(mixture, f"data.weights={weights}", *GROWING, steps=40)
 
 
 @pytest.mark.parametrize(("size", "micro_batch"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 9)])

@@ -47,10 +47,6 @@ def opened(path: Path, split: Any = "train", **options: Any) -> TokenSource:
     return TokenSource(cfg, split, seq_len=options.pop("seq_len", 9), seed=0, **options)
 
 
-def by_file(source: TokenSource) -> list[tuple[str, int]]:
-    return [(shard.path.name, shard.tokens) for shard in source.files.shards]
-
-
 @pytest.mark.parametrize("dtype", LLM_C)
 def test_llm_c_files_are_read_without_their_header(tmp_path: Path, dtype: str) -> None:
     """Two shards in the names of modded-nanogpt, the second held out; samples cross no header."""
@@ -85,7 +81,8 @@ def test_arrays_of_numpy_are_read(tmp_path: Path, dtype: str, version: tuple[int
     for path in (tmp_path, tmp_path / "edufineweb_train_000001.npy"):
         source = opened(path, vocab_size=251)
         assert source.files.format == "numpy"
-        assert by_file(source) == [("edufineweb_train_000001.npy", len(ids))]
+        found = [(shard.path.name, shard.tokens) for shard in source.files.shards]
+        assert found == [("edufineweb_train_000001.npy", len(ids))]
         assert stream(source) == ids[: len(stream(source))].tolist()
     assert len(opened(tmp_path, "validation", vocab_size=251).files.shards) == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -174,11 +173,6 @@ TOKENIZERS = {
 """The token that lm-eval puts in front of an empty context, of each tokenizer."""
 
 
-@cache
-def _tokenizer(path: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(path))
-
-
 def hflm(path: Path, prefix: str) -> Any:
     """Return lm-eval's Hugging Face backend with a tokenizer, without a model."""
     from lm_eval.models.huggingface import HFLM
@@ -217,7 +211,10 @@ def test_ids_and_truncation_equal_those_of_lm_eval(
 ) -> None:
     path, length = shared / f"data/tokenizers/{name}/tokenizer.json", 12
     lm = hflm(path, TOKENIZERS[name])
-    encoder = QuestionEncoder(_tokenizer(path), lm.prefix_token_id, length, "tokenizer")
+    tokenizer = Tokenizer.from_file(str(path))
+    encoder = QuestionEncoder(tokenizer, lm.prefix_token_id, length, "tokenizer")
+        Tokenizer.from_file(str(path)), lm.prefix_token_id, length, "tokenizer"
+    )
     scored: list[Any] = []
     monkeypatch.setattr(
         lm, "_loglikelihood_tokens", lambda found, **_: scored.extend(found), raising=False
