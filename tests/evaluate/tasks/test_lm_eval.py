@@ -213,8 +213,6 @@ def test_ids_and_truncation_equal_those_of_lm_eval(
     lm = hflm(path, TOKENIZERS[name])
     tokenizer = Tokenizer.from_file(str(path))
     encoder = QuestionEncoder(tokenizer, lm.prefix_token_id, length, "tokenizer")
-        Tokenizer.from_file(str(path)), lm.prefix_token_id, length, "tokenizer"
-    )
     scored: list[Any] = []
     monkeypatch.setattr(
         lm, "_loglikelihood_tokens", lambda found, **_: scored.extend(found), raising=False
