@@ -17,7 +17,6 @@ import pytest
 from support.running import Dtt, in_this_process
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.artifacts.manifests import CheckpointManifest
 from dtt.base.errors import DttError, ExitCode
 from dtt.base.files import remove
 from dtt.checkpoint import inspect as ckpt
@@ -319,10 +318,3 @@ def test_temporary_files_of_dead_processes_are_removed_at_the_next_start(folder:
     train.run(None, [str(JOB), "train.steps=9"], ["train.steps"], None)
     left = [path for path in JOB.rglob(".*") if path.name.endswith((".tmp", "-rejected", "-1"))]
     assert left == [young]
-
-
-def test_a_rejected_checkpoint_is_deleted_once_its_successor_is_verified(folder: Path) -> None:
-    (JOB / "checkpoints/step-000008" / CheckpointManifest.filename).write_text("")
-    train.run(None, [str(JOB)], [], None)
-    assert store.verify(JOB / "checkpoints/step-000008").step == 8
-    assert not list((JOB / "checkpoints").glob(".tmp-*"))

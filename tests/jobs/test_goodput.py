@@ -70,17 +70,6 @@ def test_a_job_without_clock_records_has_no_goodput(tmp_path: Path) -> None:
     assert goodput(job) is None
 
 
-def test_the_clock_writes_the_fields_that_are_set(tmp_path: Path) -> None:
-    job = JobDir(tmp_path)
-    clock = Clock(job, job.begin_attempt())
-    clock.fields = {"first": 0, "step": 2, "steps": 2, "parts": {"forward_backward": 1.0}}
-    clock.close()
-    found = goodput(job)
-    assert found is not None
-    assert found.useful == 1.0
-    assert found.lost["unlogged"] == pytest.approx(found.seconds - 1.0)
-
-
 def test_an_attempt_that_stops_before_its_first_log_line_has_its_steps_counted(
     tmp_path: Path,
 ) -> None:

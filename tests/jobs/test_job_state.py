@@ -77,13 +77,8 @@ class Written:
         self._write(f"control/{what}", by + "\n")
         return self
 
-    def acknowledged(self, request: str = "stop", *, ago: float = 1) -> Written:
-        record = {
-            "request": request,
-            "by": "alice: dtt job stop",
-            "step": 8,
-            "time": time.time() - ago,
-        }
+    def acknowledged(self, *, ago: float = 1) -> Written:
+        record = {"request": "stop", "by": ALICE, "step": 8, "time": time.time() - ago}
         self._write("control/acknowledged.json", json.dumps(record))
         return self
 
@@ -99,12 +94,10 @@ class Written:
         (status,) = job_state.examine([self.job])
         return status
 
-    def _write(self, name: str, text: str, ago: float = 0.0) -> None:
+    def _write(self, name: str, text: str) -> None:
         path = self.job.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        when = time.time() - ago
-        os.utime(path, (when, when))
 
 
 @pytest.fixture

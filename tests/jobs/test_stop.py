@@ -53,7 +53,8 @@ def test_a_signal_only_sets_a_request_that_persists(
 ) -> None:
     requests = listening(job)
     assert requests.agreed(alone, 7).request is Request.NONE
-    os.kill(os.getpid(), number)
+    for _ in range(1 if number is signal.SIGINT else 3):  # a second SIGINT is obeyed at once
+        os.kill(os.getpid(), number)
     assert requests.reason == number.name
     assert requests.agreed(alone, 7).request is Request.STOP
     assert requests.agreed(alone, 7).request is Request.STOP
@@ -64,13 +65,6 @@ def test_a_second_interrupt_ends_the_process_at_once(job: JobDir) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_second_sigterm_does_not_end_the_process_at_once(job: JobDir, alone: World) -> None:
-    requests = listening(job)
-    for _ in range(3):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert requests.agreed(alone, 7).request is Request.STOP
 
 
 def test_a_save_file_is_obeyed_once_and_removed(job: JobDir, alone: World) -> None:

@@ -76,13 +76,6 @@ def test_how_an_attempt_ended_decides_whether_the_job_continues(
     assert made.heard == ("on request" in reason)
 
 
-@pytest.mark.parametrize("status", [126, 127])
-def test_a_job_whose_program_is_missing_is_not_started_again(status: int) -> None:
-    made = decisions.decide(Ending(None, status), "RESUME", "GIVE UP")
-    assert (made.again, made.code) == (False, status)
-    assert "a program is missing or cannot be executed; see logs/, then run RESUME" in made.reason
-
-
 @pytest.mark.parametrize(
     ("record", "state"),
     [

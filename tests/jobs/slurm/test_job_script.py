@@ -22,7 +22,7 @@ from support.fake_slurm import write_commands
 from support.running import ROOT, TIMEOUT
 
 from dtt.artifacts.jobdir import JobDir
-from dtt.base.errors import ConfigError, EnvironmentUnfit
+from dtt.base.errors import ConfigError
 from dtt.config.launch import LaunchConfig
 from dtt.config.load import resolve
 from dtt.config.shipped import shipped_configs
@@ -853,10 +853,6 @@ def test_the_stop_request_uses_the_measured_lead(node: Node) -> None:
 # ---- lead, sbatch, squeue ----------------------------------------------------------------------
 
 
-def record(**values: Any) -> str:
-    return json.dumps({"step": 1, **values}) + "\n"
-
-
 @pytest.mark.parametrize(
     ("time", "seconds"),
     [(90, 5400), ("90", 5400), ("30:00", 1800), ("12:00:00", 43_200), ("1-12", 129_600),
@@ -872,6 +868,12 @@ def test_an_invalid_time_limit_is_refused(time: str) -> None:
         LaunchConfig(time=time)
 
 
+@pytest.mark.parametrize("gpus", ["a100:0", "4:a100", "a100:4,v100:2", "-1"])
+def test_an_invalid_number_of_gpus_is_refused(gpus: str) -> None:
+    with pytest.raises(ValidationError, match="must be a number, or type:number such as a100:4"):
+        LaunchConfig.model_validate({"gpus_per_node": gpus})
+
+
 def test_the_lead_is_measured_or_a_default(tmp_path: Path) -> None:
     job = JobDir(tmp_path)
     assert job_script.lead(job, LaunchConfig()) == job_script.DEFAULT_LEAD
@@ -880,23 +882,6 @@ def test_the_lead_is_measured_or_a_default(tmp_path: Path) -> None:
     assert job_script.lead(job, LaunchConfig()) == 30 + 2 * (20 + 110)
     job.write_lead(step=0.01, save=0.2)
     assert job_script.lead(job, LaunchConfig()) == 60
-
-
-def test_submit_returns_the_job_id_or_the_message_of_sbatch(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", f"{node.fakes}:/usr/bin:/bin")
-    monkeypatch.setenv("CALLS", str(node.folder / "calls"))
-    (node.fakes / "sbatch").write_text(
-        '#!/bin/bash\necho "sbatch $*" >>"$CALLS"; echo "17;cluster"\n'
-    )
-    assert submissions.sbatch(Path("jobs/a b/slurm.sh"), "--hold") == "17"
-    assert node.calls() == ["sbatch --parsable --hold jobs/a b/slurm.sh"]
-    (node.fakes / "sbatch").write_text(
-        '#!/bin/bash\necho "sbatch: error: no such partition" >&2; exit 1'
-    )
-    with pytest.raises(EnvironmentUnfit, match="no such partition"):
-        submissions.sbatch(Path("slurm.sh"))
 
 
 @pytest.mark.parametrize(
