@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +70,11 @@ def address(tmp_path: Path) -> Iterator[str]:
     Dtt.wait(process)
 
 
-def tables(page: Page, charts: Sequence[str] = CHARTS) -> dict[str, list[str]]:
-    """Return the rows of the tables of values of charts, with tabs between the cells."""
+def tables(page: Page) -> dict[str, list[str]]:
+    """Return the rows of the tables of values of CHARTS, with tabs between the cells."""
     row = "tr => [...tr.cells].map(cell => cell.textContent).join('\\t')"
     found = {}
-    for chart in charts:
+    for chart in CHARTS:
         values = page.locator(f"figure:has(h3:text-is('{chart}')) details.values")
         if values.get_attribute("open") is None:
             values.locator("summary").click()

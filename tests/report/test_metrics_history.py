@@ -64,11 +64,6 @@ def test_numbers_become_curves_and_everything_else_is_listed(tmp_path: Path) -> 
     assert [record["text"] for record in found.listed["sample"]] == ["x"]
 
 
-def test_a_job_without_metrics_has_an_empty_history(tmp_path: Path) -> None:
-    found = MetricsHistory.read(tmp_path / "metrics.jsonl")
-    assert (found.series, found.last_step) == ({}, 0)
-
-
 # ---- curves in buckets ---------------------------------------------------------------------------
 
 

@@ -124,12 +124,9 @@ def test_serve_prints_its_address_and_ends_with_ctrl_c(dtt: Dtt, tmp_path: Path)
     assert "ssh -L" in done.stderr
 
 
-def test_a_job_may_be_in_another_folder(
-    dtt: Dtt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_may_be_in_another_folder(tmp_path: Path) -> None:
     job = write_finished_job(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
     Dtt(elsewhere)("report", os.path.relpath(job, elsewhere))
     assert (job / "report.html").is_file()

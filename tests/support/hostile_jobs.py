@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import chdir
 from itertools import cycle
@@ -100,8 +99,8 @@ def one_line() -> Iterator[str]:
     return cycle(t for t in HOSTILE if len(t) < 1000 and not control & {*map(category, t)})
 
 
-def write_hostile_job(folder: Path, *, running: bool = False) -> Path:
-    """Write a job with hostile text in every field; it failed, or it is `running` and stopping.
+def write_hostile_job(folder: Path) -> Path:
+    """Write a job that failed, with hostile text in every field.
 
     Its samples are all `HOSTILE` texts.
     """
@@ -123,16 +122,12 @@ def write_hostile_job(folder: Path, *, running: bool = False) -> Path:
         210, 275, began=ended + 40, code=ExitCode.IO, reason=_message(texts), node=next(texts),
         asked_by=next(texts), saves=[250],
     )  # fmt: skip
-    code = None if running else ExitCode.BUG
-    written.attempt(250, 390, began=ended + 40, code=code, reason=_message(texts), node=next(texts))
+    written.attempt(
+        250, 390, began=ended + 40, code=ExitCode.BUG, reason=_message(texts), node=next(texts)
+    )
     write_checkpoint(job, run, 390, 4, {next(texts): next(texts), "dtt": next(texts)})
     _rewrite_metrics(job, texts)
     _rewrite_small_files(job, texts)
-    if running:
-        beat = json.loads(job.heartbeat.read_text())
-        beat |= {"time": time.time() + 3600, "phase": next(texts)}  # fresh for an hour
-        job.heartbeat.write_text(json.dumps(beat))
-        job.stop.write_text(next(texts))
     return job.root
 
 

@@ -48,13 +48,13 @@ def phrase(name: str) -> str:
     return secret
 
 
-def write_job_with_secrets(folder: Path, name: str = "secrets") -> Path:
+def write_job_with_secrets(folder: Path) -> Path:
     """Write a failed job with every secret in its samples, logs, reasons, paths and names."""
     every = [phrase(secret) for secret in SECRETS]
     run = SyntheticRun(sources=(phrase("wandb"), "code"), tasks=(phrase("github_fine"),))
     # dtt refuses a configuration with secrets that it recognises, so only data.json has this name.
     named = {"data.sources": [{"path": "data/tokens/code"}]}
-    written = write_new_job(folder, name, run, named)
+    written = write_new_job(folder, "secrets", run, named)
     job = written.job
     samples = [
         {"kind": "sample", "step": i, "text": f"password = '{text}'\n", "time": START + i}

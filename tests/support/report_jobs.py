@@ -246,9 +246,9 @@ def settings(run: SyntheticRun) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def resolved_settings(values: Mapping[str, Any], origin: str = "run.yaml:3") -> Resolved:
-    """Return the configuration with these values, all of which come from `origin`."""
-    return resolve({tuple(k.split(".")): Leaf(v, origin) for k, v in values.items()}, env={})
+def resolved_settings(values: Mapping[str, Any]) -> Resolved:
+    """Return the configuration with these values, as those of a file."""
+    return resolve({tuple(k.split(".")): Leaf(v, "run.yaml:3") for k, v in values.items()}, env={})
 
 
 def write_new_job(
@@ -338,10 +338,10 @@ def write_finished_job(
     return written.job.root
 
 
-def write_interrupted_job(folder: Path, name: str = "interrupted") -> Path:
+def write_interrupted_job(folder: Path) -> Path:
     """Write a job of four attempts: killed, preempted, failed, and done; one step was skipped."""
     run = SyntheticRun(skipped=157)
-    written = write_new_job(folder, name, run)
+    written = write_new_job(folder, "interrupted", run)
     ended = written.attempt(0, 130, began=START, code=None, node="node-1", saves=[50, 100])
     ended = written.attempt(
         100, 210, began=ended + 40, code=ExitCode.PREEMPTED, node="node-1", asked_by="SIGTERM",
@@ -357,24 +357,21 @@ def write_interrupted_job(folder: Path, name: str = "interrupted") -> Path:
 
 
 SWEEP = """
-name: {name}
-base: {base}
+name: sweep
+base: base.yaml
 parameters:
   optim.lr: [0.001, 0.0025, 0.0063, 0.016]
   model.n_layers: [2, 4]
 """
 
 
-def write_sweep(folder: Path, name: str = "sweep") -> Path:
+def write_sweep(folder: Path) -> Path:
     """Write a sweep of 8 trials: 6 are done, the seventh diverged, and the last never started."""
     run = SyntheticRun(steps=200, spike=None, tasks=())
-    base = folder / f"{name}-base.yaml"
-    resolved = resolved_settings(settings(run))
-    base.write_text(show(resolved))
-    file = folder / f"{name}.yaml"
-    file.write_text(SWEEP.format(name=name, base=base.name))
+    (folder / "base.yaml").write_text(show(resolved_settings(settings(run))))
+    (folder / "sweep.yaml").write_text(SWEEP)
     with chdir(folder):
-        sweep = trials.plan(Path(file.name)).write()
+        sweep = trials.plan(Path("sweep.yaml")).write()
     records = list(sweep.manifest.trials.items())
     for number, (id, trial) in enumerate(records[:-1]):
         own = replace(run, lr=trial.values["optim.lr"], seed=number)
@@ -386,4 +383,4 @@ def write_sweep(folder: Path, name: str = "sweep") -> Path:
         else:
             why = "training diverged at step 88: loss is nan"
             written.attempt(0, 88, began=began, code=ExitCode.DIVERGED, reason=why, saves=[50])
-    return folder / "jobs" / name
+    return folder / "jobs/sweep"
